@@ -1,0 +1,33 @@
+# `make` lists the targets. Every target that needs the virtual environment makes it first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+demo: .venv/.installed  ## compare two halves of the bundled digits, one of them rotated
+	$(BIN)/python -m otdd_flash.distance
+
+test: .venv/.installed  ## run the tests, one worker per core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+
+lint: .venv/.installed  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.installed  ## rewrite the code in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the virtual environment, caches and outputs
+	rm -rf .venv build dist outputs multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@

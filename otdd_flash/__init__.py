@@ -1,0 +1,52 @@
+"""Optimal Transport Dataset Distance, with bounds that can be trusted.
+
+The way of the data:
+
+    load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
+
+Conventions, the same everywhere:
+
+    points       x (n, d), y (m, d); masses a (n,), b (m,) sum to 1
+    ground cost  C_ij = lambda_x ||x_i - y_j||^2 + lambda_y W[l_i, l_j], lambda_x = lambda_y = 1/2
+    W            squared 2-Wasserstein distances between classes, for the cost ||.||^2
+    OT_epsilon   min_P <C, P> + epsilon KL(P | a b^T), epsilon in units of the cost
+    plan         P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon), potentials in units of the cost
+    value        S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2
+    randomness   one seed; every draw comes from a local generator
+
+Nothing here imports Hydra; the commands `python -m otdd_flash.distance` do.
+"""
+
+from otdd_flash import extractors
+from otdd_flash.data.registry import load
+from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
+from otdd_flash.extractors import embed
+from otdd_flash.labels import ClassDistances, LabelMetric
+from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.otdd import dataset_distance
+from otdd_flash.result import DistanceResult
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.version import __version__
+
+__all__ = [
+    "ClassDistances",
+    "ComputeOptions",
+    "ConvergenceError",
+    "DataNotice",
+    "DistanceResult",
+    "GroundCost",
+    "InputError",
+    "LabelMetric",
+    "LabeledSamples",
+    "NotConvergedWarning",
+    "SolverOptions",
+    "__version__",
+    "dataset_distance",
+    "embed",
+    "extractors",
+    "load",
+    "sinkhorn",
+    "sinkhorn_divergence",
+]

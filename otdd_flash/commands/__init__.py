@@ -1,0 +1,1 @@
+"""What the command modules share: settings, loading both sides, progress, exit codes."""

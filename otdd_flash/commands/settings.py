@@ -1,0 +1,76 @@
+"""Typed settings of the commands: what Hydra composed, checked against dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from otdd_flash.errors import InputError
+
+Schema = TypeVar("Schema")
+
+
+@dataclass
+class RuntimeSettings:
+    """What conf/runtime.yaml holds: where and how any command runs."""
+
+    device: str
+    backend: str
+    precision: str
+    memory_budget: Any
+    seed: int
+    max_samples: int | None
+    data_root: str | None
+    download: bool
+    cache_dir: str | None
+    log_level: str
+
+
+@dataclass
+class LabelSettings:
+    """One choice of conf/labels."""
+
+    method: str
+    full: bool
+    unbiased: bool
+    diagonal: bool
+    epsilon: float | None
+    path: str | None
+
+
+@dataclass
+class SolverSettings:
+    """When a solve stops."""
+
+    tolerance: float
+    max_iterations: int
+    require_convergence: bool
+
+
+@dataclass
+class DatasetPairSettings(RuntimeSettings):
+    """Two datasets and how both are embedded."""
+
+    source: dict[str, Any]
+    target: dict[str, Any]
+    extractor: dict[str, Any]
+
+
+def parse(config: DictConfig, schema: type[Schema]) -> Schema:
+    """Check a composed configuration against a dataclass and build it.
+
+    Raises:
+        InputError: a value has another type than its key takes, or is missing.
+    """
+    try:
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        typed = OmegaConf.merge(OmegaConf.structured(schema), resolved)
+        return cast(Schema, OmegaConf.to_object(typed))
+    except MissingMandatoryValue as error:
+        raise InputError(f"{error.full_key} must be given: {error.full_key}=VALUE") from error
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{error.full_key or 'configuration'}: {reason}") from error

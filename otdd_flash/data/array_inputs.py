@@ -1,0 +1,45 @@
+"""Arrays as inputs: vectors or images, told apart by their shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otdd_flash.data.dataset import Modality
+from otdd_flash.errors import InputError
+
+CHANNELS = (1, 3, 4)
+
+
+def as_inputs(values: NDArray[Any], where: str) -> tuple[NDArray[Any], Modality]:
+    """Vectors (n, d) as modality "array", images (n, h, w) or (n, h, w, c) as "image".
+
+    Integer images within 0 to 255 become uint8; float images stay as they are.
+
+    Args:
+        values: numbers.
+        where: the file and key, for the message.
+
+    Raises:
+        InputError: the values are not numbers or have another shape.
+    """
+    if values.dtype.kind not in "fiub":
+        raise InputError(f"{where}: inputs must be numbers, got {values.dtype}")
+    if values.ndim == 2:
+        return values, "array"
+    if values.ndim == 3 or (values.ndim == 4 and values.shape[3] in CHANNELS):
+        return _as_pixels(values), "image"
+    raise InputError(
+        f"{where}: inputs must have shape (n, d), or (n, h, w) or (n, h, w, c) with {CHANNELS} "
+        f"channels last for images; got {values.shape}"
+    )
+
+
+def _as_pixels(values: NDArray[Any]) -> NDArray[Any]:
+    if values.dtype.kind == "f" or values.dtype == np.uint8 or values.size == 0:
+        return values
+    if values.min() < 0 or values.max() > 255:
+        return values.astype(np.float32)
+    return values.astype(np.uint8)

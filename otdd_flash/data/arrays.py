@@ -1,0 +1,92 @@
+"""The user's own arrays: npz archives, .npy pairs, csv and parquet tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otdd_flash.data.array_inputs import as_inputs
+from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.request import Request, reading
+from otdd_flash.data.table import find_weights, read_table
+from otdd_flash.errors import InputError
+
+
+def read_arrays(
+    request: Request,
+    *,
+    path: str | None = None,
+    labels_path: str | None = None,
+    features: str | Sequence[str] | None = None,
+    label: str | None = None,
+) -> LabeledDataset:
+    """Read vectors (n, d) or images (n, h, w[, c]), with labels and weights where there are any.
+
+    Args:
+        request: the shared options; `weights` is an npz key (default `w`), a column or a file.
+        path: a .npz, .npy, .csv or .parquet file.
+        labels_path: a .npy file of labels (n,), for any of these.
+        features: the npz key of the inputs (default `x`), or the columns of a table that are inputs
+            (default: all columns but label and weights).
+        label: the npz key (default `y`) or column of the labels; a table's label column is found by
+            its name or as its only text column.
+
+    Raises:
+        InputError: a file, key or column is missing, unreadable or ambiguous; lengths disagree.
+    """
+    request.one_part()
+    file = request.locate("path", path)
+    match file.suffix.lower():
+        case ".npz":
+            inputs, labels, weights = _read_npz(file, features, label, request.weights)
+        case ".npy":
+            inputs, labels, weights = read_npy(file), None, None
+        case ".csv" | ".parquet":
+            columns = [features] if isinstance(features, str) else features
+            skip_label = labels_path is not None
+            inputs, labels, weights = read_table(
+                file, columns, label, request.weights, skip_label=skip_label
+            )
+        case _:
+            raise InputError(
+                f"arrays cannot read {file}: its name must end in npz, npy, csv or parquet"
+            )
+    if labels_path is not None:
+        labels = read_npy(request.locate("labels_path", labels_path))
+    inputs, modality = as_inputs(inputs, str(file))
+    return LabeledDataset.from_raw(
+        inputs, labels, modality=modality, name=file.stem, weights=weights
+    )
+
+
+def read_npy(path: Path) -> NDArray[Any]:
+    """One array, mapped rather than copied into memory."""
+    with reading(path):
+        values: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        return values
+
+
+def _read_npz(
+    path: Path, features: str | Sequence[str] | None, label: str | None, weights: str | None
+) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
+    if features is not None and not isinstance(features, str):
+        raise InputError(f"features={list(features)}: an npz file has its inputs under one key")
+    with reading(path), np.load(path, allow_pickle=False) as archive:
+        keys = tuple(archive.files)
+
+        def read(key: str) -> NDArray[Any]:
+            if key not in keys:
+                raise InputError(f"{path} has no key {key!r}; its keys are: {', '.join(keys)}")
+            return np.asarray(archive[key])
+
+        has_labels = label is not None or "y" in keys
+        weight_key = find_weights(keys, weights or ("w" if "w" in keys else None), str(path))
+        return (
+            read(features or "x"),
+            read(label or "y") if has_labels else None,
+            None if weight_key is None else read(weight_key),
+        )

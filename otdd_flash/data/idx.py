@@ -1,0 +1,69 @@
+"""IDX files, the format that MNIST was published in, gzipped or not."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otdd_flash.data.array_inputs import as_inputs
+from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.request import Request, reading
+from otdd_flash.errors import InputError
+
+# The third byte of the magic number names the element type; all are stored big-endian.
+ELEMENT_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+
+
+def read_idx_pair(
+    request: Request, *, images: str | None = None, labels: str | None = None
+) -> LabeledDataset:
+    """Read a pair of IDX files.
+
+    Args:
+        request: the shared options.
+        images: file of inputs (n, h, w), (n, h, w, c) or (n, d).
+        labels: file of labels (n,); None for unlabelled data.
+
+    Raises:
+        InputError: a file is missing or damaged, or the lengths disagree.
+    """
+    request.one_part()
+    path = request.locate("images", images)
+    targets = None if labels is None else read_idx(request.locate("labels", labels))
+    inputs, modality = as_inputs(read_idx(path), str(path))
+    return LabeledDataset.from_raw(inputs, targets, modality=modality, name=path.name)
+
+
+def read_idx(path: Path) -> NDArray[Any]:
+    """The array in one IDX file, in native byte order.
+
+    Raises:
+        InputError: the file is unreadable, not IDX, or shorter or longer than its header says.
+    """
+    with reading(path):
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        return _decode(content, path)
+
+
+def _decode(content: bytes, path: Path) -> NDArray[Any]:
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in ELEMENT_TYPES:
+        raise InputError(f"{path} is not an IDX file: it starts with {content[:4].hex(' ')!r}")
+    rank = content[3]
+    header = 4 + 4 * rank
+    shape = struct.unpack(f">{rank}i", content[4:header])
+    dtype = np.dtype(ELEMENT_TYPES[content[2]])
+    expected = header + dtype.itemsize * math.prod(shape)
+    if len(content) != expected:
+        raise InputError(
+            f"{path} is damaged: {len(content)} bytes, but its header {shape} needs {expected}"
+        )
+    values = np.frombuffer(content, dtype, offset=header).reshape(shape)
+    return values.astype(dtype.newbyteorder("="))

@@ -1,0 +1,90 @@
+"""What every kind of source is asked for, and how files on disk are found and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from otdd_flash.errors import InputError, choose
+
+DEFAULT_ROOT = Path("~/.cache/otdd_flash/datasets")
+SPLITS = ("train", "test", "all")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options that all sources share.
+
+    Args:
+        name: the source's name in the registry.
+        split: which part of the dataset; "all" for the whole.
+        root: folder under which named datasets lie.
+        download: whether missing files may be fetched.
+        seed: of synthetic data.
+        weights: a column, key or file with one mass per row.
+    """
+
+    name: str
+    split: str = "train"
+    root: Path = DEFAULT_ROOT
+    download: bool = False
+    seed: int = 0
+    weights: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What reports call the dataset: its name, and the split where it is one part."""
+        return self.name if self.split == "all" else f"{self.name} {self.split}"
+
+    def parts(self) -> tuple[str, ...]:
+        """The splits to read for a source that has a training and a test part."""
+        choose(f"split of {self.name}", self.split, SPLITS)
+        return ("train", "test") if self.split == "all" else (self.split,)
+
+    def one_part(self) -> None:
+        """Refuse any split but the whole, for a source whose files are not divided."""
+        if self.split not in ("train", "all"):
+            raise InputError(
+                f"{self.name} reads files that have no splits: split={self.split!r} must be all "
+                "(or the default); name the file that holds the other split instead"
+            )
+
+    def locate(self, option: str, path: str | None) -> Path:
+        """The file or folder that an option names: as given, or below the root.
+
+        Raises:
+            InputError: the option is not set, or nothing is there.
+        """
+        if not path:
+            raise InputError(f"{self.name} needs {option}=PATH")
+        given = Path(str(path)).expanduser()
+        candidates = [given] if given.is_absolute() else [given, self.root / given]
+        for candidate in candidates:
+            if candidate.exists():
+                return candidate
+        looked = " or ".join(str(candidate.absolute()) for candidate in candidates)
+        raise InputError(f"{self.name}: {option}={path} does not exist (looked at {looked})")
+
+    def missing(self, looked: str) -> InputError:
+        """The error for a named dataset whose files are not on disk."""
+        return InputError(
+            f"{self.name} is not on disk: no {looked}; set data_root=DIR to the folder that holds "
+            "it, or allow fetching it with download=true"
+        )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever a file reader raises for an unreadable or damaged file into an `InputError`.
+
+    Readers of third parties raise anything from AssertionError to zlib.error on damaged bytes.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        detail = str(error) or type(error).__name__
+        raise InputError(f"cannot read {path}: {detail}; is it damaged or empty?") from error

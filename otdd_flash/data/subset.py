@@ -1,0 +1,146 @@
+"""Which rows of a dataset are used: chosen classes, then a seeded, stratified draw."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.samples import HOW_TO_LABEL
+
+
+def subset(
+    dataset: LabeledDataset,
+    classes: Sequence[str | int] | str | int | None,
+    max_samples: int | None,
+    seed: int,
+) -> LabeledDataset:
+    """Keep the chosen classes, drop classes without samples, draw at most `max_samples` rows.
+
+    The draw keeps class proportions with at least one row per class, depends on `seed` alone, and
+    leaves the rows in their original order.
+
+    Args:
+        dataset: all rows of a split.
+        classes: class names or indices, which are renumbered in this order; None keeps all. An
+            entry that equals a class name means that class, else an integer is a class index.
+        max_samples: upper limit on the rows; None takes all.
+        seed: of the draw.
+
+    Raises:
+        InputError: a class is unknown, the data have no labels to choose classes by, nothing is
+            left, or `max_samples` is below the number of classes.
+    """
+    if classes is not None:
+        dataset = _keep_classes(dataset, classes)
+    return _draw(_without_empty_classes(dataset), max_samples, seed)
+
+
+def stratified_rows(
+    labels: NDArray[np.int64], count: int, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Draw `count` row numbers (sorted) in proportion to the classes, at least one of each.
+
+    Args:
+        labels: (n,) class indices; n >= count >= number of distinct classes.
+        count: how many rows.
+        generator: the only source of randomness.
+    """
+    _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    quota = _quotas(sizes, count)
+    order = generator.permutation(len(labels))
+    grouped = order[np.argsort(classes[order], kind="stable")]
+    starts = np.cumsum(sizes) - sizes
+    chosen = [grouped[start : start + q] for start, q in zip(starts, quota, strict=True)]
+    return np.sort(np.concatenate(chosen))
+
+
+def _quotas(sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Rows per class, summing to `count`: nearest to proportional with 1 <= quota <= size."""
+    ideal = sizes * (count / sizes.sum())
+    quota: NDArray[np.int64] = np.clip(np.floor(ideal).astype(np.int64), 1, sizes)
+    while quota.sum() < count:
+        quota[np.argmax(np.where(quota < sizes, ideal - quota, -np.inf))] += 1
+    while quota.sum() > count:
+        quota[np.argmax(np.where(quota > 1, quota - ideal, -np.inf))] -= 1
+    return quota
+
+
+def _draw(dataset: LabeledDataset, max_samples: int | None, seed: int) -> LabeledDataset:
+    n = len(dataset)
+    if max_samples is None or max_samples == n:
+        return dataset
+    if max_samples > n:
+        warnings.warn(
+            f"{dataset.name} has {n} rows, fewer than max_samples={max_samples}: all are taken",
+            DataNotice,
+            stacklevel=4,
+        )
+        return dataset
+    generator = np.random.default_rng(seed)
+    if dataset.labels is None:
+        return dataset.take(np.sort(generator.permutation(n)[:max_samples]))
+    if max_samples < len(dataset.class_names):
+        raise InputError(
+            f"max_samples={max_samples} is below the {len(dataset.class_names)} classes of "
+            f"{dataset.name}; raise max_samples, or choose fewer classes with classes=[...]"
+        )
+    return dataset.take(stratified_rows(dataset.labels, max_samples, generator))
+
+
+def _keep_classes(
+    dataset: LabeledDataset, classes: Sequence[str | int] | str | int
+) -> LabeledDataset:
+    if dataset.labels is None:
+        raise InputError(f"classes={classes}: {dataset.name} has no labels; {HOW_TO_LABEL}")
+    wanted = [classes] if isinstance(classes, str | int) else list(classes)
+    if not wanted:
+        raise InputError("classes=[] leaves no class; name at least one, or classes=null for all")
+    keep = [_class_index(entry, dataset) for entry in wanted]
+    if len(set(keep)) < len(keep):
+        raise InputError(f"classes={wanted} names a class twice")
+    renumber = np.full(len(dataset.class_names), -1, dtype=np.int64)
+    renumber[keep] = np.arange(len(keep))
+    labels = renumber[dataset.labels]
+    names = tuple(dataset.class_names[index] for index in keep)
+    rows = np.flatnonzero(labels >= 0)
+    if rows.size == 0:
+        raise InputError(f"{dataset.name} is empty: no rows are of the classes {', '.join(names)}")
+    return replace(dataset.take(rows), labels=labels[rows], class_names=names)
+
+
+def _class_index(entry: Any, dataset: LabeledDataset) -> int:
+    names = dataset.class_names
+    if str(entry) in names:
+        return names.index(str(entry))
+    if isinstance(entry, int | np.integer) and 0 <= entry < len(names):
+        return int(entry)
+    shown = ", ".join(names[:50]) + (", ..." if len(names) > 50 else "")
+    raise InputError(
+        f"unknown class {entry!r} of {dataset.name}; choose names or indices of: {shown}"
+    )
+
+
+def _without_empty_classes(dataset: LabeledDataset) -> LabeledDataset:
+    """Renumber to the classes that have rows: names stay with their rows, none is shifted."""
+    if dataset.labels is None:
+        return dataset
+    present, labels = np.unique(dataset.labels, return_inverse=True)
+    if len(present) == len(dataset.class_names):
+        return dataset
+    absent = [name for c, name in enumerate(dataset.class_names) if c not in set(present.tolist())]
+    shown = ", ".join(absent[:10]) + (", ..." if len(absent) > 10 else "")
+    warnings.warn(
+        f"{dataset.name}: {len(absent)} of {len(dataset.class_names)} classes have no rows and are "
+        f"left out: {shown}",
+        DataNotice,
+        stacklevel=4,
+    )
+    names = tuple(dataset.class_names[c] for c in present.tolist())
+    return replace(dataset, labels=labels.astype(np.int64), class_names=names)

@@ -1,0 +1,154 @@
+"""Any labelled image dataset of torchvision.datasets, by class name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otdd_flash.data.array_inputs import CHANNELS
+from otdd_flash.data.dataset import LabeledDataset, concatenate
+from otdd_flash.data.lazy_items import LazyItems
+from otdd_flash.data.request import Request
+from otdd_flash.errors import InputError, choose
+
+
+def read_torchvision(
+    request: Request, *, dataset: str | None = None, arguments: Mapping[str, Any] | None = None
+) -> LabeledDataset:
+    """Read one of torchvision's datasets.
+
+    Classes that take `train` get it from the split, which is then train, test or all; classes that
+    take `split` get it as it is, and `all` means train and test.
+
+    Args:
+        request: the shared options.
+        dataset: the class name, such as KMNIST, EMNIST, CIFAR10, SVHN, STL10.
+        arguments: further constructor arguments, such as {split: letters} for EMNIST.
+
+    Raises:
+        InputError: no such class, files missing or damaged, or constructor arguments that the class
+            refuses.
+    """
+    if not dataset:
+        raise InputError("torchvision needs dataset=CLASS, such as dataset=KMNIST")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise InputError(
+            f"arguments must be a mapping such as {{split: letters}}, got {arguments!r}"
+        )
+    return read_class(request, dataset, arguments=arguments)
+
+
+def read_class(
+    request: Request,
+    class_name: str,
+    *,
+    class_names: Sequence[str] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> LabeledDataset:
+    """Read the requested split of one torchvision class; see `read_torchvision`.
+
+    Args:
+        request: the shared options.
+        class_name: name in torchvision.datasets.
+        class_names: what the classes are called; None takes torchvision's names.
+        arguments: further constructor arguments.
+    """
+    from torchvision import datasets
+
+    known = tuple(name for name in datasets.__all__ if inspect.isclass(getattr(datasets, name)))
+    kind = getattr(datasets, choose("torchvision dataset", class_name, known))
+    fixed = dict(arguments or {})
+    accepted = _accepted(kind)
+    choices: list[dict[str, Any]]
+    if "train" in accepted:
+        choices = [{"train": part == "train"} for part in request.parts()]
+    elif "split" in accepted and "split" not in fixed:
+        splits = ("train", "test") if request.split == "all" else (request.split,)
+        choices = [{"split": split} for split in splits]
+    else:
+        request.one_part()
+        choices = [{}]
+    title = request.title if request.name != "torchvision" else f"{class_name} {request.split}"
+    parts = [
+        _as_dataset(_open(kind, request, {**choice, **fixed}), class_names, title)
+        for choice in choices
+    ]
+    return parts[0] if len(parts) == 1 else concatenate(parts, title)
+
+
+def _accepted(kind: Any) -> set[str]:
+    """Constructor arguments by name, those passed on to base classes included."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        names.update(p.name for p in parameters)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names
+
+
+def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
+    accepted = _accepted(kind)
+    shared: dict[str, Any] = {"root": str(request.root), "download": request.download}
+    shared = {key: value for key, value in shared.items() if key in accepted}
+    try:
+        return kind(**{**shared, **arguments})
+    except Exception as error:
+        # Damaged files raise anything; missing ones and refused arguments can be told apart.
+        hint = _hint(kind, request) if isinstance(error, RuntimeError | OSError) else ""
+        raise InputError(
+            f"{request.name}: torchvision.datasets.{kind.__name__} cannot read "
+            f"{_folder(kind, request.root)}: {error or type(error).__name__}{hint}"
+        ) from error
+
+
+def _folder(kind: Any, root: Path) -> Path:
+    like_mnist = any(base.__name__ == "MNIST" for base in kind.__mro__)
+    inside = f"{kind.__name__}/raw" if like_mnist else getattr(kind, "base_folder", "")
+    return root.absolute() / str(inside)
+
+
+def _hint(kind: Any, request: Request) -> str:
+    if request.download:
+        return ""
+    folder = _folder(kind, request.root)
+    if list(folder.glob("*-ubyte.gz")) and not list(folder.glob("*-ubyte")):
+        return "; the files there are gzipped: unpack them with gunzip"
+    return "; set data_root=DIR to the folder that holds the dataset, or download=true"
+
+
+def _as_dataset(opened: Any, class_names: Sequence[str] | None, title: str) -> LabeledDataset:
+    labels = np.asarray(_labels(opened))
+    names = class_names if class_names is not None else getattr(opened, "classes", None)
+    if names is not None and not all(isinstance(name, str) for name in names):
+        names = [str(name) for name in names]
+    if names is None and labels.dtype.kind in "iu" and labels.size and labels.max() < 0:
+        names = []
+    return LabeledDataset.from_raw(
+        _images(opened), labels, class_names=names, modality="image", name=title
+    )
+
+
+def _labels(opened: Any) -> Any:
+    for attribute in ("targets", "labels", "_labels"):
+        values = getattr(opened, attribute, None)
+        if values is not None and len(values) == len(opened):
+            return values
+    return [int(opened[row][1]) for row in range(len(opened))]
+
+
+def _images(opened: Any) -> NDArray[Any] | LazyItems:
+    data = getattr(opened, "data", None)
+    values = None if data is None or isinstance(data, list) else np.asarray(data)
+    if values is None or values.dtype != np.uint8 or len(values) != len(opened):
+        return LazyItems(lambda row: opened[row][0], np.arange(len(opened)))
+    if values.ndim == 4 and values.shape[3] not in CHANNELS:
+        return np.ascontiguousarray(values.transpose(0, 2, 3, 1))
+    return values

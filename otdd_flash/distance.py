@@ -1,0 +1,129 @@
+"""`python -m otdd_flash.distance`: the dataset distance from the command line."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+from rich.console import Console
+
+from otdd_flash.commands.outcome import RESULT_FILE
+from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.runner import run_command, run_job
+from otdd_flash.commands.settings import (
+    DatasetPairSettings,
+    LabelSettings,
+    SolverSettings,
+    parse,
+)
+from otdd_flash.commands.sides import prepare_sides
+from otdd_flash.errors import ConvergenceError
+from otdd_flash.json_file import write_json
+from otdd_flash.labels import LabelMetric
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.otdd import dataset_distance
+from otdd_flash.report.console import summary_table
+from otdd_flash.report.writing import write_report
+from otdd_flash.result import DistanceResult
+from otdd_flash.solver.options import SolverOptions
+
+
+@dataclass
+class DistanceSettings(DatasetPairSettings):
+    """What conf/distance.yaml holds."""
+
+    labels: LabelSettings
+    lambda_x: float
+    lambda_y: float
+    epsilon: float
+    epsilon_relative: float | None
+    debias: bool
+    min_class_size: int | None
+    solver: SolverSettings
+    save_result: bool
+
+
+def compare(config: DictConfig, directory: Path) -> None:
+    """Compute one distance and write everything about it into `directory`."""
+    settings = parse(config, DistanceSettings)
+    solver = SolverOptions(settings.solver.tolerance, settings.solver.max_iterations)
+    with Phases() as phases:
+        sides = prepare_sides(settings, phases, whole=settings.labels.full)
+        with phases.solving("comparing", solver.tolerance) as progress:
+            result = dataset_distance(
+                sides.source,
+                sides.target,
+                epsilon=settings.epsilon,
+                epsilon_relative=settings.epsilon_relative,
+                labels=_metric(settings),
+                class_statistics=sides.whole,
+                min_class_size=settings.min_class_size,
+                lambda_x=settings.lambda_x,
+                lambda_y=settings.lambda_y,
+                debias=settings.debias,
+                solver=solver,
+                compute=_compute(settings),
+                progress=progress,
+            )
+        with phases.phase("report", "drawing"):
+            write_report(result, directory, seed=settings.seed)
+    _write(result, settings, _seconds(phases, result), directory)
+    if settings.solver.require_convergence and not result.converged:
+        raise ConvergenceError(
+            f"marginal error {result.divergence.marginal_error:.1e} is above "
+            f"solver.tolerance={solver.tolerance:g} and solver.require_convergence is set; the "
+            f"result was written to {directory}"
+        )
+
+
+def _metric(settings: DistanceSettings) -> LabelMetric:
+    return LabelMetric(
+        settings.labels.method,
+        unbiased=settings.labels.unbiased,
+        diagonal=settings.labels.diagonal,
+        epsilon=settings.labels.epsilon,
+        tolerance=settings.solver.tolerance,
+        given=settings.labels.path,
+    )
+
+
+def _compute(settings: DistanceSettings) -> ComputeOptions:
+    return ComputeOptions(
+        settings.device, settings.backend, settings.precision, settings.memory_budget
+    )
+
+
+def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
+    """Wall time of every phase, in the order of the data's way."""
+    return {
+        "load": phases.seconds["load"],
+        "extract": phases.seconds["extract"],
+        **result.seconds,
+        "report": phases.seconds["report"],
+    }
+
+
+def _write(
+    result: DistanceResult, settings: DistanceSettings, seconds: dict[str, float], directory: Path
+) -> None:
+    """Write result.json last, so that a directory that holds it is complete; print the table."""
+    more = {"seconds": seconds, "seed": settings.seed, "config": asdict(settings)}
+    if settings.save_result:
+        result.save(directory, **more)
+    else:
+        write_json(directory / RESULT_FILE, result.summary(**more))
+    console = Console()
+    console.print(summary_table(result.summary(**more)))
+    console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://otdd_flash.conf", config_name="distance")
+def main(config: DictConfig) -> int:
+    """Hydra's entry point: one job."""
+    return run_job(compare, config)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,31 @@
+"""What otdd_flash raises and warns about.
+
+Everything a user can get wrong ends in an `InputError`, raised once, at the boundary, with the
+offending value and the way out. The commands print it without a traceback and exit with code 2.
+Any other exception is a defect of this package.
+"""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """A request that cannot be met; the message names the value and what to do about it."""
+
+
+class ConvergenceError(RuntimeError):
+    """`require_convergence` was asked for and the tolerance was not reached."""
+
+
+class NotConvergedWarning(UserWarning):
+    """The solver stopped before the tolerance; the result's bounds still hold."""
+
+
+class DataNotice(UserWarning):
+    """The data were changed or taken differently from what was asked, as the message says."""
+
+
+def choose(kind: str, name: str, known: tuple[str, ...]) -> str:
+    """Return `name` if it is one of `known`, else raise an `InputError` that lists them."""
+    if name not in known:
+        raise InputError(f"unknown {kind} {name!r}; choose one of: {', '.join(known)}")
+    return name

@@ -1,0 +1,33 @@
+"""Feature extractors: from raw images, text or arrays to the vectors that transport compares.
+
+`identity`, `pixels`, `timm`, `torchvision`, `text` and `from_callable` make extractors, `embed`
+applies one to a dataset, `standardize` and `reduce_pca` then treat both sides together.
+"""
+
+from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.dimensions import check_same_dimension
+from otdd_flash.extractors.embedding import embed
+from otdd_flash.extractors.imported_function import from_callable
+from otdd_flash.extractors.pixel_values import pixels
+from otdd_flash.extractors.projection import reduce_pca
+from otdd_flash.extractors.raw_vectors import identity
+from otdd_flash.extractors.registry import build_extractor
+from otdd_flash.extractors.sentence_embedding import text
+from otdd_flash.extractors.standardization import standardize
+from otdd_flash.extractors.timm_models import timm
+from otdd_flash.extractors.torchvision_models import torchvision
+
+__all__ = [
+    "Extractor",
+    "build_extractor",
+    "check_same_dimension",
+    "embed",
+    "from_callable",
+    "identity",
+    "pixels",
+    "reduce_pca",
+    "standardize",
+    "text",
+    "timm",
+    "torchvision",
+]

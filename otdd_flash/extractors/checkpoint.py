@@ -1,0 +1,108 @@
+"""Weights from a checkpoint file into a network without a head, and nothing left to chance."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otdd_flash.errors import InputError
+
+# How training scripts wrap the weights: under a key, or with a prefix on every name.
+WRAPPERS = ("state_dict", "model")
+PREFIXES = ("module.", "_orig_mod.")
+NAMED = 3
+
+
+def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> None:
+    """Load the weights in `file` (.pt, .pth or .safetensors) into `module`.
+
+    Args:
+        module: the network without its classifier.
+        file: a state dict, possibly under `state_dict` or `model`, possibly with names that start
+            with `module.` as DistributedDataParallel has them.
+        heads: names of the classifier modules, whose weights in the file are ignored.
+
+    Raises:
+        InputError: the file cannot be read, or its weights are not exactly those of the network.
+    """
+    path = Path(file).expanduser()
+    state = _unwrapped(_read(path), path)
+    wanted = module.state_dict()
+    state = {
+        name: tensor
+        for name, tensor in state.items()
+        if name in wanted or not name.startswith(tuple(f"{head}." for head in heads))
+    }
+    problems = _mismatches(state, wanted)
+    if problems:
+        raise InputError(
+            f"checkpoint {path} does not fit {type(module).__name__}: {'; '.join(problems)}; "
+            "choose the model that it was saved from with extractor.model=NAME"
+        )
+    # Not strict for one reason: counters of batches, which old files lack and evaluation ignores.
+    module.load_state_dict(state, strict=False)
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"no checkpoint file {path}; give a .pt, .pth or .safetensors file")
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"cannot read checkpoint {path}: {error}") from None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise InputError(
+            f"cannot read checkpoint {path} ({reason}); "
+            "save tensors only, with torch.save(model.state_dict(), FILE)"
+        ) from None
+
+
+def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
+    while isinstance(content, Mapping):
+        inner = next(
+            (content[key] for key in WRAPPERS if isinstance(content.get(key), Mapping)), None
+        )
+        if inner is None:
+            break
+        content = inner
+    if not isinstance(content, Mapping) or not content:
+        raise InputError(f"checkpoint {path} holds no state dict but a {type(content).__name__}")
+    state = {str(name): value for name, value in content.items()}
+    for prefix in PREFIXES * 2:
+        if all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    strange = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if strange:
+        raise InputError(
+            f"checkpoint {path} holds more than weights ({_some(strange)}); keep the state dict "
+            f"alone, or under one of the keys {', '.join(WRAPPERS)}"
+        )
+    return state
+
+
+def _mismatches(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    missing = [n for n in wanted if n not in state and not n.endswith("num_batches_tracked")]
+    unknown = [name for name in state if name not in wanted]
+    misshapen = [
+        f"{name} {tuple(state[name].shape)} for {tuple(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    kinds = (("missing", missing), ("unknown", unknown), ("of another shape", misshapen))
+    return [f"{len(names)} {kind} ({_some(names)})" for kind, names in kinds if names]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")

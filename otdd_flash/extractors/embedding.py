@@ -1,0 +1,185 @@
+"""From a dataset to labelled features: batches through an extractor, kept on disk when dear."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otdd_flash.cache import TensorCache
+from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.devices import resolve_device
+from otdd_flash.errors import InputError
+from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.input_hash import inputs_hash
+from otdd_flash.extractors.network import Network
+from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
+from otdd_flash.samples import LabeledSamples
+
+SUITABLE = {
+    "image": "pixels, timm, torchvision or callable",
+    "text": "text or callable",
+    "array": "identity or callable",
+}
+
+
+def embed(
+    dataset: LabeledDataset,
+    extractor: Extractor,
+    *,
+    batch_size: int = 256,
+    device: str | torch.device = "auto",
+    mixed_precision: bool | Literal["auto"] = "auto",
+    cache_dir: str | os.PathLike[str] | None = None,
+    num_workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> LabeledSamples:
+    """Extract the features of every input.
+
+    Args:
+        dataset: n raw inputs with labels, weights and names, which the result keeps.
+        extractor: one of `otdd_flash.extractors`.
+        batch_size: inputs per call of the extractor.
+        device: where a network runs; the features come back on the CPU.
+        mixed_precision: run a network under autocast (float16 on a GPU, bfloat16 on a CPU);
+            "auto" does so on CUDA only.
+        cache_dir: where features of networks are kept, by content of inputs and weights; None: not.
+        num_workers: processes that read and prepare the inputs of a network.
+        progress: called with (inputs done, n).
+
+    Returns:
+        Samples with features (n, d).
+
+    Raises:
+        InputError: the extractor does not take this kind of data, inputs have no common dimension,
+            features are not finite, or the device is not there.
+    """
+    _check(dataset, extractor, batch_size, num_workers)
+    where = resolve_device(device)
+    autocast = _autocast_type(mixed_precision, where)
+    cache = TensorCache(cache_dir if extractor.cacheable else None)
+    key = _cache_key(dataset, extractor, where, autocast) if cache.active else ""
+    stored = cache.get(key)
+    if stored is None:
+        blocks = _blocks(dataset.inputs, extractor, batch_size, where, autocast, num_workers)
+        features = _gather(blocks, dataset, progress)
+        if autocast is not None and not bool(torch.isfinite(features).all()):
+            raise InputError(
+                f"the features of {dataset.name} overflow {autocast}; use mixed_precision=false"
+            )
+        cache.put(key, {"features": features}, {"dataset": dataset.name})
+    else:
+        features = stored["features"]
+        if progress is not None:
+            progress(len(dataset), len(dataset))
+    return LabeledSamples(
+        features,
+        None if dataset.labels is None else torch.from_numpy(dataset.labels),
+        dataset.class_names,
+        None if dataset.weights is None else torch.from_numpy(dataset.weights),
+        name=dataset.name,
+        subset_hash=dataset.subset_hash,
+    )
+
+
+def _check(
+    dataset: LabeledDataset, extractor: Extractor, batch_size: int, num_workers: int
+) -> None:
+    if not isinstance(extractor, Extractor):
+        raise InputError(
+            f"not an extractor: {extractor!r}; otdd_flash.extractors.from_callable wraps a function"
+        )
+    if dataset.modality not in extractor.modalities:
+        raise InputError(
+            f"{dataset.name} holds {dataset.modality} data, which extractor "
+            f"{extractor.key.split()[0]} does not take; use {SUITABLE[dataset.modality]}"
+        )
+    if len(dataset) == 0:
+        raise InputError(f"{dataset.name} is empty; there is nothing to extract features from")
+    if batch_size < 1:
+        raise InputError(f"batch_size must be at least 1, got {batch_size}")
+    if num_workers < 0:
+        raise InputError(f"num_workers must be at least 0, got {num_workers}")
+
+
+def _autocast_type(wanted: bool | str, device: torch.device) -> torch.dtype | None:
+    if wanted == "auto":
+        wanted = device.type == "cuda"
+    if not isinstance(wanted, bool):
+        raise InputError(f"mixed_precision must be auto, true or false, got {wanted!r}")
+    if not wanted:
+        return None
+    return torch.bfloat16 if device.type == "cpu" else torch.float16
+
+
+def _cache_key(
+    dataset: LabeledDataset, extractor: Extractor, device: torch.device, autocast: Any
+) -> str:
+    # The device is part of it: a GPU's float32 convolutions differ from a CPU's.
+    parts = f"{inputs_hash(dataset)} {extractor.key} {device.type} {autocast}"
+    return f"features {hashlib.sha256(parts.encode()).hexdigest()}"
+
+
+def _blocks(
+    inputs: Any,
+    extractor: Extractor,
+    batch_size: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    num_workers: int,
+) -> Iterator[Tensor]:
+    if isinstance(extractor, Network):
+        return extractor.stream(
+            inputs,
+            batch_size=batch_size,
+            device=device,
+            autocast=autocast,
+            num_workers=num_workers,
+        )
+    # Unflattened, so that 28 x 32 and 32 x 28 images are told apart.
+    extract = extractor.images if isinstance(extractor, PixelValues) else extractor
+    return (extract(batch) for batch in _batches(inputs, batch_size))
+
+
+def _batches(inputs: Any, batch_size: int) -> Iterator[Any]:
+    for start in range(0, len(inputs), batch_size):
+        stop = min(start + batch_size, len(inputs))
+        if isinstance(inputs, np.ndarray):
+            yield inputs[start:stop]
+        else:
+            yield [inputs[row] for row in range(start, stop)]
+
+
+def _gather(
+    blocks: Iterator[Tensor],
+    dataset: LabeledDataset,
+    progress: Callable[[int, int], None] | None,
+) -> Tensor:
+    """Fill one matrix (n, d) block by block: a list of blocks would need the memory twice."""
+    n, done = len(dataset), 0
+    features, shape = torch.empty(0), torch.Size()
+    for block in blocks:
+        if done == 0:
+            shape = block.shape[1:]
+            features = torch.empty((n, shape.numel()), dtype=block.dtype)
+        _require_same_shape(shape, block.shape[1:], dataset.name)
+        features[done : done + len(block)] = block.flatten(1)
+        done += len(block)
+        if progress is not None:
+            progress(done, n)
+    return features
+
+
+def _require_same_shape(first: torch.Size, shape: torch.Size, name: str) -> None:
+    if len(first) == 3:
+        require_one_shape([tuple(first), tuple(shape)])
+    if shape != first:
+        raise InputError(
+            f"inputs of {name} have no common feature dimension: {first.numel()} and "
+            f"{shape.numel()}; bring the rows to one length"
+        )

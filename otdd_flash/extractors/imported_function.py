@@ -1,0 +1,88 @@
+"""The callable extractor: a user's own function, by import path or as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+
+FORM = "package.module:function or package.module.function"
+
+
+@dataclass(frozen=True)
+class ImportedFunction:
+    """See `from_callable`."""
+
+    function: Callable[[Any], Any]
+    name: str
+    modalities: frozenset[str] = frozenset({"image", "text", "array"})
+    # What a function computes cannot be identified by content.
+    cacheable: bool = False
+
+    @property
+    def key(self) -> str:
+        """The function's name: not exact, hence never a cache key."""
+        return f"callable {self.name}"
+
+    def __call__(self, batch: Any) -> Tensor:
+        """What the function gives for a batch of b inputs, checked to be a matrix (b, d)."""
+        with torch.no_grad():
+            given = self.function(batch)
+        try:
+            features = torch.as_tensor(given).detach().cpu()
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(
+                f"{self.name} must return a tensor or an array (b, d), got {type(given).__name__}"
+            ) from None
+        if features.ndim != 2 or len(features) != len(batch):
+            raise InputError(
+                f"{self.name} must return one row of features per input, shape ({len(batch)}, d), "
+                f"got {tuple(features.shape)}"
+            )
+        return features if features.dtype == torch.float64 else features.float()
+
+
+def from_callable(path: str | Callable[[Any], Any]) -> ImportedFunction:
+    """A function as an extractor.
+
+    Args:
+        path: where to import it from, "package.module:function" or "package.module.function", or
+            the function itself. It takes a batch of b inputs (an array with leading dimension b, or
+            a list of PIL images, strings or arrays) and returns features (b, d).
+
+    Raises:
+        InputError: nothing callable stands there.
+    """
+    if callable(path):
+        name = getattr(path, "__qualname__", type(path).__qualname__)
+        return ImportedFunction(path, f"{getattr(path, '__module__', '')}.{name}")
+    module_name, _, attributes = path.partition(":")
+    if not attributes:
+        module_name, _, attributes = path.rpartition(".")
+    if not module_name or not attributes:
+        raise InputError(f"extractor.path must be {FORM}, got {path!r}")
+    function = _import_module(module_name, path)
+    for attribute in attributes.split("."):
+        if not hasattr(function, attribute):
+            raise InputError(f"extractor.path={path}: {module_name} has no {attributes}")
+        function = getattr(function, attribute)
+    if not callable(function):
+        raise InputError(f"extractor.path={path} is not callable: {type(function).__name__}")
+    return ImportedFunction(function, path)
+
+
+def _import_module(name: str, path: str) -> Any:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        # A module missing inside the user's own file is reported under its own name.
+        raise InputError(
+            f"extractor.path={path}: no module named {error.name!r}; give {FORM}, with its folder "
+            "on PYTHONPATH"
+        ) from None

@@ -1,0 +1,121 @@
+"""A neural network as an extractor: preparation of one input, then batches through the network."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from otdd_flash.cache import content_hash
+from otdd_flash.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """An extractor around a torch module.
+
+    Args:
+        description: factory, parameters and library version; with the weights' hash, the key.
+        module: the network; it is moved to the device for the extraction and back afterwards.
+        modalities: what it takes.
+        prepare: one raw input to what `forward` wants a list of (may run in worker processes).
+        forward: the module and a list of b prepared inputs to features (b, d).
+    """
+
+    description: str
+    module: nn.Module
+    modalities: frozenset[str]
+    prepare: Callable[[Any], Any]
+    forward: Callable[[nn.Module, list[Any]], Tensor]
+    cacheable: bool = True
+
+    @property
+    def key(self) -> str:
+        """The description and a hash of the weights as they are now."""
+        return f"{self.description} weights={content_hash(self.module.state_dict())}"
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Features (b, d) of one batch, on the CPU, in the precision of the weights."""
+        return next(self.stream(batch, batch_size=max(len(batch), 1), device=torch.device("cpu")))
+
+    def stream(
+        self,
+        inputs: Sequence[Any] | np.ndarray[Any, Any],
+        *,
+        batch_size: int,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        num_workers: int = 0,
+    ) -> Iterator[Tensor]:
+        """Features (b, d) batch after batch, on the CPU, float32.
+
+        Args:
+            inputs: n raw inputs.
+            batch_size: inputs per forward pass.
+            device: where the network runs.
+            autocast: the type of mixed precision, or None for the precision of the weights.
+            num_workers: processes that prepare inputs; 0 prepares them in this one.
+        """
+        home = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        loader = DataLoader(
+            _Prepared(inputs, self.prepare),
+            batch_size=batch_size,
+            num_workers=num_workers,
+            collate_fn=list,
+            multiprocessing_context=_start_method() if num_workers else None,
+            # Without its own generator the loader would draw from the global one.
+            generator=torch.Generator(),
+        )
+        self.module.eval().to(device)
+        try:
+            for batch in loader:
+                _raise_errors(batch)
+                with (
+                    torch.no_grad(),
+                    torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
+                ):
+                    features = self.forward(self.module, batch)
+                yield features.float().cpu()
+        finally:
+            self.module.to(home)
+
+
+def _start_method() -> str | None:
+    # Forked workers inherit lazy inputs; other start methods would have to pickle them.
+    return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+
+
+class _Prepared(Dataset[Any]):
+    def __init__(self, inputs: Any, prepare: Callable[[Any], Any]) -> None:
+        self.inputs = inputs
+        self.prepare = prepare
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, row: int) -> Any:
+        try:
+            return self.prepare(self.inputs[row])
+        except InputError as error:
+            # As a value: raised in a worker process, it would arrive wrapped in its traceback.
+            return error
+
+
+def _raise_errors(batch: list[Any]) -> None:
+    for item in batch:
+        if isinstance(item, InputError):
+            raise item
+
+
+def forward_images(module: nn.Module, images: list[Tensor]) -> Tensor:
+    """Stack prepared images (c, h, w) and pass them through the module on its device."""
+    parameter = next(module.parameters())
+    features = module(torch.stack(images).to(parameter.device))
+    assert isinstance(features, Tensor)
+    return features

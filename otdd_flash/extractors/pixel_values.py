@@ -1,0 +1,86 @@
+"""The pixels extractor: images resized, flattened and scaled to [0, 1]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from otdd_flash.errors import InputError
+from otdd_flash.extractors.images import image_array, unit_images
+
+# ITU-R BT.601 luma, the weights that PIL's convert("L") uses.
+LUMA = (0.299, 0.587, 0.114)
+
+
+@dataclass(frozen=True)
+class PixelValues:
+    """See `pixels`."""
+
+    size: int | None = None
+    grayscale: bool = False
+    modalities: frozenset[str] = frozenset({"image"})
+    cacheable: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name and parameters."""
+        return f"pixels size={self.size} grayscale={self.grayscale}"
+
+    def images(self, batch: Any) -> Tensor:
+        """The batch as (b, c, size, size), float32 in [0, 1]."""
+        if isinstance(batch, np.ndarray) and batch.dtype != object:
+            return self._resized(unit_images(batch))
+        arrays = [image_array(item) for item in batch]
+        if len({(array.shape, array.dtype) for array in arrays}) == 1:
+            return self._resized(unit_images(np.stack(arrays)))
+        images = [self._resized(unit_images(array[None])) for array in arrays]
+        require_one_shape([tuple(image.shape[1:]) for image in images])
+        return torch.cat(images)
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Features (b, c * size * size), channel after channel, rows from the top."""
+        return self.images(batch).flatten(1)
+
+    def _resized(self, images: Tensor) -> Tensor:
+        if self.grayscale and images.shape[1] == 3:
+            images = torch.einsum("bchw,c->bhw", images, torch.tensor(LUMA))[:, None]
+        if self.size is None or images.shape[2:] == (self.size, self.size):
+            return images
+        return functional.interpolate(
+            images, size=(self.size, self.size), mode="bilinear", antialias=True
+        )
+
+
+def pixels(size: int | None = None, grayscale: bool = False) -> PixelValues:
+    """Images as vectors of pixel values in [0, 1].
+
+    Args:
+        size: side in pixels to which every image is resized (bilinear, antialiased when it shrinks;
+            the aspect ratio is not kept); None keeps the native size, which all images must share.
+        grayscale: average colour channels to luma, so that colour and grey images compare.
+
+    Raises:
+        InputError: the size is not a positive integer; when called, images of different shapes.
+    """
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise InputError(f"extractor.size must be a positive number of pixels, got {size!r}")
+    return PixelValues(size, bool(grayscale))
+
+
+def require_one_shape(shapes: list[tuple[int, ...]]) -> None:
+    """Raise an `InputError` unless all image shapes (c, h, w) agree; it names the way out."""
+    distinct = sorted(set(shapes))
+    if len(distinct) == 1:
+        return
+    ways = []
+    if len({shape[1:] for shape in distinct}) > 1:
+        ways.append("extractor.size=N resizes all to N x N")
+    if len({shape[0] for shape in distinct}) > 1:
+        ways.append("extractor.grayscale=true drops colour")
+    named = " and ".join(f"{h} x {w} with {c} channels" for c, h, w in distinct[:2])
+    raise InputError(f"images differ in shape ({named}); {', '.join(ways)}")

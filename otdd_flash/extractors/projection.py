@@ -1,0 +1,44 @@
+"""Features projected on the principal components of both datasets together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from otdd_flash.errors import InputError
+from otdd_flash.extractors.dimensions import check_same_dimension
+from otdd_flash.samples import LabeledSamples
+
+
+def reduce_pca(
+    source: LabeledSamples, target: LabeledSamples, k: int, seed: int
+) -> tuple[LabeledSamples, LabeledSamples]:
+    """The first k principal components, fitted on the n + m rows of both sides alike.
+
+    Args:
+        source: n samples with d features.
+        target: m samples with d features.
+        k: components to keep, at most min(n + m, d).
+        seed: of scikit-learn's randomised solver, which it chooses for large inputs.
+
+    Raises:
+        InputError: the sides differ in dimension, or k is not in [1, min(n + m, d)].
+    """
+    check_same_dimension(source, target)
+    most = min(len(source) + len(target), source.dim)
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+        raise InputError(
+            f"extractor.pca must be an integer from 1 to {most}, the smaller of the number of rows "
+            f"and the feature dimension {source.dim}, got {k}"
+        )
+    from sklearn.decomposition import PCA
+
+    x, y = source.features.cpu(), target.features.cpu()
+    fitted = PCA(n_components=k, random_state=seed).fit(torch.cat([x, y]).numpy())
+
+    def project(side: LabeledSamples) -> LabeledSamples:
+        features = torch.from_numpy(fitted.transform(side.features.cpu().numpy()))
+        return replace(side, features=features.to(side.features))
+
+    return project(source), project(target)

@@ -1,0 +1,44 @@
+"""The identity extractor: numeric features exactly as they stand in the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+
+
+@dataclass(frozen=True)
+class RawVectors:
+    """See `identity`."""
+
+    key: str = "identity"
+    modalities: frozenset[str] = frozenset({"array"})
+    cacheable: bool = False
+
+    def __call__(self, batch: Any) -> Tensor:
+        """A batch (b, ...) of numbers as a matrix (b, d); float64 stays, the rest is float32."""
+        try:
+            values = np.asarray(batch)
+        except ValueError:
+            values = np.asarray(batch, dtype=object)
+        if values.dtype.kind not in "fiub":
+            raise InputError(
+                f"identity takes rows of numbers of one length, got {values.dtype} such as "
+                f"{str(values[:1])[:60]}; encode text columns as numbers and pad or cut the rows"
+            )
+        dtype = np.float64 if values.dtype == np.float64 else np.float32
+        rows = np.array(values.reshape(len(values), -1), dtype=dtype)
+        return torch.from_numpy(rows)
+
+
+def identity() -> RawVectors:
+    """Features as they are: arrays only; dimensions after the first are flattened.
+
+    float64 features stay float64 (a solver may work in double); other numbers become float32.
+    """
+    return RawVectors()

@@ -1,0 +1,52 @@
+"""The text extractor: sentence embeddings by sentence-transformers (extra `text`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from otdd_flash.errors import InputError
+from otdd_flash.extractors.network import Network
+
+
+def text(model: str) -> Network:
+    """A sentence-transformers model as an extractor of one vector per text (b, d).
+
+    Args:
+        model: a folder, or a name on the Hugging Face hub, downloaded on first use.
+
+    Raises:
+        InputError: sentence-transformers is not installed, or there is no such model.
+    """
+    try:
+        import sentence_transformers
+    except ImportError:
+        raise InputError(
+            "the text extractor needs sentence-transformers: pip install 'otdd-flash[text]'"
+        ) from None
+    try:
+        module = sentence_transformers.SentenceTransformer(model, device="cpu")
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot load the text model {model!r} ({error}); give extractor.model= a folder, or a "
+            "name on the hub when it can be reached"
+        ) from error
+    limit = getattr(module, "max_seq_length", None)
+    return Network(
+        description=f"text {sentence_transformers.__version__} {model} tokens={limit}",
+        module=module.eval(),
+        modalities=frozenset({"text"}),
+        prepare=str,
+        forward=encode,
+    )
+
+
+def encode(module: nn.Module, texts: list[str]) -> Tensor:
+    """Embed texts on the module's device."""
+    encoder: Any = module
+    features = encoder.encode(
+        texts, batch_size=len(texts), convert_to_tensor=True, show_progress_bar=False
+    )
+    assert isinstance(features, Tensor)
+    return features

@@ -1,0 +1,45 @@
+"""Strict JSON, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from otdd_flash.files import write_text
+
+
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Write `data` as indented JSON in its own order, ending with a newline.
+
+    Paths become text; numpy scalars and 0-d tensors become numbers, 1-d ones lists.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON cannot hold; the message names its key.
+        TypeError: a value has no JSON form; the message names its key.
+        InputError: the file cannot be written.
+    """
+    text = json.dumps(_plain(data, ""), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(path, text + "\n")
+
+
+def _plain(value: Any, where: str) -> Any:
+    """`value` in JSON's own types; `where` is its dotted key for messages."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where or 'the value'} is {value}, which JSON cannot hold")
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}".strip(".")) for key, item in value.items()}
+    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, bytes):
+        items = sorted(value) if isinstance(value, (set, frozenset)) else value
+        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(items)]
+    if isinstance(value, PurePath):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist(), where)
+    raise TypeError(f"{where or 'the value'} is a {type(value).__name__}, which has no JSON form")

@@ -1,0 +1,130 @@
+"""The classes of one or several datasets as weighted point clouds, pooled into one list."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
+
+
+@dataclass(frozen=True, eq=False)
+class ClassCloud:
+    """The points of one class.
+
+    Args:
+        name: how messages call the class: its name and its dataset's.
+        points: (n, d), n >= 1, only points of positive weight.
+        weights: (n,) float64, positive, summing to 1; None where all points weigh the same.
+    """
+
+    name: str
+    points: Tensor
+    weights: Tensor | None
+
+    def __len__(self) -> int:
+        return self.points.shape[0]
+
+    @property
+    def masses(self) -> Tensor:
+        """The weights (n,), float64, summing to 1."""
+        if self.weights is not None:
+            return self.weights
+        size = len(self)
+        return torch.full((size,), 1.0 / size, dtype=torch.float64, device=self.points.device)
+
+    @cached_property
+    def content(self) -> bytes:
+        """Equal for classes of the same points and weights, in any order and precision."""
+        # Adding 0 turns -0 into 0, which compares equal but has other bytes.
+        rows = self.points.detach().to("cpu", torch.float64).add(0.0).numpy()
+        digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
+        if self.weights is not None:
+            # Two datasets normalise the same weights to numbers that differ in their last digits.
+            weights = self.weights.cpu().to(torch.float32).numpy()
+            digests = [key + weight.tobytes() for key, weight in zip(digests, weights, strict=True)]
+        return hashlib.blake2b(b"".join(sorted(digests))).digest()
+
+
+def split_classes(samples: LabeledSamples) -> list[ClassCloud]:
+    """One cloud per class name of `samples`, in that order; zero-weight points are left out.
+
+    Raises:
+        InputError: there are no labels, or a class has no point of positive weight.
+    """
+    if samples.labels is None:
+        raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
+    order = torch.argsort(samples.labels, stable=True)
+    rows_by_class = torch.split(order, samples.class_counts.tolist())
+    clouds = []
+    for class_name, rows in zip(samples.class_names, rows_by_class, strict=True):
+        name = f"{class_name!r} of {samples.name}"
+        weights = None if samples.weights is None else samples.weights[rows]
+        if weights is not None:
+            rows, weights = rows[weights > 0], weights[weights > 0]
+        if len(rows) == 0:
+            raise InputError(
+                f"class {name} has no sample of positive weight, so it has no distance to other "
+                "classes; min_class_size=1 drops it"
+            )
+        clouds.append(ClassCloud(name, samples.features[rows], _normalised(weights)))
+    return clouds
+
+
+def pool(datasets: Sequence[LabeledSamples]) -> tuple[list[ClassCloud], tuple[int, ...]]:
+    """The classes of all datasets in one list, and where each dataset's begin (with the end last).
+
+    Raises:
+        InputError: as `split_classes`, or the feature dimensions differ.
+    """
+    first = datasets[0]
+    for other in datasets[1:]:
+        if other.dim != first.dim:
+            raise InputError(
+                f"{first.name} has {first.dim} features and {other.name} has {other.dim}; class "
+                "distances need one feature space: use the same extractor for both, such as "
+                "extractor=pixels extractor.size=28, or extractor.pca after it"
+            )
+    clouds: list[ClassCloud] = []
+    offsets = [0]
+    for samples in datasets:
+        clouds += split_classes(samples)
+        offsets.append(len(clouds))
+    return clouds, tuple(offsets)
+
+
+def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], list[int]]:
+    """Keep one of every set of classes with equal content.
+
+    Returns:
+        The distinct classes, in order of first appearance, and for every class the index of its
+        representative among them.
+    """
+    sizes = Counter(len(cloud) for cloud in clouds)
+    distinct: list[ClassCloud] = []
+    index: list[int] = []
+    seen: dict[bytes, int] = {}
+    for cloud in clouds:
+        # Hashing reads every byte, and a class of unique size has no double.
+        known = seen.get(cloud.content) if sizes[len(cloud)] > 1 else None
+        if known is None:
+            known = len(distinct)
+            distinct.append(cloud)
+            if sizes[len(cloud)] > 1:
+                seen[cloud.content] = known
+        index.append(known)
+    return distinct, index
+
+
+def _normalised(weights: Tensor | None) -> Tensor | None:
+    """Weights that sum to 1 within the class, or None where all are equal."""
+    if weights is None or bool((weights == weights[0]).all()):
+        return None
+    return weights / weights.sum()

@@ -1,0 +1,45 @@
+"""Drop the classes that hold too few samples."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.samples import LabeledSamples
+
+
+def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledSamples:
+    """Keep the classes with at least `minimum` samples of positive weight (None: at least one).
+
+    Classes without any sample go silently, others with a `DataNotice` that names them. Unlabelled
+    samples are returned as they are.
+
+    Raises:
+        InputError: `minimum` is below 1, or no class is left.
+    """
+    if minimum is not None and minimum < 1:
+        raise InputError(f"min_class_size must be at least 1, got {minimum}")
+    if samples.labels is None:
+        return samples
+    needed = minimum or 1
+    count = len(samples.class_names)
+    present = samples.class_counts.tolist()
+    counted = torch.bincount(samples.labels[samples.masses > 0], minlength=count).tolist()
+    keep = [c for c in range(count) if counted[c] >= needed]
+    dropped = [c for c in range(count) if present[c] > 0 and counted[c] < needed]
+    listing = ", ".join(f"{samples.class_names[c]} ({counted[c]})" for c in dropped)
+    if not keep:
+        raise InputError(
+            f"min_class_size={needed} leaves no class of {samples.name}: all have fewer samples of "
+            f"positive weight, {listing}; lower it, or take more samples"
+        )
+    if dropped:
+        warnings.warn(
+            f"dropped classes of {samples.name} with fewer than {needed} samples of positive "
+            f"weight: {listing}",
+            DataNotice,
+            stacklevel=2,
+        )
+    return samples if len(keep) == count else samples.keep_classes(keep)

@@ -1,0 +1,5 @@
+"""Ways of holding a ground cost: one class each, all with the operations of `base.Operator`.
+
+`tiled` the passes in PyTorch; `streamed` scores of points and labels, computed again in every pass;
+`stored` scores kept in memory; `build` the choice between them.
+"""

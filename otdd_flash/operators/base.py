@@ -1,0 +1,93 @@
+"""What the solver asks of a cost: five operations, whatever holds the matrix.
+
+An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
+sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
+only in how they carry out the operations below; the solver never sees the difference.
+
+Notation: f (n,) and g (m,) are potentials in units of the cost and
+
+    P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class CostRange(NamedTuple):
+    """Bounds on the cost over the support of both masses, in units of the cost."""
+
+    lowest: float
+    highest: float
+
+
+class Operator(Protocol):
+    """A ground cost C (n, m) with masses a (n,) and b (m,)."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, m)."""
+        ...
+
+    @property
+    def a(self) -> Tensor:
+        """Row masses (n,), float64, summing to 1."""
+        ...
+
+    @property
+    def b(self) -> Tensor:
+        """Column masses (m,), float64, summing to 1."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the potentials."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """How a pass runs, for reports."""
+        ...
+
+    @property
+    def cost_range(self) -> CostRange:
+        """An interval that holds every C_ij with a_i b_j > 0."""
+        ...
+
+    @property
+    def mean_cost(self) -> float:
+        """sum_ij a_i b_j C_ij."""
+        ...
+
+    @property
+    def cost_error(self) -> float:
+        """Bound on the rounding error of a computed C_ij, in units of the cost."""
+        ...
+
+    def softmin_rows(self, g: Tensor, epsilon: float) -> Tensor:
+        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        ...
+
+    def softmin_columns(self, f: Tensor, epsilon: float) -> Tensor:
+        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        ...
+
+    def apply_plan(
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        values: Tensor,
+        *,
+        row_factor: Tensor | None = None,
+        column_factor: Tensor | None = None,
+    ) -> Tensor:
+        """P V (n, k) for V (m, k); with A (n, r) and B (m, r) given, (P o A B^T) V."""
+        ...
+
+    def apply_plan_transposed(self, f: Tensor, g: Tensor, epsilon: float, values: Tensor) -> Tensor:
+        """P^T U (m, k) for U (n, k)."""
+        ...

@@ -1,0 +1,106 @@
+"""From two labelled clouds and their class distances to the operator of the cost between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otdd_flash.devices import resolve_device
+from otdd_flash.errors import InputError, choose
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.memory import budget_in_bytes
+from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.samples import LabeledSamples
+
+BACKENDS = ("auto", "torch")
+PRECISIONS = ("fast", "high", "double")
+
+
+@dataclass(frozen=True)
+class GroundCost:
+    """Weights of C_ij = lambda_x ||x_i - y_j||^2 + lambda_y W[l_i, l_j]."""
+
+    lambda_x: float = 0.5
+    lambda_y: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, value in (("lambda_x", self.lambda_x), ("lambda_y", self.lambda_y)):
+            if not 0 <= value < float("inf"):
+                raise InputError(f"{name} must be finite and not negative, got {value}")
+        if self.lambda_x == self.lambda_y == 0:
+            raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """Where and how passes run.
+
+    Args:
+        device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
+        backend: `auto` or `torch`.
+        precision: `fast` and `high` are float32 in PyTorch, `double` is float64.
+        memory_budget: bytes that stored scores may take: `auto` (half of free memory) or `4GiB`.
+    """
+
+    device: str = "auto"
+    backend: str = "auto"
+    precision: str = "fast"
+    memory_budget: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        choose("backend", self.backend, BACKENDS)
+        choose("precision", self.precision, PRECISIONS)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of scores and potentials."""
+        return torch.float64 if self.precision == "double" else torch.float32
+
+
+def build_operator(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    class_distances: Tensor,
+    cost: GroundCost,
+    compute: ComputeOptions,
+    *,
+    keep_scores: bool = True,
+) -> Operator:
+    """The cost between two clouds, stored if it fits the memory budget and is asked for.
+
+    Args:
+        source: n labelled points.
+        target: m labelled points.
+        class_distances: the block of W (V_x, V_y) between their classes.
+        cost: its weights.
+        compute: where and how passes run.
+        keep_scores: False for a single pass, which storing would not speed up.
+    """
+    device = resolve_device(compute.device)
+    budget = budget_in_bytes(compute.memory_budget, device)
+    source, target = source.to(device), target.to(device)
+    streamed = StreamedOperator(
+        source.features,
+        target.features,
+        source.masses.to(device),
+        target.masses.to(device),
+        labels_x=_class_indices(source),
+        labels_y=_class_indices(target),
+        class_costs=cost.lambda_y * class_distances.to(device, torch.float64),
+        lambda_x=cost.lambda_x,
+        dtype=compute.dtype,
+    )
+    n, m = streamed.shape
+    if keep_scores and n * m * compute.dtype.itemsize <= budget:
+        return StoredOperator.keep(streamed)
+    return streamed
+
+
+def _class_indices(samples: LabeledSamples) -> Tensor:
+    """The labels; unlabelled data are one class."""
+    if samples.labels is not None:
+        return samples.labels
+    return torch.zeros(len(samples), dtype=torch.int64, device=samples.features.device)

@@ -1,0 +1,174 @@
+"""Softmin and plan application in plain PyTorch, one cache-sized tile of scores at a time.
+
+A subclass provides blocks of the scores S (n, m) with C_ij = row_offset_i - S_ij; this file reduces
+them. In base-2 logarithms, with u_j = log2(b_j) + g_j log2(e) / epsilon, one half-step is
+
+    f_i = row_offset_i - epsilon ln(2) LSE2_j[u_j + S_ij log2(e) / epsilon].
+
+Each tile is scaled, shifted, exponentiated and summed while it sits in the processor's cache, in a
+scratch buffer made once per pass, so that a pass reads S once and allocates nothing of its size.
+`exp2` is used because PyTorch's float32 `exp` on x86 takes ten times longer on arguments that
+underflow, and at small epsilon most arguments do.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import CostRange
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+# Stands for log2(0): finite, so that differences of two of them are 0 and not NaN.
+LOG2_ZERO = -1e30
+
+# Elements of a tile: two of them fit a 2 MiB second-level cache; a GPU wants few, large launches.
+TILE_ELEMENTS_CPU = 1 << 17
+TILE_ELEMENTS_GPU = 1 << 26
+
+
+class TiledOperator(ABC):
+    """The operations of `Operator` over blocks of scores that a subclass provides.
+
+    Args:
+        a: (n,) row masses, float64.
+        b: (m,) column masses, float64.
+        row_offset: (n,) with C_ij = row_offset_i - S_ij.
+        cost_range: an interval that holds C on the support.
+        mean_cost: sum_ij a_i b_j C_ij.
+        cost_error: bound on the rounding error of a computed C_ij, in units of the cost.
+    """
+
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        row_offset: Tensor,
+        *,
+        cost_range: CostRange,
+        mean_cost: float,
+        cost_error: float,
+    ) -> None:
+        self.a, self.b = a, b
+        self.row_offset = row_offset
+        self.cost_range = cost_range
+        self.mean_cost = mean_cost
+        self.cost_error = cost_error
+        self._log2_a = _log2_masses(a, row_offset.dtype)
+        self._log2_b = _log2_masses(b, row_offset.dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, m)."""
+        return self.a.shape[0], self.b.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of scores and potentials."""
+        return self.row_offset.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the scores are computed."""
+        return self.row_offset.device
+
+    @property
+    @abstractmethod
+    def backend(self) -> str:
+        """How the scores are held."""
+
+    @abstractmethod
+    def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, S[first row : first row + rows]) over all rows, in order."""
+
+    def softmin_rows(self, g: Tensor, epsilon: float) -> Tensor:
+        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        scale = LOG2_E / epsilon
+        column_term = self._log2_b + g.to(self.dtype) * scale
+        logs = torch.empty_like(self.row_offset)
+        for rows, tile in self._tiles():
+            torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
+            highest = tile.scratch.amax(1, keepdim=True)
+            sums = tile.scratch.sub_(highest).exp2_().sum(1)
+            logs[rows] = highest.squeeze(1) + sums.log2_()
+        return self.row_offset - (epsilon * LN_2) * logs
+
+    def softmin_columns(self, f: Tensor, epsilon: float) -> Tensor:
+        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        scale = LOG2_E / epsilon
+        row_term = (self._log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
+        highest = torch.full_like(self._log2_b, -math.inf)
+        sums = torch.zeros_like(self._log2_b)
+        for rows, tile in self._tiles():
+            torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
+            raised = torch.maximum(highest, tile.scratch.amax(0))
+            sums.mul_(highest.sub_(raised).exp2_())
+            sums.add_(tile.scratch.sub_(raised).exp2_().sum(0))
+            highest = raised
+        return (-epsilon * LN_2) * (highest + sums.log2_())
+
+    def apply_plan(
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        values: Tensor,
+        *,
+        row_factor: Tensor | None = None,
+        column_factor: Tensor | None = None,
+    ) -> Tensor:
+        """P V (n, k) for V (m, k); with A (n, r) and B (m, r) given, (P o A B^T) V."""
+        values = values.to(self.dtype)
+        out = torch.empty((self.shape[0], values.shape[1]), dtype=self.dtype, device=self.device)
+        for rows, plan in self._plan_tiles(f, g, epsilon):
+            if row_factor is not None and column_factor is not None:
+                plan.mul_(row_factor[rows].to(self.dtype) @ column_factor.to(self.dtype).T)
+            torch.mm(plan, values, out=out[rows])
+        return out
+
+    def apply_plan_transposed(self, f: Tensor, g: Tensor, epsilon: float, values: Tensor) -> Tensor:
+        """P^T U (m, k) for U (n, k)."""
+        values = values.to(self.dtype)
+        out = torch.zeros((self.shape[1], values.shape[1]), dtype=self.dtype, device=self.device)
+        for rows, plan in self._plan_tiles(f, g, epsilon):
+            out.addmm_(plan.T, values[rows])
+        return out
+
+    def _plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
+        scale = LOG2_E / epsilon
+        row_term = (self._log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
+        column_term = self._log2_b + g.to(self.dtype) * scale
+        for rows, tile in self._tiles():
+            torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
+            yield rows, tile.scratch.add_(row_term[rows]).exp2_()
+
+    def _tiles(self) -> Iterator[tuple[slice, _Tile]]:
+        """Cut the blocks into cache-sized tiles, each with the scratch buffer to work in."""
+        n, m = self.shape
+        budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
+        height = max(1, min(n, budget // m))
+        scratch = torch.empty((height, m), dtype=self.dtype, device=self.device)
+        for start, block in self.score_blocks():
+            for first in range(0, block.shape[0], height):
+                scores = block[first : first + height]
+                rows = slice(start + first, start + first + scores.shape[0])
+                yield rows, _Tile(scores, scratch[: scores.shape[0]])
+
+
+class _Tile:
+    """A view of scores (rows, m), not to be written, and a buffer of the same shape."""
+
+    __slots__ = ("scores", "scratch")
+
+    def __init__(self, scores: Tensor, scratch: Tensor) -> None:
+        self.scores, self.scratch = scores, scratch
+
+
+def _log2_masses(masses: Tensor, dtype: torch.dtype) -> Tensor:
+    return masses.log2().clamp_min(LOG2_ZERO).to(dtype)

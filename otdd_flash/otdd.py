@@ -1,0 +1,103 @@
+"""The Optimal Transport Dataset Distance between two labelled datasets.
+
+    S_epsilon(source, target) with C_ij = lambda_x ||x_i - y_j||^2 + lambda_y W[l_i, l_j]
+
+after Alvarez-Melis & Fusi 2020, Geometric dataset distances via optimal transport, debiased as in
+Feydy et al. 2019, Interpolating between optimal transport and MMD using Sinkhorn divergences.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from otdd_flash.errors import InputError
+from otdd_flash.extractors import check_same_dimension
+from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
+from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator
+from otdd_flash.result import DistanceResult
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.clouds import sinkhorn_divergence
+from otdd_flash.solver.options import Progress, SolverOptions
+
+logger = logging.getLogger(__name__)
+
+
+def dataset_distance(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    *,
+    epsilon: float = 0.1,
+    epsilon_relative: float | None = None,
+    labels: str | LabelMetric = "gaussian",
+    class_distances: ClassDistances | None = None,
+    class_statistics: tuple[LabeledSamples, LabeledSamples] | None = None,
+    min_class_size: int | None = None,
+    lambda_x: float = 0.5,
+    lambda_y: float = 0.5,
+    debias: bool = True,
+    solver: SolverOptions | None = None,
+    compute: ComputeOptions | None = None,
+    progress: Progress | None = None,
+) -> DistanceResult:
+    """Compare two labelled datasets by optimal transport.
+
+    Args:
+        source: n labelled points; without labels only `labels="none"` or `"given"` apply.
+        target: m labelled points of the same dimension.
+        epsilon: entropic regularisation, in units of the cost.
+        epsilon_relative: the same as a multiple of the mean cost; replaces `epsilon`.
+        labels: how distances between classes are measured, a method's name or a `LabelMetric`.
+        class_distances: a table to use instead of measuring one.
+        class_statistics: measure class distances on these datasets, of which `source` and `target`
+            are subsets.
+        min_class_size: drop classes with fewer samples, with a notice.
+        lambda_x: weight of the squared distance between features.
+        lambda_y: weight of the squared distance between classes.
+        debias: subtract half of both self terms; without, OT_epsilon itself is the value.
+        solver: when to stop.
+        compute: where and how passes run.
+        progress: called as progress(term, iteration, marginal error).
+
+    Returns:
+        The distance with bounds, plan and class distances. Equal datasets are at distance 0.
+
+    Raises:
+        InputError: what was asked for cannot be met; the message says what to change.
+        ConvergenceError: `solver.require_convergence` is set and a term stopped early.
+    """
+    cost, compute = GroundCost(lambda_x, lambda_y), compute or ComputeOptions()
+    metric = LabelMetric(labels) if isinstance(labels, str) else labels
+    if class_distances is not None:
+        metric = replace(metric, method="given", given=class_distances)
+    check_same_dimension(source, target)
+    source = drop_small_classes(source, min_class_size)
+    target = drop_small_classes(target, min_class_size)
+
+    started = time.perf_counter()
+    table = measure_classes(source, target, metric, statistics=class_statistics)
+    measured = time.perf_counter()
+    if epsilon_relative is not None:
+        if not epsilon_relative > 0:
+            raise InputError(f"epsilon_relative must be positive, got {epsilon_relative}")
+        operator = build_operator(source, target, table.xy, cost, compute, keep_scores=False)
+        epsilon = epsilon_relative * operator.mean_cost
+    divergence = sinkhorn_divergence(
+        source,
+        target,
+        epsilon=epsilon,
+        class_table=table.full,
+        cost=cost,
+        options=solver,
+        compute=compute,
+        debias=debias,
+        progress=progress,
+    )
+    seconds = {
+        "class_distances": measured - started,
+        "solve": time.perf_counter() - measured,
+    }
+    return DistanceResult(
+        source, target, table, divergence, cost, compute, method=metric.method, seconds=seconds
+    )

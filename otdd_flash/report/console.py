@@ -1,0 +1,106 @@
+"""The short table that a command prints for one result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The essentials of a result.json in two columns; a red row near the top if not converged.
+
+    Args:
+        summary: the content of result.json. Dataset names are taken from `source` and `target` if
+            they are there, the tolerance from `tolerance` or else `config.solver.tolerance`.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, title=escape(_title(summary)), title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("distance", interval(summary["value"], *summary["bounds"]))
+    if not summary["converged"]:
+        reason = (
+            f"stopped by {summary['stopped_by']}" if summary.get("stopped_by") else "stopped early"
+        )
+        table.add_row(
+            "NOT CONVERGED", f"{escape(reason)}; only the bounds can be trusted", style="bold red"
+        )
+    for name, text in _details(summary):
+        table.add_row(name, escape(text))
+    return table
+
+
+def interval(value: float, lower: float, upper: float) -> str:
+    """`value [lower, upper]` with as many digits as the bounds support.
+
+    The bounds are rounded outwards, so the printed interval still holds the true distance.
+    """
+    if not all(math.isfinite(number) for number in (value, lower, upper)):
+        return f"{value:.6g} [{lower:.6g}, {upper:.6g}]"
+    size = max(abs(value), abs(lower), abs(upper))
+    leading = math.floor(math.log10(size)) if size > 0 else 0
+    last = leading - 5
+    if upper > lower:
+        # Two digits of the width, but at least three and at most nine digits of the number.
+        last = min(max(math.floor(math.log10(upper - lower)) - 1, leading - 8), leading - 2)
+    plain = -5 < leading < 9
+    digit = Decimal(1).scaleb(min(last, 0) if plain else last)
+    roundings = (ROUND_HALF_EVEN, ROUND_FLOOR, ROUND_CEILING)
+    texts = []
+    for number, rounding in zip((value, lower, upper), roundings, strict=True):
+        # Through the shortest text of the float: rounding 1.4 outwards must not give 1.39.
+        rounded = Decimal(repr(float(number))).quantize(digit, rounding)
+        texts.append("0" if rounded == 0 else f"{rounded:{'f' if plain else 'e'}}")
+    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
+
+
+def _title(summary: Mapping[str, Any]) -> str:
+    names = (summary.get("source"), summary.get("target"))
+    if all(isinstance(name, str) for name in names):
+        return f"{names[0]} → {names[1]}"
+    return "dataset distance"
+
+
+def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    classes = summary["classes"]
+    error = f"{summary['marginal_error']:.2g}"
+    tolerance = _tolerance(summary)
+    if tolerance is not None:
+        error += f" {'≤' if summary['marginal_error'] <= tolerance else '>'} {tolerance:.2g}"
+    seconds = {phase: float(spent) for phase, spent in summary["seconds"].items()}
+    spent = ", ".join(f"{phase.replace('_', ' ')} {_time(took)}" for phase, took in seconds.items())
+    return [
+        ("epsilon", f"{summary['epsilon']:.6g}"),
+        ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} features"),
+        ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
+        ("class distances", str(summary["labels"])),
+        ("converged", "yes" if summary["converged"] else "no"),
+        ("marginal error", error),
+        ("iterations", str(summary["iterations"])),
+        ("seconds", f"{_time(sum(seconds.values()))} ({spent})"),
+        ("computed on", ", ".join(str(summary[k]) for k in ("device", "backend", "precision"))),
+    ]
+
+
+def _tolerance(summary: Mapping[str, Any]) -> float | None:
+    given = summary.get("tolerance")
+    if given is None:
+        solver = (summary.get("config") or {}).get("solver") or {}
+        given = solver.get("tolerance")
+    return None if given is None else float(given)
+
+
+def _count(classes: Any) -> int:
+    """The number of classes, from a count or from their names."""
+    return classes if isinstance(classes, int) else len(classes or ())
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"

@@ -1,0 +1,95 @@
+"""Tables as csv: a matrix with named rows and columns, and the summary of a multirun."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from otdd_flash.files import write_text
+
+SUMMARY_COLUMNS = (
+    "job",
+    "overrides",
+    "source",
+    "target",
+    "value",
+    "lower",
+    "upper",
+    "epsilon",
+    "converged",
+    "error",
+    "directory",
+)
+
+
+def write_matrix_csv(
+    path: str | Path,
+    matrix: Tensor,
+    row_names: Sequence[str],
+    column_names: Sequence[str],
+    *,
+    corner: str = "",
+) -> None:
+    """Write a matrix (R, C) with a header row and a header column, at full precision.
+
+    Numbers are the shortest text that reads back as the same float64; names with commas, quotes or
+    line ends are quoted.
+
+    Args:
+        path: the csv file.
+        matrix: (R, C), any real type and device.
+        row_names: R names for the first column.
+        column_names: C names for the first row.
+        corner: the text where the two headers meet.
+
+    Raises:
+        ValueError: the names do not match the matrix.
+        InputError: the file cannot be written.
+    """
+    if tuple(matrix.shape) != (len(row_names), len(column_names)):
+        raise ValueError(
+            f"a {tuple(matrix.shape)} matrix cannot have {len(row_names)} row names and "
+            f"{len(column_names)} column names"
+        )
+    rows = matrix.detach().cpu().double().tolist()
+    body = ([name, *row] for name, row in zip(row_names, rows, strict=True))
+    write_text(path, _csv_text([[corner, *column_names], *body]))
+
+
+def summary_csv(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
+    """Write one line per job of a multirun, in the columns `SUMMARY_COLUMNS`.
+
+    Args:
+        rows: per job a mapping; an absent column is left empty, `overrides` may be a list, and keys
+            outside `SUMMARY_COLUMNS` become further columns in their order of appearance.
+        path: the csv file.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    extra = dict.fromkeys(key for row in rows for key in row if key not in SUMMARY_COLUMNS)
+    columns = [*SUMMARY_COLUMNS, *extra]
+    body = ([_cell(row.get(column)) for column in columns] for row in rows)
+    write_text(path, _csv_text([columns, *body]))
+
+
+def _cell(value: Any) -> Any:
+    """None as an empty cell, yes and no as JSON writes them, a list as words."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return " ".join(str(item) for item in value)
+    return value
+
+
+def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    sink = io.StringIO()
+    csv.writer(sink, lineterminator="\n").writerows(rows)
+    return sink.getvalue()

@@ -1,0 +1,69 @@
+"""The paper the pictures are drawn on: inches, a font, two colours, saved as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from otdd_flash.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 150
+INK = "#222222"
+# Blue and vermilion of Okabe & Ito's palette, told apart with every common colour blindness.
+SOURCE_COLOR = "#0072B2"
+TARGET_COLOR = "#D55E00"
+OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "Arial Unicode MS", "Hiragino Sans")
+
+
+def new_figure(width: float = 1.0, height: float = 1.0) -> Figure:
+    """An empty white figure of this size in inches, on its own Agg canvas."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_picture(figure: Figure, path: str | Path) -> None:
+    """Write the figure as PNG at `DPI`, whole or not at all."""
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=DPI)
+
+
+@cache
+def name_style() -> dict[str, Any]:
+    """Text properties for names users chose: dollar signs are plain text, any script shows."""
+    from matplotlib.font_manager import fontManager
+
+    installed = {font.name for font in fontManager.ttflist}
+    families = ["DejaVu Sans", *(name for name in OTHER_SCRIPTS if name in installed)]
+    return {"parse_math": False, "fontfamily": families}
+
+
+def measure(figure: Figure, text: str, points: float, **style: Any) -> tuple[float, float]:
+    """Width and height in inches of `text` set at this font size."""
+    drawn = figure.text(0, 0, text, fontsize=points, **name_style(), **style)
+    box = drawn.get_window_extent()
+    drawn.remove()
+    return box.width / figure.dpi, box.height / figure.dpi
+
+
+def shorten(name: str, length: int) -> str:
+    """`name` on one line in at most `length` characters, cut with an ellipsis."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in name).split())
+    return line if len(line) <= length else line[: length - 1].rstrip() + "…"
+
+
+def fit(name: str, width: float, width_of: Callable[[str], float]) -> str:
+    """The longest shortening of `name`, at least one character, that is at most `width` wide."""
+    for length in range(len(name), 0, -1):
+        text = shorten(name, length)
+        if width_of(text) <= width:
+            return text
+    return shorten(name, 1)

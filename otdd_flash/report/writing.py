@@ -1,0 +1,95 @@
+"""All tables and pictures of one result, in one directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from otdd_flash.report.class_pictures import draw_class_coupling, draw_class_distances
+from otdd_flash.report.csv_tables import write_matrix_csv
+from otdd_flash.report.projections import projection
+from otdd_flash.samples import LabeledSamples
+
+
+class ClassTable(Protocol):
+    """What the report reads of a `ClassDistances`."""
+
+    @property
+    def full(self) -> Tensor:
+        """(Vx + Vy, Vx + Vy) squared 2-Wasserstein distances."""
+
+
+class Result(Protocol):
+    """What the report reads of a `DistanceResult`."""
+
+    @property
+    def source(self) -> LabeledSamples:
+        """What was compared."""
+
+    @property
+    def target(self) -> LabeledSamples:
+        """With what."""
+
+    @property
+    def class_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the Vx source and the Vy target classes."""
+
+    @property
+    def method(self) -> str:
+        """How class distances were measured."""
+
+    @property
+    def class_distances(self) -> ClassTable:
+        """The table between classes."""
+
+    def class_coupling(self) -> Tensor:
+        """(Vx, Vy) masses that sum to 1."""
+
+
+def write_report(result: Result, directory: str | Path, *, seed: int = 0) -> list[Path]:
+    """Write class_distances, class_coupling (each .csv and .png) and projection.png.
+
+    The distances' rows and columns are all source classes and then all target classes, in the csv
+    marked `source:` and `target:`; the coupling's rows are source classes, its columns target
+    classes. There are no class distances to show where none were measured (method `none`), and no
+    coupling where either side is one class.
+
+    Args:
+        result: a `DistanceResult`.
+        directory: made if it does not exist.
+        seed: of the rows that the projection draws.
+
+    Returns:
+        The files written.
+
+    Raises:
+        InputError: the directory cannot be written.
+    """
+    directory = Path(directory)
+    names, datasets = result.class_names, (result.source.name, result.target.name)
+    coupling = result.class_coupling()
+    written = [directory / "projection.png"]
+    projection(result.source, result.target, coupling, written[0], seed)
+    if result.method != "none":
+        written += _write_class_distances(result.class_distances.full, names, datasets, directory)
+    if coupling.numel() > 1:
+        csv, png = directory / "class_coupling.csv", directory / "class_coupling.png"
+        write_matrix_csv(csv, coupling, *names, corner="source\\target")
+        draw_class_coupling(coupling, names, datasets, png)
+        written += [csv, png]
+    return written
+
+
+def _write_class_distances(
+    table: Tensor,
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    datasets: tuple[str, str],
+    directory: Path,
+) -> list[Path]:
+    csv, png = directory / "class_distances.csv", directory / "class_distances.png"
+    both = [f"source:{name}" for name in names[0]] + [f"target:{name}" for name in names[1]]
+    write_matrix_csv(csv, table, both, both, corner="class")
+    draw_class_distances(table, names, datasets, png)
+    return [csv, png]

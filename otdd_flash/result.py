@@ -1,0 +1,278 @@
+"""What a dataset distance returns: the number, its proof, the plan, and how to keep them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.files import replacing
+from otdd_flash.json_file import write_json
+from otdd_flash.labels import ClassDistances
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.term import TransportTerm
+from otdd_flash.version import __version__
+
+SUMMARY_FILE = "result.json"
+TENSOR_FILE = "result.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class DistanceResult:
+    """The distance between two datasets and everything needed to use and to check it.
+
+    Attributes:
+        source: the n points that were compared.
+        target: the m points they were compared with.
+        class_distances: W in blocks, squared distances between classes.
+        divergence: the solved terms.
+        cost: the weights of the ground cost.
+        compute: where and how passes ran, and will run for the plan.
+        method: how class distances were measured.
+        seconds: wall time of each phase.
+    """
+
+    source: LabeledSamples
+    target: LabeledSamples
+    class_distances: ClassDistances
+    divergence: Divergence
+    cost: GroundCost
+    compute: ComputeOptions
+    method: str = field(kw_only=True)
+    seconds: dict[str, float] = field(kw_only=True)
+
+    @property
+    def value(self) -> float:
+        """The distance S_epsilon, in units of the cost; never clipped at 0."""
+        return self.divergence.value
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(lower, upper), an interval that holds S_epsilon."""
+        return self.divergence.bounds
+
+    @property
+    def converged(self) -> bool:
+        """Whether every term reached the tolerance."""
+        return self.divergence.converged
+
+    @property
+    def epsilon(self) -> float:
+        """The regularisation that was used, in units of the cost."""
+        return self.divergence.xy.epsilon
+
+    @property
+    def class_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the V_x source and the V_y target classes; unlabelled data are one class."""
+        return self.class_distances.names_x or (), self.class_distances.names_y or ()
+
+    @property
+    def potentials(self) -> tuple[Tensor, Tensor]:
+        """F (n,) and g (m,) of the cross term, in units of the cost."""
+        return self.divergence.xy.f, self.divergence.xy.g
+
+    def apply_plan(self, values: Any) -> Tensor:
+        """P V for V (m,) or (m, k), streamed: the n x m plan is never stored.
+
+        Raises:
+            InputError: V has not m rows.
+        """
+        columns = torch.as_tensor(values)
+        if columns.ndim not in (1, 2) or columns.shape[0] != len(self.target):
+            raise InputError(
+                f"apply_plan takes one row per target sample, ({len(self.target)},) or "
+                f"({len(self.target)}, k), got {tuple(columns.shape)}"
+            )
+        matrix = columns.unsqueeze(1) if columns.ndim == 1 else columns
+        applied = self._applied(self._operator(self.source), matrix)
+        return applied.squeeze(1) if columns.ndim == 1 else applied
+
+    def class_coupling(self) -> Tensor:
+        """Mass transported from each source class to each target class, (V_x, V_y) float64.
+
+        Sums to 1: rounding is divided out.
+        """
+        per_row = self._applied(self._operator(self.source), self._one_hot(self.target)).double()
+        coupling = self._one_hot(self.source).double().to(per_row.device).T @ per_row
+        return (coupling / coupling.sum()).cpu()
+
+    def barycentric_map(self) -> Tensor:
+        """Where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
+
+        Points without mass are mapped too, by the conditional plan that their potential defines.
+        """
+        operator = self._operator(
+            LabeledSamples(self.source.features, self.source.labels, self.source.class_names)
+        )
+        ones = torch.ones(len(self.target), 1)
+        features = self.target.features.to(operator.dtype)
+        moved = self._applied(operator, torch.cat((features, ones.to(features)), 1))
+        return moved[:, :-1] / moved[:, -1:]
+
+    def summary(self, **more: Any) -> dict[str, Any]:
+        """The content of result.json; `more` replaces or adds keys."""
+        content = {
+            "source": self.source.name,
+            "target": self.target.name,
+            **self.divergence.summary(),
+            "epsilon": self.epsilon,
+            "seconds": dict(self.seconds),
+            "n": len(self.source),
+            "m": len(self.target),
+            "d": self.source.dim,
+            "classes": dict(zip(("source", "target"), map(list, self.class_names), strict=True)),
+            "labels": self.method,
+            **asdict(self.cost),
+            "fingerprints": {
+                "source": self.source.fingerprint,
+                "target": self.target.fingerprint,
+            },
+            "subset_hash": {"source": self.source.subset_hash, "target": self.target.subset_hash},
+            "seed": None,
+            "versions": versions(),
+            "device": str(self.divergence.xy.f.device),
+            "backend": self.divergence.backend,
+            "precision": self.compute.precision,
+            "memory_budget": self.compute.memory_budget,
+            "config": None,
+        }
+        return {**content, **more}
+
+    def save(self, path: str | Path, **more: Any) -> Path:
+        """Write the directory `path`: result.json, and result.safetensors with all tensors.
+
+        Args:
+            path: made if it does not exist; its earlier result is replaced.
+            **more: keys to add to result.json.
+
+        Returns:
+            The directory.
+        """
+        from safetensors.torch import save_file
+
+        path = Path(path)
+        with replacing(path / TENSOR_FILE) as partial:
+            save_file(self._tensors(), partial)
+        write_json(path / SUMMARY_FILE, self.summary(**more))
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> DistanceResult:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: the directory holds no complete result.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = Path(path)
+        try:
+            summary = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
+            tensors = load_file(path / TENSOR_FILE)
+            return _restore(summary, tensors)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise InputError(
+                f"no complete result in {path} ({error}); DistanceResult.save writes "
+                f"{SUMMARY_FILE} and {TENSOR_FILE} there, as does the command with save_result=true"
+            ) from error
+
+    def _operator(self, source: LabeledSamples) -> Operator:
+        """The cross cost from `source`, which may differ from the result's in its masses."""
+        return build_operator(
+            source,
+            self.target,
+            self.class_distances.xy,
+            self.cost,
+            self.compute,
+            keep_scores=False,
+        )
+
+    def _applied(self, operator: Operator, values: Tensor) -> Tensor:
+        f, g = self.potentials
+        return operator.apply_plan(f, g, self.epsilon, values.to(f.device))
+
+    def _one_hot(self, samples: LabeledSamples) -> Tensor:
+        if samples.labels is None:
+            return torch.ones(len(samples), 1)
+        return torch.nn.functional.one_hot(samples.labels, samples.class_total).float()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {f"W.{key}": getattr(self.class_distances, key) for key in ("xx", "xy", "yy")}
+        for name, term in self.divergence.terms.items():
+            tensors |= {f"{name}.f": term.f, f"{name}.g": term.g}
+        for side in ("source", "target"):
+            samples: LabeledSamples = getattr(self, side)
+            for key in ("features", "labels", "weights"):
+                if getattr(samples, key) is not None:
+                    tensors[f"{side}.{key}"] = getattr(samples, key)
+        # Cloned: safetensors refuses two names for one storage, as f and g of a self term are.
+        return {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computed a result."""
+    return {
+        "otdd_flash": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceResult:
+    names = summary["classes"]
+    sides = {}
+    for side in ("source", "target"):
+        sides[side] = LabeledSamples(
+            tensors[f"{side}.features"],
+            tensors.get(f"{side}.labels"),
+            tuple(names[side]),
+            tensors.get(f"{side}.weights"),
+            name=summary[side],
+            subset_hash=summary["subset_hash"][side],
+        )
+    terms = {
+        name: TransportTerm(
+            tensors[f"{name}.f"],
+            tensors[f"{name}.g"],
+            summary["epsilon"],
+            term["value"],
+            (term["bounds"][0], term["bounds"][1]),
+            term["marginal_error"],
+            term["iterations"],
+            term["passes"],
+            term["converged"],
+        )
+        for name, term in summary["terms"].items()
+    }
+    divergence = Divergence(
+        terms["xy"],
+        terms.get("xx"),
+        terms.get("yy"),
+        summary["backend"],
+        summary["passes"],
+        identical=summary["identical"],
+    )
+    compute = ComputeOptions(precision=summary["precision"], memory_budget=summary["memory_budget"])
+    return DistanceResult(
+        sides["source"],
+        sides["target"],
+        ClassDistances(
+            tensors["W.xx"], tensors["W.xy"], tensors["W.yy"], *(tuple(v) for v in names.values())
+        ),
+        divergence,
+        GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost)}),
+        compute,
+        method=summary["labels"],
+        seconds=summary["seconds"],
+    )

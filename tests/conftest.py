@@ -1,0 +1,42 @@
+"""Fixtures that several folders of tests share."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+IMAGE_SETS = ("MNIST", "FashionMNIST", "USPS")
+
+
+@pytest.fixture(scope="session")
+def real_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with MNIST, FashionMNIST and USPS as uncompressed IDX files under NAME/raw.
+
+    `OTDD_TEST_DATA` names such a folder; without it, copies beside the checkout are unpacked.
+    """
+    given = os.environ.get("OTDD_TEST_DATA")
+    if given:
+        return Path(given)
+    if not all((SHARED_DATA / name / "raw").is_dir() for name in IMAGE_SETS):
+        pytest.skip("no MNIST, FashionMNIST and USPS beside the checkout; set OTDD_TEST_DATA")
+    root = tmp_path_factory.getbasetemp().parent / "otdd_real_data"
+    for name in IMAGE_SETS:
+        (root / name / "raw").mkdir(parents=True, exist_ok=True)
+        for packed in sorted((SHARED_DATA / name / "raw").glob("*.gz")):
+            _unpack(packed, root / name / "raw" / packed.stem)
+    return root
+
+
+def _unpack(packed: Path, target: Path) -> None:
+    """Unpack under a name of this process, then rename: parallel test workers share the folder."""
+    if target.exists():
+        return
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    with gzip.open(packed) as source, partial.open("wb") as sink:
+        shutil.copyfileobj(source, sink)
+    partial.rename(target)

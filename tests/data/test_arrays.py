@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from otdd_flash.data import load
+from otdd_flash.errors import DataNotice, InputError
+
+X = np.arange(12.0).reshape(6, 2)
+Y = np.array(["b", "a", "b", "a", "c", "c"])
+W = np.arange(6) + 1.0
+
+
+def _npz(folder: Path, **arrays: Any) -> str:
+    np.savez(folder / "a.npz", **arrays)
+    return str(folder / "a.npz")
+
+
+def _table(folder: Path, suffix: str, **columns: Any) -> str:
+    path, frame = folder / f"a{suffix}", pd.DataFrame(columns)
+    if suffix == ".csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_parquet(path)
+    return str(path)
+
+
+def test_npz_with_labels_and_weights(tmp_path: Path) -> None:
+    dataset = load("arrays", path=_npz(tmp_path, x=X, y=Y, w=W))
+    np.testing.assert_array_equal(dataset.inputs, X)
+    np.testing.assert_array_equal(dataset.weights, W)
+    assert dataset.labels.tolist() == [1, 0, 1, 0, 2, 2]
+    assert (dataset.class_names, dataset.modality, dataset.name) == (("a", "b", "c"), "array", "a")
+
+
+def test_npz_with_other_keys(tmp_path: Path) -> None:
+    path = _npz(tmp_path, cells=X, kind=Y, mass=W, w=-W)
+    dataset = load("arrays", path=path, features="cells", label="kind", weights="mass")
+    np.testing.assert_array_equal(dataset.weights, W)
+    assert dataset.class_names == ("a", "b", "c")
+
+
+def test_npz_without_labels_needs_none(tmp_path: Path) -> None:
+    dataset = load("arrays", path=_npz(tmp_path, x=X), max_samples=4)
+    assert dataset.labels is None
+    assert len(dataset) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "modality", "kept"),
+    [
+        ((6, 4), np.float32, "array", np.float32),
+        ((6, 4, 5), np.uint8, "image", np.uint8),
+        ((6, 4, 5), np.int64, "image", np.uint8),
+        ((6, 4, 5, 3), np.float32, "image", np.float32),
+        ((6, 4, 5, 1), np.uint8, "image", np.uint8),
+    ],
+)
+def test_shapes_tell_vectors_from_images(
+    tmp_path: Path, shape: tuple[int, ...], dtype: Any, modality: str, kept: Any
+) -> None:
+    dataset = load("arrays", path=_npz(tmp_path, x=np.ones(shape, dtype), y=Y))
+    assert dataset.modality == modality
+    assert dataset.inputs.shape == shape
+    assert dataset.inputs.dtype == kept
+
+
+def test_npy_pair(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", X)
+    np.save(tmp_path / "y.npy", [5, 3, 5, 3, 9, 9])
+    np.save(tmp_path / "w.npy", W)
+    dataset = load(
+        "arrays", root=tmp_path, path="x.npy", labels_path="y.npy", weights="w.npy", classes=[9, 5]
+    )
+    np.testing.assert_array_equal(dataset.inputs, X[[0, 2, 4, 5]])
+    np.testing.assert_array_equal(dataset.weights, W[[0, 2, 4, 5]])
+    assert dataset.class_names == ("9", "5")
+    assert dataset.labels.tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+@pytest.mark.parametrize("label", ["species", "Label", "y"])
+def test_tables_find_their_label_column(tmp_path: Path, suffix: str, label: str) -> None:
+    path = _table(tmp_path, suffix, a=X[:, 0], **{label: Y}, b=X[:, 1], mass=W)
+    dataset = load("arrays", path=path, weights="mass")
+    np.testing.assert_array_equal(dataset.inputs, X)
+    np.testing.assert_array_equal(dataset.weights, W)
+    assert dataset.class_names == ("a", "b", "c")
+
+
+def test_tables_with_named_columns_and_integer_labels(tmp_path: Path) -> None:
+    path = _table(tmp_path, ".csv", a=X[:, 0], b=X[:, 1], kind=[3, 1, 3, 1, 8, 8], note=Y)
+    dataset = load("arrays", path=path, label="kind", features=["b"])
+    np.testing.assert_array_equal(dataset.inputs, X[:, 1:])
+    assert dataset.class_names == ("1", "3", "8")
+
+
+def test_categories_are_labels(tmp_path: Path) -> None:
+    path = _table(tmp_path, ".parquet", a=X[:, 0], kind=pd.Categorical(Y))
+    assert load("arrays", path=path).class_names == ("a", "b", "c")
+
+
+def test_an_unlabelled_table_is_noticed(tmp_path: Path) -> None:
+    path = _table(tmp_path, ".csv", a=X[:, 0], b=X[:, 1])
+    with pytest.warns(DataNotice, match="taken as unlabelled.*its columns are: a, b"):
+        assert load("arrays", path=path).labels is None
+
+
+def test_labels_from_a_file_leave_all_columns_inputs(tmp_path: Path) -> None:
+    np.save(tmp_path / "y.npy", Y)
+    path = _table(tmp_path, ".csv", a=X[:, 0], y=X[:, 1])
+    dataset = load("arrays", path=path, labels_path=str(tmp_path / "y.npy"))
+    np.testing.assert_array_equal(dataset.inputs, X)
+    assert dataset.class_names == ("a", "b", "c")
+
+
+def test_a_nameless_first_column_is_no_input(tmp_path: Path) -> None:
+    pd.DataFrame({"a": X[:, 0], "label": Y}).to_csv(tmp_path / "a.csv")
+    with pytest.warns(DataNotice, match="first column has no name"):
+        dataset = load("arrays", path=str(tmp_path / "a.csv"))
+    np.testing.assert_array_equal(dataset.inputs, X[:, :1])
+
+
+def test_nan_inputs_pass_here(tmp_path: Path) -> None:
+    broken = X.copy()
+    broken[2, 1] = np.nan
+    dataset = load("arrays", path=_table(tmp_path, ".csv", a=broken[:, 0], b=broken[:, 1], y=Y))
+    np.testing.assert_array_equal(dataset.inputs, broken)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "message"),
+    [
+        ({"cells": X}, {}, "has no key 'x'; its keys are: cells"),
+        ({"x": X, "y": Y}, {"label": "kind"}, "has no key 'kind'; its keys are: x, y"),
+        ({"x": X, "y": Y}, {"weights": "m"}, "has no weights 'm'.* there are: x, y"),
+        ({"x": X, "y": Y}, {"features": ["x", "z"]}, "under one key"),
+        ({"x": X, "y": Y[:3]}, {}, "has 6 inputs, but its labels have shape"),
+        ({"x": X, "y": Y, "w": W[:3]}, {}, "its weights have shape"),
+        ({"x": X, "y": W}, {}, "labels must be integers or strings, got float64"),
+        ({"x": X[:0], "y": Y[:0]}, {}, "is empty"),
+        ({"x": Y, "y": Y}, {}, "inputs must be numbers"),
+        ({"x": np.ones((6, 3, 8, 8)), "y": Y}, {}, "channels last"),
+        ({"x": W, "y": Y}, {}, r"inputs must have shape \(n, d\)"),
+        ({"x": np.array([{}, 1]), "y": Y}, {}, "cannot read"),
+        ({"x": X, "y": Y}, {"split": "test"}, "files that have no splits"),
+        ({"x": X, "y": Y}, {"classes": ["d"]}, "unknown class 'd'"),
+        ({"x": X, "y": Y}, {"max_samples": 2}, "max_samples=2 is below the 3 classes"),
+    ],
+)
+def test_bad_archives(
+    tmp_path: Path, arrays: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load("arrays", path=_npz(tmp_path, **arrays), **options)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"a": W, "y": Y}, {"label": "k"}, "has no column 'k'; its columns are: a, y"),
+        ({"a": W, "y": Y}, {"features": ["b"]}, "has no column 'b'; its columns are: a, y"),
+        ({"a": W, "y": Y}, {"weights": "m"}, "has no weights 'm'.* there are: a, y"),
+        ({"a": W, "s": Y, "t": Y}, {}, "labels could be any of s, t; choose with label=COLUMN"),
+        ({"a": W, "y": Y, "t": Y}, {}, "column 't' of .* holds text"),
+        ({"y": Y}, {}, "has no input column besides 'y'"),
+        ({"a": W, "y": W + 0.5}, {}, "labels must be integers or strings"),
+        ({"a": W, "y": [1, 2, None, 1, 2, 1]}, {}, "1 labels are missing"),
+        ({"a": W, "y": ["p", None, "q", "p", None, "q"]}, {}, "2 labels are missing"),
+        ({"a": W[:0], "y": W[:0]}, {}, "is empty"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_bad_tables(
+    tmp_path: Path, suffix: str, columns: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load("arrays", path=_table(tmp_path, suffix, **columns), **options)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "npy", "csv", "parquet"])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe damaged"])
+def test_damaged_files_are_named(tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=f"cannot read {path}"):
+        load("arrays", path=str(path))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("nowhere.npz", "path=nowhere.npz does not exist"), ("notes.txt", "must end in")],
+)
+def test_paths_that_lead_nowhere(tmp_path: Path, path: str, message: str) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(InputError, match=message):
+        load("arrays", root=tmp_path, path=path)

@@ -1,0 +1,187 @@
+"""The real loading code of `datasets` on local files; the hub is not reachable here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import numpy as np
+import pytest
+from PIL import Image
+
+from otdd_flash.data import load
+from otdd_flash.errors import DataNotice, InputError
+
+TEXTS = ["good film", "bad film", "fine", "awful", "great", "poor"]
+GRADES = datasets.ClassLabel(names=["bad", "good", "unused"])
+LABELS = [1, 0, 1, 0, 1, 0]
+ROWS = list(zip(TEXTS, LABELS, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def _table(columns: dict[str, Any], **features: Any) -> datasets.Dataset:
+    table = datasets.Dataset.from_dict(columns)
+    for column, feature in features.items():
+        table = table.cast_column(column, feature)
+    return table
+
+
+def _parquet(folder: Path, columns: dict[str, Any], **features: Any) -> str:
+    _table(columns, **features).to_parquet(folder / "a.parquet")
+    return str(folder / "a.parquet")
+
+
+def test_texts_with_class_names(tmp_path: Path) -> None:
+    path = _parquet(tmp_path, {"sentence": TEXTS, "grade": LABELS}, grade=GRADES)
+    with pytest.warns(DataNotice, match="left out: unused"):
+        dataset = load("huggingface", path=path)
+    assert dataset.modality == "text"
+    assert list(dataset.inputs) == TEXTS
+    assert [dataset.class_names[c] for c in dataset.labels] == ["good", "bad"] * 3
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl"])
+def test_files_with_raw_labels(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "csv":
+        path.write_text("text,label\n" + "\n".join(f"{t},{k + 7}" for t, k in ROWS))
+    else:
+        rows = [{"text": text, "label": label + 7} for text, label in ROWS]
+        path.write_text("\n".join(map(json.dumps, rows)))
+    dataset = load("huggingface", path=str(path), max_samples=4)
+    assert dataset.class_names == ("7", "8")
+    assert list(dataset.inputs) == [TEXTS[row] for row in dataset.rows]
+
+
+def test_numbers_side_by_side_with_weights(tmp_path: Path) -> None:
+    columns = {"a": [1, 2, 3], "b": [0.5, 1.5, 2.5], "mass": [1.0, 2.0, 3.0], "label": list("xyx")}
+    dataset = load("huggingface", path=_parquet(tmp_path, columns), weights="mass")
+    np.testing.assert_allclose(dataset.inputs, [[1, 0.5], [2, 1.5], [3, 2.5]])
+    assert dataset.weights.tolist() == [1, 2, 3]
+    assert (dataset.modality, dataset.class_names) == ("array", ("x", "y"))
+
+
+def test_one_column_of_vectors(tmp_path: Path) -> None:
+    path = _parquet(tmp_path, {"embedding": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
+    np.testing.assert_allclose(load("huggingface", path=path).inputs, [[1, 2], [3, 4]])
+
+
+def test_an_image_folder(tmp_path: Path) -> None:
+    for name, level in (("cat", 10), ("dog", 200)):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("L", (4, 4), level + i).save(tmp_path / "pets" / name / f"{i}.png")
+    dataset = load("huggingface", path=str(tmp_path / "pets"), classes=["dog"])
+    assert dataset.modality == "image"
+    assert [image.getpixel((0, 0)) for image in dataset.inputs] == [200, 201]
+
+
+def test_save_to_disk_with_and_without_splits(tmp_path: Path) -> None:
+    table = _table(
+        {"text": TEXTS, "label": LABELS}, label=datasets.ClassLabel(names=["bad", "good"])
+    )
+    table.save_to_disk(tmp_path / "plain")
+    splits = datasets.DatasetDict(
+        {"train": table.select(range(4)), "validation": table.select([4, 5])}
+    )
+    splits.save_to_disk(tmp_path / "divided")
+    assert len(load("huggingface", path=str(tmp_path / "plain"))) == 6
+    validation = load("huggingface", root=tmp_path, path="divided", split="validation")
+    assert list(validation.inputs) == TEXTS[4:]
+    assert list(load("huggingface", root=tmp_path, path="divided", split="all").inputs) == TEXTS
+    with pytest.raises(InputError, match=r"unknown split 'test'.*choose one of: train, validation"):
+        load("huggingface", root=tmp_path, path="divided", split="test")
+    with pytest.raises(InputError, match=r"unknown split 'test'.*it has no splits"):
+        load("huggingface", root=tmp_path, path="plain", split="test")
+
+
+def test_hidden_labels_mean_unlabelled(tmp_path: Path) -> None:
+    path = _parquet(tmp_path, {"text": TEXTS, "label": [-1] * 6}, label=GRADES)
+    assert load("huggingface", path=path).labels is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"id": [1, 2], "text": ["a", "b"], "label": [0, 1]}, {}, "input=COLUMN.* id, text"),
+        ({"s": ["a", "b"], "t": ["a", "b"], "label": [0, 1]}, {}, "input=COLUMN.* s, t"),
+        ({"text": ["a", "b"], "label": [0, 1], "y": [0, 1]}, {}, "any of label, y; choose with"),
+        ({"text": ["a", "b"], "label": [0, 1]}, {"input": "t"}, "no column 't'.*: text, label"),
+        ({"text": ["a", "b"], "label": [0, 1]}, {"label": "k"}, "no column 'k'.*: text, label"),
+        ({"text": ["a", "b"], "label": [0, 1]}, {"weights": "w"}, "no weights 'w'.*: text, label"),
+        (
+            {"a": [1, 2], "text": ["a", "b"], "label": [0, 1]},
+            {"input": ["a", "text"]},
+            r"got a \(number\), text \(text\)",
+        ),
+        ({"text": ["a", "b"], "label": [0.5, 1.5]}, {}, "labels must be integers or strings"),
+        ({"text": ["a", "b"], "label": ["p", None]}, {}, "1 labels are missing"),
+        ({"text": [], "label": []}, {}, "damaged or empty"),
+    ],
+)
+def test_bad_columns_are_listed(
+    tmp_path: Path, columns: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "a.parquet"
+    _table(columns).to_parquet(path)
+    with pytest.raises(InputError, match=message):
+        load("huggingface", path=str(path), **options)
+
+
+def test_a_saved_table_without_rows_is_refused(tmp_path: Path) -> None:
+    _table({"text": [], "label": []}).save_to_disk(tmp_path / "plain")
+    with pytest.raises(InputError, match=r"cannot read .*plain: .* empty"):
+        load("huggingface", path=str(tmp_path / "plain"))
+
+
+def test_no_label_column_is_noticed(tmp_path: Path) -> None:
+    path = _parquet(tmp_path, {"text": TEXTS})
+    with pytest.warns(DataNotice, match="taken as unlabelled"):
+        assert load("huggingface", path=path).labels is None
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("nowhere.parquet", "does not exist"), ("a.parquet", "cannot read"), ("a.txt", "must end in")],
+)
+def test_unreadable_paths(tmp_path: Path, path: str, message: str) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"damaged")
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(InputError, match=message):
+        load("huggingface", root=tmp_path, path=path)
+
+
+def test_a_missing_text_is_named_when_it_is_read(tmp_path: Path) -> None:
+    path = _parquet(tmp_path, {"text": ["a", None], "label": [0, 1]})
+    with pytest.raises(InputError, match=r"row 1 of .* has nothing in its column 'text'"):
+        load("huggingface", path=path).inputs[1]
+
+
+def test_the_hub_is_not_asked_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    offline: list[bool] = []
+
+    def refuse(path: str, config: str | None) -> None:
+        offline.append(datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE)
+        raise ConnectionError(f"no {path}")
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(InputError, match="allow fetching it with download=true"):
+        load("huggingface", path="someone/something")
+    with pytest.raises(InputError, match=r"the hub's copy cannot be used: no someone/something$"):
+        load("huggingface", path="someone/something", download=True)
+    assert offline == [True, False]
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+def test_an_uncached_hub_name_fails_without_the_network() -> None:
+    with pytest.raises(InputError, match=r"'someone/something' is no local path.*download=true"):
+        load("huggingface", path="someone/something")

@@ -1,0 +1,38 @@
+"""Tiny datasets for the tests of extractors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.samples import LabeledSamples
+
+MakeDataset = Callable[..., LabeledDataset]
+
+
+@pytest.fixture
+def make_dataset() -> MakeDataset:
+    def make(inputs: Sequence[Any], modality: str = "image", **fields: Any) -> LabeledDataset:
+        labels = np.arange(len(inputs), dtype=np.int64) % 2
+        known = {"class_names": ("even", "odd"), "weights": None, "name": "tiny", "labels": labels}
+        return LabeledDataset(inputs=inputs, modality=modality, **{**known, **fields})
+
+    return make
+
+
+@pytest.fixture
+def colour_images() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (5, 20, 24, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def make_samples() -> Callable[..., LabeledSamples]:
+    def make(features: Any, name: str = "samples") -> LabeledSamples:
+        labels = np.zeros(len(features), dtype=np.int64)
+        return LabeledSamples(features, labels, ("only",), name=name)
+
+    return make

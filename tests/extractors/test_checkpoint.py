@@ -1,0 +1,97 @@
+"""Checkpoints: every wrapping gives the same weights, anything unfitting is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from otdd_flash.errors import InputError
+from otdd_flash.extractors.checkpoint import load_checkpoint
+
+State = dict[str, Tensor]
+
+
+def network(seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+
+
+WRAPPINGS: dict[str, Callable[[State], Any]] = {
+    "bare": lambda state: state,
+    "state_dict": lambda state: {"state_dict": state, "epoch": 3, "optimizer": {}},
+    "model": lambda state: {"model": state},
+    "both": lambda state: {"model": {"state_dict": state}},
+    "distributed": lambda state: {f"module.{name}": value for name, value in state.items()},
+    "compiled": lambda state: {f"_orig_mod.module.{n}": v for n, v in state.items()},
+    "with a head": lambda state: {**state, "fc.weight": torch.ones(10, 2)},
+    "without counters": lambda state: {
+        name: value for name, value in state.items() if "num_batches" not in name
+    },
+}
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("suffix", [".pt", ".pth"])
+def test_wrapped_weights_are_found(tmp_path: Path, wrapping: str, suffix: str) -> None:
+    saved, loaded = network(1), network(2)
+    file = tmp_path / f"weights{suffix}"
+    torch.save(WRAPPINGS[wrapping](saved.state_dict()), file)
+    load_checkpoint(loaded, str(file), ("fc",))
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+
+
+def test_safetensors_with_prefix_and_head(tmp_path: Path) -> None:
+    saved, loaded = network(1), network(2)
+    state = {f"module.{name}": value for name, value in saved.state_dict().items()}
+    save_file({**state, "module.fc.bias": torch.ones(10)}, tmp_path / "w.safetensors")
+    load_checkpoint(loaded, str(tmp_path / "w.safetensors"), ("fc",))
+    assert torch.equal(loaded.state_dict()["0.weight"], saved.state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: {k: v for k, v in s.items() if k != "0.weight"}, r"1 missing \(0\.weight\)"),
+        (lambda s: {**s, "fcx.weight": s["0.bias"]}, r"1 unknown \(fcx\.weight\)"),
+        (lambda s: {**s, "0.bias": torch.ones(5)}, r"1 of another shape \(0\.bias \(5,\) for"),
+        (lambda s: {f"x.{k}": v for k, v in s.items()}, r"7 unknown \(.*, \.\.\.\)"),
+        (lambda s: {**s, "args": "lr=3"}, r"more than weights \(args\)"),
+        (lambda s: list(s.values()), "holds no state dict but a list"),
+        (lambda s: {}, "holds no state dict"),
+    ],
+    ids=["missing", "unknown", "shape", "all", "no tensor", "list", "empty"],
+)
+def test_unfitting_weights_are_named(
+    tmp_path: Path, change: Callable[[State], Any], message: str
+) -> None:
+    module = network(0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    torch.save(change(network(1).state_dict()), tmp_path / "w.pt")
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(module, str(tmp_path / "w.pt"), ("fc",))
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_unreadable_files_are_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    with pytest.raises(InputError, match=f"no checkpoint file .*{name}"):
+        load_checkpoint(network(0), str(file), ())
+    for content in (b"", b"no weights at all"):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=f"cannot read checkpoint .*{name}"):
+            load_checkpoint(network(0), str(file), ())
+
+
+def test_a_pickled_module_is_not_executed(tmp_path: Path) -> None:
+    torch.save(network(0), tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"torch\.save\(model\.state_dict\(\), FILE\)"):
+        load_checkpoint(network(0), str(tmp_path / "w.pt"), ())

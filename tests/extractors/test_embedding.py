@@ -1,0 +1,269 @@
+"""Embedding: batches, bookkeeping, the cache by content, and its errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from otdd_flash.errors import InputError
+from otdd_flash.extractors import embed, from_callable, identity, pixels
+from otdd_flash.extractors.network import Network
+
+
+class CountedNetwork:
+    """A small network that counts its forward passes."""
+
+    def __init__(self, seed: int = 0, description: str = "counted") -> None:
+        self.calls = 0
+        generator = torch.Generator().manual_seed(seed)
+        layer = nn.Linear(16, 3)
+        layer.weight.data = torch.randn(3, 16, generator=generator)
+        layer.bias.data.zero_()
+
+        def forward(module: nn.Module, items: list[Tensor]) -> Tensor:
+            self.calls += 1
+            return module(torch.stack(items).flatten(1))
+
+        self.extractor = Network(
+            description, layer, frozenset({"image"}), lambda item: as_tensor(item), forward
+        )
+
+
+def as_tensor(item: Any) -> Tensor:
+    return torch.from_numpy(np.array(item)).float() / 255
+
+
+@pytest.fixture
+def images() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (7, 4, 4), dtype=np.uint8)
+
+
+def test_labels_weights_and_names_are_kept(make_dataset: Any, images: np.ndarray) -> None:
+    weights = np.arange(1.0, 8.0)
+    dataset = make_dataset(images, weights=weights, name="seven")
+    samples = embed(dataset, pixels())
+    assert samples.labels is not None
+    assert samples.labels.tolist() == [0, 1, 0, 1, 0, 1, 0]
+    assert samples.class_names == ("even", "odd")
+    assert samples.name == "seven"
+    assert samples.subset_hash == dataset.subset_hash
+    np.testing.assert_allclose(samples.masses.numpy(), weights / weights.sum())
+
+
+def test_unlabelled_data_stay_unlabelled(make_dataset: Any, images: np.ndarray) -> None:
+    samples = embed(make_dataset(images, labels=None, class_names=()), pixels())
+    assert samples.labels is None
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
+def test_batches_do_not_change_features(
+    make_dataset: Any, images: np.ndarray, batch_size: int
+) -> None:
+    dataset, network = make_dataset(images), CountedNetwork()
+    whole = network.extractor(images)
+    done: list[tuple[int, int]] = []
+    features = embed(
+        dataset,
+        network.extractor,
+        batch_size=batch_size,
+        progress=lambda *counts: done.append(counts),
+    ).features
+    assert torch.allclose(features, whole, atol=1e-6)
+    assert not features.requires_grad
+    assert done == [(min(s + batch_size, 7), 7) for s in range(0, 7, batch_size)]
+
+
+def test_workers_give_the_same_features(make_dataset: Any, images: np.ndarray) -> None:
+    dataset, extractor = make_dataset(images), CountedNetwork().extractor
+    alone = embed(dataset, extractor, batch_size=2)
+    assert embed(dataset, extractor, batch_size=2, num_workers=2).fingerprint == alone.fingerprint
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_error_in_an_input_arrives_unwrapped(
+    make_dataset: Any, images: np.ndarray, num_workers: int
+) -> None:
+    def refuse(item: Any) -> Any:
+        raise InputError("image 3 is damaged")
+
+    network = CountedNetwork().extractor
+    broken = Network("broken", network.module, network.modalities, refuse, network.forward)
+    with pytest.raises(InputError, match=r"^image 3 is damaged$"):
+        embed(make_dataset(images), broken, num_workers=num_workers)
+
+
+def test_global_random_state_is_untouched(make_dataset: Any, images: np.ndarray) -> None:
+    extractor = CountedNetwork().extractor
+    before = torch.get_rng_state()
+    embed(make_dataset(images), extractor)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_second_extraction_comes_from_the_cache(
+    make_dataset: Any, images: np.ndarray, tmp_path: Path
+) -> None:
+    first = CountedNetwork()
+    fresh = embed(make_dataset(images), first.extractor, cache_dir=tmp_path)
+    again = CountedNetwork()
+    done: list[tuple[int, int]] = []
+    # Other labels and another name: features depend on the inputs alone.
+    relabelled = make_dataset(images, name="other", labels=np.ones(7, dtype=np.int64))
+    cached = embed(
+        relabelled,
+        again.extractor,
+        cache_dir=tmp_path,
+        progress=lambda *counts: done.append(counts),
+    )
+    assert (first.calls, again.calls) == (1, 0)
+    assert torch.equal(cached.features, fresh.features)
+    assert cached.name == "other"
+    assert done == [(7, 7)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda images, network: (images[::-1].copy(), network),
+        lambda images, network: (images[:6], network),
+        lambda images, network: (images.reshape(7, 2, 8), network),
+        lambda images, network: (images, CountedNetwork(seed=1)),
+        lambda images, network: (images, CountedNetwork(description="of another version")),
+    ],
+    ids=["order", "subset", "shape", "weights", "description"],
+)
+def test_changed_content_is_extracted_anew(
+    make_dataset: Any, images: np.ndarray, tmp_path: Path, change: Callable[..., Any]
+) -> None:
+    embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
+    changed, network = change(images, CountedNetwork())
+    embed(make_dataset(changed), network.extractor, cache_dir=tmp_path)
+    assert network.calls == 1
+
+
+def test_mixed_precision_has_its_own_entry(
+    make_dataset: Any, images: np.ndarray, tmp_path: Path
+) -> None:
+    network = CountedNetwork()
+    full = embed(make_dataset(images), network.extractor, cache_dir=tmp_path)
+    mixed = embed(make_dataset(images), network.extractor, cache_dir=tmp_path, mixed_precision=True)
+    assert network.calls == 2
+    assert mixed.features.dtype == torch.float32
+    error = (mixed.features - full.features).abs().max()
+    assert 0 < error < 0.05 * full.features.abs().max()
+
+
+def test_overflow_in_mixed_precision_names_the_way_out(
+    make_dataset: Any, images: np.ndarray
+) -> None:
+    network = CountedNetwork().extractor
+
+    def overflow(module: nn.Module, items: list[Tensor]) -> Tensor:
+        return network.forward(module, items) * torch.inf
+
+    broken = Network("broken", network.module, network.modalities, network.prepare, overflow)
+    with pytest.raises(InputError, match="mixed_precision=false"):
+        embed(make_dataset(images), broken, mixed_precision=True)
+    with pytest.raises(InputError, match="NaN or infinite"):
+        embed(make_dataset(images), broken)
+
+
+def test_damaged_entry_is_rebuilt(
+    make_dataset: Any,
+    images: np.ndarray,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fresh = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-2])
+    network = CountedNetwork()
+    with caplog.at_level(logging.WARNING):
+        rebuilt = embed(make_dataset(images), network.extractor, cache_dir=tmp_path)
+    assert network.calls == 1
+    assert "damaged" in caplog.text
+    assert rebuilt.fingerprint == fresh.fingerprint
+    embed(make_dataset(images), network.extractor, cache_dir=tmp_path)
+    assert network.calls == 1
+
+
+def test_unwritable_cache_does_not_stop_the_run(
+    make_dataset: Any,
+    images: np.ndarray,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").write_text("")
+    samples = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path / "file")
+    assert len(samples) == 7
+    assert len(caplog.records) == 1
+
+
+def test_cheap_features_are_not_cached(
+    make_dataset: Any, images: np.ndarray, tmp_path: Path
+) -> None:
+    embed(make_dataset(images), pixels(), cache_dir=tmp_path)
+    embed(make_dataset(images), from_callable(pixels()), cache_dir=tmp_path)
+    embed(make_dataset(images.reshape(7, -1), "array"), identity(), cache_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+class FolderOfImages(list[Image.Image]):
+    """Images that know their files."""
+
+    paths: list[Path]
+
+
+def test_lazy_files_are_known_by_path_size_and_time(
+    make_dataset: Any, images: np.ndarray, tmp_path: Path
+) -> None:
+    inputs = FolderOfImages(Image.fromarray(image) for image in images)
+    inputs.paths = [tmp_path / f"{row}.png" for row in range(len(images))]
+    for path, image in zip(inputs.paths, inputs, strict=True):
+        image.save(path)
+    network = CountedNetwork()
+    for _ in range(2):
+        embed(make_dataset(inputs), network.extractor, cache_dir=tmp_path / "cache")
+    assert network.calls == 1
+    inputs.paths[3].write_bytes(inputs.paths[2].read_bytes() + b"x")
+    embed(make_dataset(inputs), network.extractor, cache_dir=tmp_path / "cache")
+    assert network.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"mixed_precision": "sometimes"}, "mixed_precision must be auto, true or false"),
+        ({"device": "warp:9"}, "unknown device"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    make_dataset: Any, images: np.ndarray, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        embed(make_dataset(images), CountedNetwork().extractor, **arguments)
+
+
+def test_bare_function_is_told_apart(make_dataset: Any, images: np.ndarray) -> None:
+    with pytest.raises(InputError, match="from_callable"):
+        embed(make_dataset(images), lambda batch: batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gpu_matches_cpu(make_dataset: Any, images: np.ndarray) -> None:
+    network = CountedNetwork().extractor
+    on_cpu = embed(make_dataset(images), network, device="cpu").features
+    on_gpu = embed(make_dataset(images), network, device="cuda").features
+    assert on_gpu.device.type == "cpu"
+    assert next(network.module.parameters()).device.type == "cpu"
+    assert 0 < (on_gpu - on_cpu).abs().max() < 0.01 * on_cpu.abs().max()

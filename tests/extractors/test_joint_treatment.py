@@ -1,0 +1,127 @@
+"""What is fitted on both sides together: dimension check, standardisation, PCA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from otdd_flash.errors import InputError
+from otdd_flash.extractors import check_same_dimension, reduce_pca, standardize
+
+
+@pytest.fixture
+def clouds() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    scale = np.array([1.0, 100.0, 0.01, 3.0])
+    return rng.normal(5, 1, (33, 4)) * scale, rng.normal(-2, 2, (70, 4)) * scale
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_standardised_sides_share_mean_and_deviation(
+    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray], dtype: type
+) -> None:
+    sides = [make_samples(cloud.astype(dtype)) for cloud in clouds]
+    x, y = standardize(*sides)
+    both = torch.cat([x.features, y.features]).double()
+    assert x.features.dtype == sides[0].features.dtype
+    tolerance = 1e-5 if dtype is np.float32 else 1e-12
+    assert both.mean(0).abs().max() < tolerance
+    assert (both.std(0, correction=0) - 1).abs().max() < tolerance
+    # One map for both sides: their difference survives.
+    assert (x.features.mean(0) - y.features.mean(0)).abs().min() > 0.5
+
+
+def test_standardising_undoes_any_common_units(
+    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray]
+) -> None:
+    units, origin = np.array([3.0, 0.1, 40.0, 1.0]), np.array([7.0, -3.0, 0.0, 1.0])
+    plain = standardize(*(make_samples(cloud) for cloud in clouds))
+    other = standardize(*(make_samples(cloud * units + origin) for cloud in clouds))
+    for a, b in zip(plain, other, strict=True):
+        assert torch.allclose(a.features, b.features, atol=1e-9)
+
+
+def test_constant_features_are_left_alone(make_samples: Any) -> None:
+    # Six rows: the computed mean of 0.1 is then off by a rounding, its deviation not quite 0.
+    x = np.column_stack([np.full(4, 0.1), np.arange(4.0)])
+    y = np.array([[0.1, 4.0], [0.1, 9.0]])
+    out_x, out_y = standardize(make_samples(x), make_samples(y))
+    assert out_x.features[:, 0].tolist() == [0.1] * 4
+    assert out_y.features[:, 0].tolist() == [0.1] * 2
+    # Constant on each side but not over both: that is what tells the sides apart.
+    split = standardize(make_samples(np.zeros((2, 1))), make_samples(np.ones((2, 1))))
+    assert split[0].features.flatten().tolist() == [-1.0, -1.0]
+    assert split[1].features.flatten().tolist() == [1.0, 1.0]
+
+
+def test_blocks_of_rows_do_not_change_the_result(
+    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = [make_samples(cloud) for cloud in clouds]
+    whole = standardize(*sides)
+    monkeypatch.setattr("otdd_flash.extractors.standardization.ROWS_AT_ONCE", 7)
+    for a, b in zip(whole, standardize(*sides), strict=True):
+        assert torch.allclose(a.features, b.features, atol=1e-12)
+
+
+def test_full_pca_keeps_all_distances(
+    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray]
+) -> None:
+    x, y = reduce_pca(*(make_samples(cloud) for cloud in clouds), k=4, seed=0)
+    before = torch.cdist(*(torch.from_numpy(cloud) for cloud in clouds))
+    assert torch.allclose(torch.cdist(x.features, y.features), before, rtol=1e-9)
+
+
+def test_pca_keeps_the_direction_between_the_sides(make_samples: Any) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(0, 0.1, (40, 9)), rng.normal(0, 0.1, (50, 9))
+    y[:, 4] += 10
+    # Fitted on one side alone, the first component would miss the shift.
+    out_x, out_y = reduce_pca(make_samples(x, "x"), make_samples(y), k=1, seed=0)
+    assert out_x.features.shape == (40, 1)
+    assert out_x.name == "x"
+    assert (out_x.features.mean() - out_y.features.mean()).abs() == pytest.approx(10, abs=0.2)
+
+
+def test_pca_repeats_with_its_seed(make_samples: Any) -> None:
+    # Wide enough for scikit-learn's randomised solver.
+    rng = np.random.default_rng(0)
+    sides = [make_samples(rng.normal(size=(300, 600)).astype(np.float32)) for _ in range(2)]
+    first, again, other = (reduce_pca(*sides, k=5, seed=seed)[0].features for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.dtype == torch.float32
+
+
+@pytest.mark.parametrize("k", [0, 5, -1, 2.5, True])
+def test_pca_beyond_the_dimension_is_refused(
+    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray], k: Any
+) -> None:
+    with pytest.raises(InputError, match=rf"integer from 1 to 4.*got {k}"):
+        reduce_pca(*(make_samples(cloud) for cloud in clouds), k=k, seed=0)
+
+
+def test_pca_is_bounded_by_the_rows_too(make_samples: Any) -> None:
+    with pytest.raises(InputError, match="from 1 to 3"):
+        reduce_pca(make_samples(np.eye(9)[:1]), make_samples(np.eye(9)[1:3]), k=4, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("d", "e", "way_out"),
+    [
+        (784, 256, r"extractor\.size=28,"),
+        (784, 3072, r"extractor\.size=32 extractor\.grayscale=true"),
+        (512, 784, r"extractor\.size=N,.*same columns"),
+    ],
+)
+def test_different_dimensions_name_both_and_the_way_out(
+    make_samples: Any, d: int, e: int, way_out: str
+) -> None:
+    x, y = make_samples(np.ones((2, d)), "left"), make_samples(np.ones((2, e)), "right")
+    for treat in (check_same_dimension, standardize, lambda x, y: reduce_pca(x, y, 1, 0)):
+        with pytest.raises(InputError, match=f"left has {d} .* right has {e},.*{way_out}"):
+            treat(x, y)
+    check_same_dimension(x, x)

@@ -1,0 +1,109 @@
+"""The text extractor against a stand-in for sentence-transformers, and the real one if there."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from otdd_flash.errors import InputError
+from otdd_flash.extractors import embed, text
+
+TEXTS = ["a first text", "another", "a first text"]
+
+
+class StandIn(nn.Module):
+    """Embeds a text by its hash, with the interface of a SentenceTransformer."""
+
+    calls = 0
+    max_seq_length = 128
+
+    def __init__(self, model: str, device: str) -> None:
+        super().__init__()
+        if model == "absent":
+            raise OSError("no such model on the hub")
+        self.layer = nn.Linear(8, 4, device=device)
+        nn.init.constant_(self.layer.weight, len(model))
+        nn.init.zeros_(self.layer.bias)
+
+    def encode(self, texts: list[str], *, convert_to_tensor: bool, **_: Any) -> Tensor:
+        type(self).calls += 1
+        assert convert_to_tensor
+        assert all(type(item) is str for item in texts)
+        digests = [list(hashlib.sha256(item.encode()).digest()[:8]) for item in texts]
+        return self.layer(torch.tensor(digests, dtype=torch.float32))
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
+    module = ModuleType("sentence_transformers")
+    module.SentenceTransformer = StandIn  # type: ignore[attr-defined]
+    module.__version__ = "0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", module)
+    monkeypatch.setattr(StandIn, "calls", 0)
+    return StandIn
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_texts_are_embedded_in_batches(
+    make_dataset: Any, stand_in: type[StandIn], as_array: bool
+) -> None:
+    dataset = make_dataset(np.array(TEXTS) if as_array else TEXTS, "text")
+    features = embed(dataset, text("small"), batch_size=2).features
+    assert features.shape == (3, 4)
+    assert features.dtype == torch.float32
+    assert torch.equal(features[0], features[2])
+    assert not torch.equal(features[0], features[1])
+    assert stand_in.calls == 2
+
+
+def test_texts_are_cached_by_content(
+    make_dataset: Any, stand_in: type[StandIn], tmp_path: Path
+) -> None:
+    def extract(texts: list[str], model: str = "small") -> int:
+        before = stand_in.calls
+        embed(make_dataset(texts, "text"), text(model), cache_dir=tmp_path)
+        return stand_in.calls - before
+
+    assert extract(TEXTS) == 1
+    assert extract(TEXTS) == 0
+    assert extract(["a first", " textanother", "a first text"]) == 1
+    assert extract(TEXTS, "larger") == 1
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_images_are_refused(make_dataset: Any, colour_images: np.ndarray) -> None:
+    with pytest.raises(InputError, match="tiny holds image data, which extractor text does not"):
+        embed(make_dataset(colour_images), text("small"))
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_absent_model_is_named() -> None:
+    with pytest.raises(InputError, match=r"cannot load the text model 'absent'.*no such model"):
+        text("absent")
+
+
+def test_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(InputError, match=r"pip install 'otdd-flash\[text\]'"):
+        text("small")
+
+
+def test_with_the_real_library(make_dataset: Any, tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="the extra `text` is missing")
+    try:
+        from sentence_transformers.sentence_transformer.modules import BoW
+    except ImportError:
+        # Where versions before 6 have it.
+        from sentence_transformers.models import BoW
+    words = BoW(vocab=["a", "first", "text", "another"])
+    library.SentenceTransformer(modules=[words], device="cpu").save(str(tmp_path / "bow"))
+    features = embed(make_dataset(TEXTS, "text"), text(str(tmp_path / "bow"))).features
+    assert features.tolist() == [[1, 1, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]]

@@ -1,0 +1,144 @@
+"""What class distances refuse, and that the message names the value and the way out."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.labels import exact
+from otdd_flash.labels.classes import split_classes
+from otdd_flash.labels.methods import LabelMetric, measure_classes
+from otdd_flash.labels.small_classes import drop_small_classes
+from otdd_flash.samples import LabeledSamples
+
+
+def lone_class():
+    return LabeledSamples.from_arrays(np.eye(3), ["cat", "cat", "owl"], name="pets")
+
+
+def unlabelled():
+    return LabeledSamples(torch.eye(3), None, (), name="cells")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "gauss"}, "unknown labels method 'gauss'; choose one of: gaussian, sinkhorn"),
+        ({"method": "sinkhorn"}, "needs labels.epsilon"),
+        ({"method": "sinkhorn", "epsilon": 0}, "labels.epsilon must be positive, got 0"),
+        (
+            {"method": "sinkhorn", "epsilon": 1, "tolerance": -1},
+            "tolerance must be positive, got -1",
+        ),
+        ({"method": "given"}, "labels.path"),
+    ],
+)
+def test_impossible_metrics_are_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        LabelMetric(**fields)
+
+
+@pytest.mark.parametrize("method", ["gaussian", "upper_bound"])
+def test_a_class_of_one_sample_has_no_unbiased_covariance(method):
+    samples = lone_class()
+    with pytest.raises(InputError) as caught:
+        measure_classes(samples, samples, LabelMetric(method))
+    for part in (
+        "'owl' of pets has 1 sample",
+        "min_class_size=2",
+        "unbiased=false",
+        "labels=means",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["gaussian", "means", "upper_bound", "exact", "given"])
+def test_unlabelled_data_say_how_to_label(method, blobs):
+    given = measure_classes(blobs((3,), 3), blobs((3,), 3), LabelMetric("means"))
+    with pytest.raises(
+        InputError, match=r"cells has no labels; label it with pseudo_labels=kmeans"
+    ):
+        measure_classes(blobs((3,), 3), unlabelled(), LabelMetric(method, given=given))
+
+
+def test_none_takes_unlabelled_data_as_one_class(blobs):
+    table = measure_classes(unlabelled(), blobs((3, 4), 5), LabelMetric("none"))
+    assert torch.equal(table.full, torch.zeros(3, 3, dtype=torch.float64))
+    assert (table.names_x, table.names_y) == (("all",), ("0", "1"))
+
+
+def test_different_feature_dimensions_name_both(blobs):
+    pair = blobs((3,), 2, name="left"), blobs((3,), 5, name="right")
+    with pytest.raises(InputError, match=r"left has 2 features and right has 5.*extractor=pixels"):
+        measure_classes(*pair, LabelMetric())
+
+
+def test_classes_without_mass_are_named():
+    labels = torch.tensor([0, 0, 2])
+    for samples in (
+        LabeledSamples(torch.eye(3), labels, ("a", "empty", "c"), name="gaps"),
+        LabeledSamples(torch.eye(3), labels // 2, ("a", "empty"), [1, 1, 0], name="gaps"),
+    ):
+        with pytest.raises(InputError, match="'empty' of gaps has no sample of positive weight"):
+            split_classes(samples)
+
+
+def test_exact_refuses_classes_too_large(blobs, monkeypatch):
+    monkeypatch.setattr(exact, "MAX_PAIRS_OF_POINTS", 100)
+    source, target = blobs((11, 9), 3, name="left"), blobs((10,), 3, seed=1, name="right")
+    with pytest.raises(
+        InputError, match=r"'0' of right \(10 samples\) and '0' of left \(11 samples"
+    ):
+        measure_classes(source, target, LabelMetric("exact"))
+    measure_classes(source.keep_classes([1]), target, LabelMetric("exact"))
+
+
+def test_exact_does_not_return_an_unfinished_plan(blobs, monkeypatch):
+    monkeypatch.setattr(exact, "MAX_PIVOTS", 2)
+    source, target = blobs((40,), 3, name="left"), blobs((40,), 3, seed=1, name="right")
+    with pytest.raises(InputError, match=r"'0' of right and class '0' of left did not end well"):
+        measure_classes(source, target, LabelMetric("exact"))
+
+
+def test_statistics_must_know_the_classes(blobs):
+    source, target = blobs((3, 4), 2, name="left"), blobs((5,), 2, seed=1)
+    with pytest.raises(InputError, match="come from whole, which has no class 1 of left"):
+        measure_classes(
+            source, target, LabelMetric(), statistics=(blobs((9,), 2, name="whole"), target)
+        )
+
+
+def test_small_classes_go_with_a_notice_that_names_them():
+    with pytest.warns(DataNotice, match=r"classes of pets with fewer than 2 .*: owl \(1\)"):
+        kept = drop_small_classes(lone_class(), 2)
+    assert kept.class_names == ("cat",)
+    assert kept.labels.tolist() == [0, 0]
+    assert measure_classes(kept, kept, LabelMetric()).xx.tolist() == [[0.0]]
+
+
+def test_classes_without_samples_go_silently():
+    samples = LabeledSamples(torch.eye(2), torch.tensor([0, 2]), ("a", "empty", "c"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert drop_small_classes(samples, None).class_names == ("a", "c")
+        assert drop_small_classes(unlabelled(), 5).labels is None
+        assert len(drop_small_classes(lone_class(), None)) == 3
+
+
+def test_only_samples_with_weight_count():
+    samples = LabeledSamples(torch.eye(4), torch.tensor([0, 0, 1, 1]), ("a", "b"), [1, 1, 1, 0])
+    with pytest.warns(DataNotice, match=r"b \(1\)"):
+        assert drop_small_classes(samples, 2).class_names == ("a",)
+
+
+def test_nothing_left_is_an_error():
+    with pytest.raises(
+        InputError, match=r"min_class_size=9 leaves no class of pets.*cat \(2\), owl"
+    ):
+        drop_small_classes(lone_class(), 9)
+    with pytest.raises(InputError, match="min_class_size must be at least 1, got 0"):
+        drop_small_classes(lone_class(), 0)

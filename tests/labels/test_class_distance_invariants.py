@@ -1,0 +1,178 @@
+"""What must hold for class distances whatever the data: DESIGN's invariants, over all methods."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otdd_flash.labels.methods import LabelMetric, measure_classes, table_of
+from otdd_flash.samples import LabeledSamples
+
+METRICS = {
+    "gaussian": LabelMetric("gaussian"),
+    "gaussian_biased": LabelMetric("gaussian", unbiased=False),
+    "gaussian_diagonal": LabelMetric("gaussian", diagonal=True),
+    "means": LabelMetric("means"),
+    "upper_bound": LabelMetric("upper_bound"),
+    "exact": LabelMetric("exact"),
+}
+every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS.keys())
+
+
+def random_samples(seed, dim, classes, *, largest=9, smallest=2, scale=1.0):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(smallest, largest + 1, classes)
+    labels = rng.permutation(np.repeat(np.arange(classes), sizes))
+    centres = rng.normal(size=(classes, dim))
+    features = scale * (centres[labels] + rng.normal(size=(len(labels), dim)))
+    return LabeledSamples.from_arrays(torch.from_numpy(features), labels)
+
+
+def moved(samples, features):
+    return LabeledSamples(features, samples.labels, samples.class_names, samples.weights)
+
+
+problems = given(seed=st.integers(0, 2**32 - 1), dim=st.integers(1, 12), classes=st.integers(1, 4))
+brief = settings(max_examples=25, deadline=None)
+
+
+@every_metric
+@brief
+@problems
+def test_symmetric_with_zero_diagonal_and_non_negative(metric, seed, dim, classes):
+    pair = random_samples(seed, dim, classes), random_samples(seed + 1, dim, 2)
+    table = measure_classes(*pair, metric).full
+    assert torch.equal(table, table.T)
+    assert torch.equal(table.diagonal(), torch.zeros(classes + 2, dtype=torch.float64))
+    assert float(table.min()) >= 0
+    swapped = measure_classes(*reversed(pair), metric)
+    torch.testing.assert_close(swapped.xy.T, table[:classes, classes:], rtol=1e-9, atol=1e-10)
+
+
+@every_metric
+@brief
+@problems
+def test_translation_and_permutation_change_nothing(metric, seed, dim, classes):
+    pair = random_samples(seed, dim, classes), random_samples(seed + 1, dim, 2)
+    rng = np.random.default_rng(seed)
+    shift = torch.from_numpy(rng.normal(scale=10, size=dim))
+    shuffled = [
+        moved(samples, samples.features + shift).take(
+            torch.from_numpy(rng.permutation(len(samples)))
+        )
+        for samples in pair
+    ]
+    torch.testing.assert_close(
+        measure_classes(*shuffled, metric).full,
+        measure_classes(*pair, metric).full,
+        rtol=1e-8,
+        atol=1e-9,
+    )
+
+
+@every_metric
+@brief
+@given(seed=st.integers(0, 2**32 - 1), factor=st.floats(1e-3, 1e3))
+def test_scaling_features_scales_by_the_square(metric, seed, factor):
+    pair = random_samples(seed, 5, 3), random_samples(seed + 1, 5, 2)
+    scaled = [moved(samples, factor * samples.features) for samples in pair]
+    torch.testing.assert_close(
+        measure_classes(*scaled, metric).full,
+        factor**2 * measure_classes(*pair, metric).full,
+        rtol=1e-8,
+        atol=1e-9 * factor**2,
+    )
+
+
+@every_metric
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_identical_classes_in_any_order_are_at_exactly_zero(metric, dtype):
+    samples = random_samples(3, 6, 3, largest=30)
+    samples = moved(samples, samples.features.to(dtype))
+    shuffled = samples.take(torch.randperm(len(samples), generator=torch.manual_seed(0)))
+    cross = measure_classes(samples, shuffled, metric).xy
+    assert torch.equal(cross.diagonal(), torch.zeros(3, dtype=torch.float64))
+    assert float((cross + torch.eye(3)).min()) > 0.01
+
+
+@pytest.mark.parametrize("metric", ["gaussian", "means"])
+@pytest.mark.parametrize(("size", "dim"), [(40, 8), (8, 40), (33, 33)])
+def test_equal_moments_give_zero_without_equal_content(metric, size, dim):
+    """Every sample twice has the same plain moments: only the arithmetic can make this zero."""
+    rng = np.random.default_rng(size)
+    points = torch.from_numpy(rng.normal(size=(size, dim)) * np.geomspace(1e-4, 1e2, dim))
+    one = LabeledSamples(points, torch.zeros(size, dtype=torch.int64), ("only",))
+    two = one.take(torch.arange(size).repeat(2))
+    value = float(measure_classes(one, two, LabelMetric(metric, unbiased=False)).xy)
+    assert 0 <= value <= 1e-9 * float(points.var(0).sum())
+
+
+@brief
+@given(
+    seed=st.integers(0, 2**32 - 1), dim=st.integers(1, 6), spread=st.sampled_from([0.1, 1.0, 10.0])
+)
+def test_biased_gaussian_is_a_lower_bound_of_exact(seed, dim, spread):
+    pair = random_samples(seed, dim, 3, smallest=1, scale=spread), random_samples(seed + 1, dim, 2)
+    lower = measure_classes(*pair, LabelMetric("gaussian", unbiased=False)).full
+    exact = measure_classes(*pair, LabelMetric("exact")).full
+    upper = measure_classes(*pair, LabelMetric("upper_bound", unbiased=False)).full
+    slack = 1e-9 * spread**2
+    assert bool((lower <= exact + slack).all())
+    assert bool((exact <= upper + slack).all())
+
+
+@every_metric
+def test_a_table_over_many_datasets_holds_every_pair(metric):
+    datasets = [random_samples(seed, 4, seed + 1) for seed in range(3)]
+    full, offsets = table_of(datasets, metric)
+    assert offsets == (0, 1, 3, 6)
+    cut = [slice(offsets[k], offsets[k + 1]) for k in range(3)]
+    for k, other in ((0, 1), (0, 2), (1, 2)):
+        pair = measure_classes(datasets[k], datasets[other], metric)
+        torch.testing.assert_close(full[cut[k], cut[other]], pair.xy, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(full[cut[k], cut[k]], pair.xx, rtol=1e-9, atol=1e-10)
+
+
+@every_metric
+def test_uniform_weights_are_no_weights_and_zero_weights_no_points(metric):
+    pair = random_samples(1, 4, 2), random_samples(2, 4, 3)
+    plain = measure_classes(*pair, metric).full
+    weighted = []
+    for samples in pair:
+        n, extra = len(samples), samples.take(torch.tensor([0, 1]))
+        weighted.append(
+            LabeledSamples(
+                torch.cat((samples.features, 100 * extra.features)),
+                torch.cat((samples.labels, extra.labels)),
+                samples.class_names,
+                torch.cat((torch.ones(n), torch.zeros(2))),
+            )
+        )
+    assert torch.equal(measure_classes(*weighted, metric).full, plain)
+
+
+@pytest.mark.parametrize("method", ["gaussian", "means", "upper_bound", "exact"])
+def test_whole_weights_count_as_repetitions(method):
+    samples, other = random_samples(5, 3, 2), random_samples(6, 3, 2)
+    repeats = torch.arange(len(samples)) % 3 + 1
+    repeated = samples.take(torch.repeat_interleave(torch.arange(len(samples)), repeats))
+    weighted = LabeledSamples(samples.features, samples.labels, samples.class_names, repeats)
+    metric = LabelMetric(method, unbiased=False)
+    torch.testing.assert_close(
+        measure_classes(weighted, other, metric).full, measure_classes(repeated, other, metric).full
+    )
+
+
+def test_reliability_weights_correct_the_covariance():
+    """Two weighted points at +-1: S = sum w (x - m)^2 / (1 - sum w^2) is 2 for every weight."""
+    points = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    labels = torch.zeros(2, dtype=torch.int64)
+    for light in (0.5, 0.2, 1e-3, 1e-9):
+        weights = torch.tensor([1 - light, light], dtype=torch.float64)
+        weighted = LabeledSamples(points, labels, ("a",), weights)
+        one = LabeledSamples(points[:1].repeat(2, 1), labels, ("b",))
+        table = measure_classes(weighted, one, LabelMetric("gaussian"))
+        assert float(table.xy) == pytest.approx((2 * light) ** 2 + 2, rel=1e-6)

@@ -1,0 +1,158 @@
+"""Class distances against independent formulas and solvers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from reference_bures import squared_bures_wasserstein
+from scipy.optimize import linear_sum_assignment
+from scipy.spatial.distance import cdist
+
+from otdd_flash.labels.methods import LabelMetric, measure_classes
+from otdd_flash.samples import LabeledSamples
+
+
+def points_of(samples, index):
+    return samples.features[samples.labels == index].numpy().astype(np.float64)
+
+
+def by_pairs(source, target, formula):
+    return np.array(
+        [
+            [
+                formula(points_of(source, i), points_of(target, j))
+                for j in range(len(target.class_names))
+            ]
+            for i in range(len(source.class_names))
+        ]
+    )
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "others"),
+    [((60, 33), (45, 90)), ((60, 33), (5, 9)), ((7, 3), (5, 9))],
+    ids=["d x d", "mixed", "n x n"],
+)
+def test_both_gaussian_routes_match_dense_square_roots(blobs, sizes, others, unbiased):
+    source, target = blobs(sizes, 12), blobs(others, 12, seed=1)
+    table = measure_classes(source, target, LabelMetric(unbiased=unbiased))
+    # The square root of a singular matrix is only good to half the digits.
+    tolerance = 1e-9 if min(sizes + others) > 12 else 1e-6
+    expected = by_pairs(
+        source, target, lambda one, two: squared_bures_wasserstein(one, two, unbiased=unbiased)
+    )
+    np.testing.assert_allclose(table.xy.numpy(), expected, rtol=tolerance)
+
+
+def test_gaussian_is_closed_form_in_one_dimension(blobs):
+    source, target = blobs((30, 4), 1), blobs((8, 50), 1, seed=1)
+    table = measure_classes(source, target, LabelMetric())
+    expected = by_pairs(
+        source,
+        target,
+        lambda one, two: (one.mean() - two.mean()) ** 2 + (one.std(ddof=1) - two.std(ddof=1)) ** 2,
+    )
+    np.testing.assert_allclose(table.xy.numpy(), expected, rtol=1e-12)
+
+
+def test_diagonal_gaussian_is_its_closed_form(blobs):
+    source, target = blobs((30, 4), 6), blobs((8, 50), 6, seed=1)
+    table = measure_classes(source, target, LabelMetric(diagonal=True))
+    expected = by_pairs(
+        source,
+        target,
+        lambda one, two: (
+            ((one.mean(0) - two.mean(0)) ** 2).sum()
+            + ((one.std(0, ddof=1) - two.std(0, ddof=1)) ** 2).sum()
+        ),
+    )
+    np.testing.assert_allclose(table.xy.numpy(), expected, rtol=1e-12)
+
+
+def test_features_constant_within_a_class_are_kept():
+    """Constant features are cut out of the factorisation, and must come back in their place."""
+    rng = np.random.default_rng(0)
+    one, two = rng.normal(size=(50, 6)), rng.normal(size=(40, 6))
+    one[:, [0, 3]], two[:, [1, 3]] = 2.0, -1.0
+    labels = np.zeros(50, dtype=np.int64)
+    table = measure_classes(
+        LabeledSamples.from_arrays(torch.from_numpy(one), labels),
+        LabeledSamples.from_arrays(torch.from_numpy(two), labels[:40]),
+        LabelMetric(),
+    )
+    assert float(table.xy) == pytest.approx(squared_bures_wasserstein(one, two), rel=1e-6)
+
+
+def test_classes_of_equal_points_have_only_a_mean():
+    labels = torch.tensor([0, 0, 0, 1, 1, 1])
+    source = LabeledSamples(torch.tensor([[0.0, 0]] * 3 + [[3, 4]] * 3), labels, ("a", "b"))
+    table = measure_classes(source, source, LabelMetric())
+    assert table.xy.tolist() == [[0, 25], [25, 0]]
+
+
+def test_unbiased_gaussian_is_no_lower_bound():
+    """{-1, 1} against {-2, 2}: unbiased deviations are sqrt 2 times larger, so 2 > 1."""
+    labels = np.zeros(2, dtype=np.int64)
+    pair = [LabeledSamples.from_arrays(np.array([[-w], [w]]), labels) for w in (1.0, 2.0)]
+    assert float(measure_classes(*pair, LabelMetric()).xy) == pytest.approx(2)
+    assert float(measure_classes(*pair, LabelMetric(unbiased=False)).xy) == pytest.approx(1)
+    assert float(measure_classes(*pair, LabelMetric("exact")).xy) == pytest.approx(1)
+
+
+def test_exact_is_the_best_assignment_between_equal_classes(blobs):
+    source, target = blobs((17, 17), 5), blobs((17, 17), 5, seed=1)
+
+    def assignment(one, two):
+        cost = cdist(one, two, "sqeuclidean")
+        return cost[linear_sum_assignment(cost)].mean()
+
+    table = measure_classes(source, target, LabelMetric("exact"))
+    np.testing.assert_allclose(table.xy.numpy(), by_pairs(source, target, assignment), rtol=1e-10)
+
+
+def test_exact_between_unequal_classes_splits_mass():
+    source = LabeledSamples.from_arrays(np.array([[0.0], [1.0]]), [0, 0])
+    target = LabeledSamples.from_arrays(np.array([[0.0], [1.0], [2.0]]), [0, 0, 0])
+    # Quantile functions: 1/3 stay, 1/6 go 0 -> 1, 1/6 stay at 1, 1/3 go 1 -> 2.
+    assert float(measure_classes(source, target, LabelMetric("exact")).xy) == pytest.approx(0.5)
+
+
+def test_single_samples_are_points_where_no_unbiased_covariance_is_asked():
+    source = LabeledSamples.from_arrays(np.array([[0.0, 0.0]]), [0])
+    target = LabeledSamples.from_arrays(np.array([[3.0, 4.0]]), [0])
+    for metric in (
+        LabelMetric("gaussian", unbiased=False),
+        LabelMetric("upper_bound", unbiased=False),
+        LabelMetric("means"),
+        LabelMetric("exact"),
+    ):
+        assert float(measure_classes(source, target, metric).xy) == pytest.approx(25)
+
+
+def test_statistics_can_come_from_the_whole_datasets(blobs):
+    whole = blobs((40, 30, 20), 4), blobs((25, 35), 4, seed=1)
+    subsets = whole[0].take(torch.arange(30)).keep_classes([2, 0]), whole[1].take(torch.arange(20))
+    table = measure_classes(*subsets, LabelMetric(), statistics=whole)
+    expected = measure_classes(*whole, LabelMetric())
+    assert table.names_x == ("2", "0")
+    torch.testing.assert_close(table.xy, expected.xy[[2, 0]])
+    torch.testing.assert_close(table.xx, expected.xx[[2, 0]][:, [2, 0]])
+
+
+def test_real_digits_match_dense_square_roots(real_data):
+    """Pixels of handwritten digits: dead border pixels, fewer samples than pixels, float32."""
+    raw = np.frombuffer(
+        (real_data / "USPS/raw/train-images-idx3-ubyte").read_bytes()[16:], np.uint8
+    )
+    labels = (real_data / "USPS/raw/train-labels-idx1-ubyte").read_bytes()[8:]
+    rows = slice(0, 2000)
+    pixels = raw.reshape(-1, 256)[rows].astype(np.float32) / 255
+    samples = LabeledSamples.from_arrays(pixels, list(labels)[rows])
+    halves = samples.take(torch.arange(0, 2000, 2)), samples.take(torch.arange(1, 2000, 2))
+    table = measure_classes(*halves, LabelMetric())
+    for i, j in ((0, 1), (3, 8), (5, 5)):
+        expected = squared_bures_wasserstein(points_of(halves[0], i), points_of(halves[1], j))
+        assert float(table.xy[i, j]) == pytest.approx(expected, rel=1e-5)
+    assert bool((table.xy.argmin(1) == torch.arange(10)).all())

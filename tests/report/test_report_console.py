@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import io
+import math
+import random
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from otdd_flash.report.console import interval, summary_table
+
+SUMMARY: dict[str, Any] = {
+    "value": 12.345678,
+    "bounds": [12.3401, 12.3512],
+    "epsilon": 0.1,
+    "marginal_error": 7e-4,
+    "iterations": 212,
+    "converged": True,
+    "stopped_by": "tolerance",
+    "seconds": {"load": 0.25, "extract": 1.5, "class_distances": 0.5, "solve": 12.25, "report": 1},
+    "n": 5000,
+    "m": 7291,
+    "d": 784,
+    "classes": {"source": 10, "target": ["a", "b", "c"]},
+    "labels": "gaussian",
+    "device": "cpu",
+    "backend": "torch",
+    "precision": "fast",
+    "config": {"solver": {"tolerance": 1e-3}},
+    "source": "MNIST [train]",
+    "target": "USPS",
+}
+
+
+def shown(**changes: Any) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(summary_table(SUMMARY | changes))
+    return console.export_text()
+
+
+def test_the_table_says_what_matters() -> None:
+    text = shown()
+    for fact in (
+        "MNIST [train] → USPS",
+        "12.346 [12.340, 12.352]",
+        "5000 × 7291, 784 features",
+        "10 × 3",
+        "gaussian",
+        "0.0007 ≤ 0.001",
+        "212",
+        "16 (load 0.25",
+        "solve 12",
+        "cpu, torch, fast",
+    ):
+        assert fact in text
+    assert "NOT CONVERGED" not in text
+
+
+def test_a_result_that_did_not_converge_says_so() -> None:
+    text = shown(converged=False, stopped_by="max_iterations", marginal_error=0.02)
+    assert "NOT CONVERGED" in text
+    assert "stopped by max_iterations" in text
+    assert "0.02 > 0.001" in text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((0.0, 0.0, 0.0), "0 [0, 0]"),
+        ((2.5, 2.5, 2.5), "2.50000 [2.50000, 2.50000]"),
+        ((10.0, -5.0, 40.0), "10.0 [-5.0, 40.0]"),
+        ((1.5e-9, 1.4e-9, 1.6e-9), "1.50e-9 [1.40e-9, 1.60e-9]"),
+        ((1e-4, -1e-7, 2e-4), "0.000100 [-0.000001, 0.000200]"),
+        ((123456.7, 123450.2, 123460.9), "123457 [123450, 123461]"),
+        ((math.nan, 0.0, math.inf), "nan [0, inf]"),
+    ],
+)
+def test_an_interval_shows_the_digits_its_bounds_support(
+    numbers: tuple[float, float, float], text: str
+) -> None:
+    assert interval(*numbers) == text
+
+
+def test_printed_bounds_contain_the_true_ones() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        value = draw.uniform(-1, 1) * 10.0 ** draw.uniform(-12, 12)
+        width = abs(value) * 10.0 ** draw.uniform(-12, 2)
+        lower, upper = value - draw.random() * width, value + draw.random() * width
+        low, high = interval(value, lower, upper).split(" ", 1)[1].strip("[]").split(", ")
+        assert float(low) <= lower
+        assert upper <= float(high)
+        assert float(high) - float(low) <= 1.5 * (upper - lower) + 2e-5 * max(
+            abs(lower), abs(upper)
+        )

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from otdd_flash.report.writing import write_report
+from otdd_flash.samples import LabeledSamples
+
+ALL = {
+    "class_distances.csv",
+    "class_distances.png",
+    "class_coupling.csv",
+    "class_coupling.png",
+    "projection.png",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    full: Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    source: LabeledSamples
+    target: LabeledSamples
+    class_names: tuple[tuple[str, ...], tuple[str, ...]]
+    class_distances: Table
+    coupling: Tensor
+    method: str = "gaussian"
+
+    def class_coupling(self) -> Tensor:
+        return self.coupling
+
+
+def samples(classes: tuple[str, ...] | None) -> LabeledSamples:
+    features = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    labels = None if classes is None else torch.arange(12) % len(classes)
+    return LabeledSamples(features, labels, classes or ())
+
+
+def test_a_report_has_all_its_files(tmp_path: Path) -> None:
+    names = ("a,b", "c"), ("a,b", "d", "e")
+    full, coupling = torch.rand(5, 5).double(), torch.full((2, 3), 1 / 6, dtype=torch.float64)
+    result = Result(samples(names[0]), samples(names[1]), names, Table(full), coupling)
+    written = write_report(result, tmp_path / "run")
+    assert {path.name for path in written} == ALL
+    assert {path.name for path in (tmp_path / "run").iterdir()} == ALL
+    with (tmp_path / "run" / "class_distances.csv").open(newline="") as lines:
+        header, *body = csv.reader(lines)
+    assert header == ["class", "source:a,b", "source:c", "target:a,b", "target:d", "target:e"]
+    assert [[float(cell) for cell in row[1:]] for row in body] == full.tolist()
+    with (tmp_path / "run" / "class_coupling.csv").open(newline="") as lines:
+        assert [row[0] for row in csv.reader(lines)] == ["source\\target", "a,b", "c"]
+
+
+def test_unlabelled_data_have_only_a_projection(tmp_path: Path) -> None:
+    one = (("all",), ("all",))
+    result = Result(
+        samples(None), samples(None), one, Table(torch.zeros(2, 2)), torch.ones(1, 1), "none"
+    )
+    assert [path.name for path in write_report(result, tmp_path)] == ["projection.png"]
+    assert [path.name for path in tmp_path.iterdir()] == ["projection.png"]
+
+
+def test_without_class_distances_labelled_data_still_have_a_coupling(tmp_path: Path) -> None:
+    names, coupling = (("a", "b"), ("c", "d")), torch.full((2, 2), 0.25, dtype=torch.float64)
+    result = Result(
+        samples(names[0]), samples(names[1]), names, Table(torch.zeros(4, 4)), coupling, "none"
+    )
+    write_report(result, tmp_path)
+    kept = {"projection.png", "class_coupling.csv", "class_coupling.png"}
+    assert {path.name for path in tmp_path.iterdir()} == kept

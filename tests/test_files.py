@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from otdd_flash.errors import InputError
+from otdd_flash.files import replacing
+from otdd_flash.json_file import write_json
+from otdd_flash.report.csv_tables import SUMMARY_COLUMNS, summary_csv, write_matrix_csv
+
+NASTY = ["a,b", 'say "hi"', "two\nlines", "", " =1+1", "naïve 猫", "T-shirt/top"]
+
+
+def read_rows(path: Path) -> list[list[str]]:
+    with path.open(encoding="utf-8", newline="") as lines:
+        return list(csv.reader(lines))
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_json(path, {"value": 1})
+
+    def stop_halfway() -> None:
+        with replacing(path) as partial:
+            partial.write_text("half a fi")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop_halfway()
+    assert json.loads(path.read_text()) == {"value": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_temporary_file_lies_in_the_same_folder(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / "a.txt"
+    with replacing(path) as partial:
+        assert partial.parent == path.parent
+        partial.write_text("whole")
+        assert not path.exists()
+    assert path.read_text() == "whole"
+
+
+def test_an_unwritable_place_is_the_users_error_and_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot write .*file/result\.json"):
+        write_json(tmp_path / "file" / "result.json", {})
+
+
+def test_a_full_disk_is_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No space left"), replacing(tmp_path / "a.png"):
+        raise OSError(28, "No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_keeps_order_and_converts_what_results_hold(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    data = {
+        "value": np.float32(0.5),
+        "bounds": (torch.tensor(0.25), 1.0),
+        "names": ["猫"],
+        "a": {"directory": Path("x/y"), "converged": True, "none": None, "seeds": np.arange(2)},
+    }
+    write_json(path, data)
+    text = path.read_text(encoding="utf-8")
+    assert text.endswith("}\n")
+    assert list(json.loads(text)) == list(data)
+    assert json.loads(text) == {
+        "value": 0.5,
+        "bounds": [0.25, 1.0],
+        "names": ["猫"],
+        "a": {"directory": "x/y", "converged": True, "none": None, "seeds": [0, 1]},
+    }
+
+
+@pytest.mark.parametrize(
+    "bad", [float("nan"), float("inf"), np.float32("nan"), torch.tensor(-np.inf)]
+)
+def test_json_refuses_what_is_not_finite_and_names_the_key(tmp_path: Path, bad: object) -> None:
+    path = tmp_path / "r.json"
+    write_json(path, {"value": 1})
+    with pytest.raises(ValueError, match=r"terms\.xy\[1\] is -?(nan|inf)"):
+        write_json(path, {"terms": {"xy": [0.0, bad]}})
+    assert json.loads(path.read_text()) == {"value": 1}
+
+
+def test_json_names_the_key_of_what_has_no_form(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"config\.solver is a object"):
+        write_json(tmp_path / "r.json", {"config": {"solver": object()}})
+
+
+def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path: Path) -> None:
+    rows, columns = NASTY, list(reversed(NASTY))
+    matrix = torch.rand(7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
+    matrix[0, 0], matrix[1, 1] = 1e-300, 123456789.123456789
+    write_matrix_csv(tmp_path / "m.csv", matrix, rows, columns, corner="class")
+    header, *body = read_rows(tmp_path / "m.csv")
+    assert header == ["class", *columns]
+    assert [row[0] for row in body] == rows
+    assert [[float(cell) for cell in row[1:]] for row in body] == matrix.tolist()
+
+
+def test_matrix_csv_refuses_names_that_do_not_match(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot have 1 row names"):
+        write_matrix_csv(tmp_path / "m.csv", torch.zeros(2, 2), ["a"], ["a", "b"])
+
+
+def test_summary_has_one_line_per_job_failed_ones_too(tmp_path: Path) -> None:
+    jobs = [
+        {"job": 0, "overrides": ["source=mnist", "target=usps"], "value": 1 / 3, "converged": True},
+        {
+            "job": 1,
+            "overrides": "source=nowhere",
+            "error": 'unknown dataset "nowhere", choose',
+            "n": 5,
+        },
+    ]
+    summary_csv(jobs, tmp_path / "summary.csv")
+    header, *body = read_rows(tmp_path / "summary.csv")
+    assert header == [*SUMMARY_COLUMNS, "n"]
+    first, second = (dict(zip(header, row, strict=True)) for row in body)
+    assert first["overrides"] == "source=mnist target=usps"
+    assert (float(first["value"]), first["converged"], first["error"]) == (1 / 3, "true", "")
+    assert (second["error"], second["value"], second["n"]) == (jobs[1]["error"], "", "5")
