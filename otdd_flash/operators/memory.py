@@ -22,7 +22,7 @@ def budget_in_bytes(memory_budget: str | int, device: torch.device) -> int:
     """
     if memory_budget == "auto":
         return free_memory(device) // 2
-    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(memory_budget).strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(memory_budget).strip())
     if match is None or match[2] not in UNITS:
         raise InputError(
             f"memory_budget must be auto, a number of bytes or one with a unit "

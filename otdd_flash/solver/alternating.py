@@ -46,10 +46,13 @@ def solve_alternating(
     g = torch.zeros_like(operator.b, dtype=operator.dtype) if start is None else start
     level_tolerance = max(LEVEL_TOLERANCE, 10 * options.tolerance)
     level = epsilon if start is not None else max(epsilon, operator.mean_cost)
+    # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
+    check_reachable(options.tolerance, rounding_floor(operator, g, g, epsilon), epsilon, g.dtype)
     for iteration in range(1, options.max_iterations + 1):
         f = operator.softmin_rows(g, level)
         updated = operator.softmin_columns(f, level)
-        error = _column_error(operator.b, g, updated, level) + rounding_floor(f, g, level)
+        floor = rounding_floor(operator, f, g, level)
+        error = _column_error(operator.b, g, updated, level) + floor
         if progress is not None:
             progress("xy", iteration, error)
         if level > epsilon:
@@ -57,7 +60,7 @@ def solve_alternating(
             if error <= level_tolerance:
                 level = max(epsilon, level * SCALING)
             continue
-        check_reachable(options.tolerance, rounding_floor(f, g, level), epsilon, operator.dtype)
+        check_reachable(options.tolerance, floor, epsilon, g.dtype)
         if error <= options.tolerance:
             break
         g = updated

@@ -50,7 +50,7 @@ def certify(operator: Operator, g: Tensor, epsilon: float) -> Certificate:
     spread = oscillation(g, support) + cost_spread(operator)
     rounding = value_rounding(operator, f, g, epsilon)
     bounds = (value - rounding, value + gap * spread / 2 + rounding)
-    return Certificate(f, g, value, bounds, gap + rounding_floor(f, g, epsilon))
+    return Certificate(f, g, value, bounds, gap + rounding_floor(operator, f, g, epsilon))
 
 
 def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
@@ -63,7 +63,7 @@ def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
     spread = oscillation(f, operator.a > 0) + cost_spread(operator)
     rounding = value_rounding(operator, f, f, epsilon)
     bounds = (value - rounding, value + gap * spread + rounding)
-    return Certificate(f, f, value, bounds, gap + rounding_floor(f, f, epsilon))
+    return Certificate(f, f, value, bounds, gap + rounding_floor(operator, f, f, epsilon))
 
 
 def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
@@ -75,9 +75,14 @@ def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: float) 
     return masses * torch.where(masses > 0, exponent, 0).exp()
 
 
-def rounding_floor(f: Tensor, g: Tensor, epsilon: float) -> float:
-    """Marginal error that rounding the potentials causes: u (max |f| + max |g|) / epsilon."""
-    return torch.finfo(f.dtype).eps / 2 * _magnitude(f, g) / epsilon
+def rounding_floor(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> float:
+    """Marginal error that rounding causes: u (max(|f| + |g|, 2 mean C) / epsilon + 4).
+
+    The exponents of the plan hold potentials and costs over epsilon, each rounded; errors of single
+    costs average out in a marginal, hence their mean. The 4 is for the sums themselves.
+    """
+    unit = torch.finfo(f.dtype).eps / 2
+    return unit * (max(_magnitude(f, g), 2 * operator.mean_cost) / epsilon + 4)
 
 
 def value_rounding(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> float:

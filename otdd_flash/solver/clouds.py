@@ -128,8 +128,9 @@ class _Problem:
     @property
     def identical(self) -> bool:
         """Whether both sides are the same samples at the same class distances."""
-        return self.source.fingerprint == self.target.fingerprint and torch.allclose(
-            self.blocks["xx"], self.blocks["xy"]
+        return self.source.fingerprint == self.target.fingerprint and all(
+            torch.allclose(self.blocks["xx"], self.blocks[term], rtol=1e-6, atol=0)
+            for term in ("xy", "yy")
         )
 
     def operator(self, term: str) -> Operator:

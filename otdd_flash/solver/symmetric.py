@@ -45,7 +45,7 @@ def solve_symmetric(
     for iteration in range(1, options.max_iterations + 1):
         updated = operator.softmin_rows(f, epsilon)
         masses = column_marginal(operator.a, f, updated, epsilon)
-        floor = rounding_floor(f, f, epsilon)
+        floor = rounding_floor(operator, f, f, epsilon)
         error = float((masses / masses.sum() - operator.a).abs().sum()) + floor
         check_reachable(options.tolerance, floor, epsilon, operator.dtype)
         if progress is not None:

@@ -81,14 +81,17 @@ class TransportTerm:
 def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch.dtype) -> None:
     """Refuse a tolerance below what rounding lets the marginals reach.
 
+    `floor`, the marginal error that rounding causes, counts twice: it is part of the reported
+    error, and the measured rest cannot fall below it either.
+
     Raises:
-        InputError: `floor`, the marginal error that rounding alone causes, exceeds `tolerance`.
+        InputError: twice `floor` exceeds `tolerance`.
     """
-    if floor > tolerance:
+    if 2 * floor > tolerance:
         name = str(dtype).removeprefix("torch.")
         way_out = "" if dtype == torch.float64 else ", set precision=double"
         raise InputError(
             f"solver.tolerance={tolerance:g} is too tight for {name} at epsilon={epsilon:g}: "
-            f"rounding alone moves the marginals by {floor:.1e}; raise solver.tolerance or "
+            f"rounding alone moves the marginals by up to {2 * floor:.1e}; raise solver.tolerance or "
             f"epsilon{way_out}"
         )

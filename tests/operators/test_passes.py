@@ -1,0 +1,200 @@
+"""Every way of holding a cost carries out the same passes, checked against dense float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from otdd_flash.operators import streamed, tiled
+from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.operators.tiled import TiledOperator
+
+# Relative to the largest cost: float32 carries 24 bits, scores are sums of a few such terms.
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
+SIZES = [(1, 1, 1), (1, 7, 2), (33, 70, 3), (64, 128, 16), (257, 31, 5)]
+LAMBDA_X = 0.7
+EPSILON = 0.3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dense problem and the operator under test."""
+
+    operator: TiledOperator
+    cost: Tensor
+    a: Tensor
+    b: Tensor
+    f: Tensor
+    g: Tensor
+
+    @property
+    def atol(self) -> float:
+        return TOLERANCE[self.operator.dtype] * float(self.cost.max())
+
+    @property
+    def plan(self) -> Tensor:
+        return reference.plan(self.cost, self.a, self.b, self.f, self.g, EPSILON)
+
+
+@pytest.fixture(params=["streamed", "stored", "given"])
+def held(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=SIZES, ids=str)
+def case(
+    request: pytest.FixtureRequest,
+    held: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Case:
+    # So small that even these sizes are cut into several blocks and tiles.
+    monkeypatch.setattr(streamed, "BLOCK_ELEMENTS_CPU", 900)
+    monkeypatch.setattr(tiled, "TILE_ELEMENTS_CPU", 300)
+    monkeypatch.setattr(streamed, "ROWS_AT_ONCE", 20)
+    return make_case(*request.param, held, dtype)
+
+
+def make_case(n: int, m: int, d: int, held: str, dtype: torch.dtype) -> Case:
+    draw = torch.Generator().manual_seed(n + m)
+    x = torch.randn(n, d, generator=draw) + 3
+    y = torch.randn(m, d, generator=draw) + 3
+    a, b = torch.rand(n, generator=draw).double(), torch.rand(m, generator=draw).double()
+    if n > 1 and m > 1:
+        a[n // 2] = b[0] = 0
+    a, b = a / a.sum(), b / b.sum()
+    labels_x = torch.randint(0, 3, (n,), generator=draw)
+    labels_y = torch.randint(0, 2, (m,), generator=draw)
+    class_costs = torch.rand(3, 2, generator=draw).double() * 5
+    operator: TiledOperator = StreamedOperator(
+        x,
+        y,
+        a,
+        b,
+        labels_x=labels_x,
+        labels_y=labels_y,
+        class_costs=class_costs,
+        lambda_x=LAMBDA_X,
+        dtype=dtype,
+    )
+    cost = reference.dense_cost(x, y, LAMBDA_X, class_costs, labels_x, labels_y)
+    if held == "stored":
+        operator = StoredOperator.keep(operator)
+    elif held == "given":
+        operator = StoredOperator.from_cost(cost.to(dtype), a, b)
+    f, g = (torch.randn(size, generator=draw, dtype=dtype) for size in (n, m))
+    return Case(operator, cost, a, b, f, g)
+
+
+def test_softmin_of_rows(case: Case) -> None:
+    expected = reference.softmin_rows(case.cost, case.b, case.g, EPSILON)
+    torch.testing.assert_close(
+        case.operator.softmin_rows(case.g, EPSILON).double(), expected, rtol=0, atol=case.atol
+    )
+
+
+def test_softmin_of_columns(case: Case) -> None:
+    expected = reference.softmin_rows(case.cost.T, case.a, case.f, EPSILON)
+    torch.testing.assert_close(
+        case.operator.softmin_columns(case.f, EPSILON).double(), expected, rtol=0, atol=case.atol
+    )
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 1e3])
+def test_extreme_epsilon_neither_overflows_nor_loses_digits(case: Case, epsilon: float) -> None:
+    # Exponents reach tens of thousands at the small epsilon: most terms underflow to 0.
+    expected = reference.softmin_rows(case.cost, case.b, case.g, epsilon)
+    atol = case.atol + TOLERANCE[case.operator.dtype] * epsilon
+    torch.testing.assert_close(
+        case.operator.softmin_rows(case.g, epsilon).double(), expected, rtol=0, atol=atol
+    )
+    expected = reference.softmin_rows(case.cost.T, case.a, case.f, epsilon)
+    torch.testing.assert_close(
+        case.operator.softmin_columns(case.f, epsilon).double(), expected, rtol=0, atol=atol
+    )
+
+
+def relative(case: Case) -> float:
+    """An exponent's error is the cost's over epsilon."""
+    return 4 * case.atol / EPSILON
+
+
+def test_plan_application(case: Case) -> None:
+    values = torch.rand(case.b.shape[0], 3, dtype=torch.float64) + 0.5
+    got = case.operator.apply_plan(case.f, case.g, EPSILON, values)
+    torch.testing.assert_close(got.double(), case.plan @ values, rtol=relative(case), atol=1e-30)
+
+
+def test_transposed_plan_application(case: Case) -> None:
+    values = torch.rand(case.a.shape[0], 2, dtype=torch.float64) + 0.5
+    got = case.operator.apply_plan_transposed(case.f, case.g, EPSILON, values)
+    torch.testing.assert_close(got.double(), case.plan.T @ values, rtol=relative(case), atol=1e-30)
+
+
+def test_hadamard_weighted_plan_application(case: Case) -> None:
+    (n, m) = case.operator.shape
+    values = torch.rand(m, 2, dtype=torch.float64) + 0.5
+    left, right = torch.rand(n, 4).double() + 0.5, torch.rand(m, 4).double() + 0.5
+    got = case.operator.apply_plan(
+        case.f, case.g, EPSILON, values, row_factor=left, column_factor=right
+    )
+    expected = (case.plan * (left @ right.T)) @ values
+    torch.testing.assert_close(got.double(), expected, rtol=relative(case), atol=1e-30)
+
+
+def test_mean_cost_and_range(case: Case) -> None:
+    expected = float(case.a @ case.cost @ case.b)
+    assert case.operator.mean_cost == pytest.approx(expected, abs=case.atol)
+    carried = case.cost[case.a > 0][:, case.b > 0]
+    lowest, highest = case.operator.cost_range
+    assert lowest <= float(carried.min()) + case.atol
+    assert highest >= float(carried.max()) - case.atol
+
+
+def test_computed_costs_are_within_the_stated_error(case: Case) -> None:
+    blocks = [(start, block.clone()) for start, block in case.operator.score_blocks()]
+    scores = torch.cat([block for _, block in blocks]).double()
+    computed = case.operator.row_offset.double().unsqueeze(1) - scores
+    # A given matrix is taken as it is, in its own precision.
+    truth = case.cost.to(case.operator.dtype).double()
+    unit = torch.finfo(case.operator.dtype).eps
+    error = float((computed - truth).abs().max())
+    assert error <= case.operator.cost_error + unit * float(truth.max())
+
+
+def test_far_from_the_origin_costs_keep_their_digits() -> None:
+    """Centring makes the cost of a cloud at 1,000 as exact as at 0."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.rand(40, 3, generator=draw), torch.rand(30, 3, generator=draw)
+    x, y = ((points * 1024).round() / 1024 + 1000 for points in (x, y))
+    uniform = torch.full((40,), 1 / 40).double(), torch.full((30,), 1 / 30).double()
+    operator = StreamedOperator(
+        x,
+        y,
+        *uniform,
+        labels_x=torch.zeros(40, dtype=torch.int64),
+        labels_y=torch.zeros(30, dtype=torch.int64),
+        class_costs=torch.zeros(1, 1).double(),
+        lambda_x=1.0,
+        dtype=torch.float32,
+    )
+    (_, scores), *_ = operator.score_blocks()
+    computed = operator.row_offset[:, None] - scores
+    expected = reference.dense_cost(x, y, 1.0)
+    torch.testing.assert_close(computed.double(), expected, rtol=0, atol=1e-6)
+
+
+def test_streaming_holds_nothing_of_the_size_of_the_scores() -> None:
+    case = make_case(400, 300, 4, "streamed", torch.float32)
+    held = [value for value in vars(case.operator).values() if isinstance(value, Tensor)]
+    assert sum(value.numel() for value in held) < 400 * 300 / 10

@@ -1,0 +1,184 @@
+"""Hundreds of random problems: the float64 optimum lies inside every interval."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.term import TransportTerm
+
+# The reference stops at a marginal error of 1e-11, which leaves its value this uncertain.
+REFERENCE_ERROR = 1e-10
+
+
+@dataclass(frozen=True)
+class Cloud:
+    points: Tensor
+    masses: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Labelled clouds of a few points, with some masses zero, and a random solve of them."""
+
+    x: Cloud
+    y: Cloud
+    table: Tensor
+    lambda_x: float
+    dtype: torch.dtype
+    options: SolverOptions
+    relative_epsilon: float
+    warm: bool
+
+    def operator(self, left: Cloud, right: Cloud, block: Tensor) -> StreamedOperator:
+        return StreamedOperator(
+            left.points,
+            right.points,
+            left.masses,
+            right.masses,
+            labels_x=left.labels,
+            labels_y=right.labels,
+            class_costs=block,
+            lambda_x=self.lambda_x,
+            dtype=self.dtype,
+        )
+
+    def cost(self, left: Cloud, right: Cloud, block: Tensor) -> Tensor:
+        return reference.dense_cost(
+            left.points, right.points, self.lambda_x, block, left.labels, right.labels
+        )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    d, classes = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    x, y = (
+        _cloud(
+            generator,
+            n=draw(st.integers(1, 16)),
+            d=d,
+            classes=classes,
+            scale=draw(st.sampled_from([0.1, 1.0, 10.0])),
+            shift=draw(st.sampled_from([0.0, 3.0, 100.0])) if i else 0.0,
+            zeros=draw(st.booleans()),
+        )
+        for i in range(2)
+    )
+    table = 10 * torch.rand(2 * classes, 2 * classes, generator=generator).double()
+    return Problem(
+        x,
+        y,
+        (table + table.T).fill_diagonal_(0),
+        lambda_x=draw(st.sampled_from([0.1, 0.5, 1.0])),
+        dtype=draw(st.sampled_from([torch.float32, torch.float64])),
+        options=SolverOptions(1e-3, max_iterations=draw(st.sampled_from([1, 2, 5, 20, 2000]))),
+        relative_epsilon=10 ** draw(st.floats(-2.5, 0.5)),
+        warm=draw(st.booleans()),
+    )
+
+
+def _cloud(
+    generator: torch.Generator,
+    *,
+    n: int,
+    d: int,
+    classes: int,
+    scale: float,
+    shift: float,
+    zeros: bool,
+) -> Cloud:
+    points = scale * torch.randn(n, d, generator=generator) + shift
+    masses = torch.rand(n, generator=generator).double() + 0.01
+    if zeros and n > 1:
+        masses[torch.rand(n, generator=generator) < 0.3] = 0
+        masses[0] = 1.0
+    labels = torch.randint(0, classes, (n,), generator=generator)
+    return Cloud(points, masses / masses.sum(), labels)
+
+
+def contains(term: TransportTerm, truth: float) -> bool:
+    slack = REFERENCE_ERROR * (1 + abs(truth))
+    return term.bounds[0] - slack <= truth <= term.bounds[1] + slack
+
+
+def marginal_error(term: TransportTerm, cost: Tensor, a: Tensor, b: Tensor) -> float:
+    """The larger of the two L1 errors of the returned potentials' plan, in float64."""
+    plan = reference.plan(cost, a, b, term.f, term.g, term.epsilon)
+    return max(float((plan.sum(1) - a).abs().sum()), float((plan.sum(0) - b).abs().sum()))
+
+
+@given(problems())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_cross_terms(problem: Problem) -> None:
+    x, y = problem.x, problem.y
+    block = problem.table[: len(problem.table) // 2, len(problem.table) // 2 :]
+    operator, cost = problem.operator(x, y, block), problem.cost(x, y, block)
+    epsilon = problem.relative_epsilon * operator.mean_cost
+    truth, _, optimal_g = reference.entropic_transport(cost, x.masses, y.masses, epsilon)
+    start = None
+    if problem.warm:
+        # Potentials of a problem nearby, as the previous step of a flow leaves them.
+        start = (optimal_g + epsilon * torch.sin(torch.arange(len(optimal_g)))).to(problem.dtype)
+    try:
+        term = solve_alternating(operator, epsilon, problem.options, start=start)
+    except InputError as error:
+        assert "too tight" in str(error)  # noqa: PT017
+        return
+    assert contains(term, truth)
+    assert marginal_error(term, cost, x.masses, y.masses) <= term.marginal_error + 1e-9
+
+
+@given(problems())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_self_terms(problem: Problem) -> None:
+    x = problem.x
+    block = problem.table[: len(problem.table) // 2, : len(problem.table) // 2]
+    operator, cost = problem.operator(x, x, block), problem.cost(x, x, block)
+    epsilon = problem.relative_epsilon * max(operator.mean_cost, 1e-3)
+    truth, optimal, _ = reference.entropic_transport(cost, x.masses, x.masses, epsilon)
+    start = None
+    if problem.warm:
+        start = (optimal + epsilon * torch.sin(torch.arange(len(optimal)))).to(problem.dtype)
+    try:
+        term = solve_symmetric(operator, epsilon, problem.options, start=start)
+    except InputError as error:
+        assert "too tight" in str(error)  # noqa: PT017
+        return
+    assert term.f is term.g
+    assert contains(term, truth)
+    assert marginal_error(term, cost, x.masses, x.masses) <= term.marginal_error + 1e-9
+
+
+@pytest.mark.parametrize("iterations", [1, 10, 100])
+def test_intervals_shrink_as_iterations_are_spent(iterations: int) -> None:
+    """An interval that held the truth by being infinite would pass the tests above."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 2, generator=draw), torch.randn(30, 2, generator=draw) + 1
+    uniform = torch.ones(40).double() / 40, torch.ones(30).double() / 30
+    operator = StreamedOperator(
+        x,
+        y,
+        *uniform,
+        labels_x=torch.zeros(40, dtype=torch.int64),
+        labels_y=torch.zeros(30, dtype=torch.int64),
+        class_costs=torch.zeros(1, 1).double(),
+        lambda_x=0.5,
+        dtype=torch.float64,
+    )
+    options = SolverOptions(1e-10, max_iterations=iterations)
+    term = solve_alternating(operator, operator.mean_cost, options)
+    width = term.bounds[1] - term.bounds[0]
+    assert width <= {1: 20.0, 10: 1e-2, 100: 1e-8}[iterations]
