@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from otdd_flash.commands.settings import (
     parse,
 )
 from otdd_flash.commands.sides import prepare_sides
-from otdd_flash.errors import ConvergenceError
+from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import LabelMetric
 from otdd_flash.operators.build import ComputeOptions
@@ -28,6 +30,9 @@ from otdd_flash.report.console import summary_table
 from otdd_flash.report.writing import write_report
 from otdd_flash.result import DistanceResult
 from otdd_flash.solver.options import SolverOptions
+
+# Not __name__, which is __main__ when the module runs as a command.
+logger = logging.getLogger("otdd_flash.distance")
 
 
 @dataclass
@@ -48,7 +53,9 @@ class DistanceSettings(DatasetPairSettings):
 def compare(config: DictConfig, directory: Path) -> None:
     """Compute one distance and write everything about it into `directory`."""
     settings = parse(config, DistanceSettings)
+    # Built before anything is read: a bad setting should not cost the time of loading.
     solver = SolverOptions(settings.solver.tolerance, settings.solver.max_iterations)
+    metric, compute_options = _metric(settings), _compute(settings)
     with Phases() as phases:
         sides = prepare_sides(settings, phases, whole=settings.labels.full)
         with phases.solving("comparing", solver.tolerance) as progress:
@@ -57,16 +64,20 @@ def compare(config: DictConfig, directory: Path) -> None:
                 sides.target,
                 epsilon=settings.epsilon,
                 epsilon_relative=settings.epsilon_relative,
-                labels=_metric(settings),
+                labels=metric,
                 class_statistics=sides.whole,
                 min_class_size=settings.min_class_size,
                 lambda_x=settings.lambda_x,
                 lambda_y=settings.lambda_y,
                 debias=settings.debias,
                 solver=solver,
-                compute=_compute(settings),
+                compute=compute_options,
                 progress=progress,
             )
+        _check_finite(result)
+        _log(result)
+        # A directory that holds it is complete, so an earlier one goes first.
+        (directory / RESULT_FILE).unlink(missing_ok=True)
         with phases.phase("report", "drawing"):
             write_report(result, directory, seed=settings.seed)
     _write(result, settings, _seconds(phases, result), directory)
@@ -93,6 +104,37 @@ def _compute(settings: DistanceSettings) -> ComputeOptions:
     return ComputeOptions(
         settings.device, settings.backend, settings.precision, settings.memory_budget
     )
+
+
+def _check_finite(result: DistanceResult) -> None:
+    if not all(math.isfinite(number) for number in (result.value, *result.bounds)):
+        raise InputError(
+            f"the distance came out as {result.value}: the squared distances between features "
+            f"overflow precision={result.compute.precision}; scale the features, with "
+            "extractor.standardize=true, or compute with precision=double"
+        )
+
+
+def _log(result: DistanceResult) -> None:
+    """What `auto` and relative settings became, and how the solve went."""
+    divergence, classes = result.divergence, tuple(map(len, result.class_names))
+    logger.info("class distances by %s between %d + %d classes", result.method, *classes)
+    logger.info(
+        "solved on %s by %s in %s precision at epsilon %.6g",
+        divergence.xy.f.device,
+        divergence.backend,
+        result.compute.precision,
+        result.epsilon,
+    )
+    for name, term in divergence.terms.items():
+        logger.info(
+            "%s: %d iterations, marginal error %.1e, OT %.6g [%.6g, %.6g]",
+            name,
+            term.iterations,
+            term.marginal_error,
+            term.value,
+            *term.bounds,
+        )
 
 
 def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:

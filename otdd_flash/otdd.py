@@ -19,7 +19,7 @@ from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operato
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn_divergence
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def dataset_distance(
     """Compare two labelled datasets by optimal transport.
 
     Args:
-        source: n labelled points; without labels only `labels="none"` or `"given"` apply.
+        source: n labelled points; without labels only `labels="none"` applies.
         target: m labelled points of the same dimension.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost; replaces `epsilon`.
@@ -67,6 +67,9 @@ def dataset_distance(
         InputError: what was asked for cannot be met; the message says what to change.
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
     """
+    check_epsilon("epsilon", epsilon)
+    if epsilon_relative is not None:
+        check_epsilon("epsilon_relative", epsilon_relative)
     cost, compute = GroundCost(lambda_x, lambda_y), compute or ComputeOptions()
     metric = LabelMetric(labels) if isinstance(labels, str) else labels
     if class_distances is not None:
@@ -79,10 +82,12 @@ def dataset_distance(
     table = measure_classes(source, target, metric, statistics=class_statistics)
     measured = time.perf_counter()
     if epsilon_relative is not None:
-        if not epsilon_relative > 0:
-            raise InputError(f"epsilon_relative must be positive, got {epsilon_relative}")
         operator = build_operator(source, target, table.xy, cost, compute, keep_scores=False)
         epsilon = epsilon_relative * operator.mean_cost
+        if not epsilon > 0:
+            raise InputError(
+                "epsilon_relative needs a positive mean cost; here it is 0: set epsilon"
+            )
     divergence = sinkhorn_divergence(
         source,
         target,

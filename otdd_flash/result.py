@@ -148,7 +148,9 @@ class DistanceResult:
         return {**content, **more}
 
     def save(self, path: str | Path, **more: Any) -> Path:
-        """Write the directory `path`: result.json, and result.safetensors with all tensors.
+        """Write the directory `path`: result.json to read, result.safetensors with everything.
+
+        The second is complete in itself, so that an interrupted save can never mix two results.
 
         Args:
             path: made if it does not exist; its earlier result is replaced.
@@ -160,9 +162,10 @@ class DistanceResult:
         from safetensors.torch import save_file
 
         path = Path(path)
+        summary = self.summary(**more)
         with replacing(path / TENSOR_FILE) as partial:
-            save_file(self._tensors(), partial)
-        write_json(path / SUMMARY_FILE, self.summary(**more))
+            save_file(self._tensors(), partial, metadata={"summary": json.dumps(summary)})
+        write_json(path / SUMMARY_FILE, summary)
         return path
 
     @classmethod
@@ -172,18 +175,18 @@ class DistanceResult:
         Raises:
             InputError: the directory holds no complete result.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors import SafetensorError, safe_open
 
         path = Path(path)
         try:
-            summary = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
-            tensors = load_file(path / TENSOR_FILE)
+            with safe_open(path / TENSOR_FILE, framework="pt") as file:
+                summary = json.loads(file.metadata()["summary"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return _restore(summary, tensors)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
             raise InputError(
                 f"no complete result in {path} ({error}); DistanceResult.save writes "
-                f"{SUMMARY_FILE} and {TENSOR_FILE} there, as does the command with save_result=true"
+                f"{TENSOR_FILE} there, and so does the command with save_result=true"
             ) from error
 
     def _operator(self, source: LabeledSamples) -> Operator:
@@ -198,8 +201,9 @@ class DistanceResult:
         )
 
     def _applied(self, operator: Operator, values: Tensor) -> Tensor:
-        f, g = self.potentials
-        return operator.apply_plan(f, g, self.epsilon, values.to(f.device))
+        # A loaded result's potentials are on the CPU, wherever the operator is.
+        f, g, values = (tensor.to(operator.a.device) for tensor in (*self.potentials, values))
+        return operator.apply_plan(f, g, self.epsilon, values)
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
         if samples.labels is None:

@@ -156,9 +156,11 @@ def encode_labels(labels: Any) -> tuple[np.ndarray[Any, np.dtype[np.int64]], tup
     values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
     if values.ndim != 1:
         raise InputError(f"labels must be one-dimensional, got shape {values.shape}")
+    if values.dtype.kind == "S":
+        values = np.char.decode(values, "utf-8")
     if values.dtype.kind == "O" and all(isinstance(v, str) for v in values):
         values = values.astype(str)
-    if values.dtype.kind not in "iubUS":
+    if values.dtype.kind not in "iubU":
         raise InputError(
             f"labels must be integers or strings, got {values.dtype} such as {values[:1].tolist()}"
             "; cut a continuous target into classes first"
@@ -168,7 +170,12 @@ def encode_labels(labels: Any) -> tuple[np.ndarray[Any, np.dtype[np.int64]], tup
 
 
 def _as_features(values: Any) -> Tensor:
-    features = torch.as_tensor(values)
+    try:
+        features = torch.as_tensor(values)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"features must be a matrix (n, d) of real numbers: {error}") from None
+    if features.is_complex():
+        raise InputError(f"features must be real, got {features.dtype}; take parts or magnitudes")
     if features.dtype not in (torch.float32, torch.float64):
         features = features.to(torch.float32)
     if features.ndim != 2:
@@ -213,7 +220,8 @@ def _as_masses(values: Any, n: int) -> Tensor:
     total = float(weights.sum())
     if total <= 0:
         raise InputError("weights must not all be zero")
-    return weights / total
+    # Weights that sum to 1 but for rounding stay as they are: a copy then has the same fingerprint.
+    return weights if abs(total - 1) < 1e-12 else weights / total
 
 
 def _content(tensor: Tensor) -> bytes:

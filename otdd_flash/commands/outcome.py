@@ -1,19 +1,29 @@
-"""Hydra's callback that collects exit codes and ends a multirun with one table."""
+"""Hydra's callback around the jobs: checks the output folder, collects exit codes, sums up."""
 
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from otdd_flash.commands import exit_codes
+from otdd_flash.commands.messages import messages, say_error
+from otdd_flash.errors import InputError
 from otdd_flash.report.csv_tables import summary_csv
 
 RESULT_FILE = "result.json"
 ERROR_FILE = "error.json"
+SUMMARY_FILE = "summary.csv"
+
+# Room for what Hydra itself writes before a job starts.
+PROBE_BYTES = 2**16
 
 
 class Outcome(Callback):
@@ -23,6 +33,14 @@ class Outcome(Callback):
     """
 
     exit_code: ClassVar[int] = 0
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Leave with an error where the run directory cannot be written."""
+        _require_writable(config, "hydra.run.dir")
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Leave with an error where the sweep's directory cannot be written."""
+        _require_writable(config, "hydra.sweep.dir")
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Take the exit code of the single job."""
@@ -34,13 +52,46 @@ class Outcome(Callback):
         """Gather all jobs into summary.csv and take the highest exit code."""
         sweep = Path(config.hydra.sweep.dir)
         rows = [_row(job, sweep) for job in _job_directories(sweep)]
-        Outcome.exit_code = max((row.pop("exit_code") for row in rows), default=0)
-        summary_csv(rows, sweep / "summary.csv")
+        codes = [row.pop("exit_code") for row in rows]
+        Outcome.exit_code = max(codes, default=0)
+        try:
+            summary_csv(rows, sweep / SUMMARY_FILE)
+        except InputError as error:
+            say_error(error)
+            Outcome.exit_code = max(Outcome.exit_code, exit_codes.BAD_INPUT)
+            return
+        failed = sum(code > 0 for code in codes)
+        messages.print(
+            f"{len(rows)} jobs, {failed} failed; summary written to "
+            f"{(sweep / SUMMARY_FILE).absolute()}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _require_writable(config: DictConfig, key: str) -> None:
+    """Exit where Hydra would fail with a traceback; it swallows the exceptions of callbacks."""
+    try:
+        folder = Path(str(OmegaConf.select(config, key)))
+    except OmegaConfBaseException:
+        # Made of values that only a running job has.
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        say_error(
+            f"cannot write to {key}={folder} ({error.strerror or error}); free space there or "
+            f"choose another folder with {key}=DIR"
+        )
+        sys.exit(exit_codes.BAD_INPUT)
 
 
 def _job_directories(sweep: Path) -> list[Path]:
-    jobs = [path.parent.parent for path in sweep.glob("*/.hydra/overrides.yaml")]
-    return sorted(jobs, key=lambda path: (len(path.name), path.name))
+    jobs = [path.parent.parent for path in sweep.rglob(".hydra/overrides.yaml")]
+    return sorted(jobs, key=lambda path: (len(str(path)), str(path)))
 
 
 def _row(job: Path, sweep: Path) -> dict[str, Any]:
@@ -52,7 +103,8 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
         "exit_code": 0,
     }
     result, error = _read(job / RESULT_FILE), _read(job / ERROR_FILE)
-    if result:
+    # Beside an error of any other kind, the result is that of an earlier run.
+    if result and error.get("exit_code", exit_codes.NOT_CONVERGED) == exit_codes.NOT_CONVERGED:
         lower, upper = result["bounds"]
         row |= {key: result[key] for key in ("source", "target", "value", "epsilon", "converged")}
         row |= {"lower": lower, "upper": upper}

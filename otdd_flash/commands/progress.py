@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from otdd_flash.commands.runner import messages
+from otdd_flash.commands.messages import messages
 
 
 class Phases:

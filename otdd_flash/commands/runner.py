@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.markup import escape
 
+from otdd_flash.commands import exit_codes
+from otdd_flash.commands.messages import messages, say_error, shown
 from otdd_flash.commands.outcome import ERROR_FILE, Outcome
-from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
+from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.json_file import write_json
-
-# Messages go to stderr, so that stdout holds the result only.
-messages = Console(stderr=True)
-
-EXIT_DEFECT = 1
-EXIT_INPUT = 2
-EXIT_NOT_CONVERGED = 3
-EXIT_INTERRUPTED = 130
 
 Work = Callable[[DictConfig, Path], None]
 
@@ -44,18 +32,18 @@ def run_job(work: Work, config: DictConfig) -> int:
     hydra = HydraConfig.get()
     directory = Path(hydra.runtime.output_dir)
     (directory / ERROR_FILE).unlink(missing_ok=True)
-    with _messages_shown(str(config.log_level)):
-        try:
+    try:
+        with shown(str(config.log_level)):
             work(config, directory)
-        except InputError as error:
-            return _failed(directory, error, EXIT_INPUT)
-        except ConvergenceError as error:
-            return _failed(directory, error, EXIT_NOT_CONVERGED)
-        except Exception as error:
-            if hydra.mode == RunMode.RUN:
-                raise
-            messages.print_exception()
-            return _failed(directory, error, EXIT_DEFECT)
+    except InputError as error:
+        return _failed(directory, error, exit_codes.BAD_INPUT)
+    except ConvergenceError as error:
+        return _failed(directory, error, exit_codes.NOT_CONVERGED)
+    except Exception as error:
+        if hydra.mode == RunMode.RUN:
+            raise
+        messages.print_exception()
+        return _failed(directory, error, exit_codes.DEFECT)
     return 0
 
 
@@ -65,60 +53,17 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         messages.print("[bold]interrupted[/]; what had been written is whole")
-        sys.exit(EXIT_INTERRUPTED)
-    except InputError as error:
-        # Raised outside any job: a multirun's summary could not be written.
-        messages.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(EXIT_INPUT)
+        sys.exit(exit_codes.INTERRUPTED)
     sys.exit(Outcome.exit_code)
 
 
 def _failed(directory: Path, error: Exception, exit_code: int) -> int:
-    messages.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+    say_error(error)
     record = {"error": str(error), "type": type(error).__name__, "exit_code": exit_code}
-    if exit_code == EXIT_DEFECT:
+    if exit_code == exit_codes.DEFECT:
         record["traceback"] = "".join(traceback.format_exception(error))
     try:
         write_json(directory / ERROR_FILE, record)
     except InputError as unwritable:
-        messages.print(f"[bold red]error:[/] {escape(str(unwritable))}", highlight=False)
+        say_error(unwritable)
     return exit_code
-
-
-@contextmanager
-def _messages_shown(level: str) -> Iterator[None]:
-    """Print notices, warnings and log records on stderr while a job runs."""
-    if level not in logging.getLevelNamesMapping():
-        known = ", ".join(logging.getLevelNamesMapping())
-        messages.print(f"[yellow]notice:[/] unknown log_level {level!r}; known: {known}")
-        level = "WARNING"
-    handler = RichHandler(console=messages, show_path=False, show_time=False)
-    logger = logging.getLogger("otdd_flash")
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", DataNotice)
-            warnings.simplefilter("always", NotConvergedWarning)
-            warnings.showwarning = _show_warning
-            yield
-    finally:
-        logger.removeHandler(handler)
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: object = None,
-    line: str | None = None,
-) -> None:
-    match message:
-        case NotConvergedWarning():
-            label = "[bold red]warning:[/]"
-        case DataNotice():
-            label = "[yellow]notice:[/]"
-        case _:
-            label = f"[dim]{escape(category.__name__)}:[/]"
-    messages.print(f"{label} {escape(str(message))}", highlight=False, soft_wrap=True)

@@ -66,6 +66,8 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
         InputError: a value has another type than its key takes, or is missing.
     """
     try:
+        # First as written: a bad value is reported under its own key, not one that refers to it.
+        OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config))
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         typed = OmegaConf.merge(OmegaConf.structured(schema), resolved)
         return cast(Schema, OmegaConf.to_object(typed))

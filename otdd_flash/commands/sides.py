@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +17,17 @@ from otdd_flash.commands.settings import DatasetPairSettings
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.pseudo_labels import with_pseudo_labels
 from otdd_flash.data.registry import load
-from otdd_flash.errors import InputError
+from otdd_flash.devices import resolve_device
+from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardize
+from otdd_flash.extractors.base import Extractor
 from otdd_flash.samples import LabeledSamples
 
 # Keys of an extractor's configuration that are arguments of `embed`.
 EMBEDDING = ("batch_size", "mixed_precision", "num_workers")
+OTHER = {"source": "target", "target": "source"}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,16 +49,19 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     """Load and embed both datasets; with `whole`, also all the rows that max_samples left out.
 
     Features are standardised and projected over all rows that were embedded.
+
+    Raises:
+        InputError: as everything that is called here; of one side's data, the message says which.
     """
     nodes = {"source": settings.source, "target": settings.target}
-    chosen = {side: _load(node, phases) for side, node in nodes.items()}
-    loaded = chosen
-    if whole:
-        loaded = {
-            side: _load({**node, "max_samples": None}, phases) for side, node in nodes.items()
-        }
-    source, target = (_embed(dataset, settings, phases) for dataset in loaded.values())
-    if settings.extractor.get("standardize"):
+    extractor, standardised = _build(settings.extractor)
+    logger.info("networks run on %s", resolve_device(settings.device))
+    chosen = {side: _load(side, node, phases) for side, node in nodes.items()}
+    loaded = {side: _whole(side, node, phases) for side, node in nodes.items()} if whole else chosen
+    source, target = (
+        _embed(side, dataset, extractor, settings, phases) for side, dataset in loaded.items()
+    )
+    if standardised:
         source, target = standardize(source, target)
     if settings.extractor.get("pca") is not None:
         source, target = reduce_pca(source, target, settings.extractor["pca"], settings.seed)
@@ -63,18 +75,42 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     )
 
 
-def _load(node: dict[str, Any], phases: Phases) -> LabeledDataset:
-    with phases.phase("load", f"loading {node['name']}"):
-        return load(**node)
+def _build(node: dict[str, Any]) -> tuple[Extractor, bool]:
+    """The extractor of both sides, and whether to standardise what it gives."""
+    standardised = node.get("standardize", False)
+    if not isinstance(standardised, bool):
+        raise InputError(f"extractor.standardize must be true or false, got {standardised!r}")
+    return build_extractor(**node), standardised
+
+
+def _load(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
+    with phases.phase("load", f"loading {node['name']}"), _blamed(side):
+        dataset = load(**node)
+    classes = "no labels" if dataset.labels is None else f"{len(dataset.class_names)} classes"
+    logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), classes)
+    return dataset
+
+
+def _whole(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
+    """All rows of a side; the notices about them have been given when it was loaded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataNotice)
+        return _load(side, {**node, "max_samples": None}, phases)
 
 
 def _embed(
-    dataset: LabeledDataset, settings: DatasetPairSettings, phases: Phases
+    side: str,
+    dataset: LabeledDataset,
+    extractor: Extractor,
+    settings: DatasetPairSettings,
+    phases: Phases,
 ) -> LabeledSamples:
-    extractor = build_extractor(**settings.extractor)
     embedding = {key: settings.extractor[key] for key in EMBEDDING if key in settings.extractor}
-    with phases.phase("extract", f"embedding {dataset.name}") as progress:
-        return embed(
+    with (
+        phases.phase("extract", f"embedding {dataset.name}") as progress,
+        _blamed(side),
+    ):
+        samples = embed(
             dataset,
             extractor,
             device=settings.device,
@@ -82,6 +118,17 @@ def _embed(
             progress=progress,
             **embedding,
         )
+    logger.info("%s: %d features by %s", side, samples.dim, settings.extractor["name"])
+    return samples
+
+
+@contextmanager
+def _blamed(side: str) -> Iterator[None]:
+    """Say in an error which side's data or keys are at fault."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{side}: {error}") from error
 
 
 def _label(
@@ -93,13 +140,24 @@ def _label(
         node = nodes[side]
         if node["pseudo_labels"] is None:
             continue
-        k = node["k"] or (other.class_total if other.labels is not None else None)
+        k = node["k"] or _clusters_like(other, nodes[OTHER[side]])
         if k is None:
             raise InputError(
-                f"{side}.pseudo_labels needs {side}.k=K, as the other side has no labels to count"
+                f"{side}.pseudo_labels needs {side}.k=K, the number of clusters, as the "
+                f"{OTHER[side]} has no labels to count either"
             )
-        sides[side] = with_pseudo_labels(sides[side], k, node["seed"])
+        with _blamed(side):
+            sides[side] = with_pseudo_labels(sides[side], k, node["seed"])
+        logger.info("%s: labelled by k-means, %d clusters", side, sides[side].class_total)
     return sides["source"], sides["target"]
+
+
+def _clusters_like(other: LabeledSamples, node: dict[str, Any]) -> int | None:
+    """As many clusters as the other side has classes, or gets."""
+    k: int | None = node["k"]
+    if node["pseudo_labels"] is not None and k is not None:
+        return k
+    return None if other.labels is None else other.class_total
 
 
 def _subset(

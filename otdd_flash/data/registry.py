@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +91,7 @@ def load(
     request = Request(
         name=name,
         split="all" if split is None else str(split),
-        root=Path(DEFAULT_ROOT if root is None else root).expanduser(),
+        root=Path(DEFAULT_ROOT if root is None else str(root)).expanduser(),
         download=download,
         seed=seed,
         weights=None if weights is None else str(weights),
@@ -121,6 +122,8 @@ def _check_options(name: str, options: dict[str, Any]) -> None:
             raise InputError(f"{option} of {name} must be an integer, got {value!r}")
         if isinstance(default, float) and not (_is_integer(value) or isinstance(value, float)):
             raise InputError(f"{option} of {name} must be a number, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{option} of {name} must be finite, got {value!r}")
 
 
 def _with_weights_file(dataset: LabeledDataset, request: Request) -> LabeledDataset:

@@ -86,5 +86,11 @@ def reading(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
+        if "allow_pickle" in str(error):
+            # NumPy's words for objects and for any file that is not NumPy's.
+            raise InputError(
+                f"cannot read {path}: it holds Python objects, or is no NumPy file; arrays must "
+                "hold numbers, labels integers or strings"
+            ) from error
         detail = str(error) or type(error).__name__
         raise InputError(f"cannot read {path}: {detail}; is it damaged or empty?") from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +99,8 @@ def _keep_classes(
 ) -> LabeledDataset:
     if dataset.labels is None:
         raise InputError(f"classes={classes}: {dataset.name} has no labels; {HOW_TO_LABEL}")
-    wanted = [classes] if isinstance(classes, str | int) else list(classes)
+    single = isinstance(classes, str) or not isinstance(classes, Iterable)
+    wanted: list[Any] = [classes] if single else list(cast(Iterable[Any], classes))
     if not wanted:
         raise InputError("classes=[] leaves no class; name at least one, or classes=null for all")
     keep = [_class_index(entry, dataset) for entry in wanted]

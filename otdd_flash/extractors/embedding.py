@@ -101,10 +101,11 @@ def _check(
         )
     if len(dataset) == 0:
         raise InputError(f"{dataset.name} is empty; there is nothing to extract features from")
-    if batch_size < 1:
-        raise InputError(f"batch_size must be at least 1, got {batch_size}")
-    if num_workers < 0:
-        raise InputError(f"num_workers must be at least 0, got {num_workers}")
+    for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InputError(
+                f"extractor.{name} must be an integer and at least {least}, got {value!r}"
+            )
 
 
 def _autocast_type(wanted: bool | str, device: torch.device) -> torch.dtype | None:

@@ -34,7 +34,9 @@ def sinkhorn_distances(
     *,
     progress: Progress | None = None,
 ) -> Tensor:
-    """Table of debiased Sinkhorn divergences S_eps, not clipped at zero.
+    """Table of debiased Sinkhorn divergences S_eps.
+
+    For the cost ||.||^2 they are not negative; what the tolerance leaves below zero is set to it.
 
     Args:
         clouds: V classes.
@@ -72,7 +74,7 @@ def sinkhorn_distances(
             progress(done, len(pairs))
     if late:
         _warn_not_converged(late, options)
-    return table
+    return table.clamp_min_(0)
 
 
 def _operator(one: ClassCloud, two: ClassCloud) -> StoredOperator:

@@ -47,7 +47,9 @@ def solve_alternating(
     level_tolerance = max(LEVEL_TOLERANCE, 10 * options.tolerance)
     level = epsilon if start is not None else max(epsilon, operator.mean_cost)
     # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
-    check_reachable(options.tolerance, rounding_floor(operator, g, g, epsilon), epsilon, g.dtype)
+    at_rest = torch.zeros_like(operator.a), torch.zeros_like(operator.b)
+    floor = rounding_floor(operator, *at_rest, epsilon)
+    check_reachable(options.tolerance, floor, epsilon, operator.dtype)
     for iteration in range(1, options.max_iterations + 1):
         f = operator.softmin_rows(g, level)
         updated = operator.softmin_columns(f, level)
@@ -60,7 +62,7 @@ def solve_alternating(
             if error <= level_tolerance:
                 level = max(epsilon, level * SCALING)
             continue
-        check_reachable(options.tolerance, floor, epsilon, g.dtype)
+        check_reachable(options.tolerance, floor, epsilon, operator.dtype)
         if error <= options.tolerance:
             break
         g = updated

@@ -15,7 +15,10 @@ that we believe their plan to have. An error delta of every computed exponent mo
 most delta, and an exponent carries the error of its cost and of the potentials it was built from,
 so both ends move outwards by
 
-    SAFETY (cost_error + u (max |f| + max |g|) + 4 u epsilon),        u = unit roundoff.
+    SAFETY (cost_error + u (<a, |f|> + <b, |g|>) + 4 u epsilon),      u = unit roundoff.
+
+It also hides a part of the marginal error, and a mass that seems transported may have a long way to
+go: the upper bounds take the measured distances ||c - b||_1 and ||r - a||_1 plus `rounding_floor`.
 """
 
 from __future__ import annotations
@@ -49,21 +52,24 @@ def certify(operator: Operator, g: Tensor, epsilon: float) -> Certificate:
     value = _dot(operator.a, f) + _dot(operator.b, g) + epsilon * (1 - float(masses.sum()))
     spread = oscillation(g, support) + cost_spread(operator)
     rounding = value_rounding(operator, f, g, epsilon)
-    bounds = (value - rounding, value + gap * spread / 2 + rounding)
-    return Certificate(f, g, value, bounds, gap + rounding_floor(operator, f, g, epsilon))
+    error = gap + rounding_floor(operator, f, g, epsilon)
+    bounds = (value - rounding, value + error * spread / 2 + rounding)
+    return Certificate(f, g, value, bounds, error)
 
 
 def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
     """The plan of one potential f (n,) between a cloud and itself: one pass."""
     masses = column_marginal(operator.a, f, operator.softmin_rows(f, epsilon), epsilon)
     total = masses.sum()
-    f = f - (epsilon / 2 * total.log()).to(f.dtype)
     gap = float((masses / total - operator.a).abs().sum())
+    # Before the shift, as in the iteration that stopped on it.
+    error = gap + rounding_floor(operator, f, f, epsilon)
+    f = f - (epsilon / 2 * total.log()).to(f.dtype)
     value = 2 * _dot(operator.a, f)
     spread = oscillation(f, operator.a > 0) + cost_spread(operator)
     rounding = value_rounding(operator, f, f, epsilon)
-    bounds = (value - rounding, value + gap * spread + rounding)
-    return Certificate(f, f, value, bounds, gap + rounding_floor(operator, f, f, epsilon))
+    bounds = (value - rounding, value + error * spread + rounding)
+    return Certificate(f, f, value, bounds, error)
 
 
 def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
@@ -76,19 +82,19 @@ def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: float) 
 
 
 def rounding_floor(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> float:
-    """Marginal error that rounding causes: u (max(|f| + |g|, 2 mean C) / epsilon + 4).
+    """Marginal error that rounding causes: u ((m + 2 mean C) / epsilon + 4).
 
-    The exponents of the plan hold potentials and costs over epsilon, each rounded; errors of single
-    costs average out in a marginal, hence their mean. The 4 is for the sums themselves.
+    The exponents of the plan hold potentials and costs over epsilon, each rounded; what counts is
+    the mean over the plan, m = <a, |f|> + <b, |g|> for the potentials. The 4 is for the sums.
     """
-    unit = torch.finfo(f.dtype).eps / 2
-    return unit * (max(_magnitude(f, g), 2 * operator.mean_cost) / epsilon + 4)
+    unit = torch.finfo(operator.dtype).eps / 2
+    return unit * ((_magnitude(operator, f, g) + 2 * operator.mean_cost) / epsilon + 4)
 
 
 def value_rounding(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> float:
     """Bound on the floating-point error of a certified value, in units of the cost."""
-    unit = torch.finfo(f.dtype).eps / 2
-    return SAFETY * (operator.cost_error + unit * (_magnitude(f, g) + 4 * epsilon))
+    unit = torch.finfo(operator.dtype).eps / 2
+    return SAFETY * (operator.cost_error + unit * (_magnitude(operator, f, g) + 4 * epsilon))
 
 
 def oscillation(potential: Tensor, support: Tensor) -> float:
@@ -102,8 +108,9 @@ def cost_spread(operator: Operator) -> float:
     return operator.cost_range.highest - operator.cost_range.lowest
 
 
-def _magnitude(f: Tensor, g: Tensor) -> float:
-    return float(f.abs().max() + g.abs().max())
+def _magnitude(operator: Operator, f: Tensor, g: Tensor) -> float:
+    """<a, |f|> + <b, |g|>: a point without mass does not count, however far away it is."""
+    return _dot(operator.a, f.abs()) + _dot(operator.b, g.abs())
 
 
 def _dot(masses: Tensor, potential: Tensor) -> float:

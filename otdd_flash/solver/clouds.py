@@ -16,7 +16,7 @@ from otdd_flash.solver.divergence import (
     solve_divergence,
     solve_identical,
 )
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
 from otdd_flash.solver.term import TransportTerm
 
 Cloud = LabeledSamples | Tensor
@@ -102,8 +102,7 @@ class _Problem:
         cost: GroundCost | None,
         compute: ComputeOptions | None,
     ) -> None:
-        if not 0 < epsilon < float("inf"):
-            raise InputError(f"epsilon must be positive and finite, got {epsilon}")
+        check_epsilon("epsilon", epsilon)
         self.source, self.target = _as_samples(source), _as_samples(target)
         if self.source.dim != self.target.dim:
             raise InputError(

@@ -11,6 +11,12 @@ from otdd_flash.errors import InputError
 Progress = Callable[[str, int, float], None]
 
 
+def check_epsilon(name: str, value: float) -> None:
+    """Raise an `InputError` unless a regularisation is positive and finite."""
+    if not 0 < value < float("inf"):
+        raise InputError(f"{name} must be positive and finite, got {value}")
+
+
 @dataclass(frozen=True)
 class SolverOptions:
     """Stopping rule of a Sinkhorn solve.

@@ -4,8 +4,9 @@ The optimal potentials of a cloud against itself are equal, and the averaged upd
 
     f <- (f + T(f)) / 2
 
-converges to them in ten to twenty steps at any epsilon (Feydy et al. 2019, Interpolating between
-optimal transport and MMD using Sinkhorn divergences), so no scaling is needed.
+converges to them in ten to twenty steps at any epsilon where exp(-C / epsilon) is positive
+definite, so no scaling is needed (Feydy et al. 2019, Interpolating between optimal transport and
+MMD using Sinkhorn divergences). Class distances can make it indefinite; it then takes longer.
 """
 
 from __future__ import annotations

@@ -92,6 +92,6 @@ def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch
         way_out = "" if dtype == torch.float64 else ", set precision=double"
         raise InputError(
             f"solver.tolerance={tolerance:g} is too tight for {name} at epsilon={epsilon:g}: "
-            f"rounding alone moves the marginals by up to {2 * floor:.1e}; raise solver.tolerance or "
-            f"epsilon{way_out}"
+            f"rounding alone moves the marginals by up to {2 * floor:.1e}; "
+            f"raise solver.tolerance or epsilon{way_out}"
         )

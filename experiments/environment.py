@@ -1,0 +1,59 @@
+"""What a result was measured on, and how results are written."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otdd_flash.json_file import write_json
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment(*packages: str) -> dict[str, Any]:
+    """Hardware, versions and commit of this run."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("torch", "otdd-flash", *packages)},
+        "commit": _commit(),
+    }
+
+
+def write_result(name: str, content: dict[str, Any]) -> Path:
+    """Write experiments/results/NAME.json."""
+    path = RESULTS / f"{name}.json"
+    write_json(path, content)
+    return path
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None

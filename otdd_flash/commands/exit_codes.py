@@ -1,0 +1,8 @@
+"""How a command's process ends; 0 means done."""
+
+from __future__ import annotations
+
+DEFECT = 1
+BAD_INPUT = 2
+NOT_CONVERGED = 3
+INTERRUPTED = 130

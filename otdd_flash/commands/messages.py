@@ -1,0 +1,79 @@
+"""What a command tells the person who runs it: errors, warnings, notices and log records."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+
+from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
+
+# Messages go to stderr, so that stdout holds the result only.
+messages = Console(stderr=True)
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+STYLES = {"debug": "dim", "info": "dim", "warning": "yellow"}
+
+
+def say(label: str, text: object, style: str) -> None:
+    """Print one message, in one line however long: paths stay whole and can be searched for."""
+    messages.print(f"[{style}]{label}:[/] {escape(str(text))}", highlight=False, soft_wrap=True)
+
+
+def say_error(text: object) -> None:
+    """Print why something cannot be done."""
+    say("error", text, "bold red")
+
+
+@contextmanager
+def shown(level: str) -> Iterator[None]:
+    """Print notices, warnings and log records of the package while a job runs.
+
+    Raises:
+        InputError: `level` is not one of `LOG_LEVELS`, in any case.
+    """
+    if level.upper() not in LOG_LEVELS:
+        raise InputError(f"unknown log_level {level!r}; choose one of: {', '.join(LOG_LEVELS)}")
+    logger, handler = logging.getLogger("otdd_flash"), _Shown()
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    # Hydra has a handler at the root, which would print every record once more.
+    logger.propagate = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", DataNotice)
+            warnings.simplefilter("always", NotConvergedWarning)
+            warnings.showwarning = _show_warning
+            yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+class _Shown(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        label = record.levelname.lower()
+        say(label, record.getMessage(), STYLES.get(label, "bold red"))
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: str | None = None,
+) -> None:
+    match message:
+        case NotConvergedWarning():
+            say("warning", message, "bold red")
+        case DataNotice():
+            say("notice", message, "yellow")
+        case _:
+            say(category.__name__, message, "dim")

@@ -1,0 +1,111 @@
+"""The commands, run inside the test's process and in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from otdd_flash.commands.outcome import Outcome
+from otdd_flash.commands.runner import run_command
+from otdd_flash.distance import main
+from otdd_flash.report import writing
+
+# A comparison that takes a tenth of a second, pictures aside.
+SMALL = (
+    "source=blobs",
+    "target=blobs",
+    "extractor=identity",
+    "max_samples=40",
+    "target.split=test",
+    "hydra.run.dir=run",
+    "hydra.sweep.dir=sweep",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The message of a failed command: one line on stderr and nothing else."""
+        lines = self.err.strip().splitlines()
+        assert "Traceback" not in self.err
+        assert lines[-1].startswith("error: "), self.err
+        return lines[-1].removeprefix("error: ")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with two small labelled archives."""
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    for name, shift in (("a", 0), ("b", 1)):
+        x = generator.standard_normal((60, 4)).astype(np.float32) + shift
+        np.savez(tmp_path / f"{name}.npz", x=x, y=np.repeat(["u", "v", "w"], 20))
+    return tmp_path
+
+
+@pytest.fixture
+def command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Ended]]:
+    """`command(*arguments)` runs `python -m otdd_flash.distance` on a small problem."""
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["distance.py", *_small(arguments)])
+        monkeypatch.setattr(Outcome, "exit_code", 0)
+        with pytest.raises(SystemExit) as ended:
+            run_command(main)
+        captured = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+def _small(arguments: tuple[str, ...]) -> list[str]:
+    """SMALL, as far as the arguments do not say otherwise; flags first, as Hydra wants them."""
+    flags = [argument for argument in arguments if argument.startswith("-")]
+    settings = [argument for argument in arguments if not argument.startswith("-")]
+    keys = {argument.partition("=")[0] for argument in settings}
+    if "target" in keys:
+        # Another dataset has splits of its own.
+        keys.add("target.split")
+    return [*flags, *(s for s in SMALL if s.partition("=")[0] not in keys), *settings]
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write their tables but draw no pictures, which would take most of the time."""
+    for name in ("projection", "draw_class_distances", "draw_class_coupling"):
+        monkeypatch.setattr(writing, name, lambda *_, **__: None)
+
+
+@pytest.fixture
+def composed() -> Callable[..., DictConfig]:
+    """`composed(*overrides)` is the configuration of a run."""
+
+    def run(*overrides: str) -> DictConfig:
+        with initialize_config_module("otdd_flash.conf", version_base="1.3"):
+            return compose("distance", overrides=list(overrides))
+
+    return run
+
+
+@pytest.fixture
+def read() -> Callable[[str], Any]:
+    """`read(path)` is the content of a JSON file."""
+    return lambda path: json.loads(Path(path).read_text(encoding="utf-8"))

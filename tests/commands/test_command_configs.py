@@ -1,0 +1,128 @@
+"""The composed configuration: every choice fits the settings, every default is as documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
+
+from otdd_flash.commands.settings import parse
+from otdd_flash.distance import DistanceSettings
+from otdd_flash.errors import InputError
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+GROUPS = ("source", "target", "extractor", "labels")
+CHOICES = [(group, path.stem) for group in GROUPS for path in sorted(CONF.glob(f"{group}/*.yaml"))]
+# What a choice cannot do without.
+NEEDED = {"callable": "extractor.path=math:sqrt"}
+
+DEFAULTS = {
+    "lambda_x": 0.5,
+    "lambda_y": 0.5,
+    "epsilon": 0.1,
+    "epsilon_relative": None,
+    "debias": True,
+    "min_class_size": None,
+    "solver": {"tolerance": 1e-3, "max_iterations": 100_000, "require_convergence": False},
+    "save_result": False,
+    "device": "auto",
+    "backend": "auto",
+    "precision": "fast",
+    "memory_budget": "auto",
+    "seed": 0,
+    "max_samples": None,
+    "data_root": None,
+    "download": False,
+    "cache_dir": "~/.cache/otdd_flash",
+    "log_level": "WARNING",
+}
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes_and_fits_the_settings(composed, group, choice):
+    config = composed(f"{group}={choice}", *([NEEDED[choice]] if choice in NEEDED else []))
+    assert OmegaConf.is_struct(config)
+    with pytest.raises(ConfigAttributeError):
+        config[group].no_such_key = 1
+    settings = parse(config, DistanceSettings)
+    node = getattr(settings, group)
+    assert (node.method if group == "labels" else node["name"]) == choice
+
+
+def test_the_root_holds_the_documented_defaults_and_nothing_else(composed):
+    root = OmegaConf.to_container(composed(), resolve=True)
+    nodes = {key: root.pop(key) for key in GROUPS}
+    assert root == DEFAULTS
+    assert nodes["source"]["name"] == nodes["target"]["name"] == "digits"
+    assert nodes["extractor"]["name"] == "pixels"
+    labels = {"full": False, "unbiased": True, "diagonal": False, "epsilon": 0.1, "path": None}
+    assert nodes["labels"] == {"method": "gaussian", **labels}
+
+
+def test_shorthands_reach_both_sides_and_the_labels(composed):
+    settings = parse(
+        composed("max_samples=7", "seed=3", "data_root=d", "epsilon=0.2", "source.seed=5"),
+        DistanceSettings,
+    )
+    for node, seed in ((settings.source, 5), (settings.target, 3)):
+        assert (node["max_samples"], node["seed"], node["root"]) == (7, seed, "d")
+    assert settings.labels.epsilon == 0.2
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("epsilon=abc", "epsilon", "abc"),
+        ("epsilon=null", "epsilon", "None"),
+        ("epsilon=[1]", "epsilon", "1"),
+        ("solver.max_iterations=1.5", "solver.max_iterations", "1.5"),
+        ("debias=maybe", "debias", "maybe"),
+        ("seed=1.5", "seed", "1.5"),
+        ("max_samples=abc", "max_samples", "abc"),
+        ("labels.full=7up", "labels.full", "7up"),
+        ("cache_dir=[a]", "cache_dir", "a"),
+        ("+surprise=1", "surprise", "surprise"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_with_its_own_key(composed, override, key, value):
+    with pytest.raises(InputError, match=rf"^{re.escape(key)}: .*{re.escape(value)}"):
+        parse(composed(override), DistanceSettings)
+
+
+def test_a_value_that_must_be_given_is_named(composed):
+    with pytest.raises(InputError, match=r"extractor\.path must be given: extractor\.path=VALUE"):
+        parse(composed("extractor=callable"), DistanceSettings)
+
+
+def test_help_explains_every_choice_and_every_key(command, composed):
+    help_text = command("--help").out
+    described = help_text[: help_text.index("DEFAULTS")]
+    for group, choice in CHOICES:
+        assert re.search(rf"^    .*\b{choice}\b", described, re.M), f"{group}={choice}"
+    config = composed()
+    shared = set(config.source) - {"name", "rotate"}
+    extractor = {"standardize", "pca", "batch_size"}
+    labels = set(config.labels) - {"method"}
+    solver = {f"solver.{key}" for key in config.solver}
+    for key in {*config, *shared, *extractor, *labels, *solver} - {*GROUPS, "solver"}:
+        assert re.search(rf"(?<![\w.]){re.escape(key)}(?![\w])", described), key
+
+
+def test_help_names_the_command_that_lists_the_keys_of_a_choice(command):
+    shown = command("--help").out
+    listing = re.search(
+        r"python -m otdd_flash\.distance (source=\S+) --cfg job --package source", shown
+    )
+    assert listing is not None
+    keys = command(listing[1], "--cfg=job", "--package=source")
+    assert keys.code == 0
+    assert {"name: idx", "images: null", "labels: null"} <= set(keys.out.splitlines())
+
+
+def test_the_whole_configuration_can_be_printed(command):
+    printed = command("epsilon=0.25", "--cfg=job", "--resolve")
+    assert printed.code == 0
+    assert OmegaConf.create(printed.out).labels.epsilon == 0.25

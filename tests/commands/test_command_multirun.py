@@ -1,0 +1,93 @@
+"""Multirun: every job on its own, one summary, the highest exit code."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from otdd_flash import distance
+from otdd_flash.report.csv_tables import SUMMARY_COLUMNS
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+def _summary(folder: str = "sweep") -> list[dict[str, str]]:
+    with (Path(folder) / "summary.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_failing_job_does_not_stop_the_others(command, read):
+    ended = command("-m", "source=blobs,digits", "target=blobs,digits", "max_samples=30")
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+    rows = _summary()
+    assert list(rows[0]) == list(SUMMARY_COLUMNS)
+    assert [row["job"] for row in rows] == ["0", "1", "2", "3"]
+    assert [bool(row["value"]) for row in rows] == [True, False, False, False]
+    assert "source=blobs target=digits" in rows[1]["overrides"]
+    for row in rows[1:]:
+        assert read(f"sweep/{row['directory']}/error.json")["error"] == row["error"]
+        assert "digits" in row["error"]
+    result = read("sweep/0/result.json")
+    assert float(rows[0]["value"]) == result["value"]
+    assert [float(rows[0][end]) for end in ("lower", "upper")] == result["bounds"]
+    assert (rows[0]["converged"], rows[0]["error"]) == ("true", "")
+    assert "4 jobs, 3 failed" in ended.err
+    assert str(Path("sweep/summary.csv").absolute()) in ended.err
+
+
+def test_every_directory_is_self_contained(command):
+    assert command("-m", "epsilon=0.1,0.3").code == 0
+    for job in ("0", "1"):
+        files = {str(path.relative_to(f"sweep/{job}")) for path in Path(f"sweep/{job}").rglob("*")}
+        assert {"result.json", "class_coupling.csv", "class_distances.csv"} <= files
+        assert {".hydra/config.yaml", ".hydra/overrides.yaml"} <= files
+    assert [float(row["epsilon"]) for row in _summary()] == [0.1, 0.3]
+
+
+def test_the_highest_code_wins_whatever_the_order(command):
+    ended = command(
+        *("-m", "solver.max_iterations=1,100000", "epsilon=0.1,-1", "solver.tolerance=1e-4"),
+        "solver.require_convergence=true",
+    )
+    assert ended.code == 3
+    errors = [row["error"] for row in _summary()]
+    assert "require_convergence" in errors[0]
+    assert "epsilon must be positive" in errors[1]
+    assert (errors[2], bool(errors[3])) == ("", True)
+    # A result that has not converged is still in the table.
+    assert _summary()[0]["converged"] == "false"
+
+
+def test_a_defect_in_one_job_is_recorded_with_its_traceback(command, read, monkeypatch):
+    compute = distance.dataset_distance
+
+    def broken_at(epsilon):
+        def run(*args, **options):
+            if options["epsilon"] == epsilon:
+                raise ZeroDivisionError("a defect")
+            return compute(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(distance, "dataset_distance", broken_at(0.2))
+    assert command("-m", "epsilon=0.2,0.1").code == 1
+    record = read("sweep/0/error.json")
+    assert (record["type"], record["exit_code"]) == ("ZeroDivisionError", 1)
+    assert "in run" in record["traceback"]
+    assert [bool(row["value"]) for row in _summary()] == [False, True]
+
+
+def test_a_stale_result_is_not_taken_for_that_of_a_failed_job(command):
+    assert command("-m", "epsilon=0.1,0.2").code == 0
+    assert command("-m", "epsilon=0.1,-1").code == 2
+    assert [bool(row["value"]) for row in _summary()] == [True, False]
+
+
+@pytest.mark.parametrize("subdir", ["deep/${hydra.job.num}", "job_${hydra.job.num}"])
+def test_subdirectories_may_have_any_form(command, subdir):
+    assert command("-m", "epsilon=0.1,-1", f"hydra.sweep.subdir={subdir}").code == 2
+    expected = [subdir.replace("${hydra.job.num}", number) for number in ("0", "1")]
+    assert [row["directory"] for row in _summary()] == expected

@@ -1,0 +1,192 @@
+"""Exit codes and files of `python -m otdd_flash.distance`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from otdd_flash import distance
+
+REPORT = {
+    "class_coupling.csv",
+    "class_coupling.png",
+    "class_distances.csv",
+    "class_distances.png",
+    "projection.png",
+    "result.json",
+}
+TERM_KEYS = {"value", "bounds", "marginal_error", "iterations", "converged"}
+RESULT_KEYS = {
+    *("value", "bounds", "terms", "epsilon", "marginal_error", "iterations", "passes"),
+    *("converged", "stopped_by", "seconds", "n", "m", "d", "classes", "labels"),
+    *("lambda_x", "lambda_y", "seed", "fingerprints", "subset_hash", "versions"),
+    *("device", "backend", "precision", "config"),
+}
+PHASES = ["load", "extract", "class_distances", "solve", "report"]
+
+
+def _files(directory: str) -> set[str]:
+    return {path.name for path in Path(directory).iterdir() if path.is_file()}
+
+
+def test_a_run_writes_everything_and_prints_a_table(command, read):
+    ended = command("seed=4")
+    assert ended.code == 0
+    assert ended.err == ""
+    assert _files("run") == REPORT
+    assert str(Path("run").absolute()) in ended.out
+    result = read("run/result.json")
+    assert set(result) >= RESULT_KEYS
+    assert set(result["terms"]) == {"xy", "xx", "yy"}
+    assert all(set(term) >= TERM_KEYS for term in result["terms"].values())
+    assert list(result["seconds"]) == PHASES
+    assert set(result["classes"]) == {"source", "target"}
+    assert result["bounds"][0] <= result["value"] <= result["bounds"][1]
+    assert (result["seed"], result["n"], result["m"]) == (4, 40, 40)
+    assert result["config"]["source"]["max_samples"] == 40
+    assert result["device"] == "cpu"
+
+
+def test_a_saved_result_can_be_loaded(command, read):
+    from otdd_flash import DistanceResult
+
+    assert command("save_result=true").code == 0
+    assert _files("run") == REPORT | {"result.safetensors"}
+    assert DistanceResult.load("run").value == read("run/result.json")["value"]
+
+
+def test_not_converged_is_a_warning_and_code_0(command, read):
+    ended = command("solver.max_iterations=1", "solver.tolerance=1e-4")
+    assert ended.code == 0
+    assert ended.err.startswith("warning: not converged after 1 iterations")
+    assert "NOT CONVERGED" in ended.out
+    result = read("run/result.json")
+    assert (result["converged"], result["stopped_by"]) == (False, "max_iterations")
+
+
+def test_required_convergence_is_code_3_and_everything_is_written(command, read):
+    ended = command(
+        "solver.max_iterations=1", "solver.tolerance=1e-4", "solver.require_convergence=true"
+    )
+    assert ended.code == 3
+    assert "solver.require_convergence" in ended.error
+    assert _files("run") == REPORT | {"error.json"}
+    assert read("run/error.json")["exit_code"] == 3
+
+
+def test_bad_input_is_code_2_with_an_error_file(command, read):
+    ended = command("epsilon=-1")
+    assert ended.code == 2
+    assert ended.out == ""
+    record = {"error": ended.error, "type": "InputError", "exit_code": 2}
+    assert read("run/error.json") == record
+    assert _files("run") == {"error.json"}
+
+
+def test_a_run_that_succeeds_removes_an_earlier_error(command):
+    assert command("epsilon=-1").code == 2
+    assert command().code == 0
+    assert _files("run") == REPORT
+
+
+def test_a_failed_drawing_leaves_no_earlier_result(command, monkeypatch):
+    assert command().code == 0
+
+    def disk_full(*_, **__):
+        raise distance.InputError("cannot write projection.png: No space left on device")
+
+    monkeypatch.setattr(distance, "write_report", disk_full)
+    assert command().code == 2
+    assert "result.json" not in _files("run")
+
+
+def test_a_defect_is_code_1_with_its_traceback(command, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(distance, "dataset_distance", broken)
+    ended = command()
+    assert ended.code == 1
+    assert "ZeroDivisionError: a defect" in ended.err
+
+
+@pytest.mark.parametrize("moment", ["prepare_sides", "dataset_distance", "write_report"])
+def test_an_interruption_is_code_130_and_leaves_no_result(command, monkeypatch, moment):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(distance, moment, interrupted)
+    ended = command()
+    assert ended.code == 130
+    assert "interrupted" in ended.err
+    assert "Traceback" not in ended.err
+    assert _files("run") == set()
+
+
+def test_a_signal_ends_the_process_with_code_130_and_no_traceback(folder):
+    """A solve that cannot end soon, interrupted once its job has begun."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "otdd_flash.distance", "source=blobs", "target=blobs"),
+            *("target.split=test", "extractor=identity", "source.samples=1000"),
+            *("target.samples=1000", "epsilon=0.001", "solver.tolerance=1e-9"),
+            *("solver.max_iterations=10000000", "precision=double", "hydra.run.dir=run"),
+            "log_level=INFO",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    # The last thing said before the solve.
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith("info: target: 2 features"):
+            break
+    process.send_signal(signal.SIGINT)
+    said += process.stderr.readlines()
+    assert process.wait(timeout=30) == 130
+    assert said[-1].startswith("interrupted")
+    assert "Traceback" not in "".join(said)
+    assert _files("run") == set()
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_an_output_folder_that_cannot_be_written_is_code_2(command, folder, key):
+    (folder / "file").write_text("not a folder")
+    flags = ["-m"] if key == "hydra.sweep.dir" else []
+    ended = command(*flags, f"{key}=file/below")
+    assert ended.code == 2
+    assert ended.error.startswith(f"cannot write to {key}=file/below")
+    assert f"{key}=DIR" in ended.error
+
+
+@pytest.mark.parametrize("wrong", ["source=nothing", "labels=nothing", "nothing=1", "source.a=1"])
+def test_unknown_groups_and_keys_keep_the_message_of_hydra(command, wrong):
+    ended = command(wrong)
+    assert ended.code == 1
+    assert "nothing" in ended.err or "source.a" in ended.err
+    assert "Traceback" not in ended.err
+    if wrong == "labels=nothing":
+        assert "upper_bound" in ended.err
+
+
+def test_log_level_info_says_what_auto_became(command):
+    ended = command("log_level=info", "epsilon_relative=0.1")
+    assert ended.code == 0
+    assert "info: source: blobs train, 40 rows, 5 classes" in ended.err
+    assert "info: target: 2 features by identity" in ended.err
+    assert "info: class distances by gaussian between 5 + 5 classes" in ended.err
+    assert "info: solved on cpu by torch" in ended.err
+    assert "info: xy: " in ended.err
+
+
+def test_log_records_are_printed_once(command):
+    ended = command("log_level=INFO")
+    assert (ended.out + ended.err).count("class distances by gaussian between") == 1

@@ -1,0 +1,252 @@
+"""What a distance result gives: the plan against the dense plan, and save and load."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import reference
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import otdd_flash.result
+from otdd_flash.errors import InputError
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.otdd import dataset_distance
+from otdd_flash.result import SUMMARY_FILE, TENSOR_FILE, DistanceResult
+from otdd_flash.samples import LabeledSamples
+
+
+def dataset(size, seed, *, classes=3, weighted=False, labelled=True, dtype=torch.float32):
+    rng = np.random.default_rng(seed)
+    labels = np.arange(size) % classes
+    features = torch.from_numpy(rng.normal(size=(size, 3)) + 2 * labels[:, None]).to(dtype)
+    weights = None
+    if weighted:
+        weights = torch.from_numpy(rng.random(size))
+        weights[::4] = 0
+    return LabeledSamples(
+        features,
+        torch.from_numpy(labels) if labelled else None,
+        ("á", "b c", "d")[:classes] if labelled else (),
+        weights,
+        name=f"set {seed}",
+        subset_hash=f"hash {seed}",
+    )
+
+
+SETTINGS = {
+    "plain": ({}, {}),
+    "weights": ({"weighted": True}, {}),
+    "unlabelled": ({"labelled": False}, {"labels": "none"}),
+    "not debiased": ({}, {"debias": False}),
+    "double": ({"dtype": torch.float64}, {"compute": ComputeOptions(precision="double")}),
+}
+
+
+def solved(setting, *, identical=False):
+    data, arguments = SETTINGS[setting]
+    source = dataset(23, 0, **data)
+    target = source if identical else dataset(18, 1, **data)
+    return dataset_distance(source, target, epsilon=1.0, **arguments)
+
+
+@pytest.fixture(params=[(name, False) for name in SETTINGS] + [("weights", True)], ids=str)
+def result(request):
+    name, identical = request.param
+    return solved(name, identical=identical)
+
+
+def dense_plan(result):
+    source, target = result.source, result.target
+    labels = [
+        torch.zeros(len(side), dtype=torch.int64) if side.labels is None else side.labels
+        for side in (source, target)
+    ]
+    cost = reference.dense_cost(
+        source.features, target.features, 0.5, 0.5 * result.class_distances.xy, *labels
+    )
+    f, g = result.potentials
+    return reference.plan(cost, source.masses, target.masses, f, g, result.epsilon)
+
+
+def assert_near(computed, expected):
+    precision = 1e-10 if computed.dtype == torch.float64 else 3e-5
+    torch.testing.assert_close(computed.double(), expected, rtol=precision, atol=precision)
+
+
+def test_the_plan_is_applied_to_vectors_and_matrices(result):
+    matrix = torch.randn(len(result.target), 4, generator=torch.Generator().manual_seed(0)).double()
+    plan = dense_plan(result)
+    assert float(plan.sum()) == pytest.approx(1, abs=2e-3)
+    assert_near(result.apply_plan(matrix), plan @ matrix)
+    assert_near(result.apply_plan(matrix[:, 0]), plan @ matrix[:, 0])
+    assert_near(result.apply_plan(matrix[:, 0].tolist()), plan @ matrix[:, 0])
+
+
+@pytest.mark.parametrize("shape", [(), (17,), (23, 2), (18, 2, 2)])
+def test_values_of_another_shape_are_refused(shape):
+    with pytest.raises(InputError, match=r"one row per target sample, \(18,\) or \(18, k\)"):
+        solved("plain").apply_plan(torch.zeros(shape))
+
+
+def test_class_coupling_sums_the_plan_by_classes(result):
+    plan = dense_plan(result)
+    sides = (result.source, result.target)
+    ones = [
+        torch.ones(len(side), 1).double()
+        if side.labels is None
+        else torch.nn.functional.one_hot(side.labels, side.class_total).double()
+        for side in sides
+    ]
+    coupling = result.class_coupling()
+    assert coupling.dtype == torch.float64
+    assert float(coupling.sum()) == pytest.approx(1, abs=1e-12)
+    torch.testing.assert_close(coupling, ones[0].T @ plan @ ones[1] / plan.sum(), rtol=0, atol=1e-5)
+    assert coupling.shape == tuple(len(names) for names in result.class_names)
+
+
+def test_the_barycentric_map_is_the_conditional_mean(result):
+    """Points without weight are mapped as well: rows do not depend on their masses."""
+    features = result.source.features
+    even = LabeledSamples(features, result.source.labels, result.source.class_names)
+    rows = dense_plan(
+        DistanceResult(
+            even,
+            result.target,
+            result.class_distances,
+            result.divergence,
+            result.cost,
+            result.compute,
+            method=result.method,
+            seconds={},
+        )
+    )
+    expected = rows @ result.target.features.double() / rows.sum(1, keepdim=True)
+    moved = result.barycentric_map()
+    assert moved.shape == features.shape
+    assert_near(moved, expected)
+    if result.source.weights is not None:
+        assert int((result.source.weights == 0).sum()) >= 3
+
+
+def assert_same_samples(one, two):
+    assert one.fingerprint == two.fingerprint
+    assert (one.name, one.subset_hash) == (two.name, two.subset_hash)
+    assert (one.labels is None, one.weights is None) == (two.labels is None, two.weights is None)
+
+
+def test_a_saved_result_loads_as_it_was(result, tmp_path):
+    loaded = DistanceResult.load(result.save(tmp_path / "new" / "folder", seed=5))
+    assert loaded.summary() == result.summary()
+    for side in ("source", "target"):
+        assert_same_samples(getattr(loaded, side), getattr(result, side))
+    for key in ("xx", "xy", "yy"):
+        one, two = (getattr(it.class_distances, key) for it in (loaded, result))
+        assert torch.equal(one, two)
+    assert loaded.class_names == result.class_names
+    assert loaded.divergence.terms.keys() == result.divergence.terms.keys()
+    for name, term in result.divergence.terms.items():
+        for potential in ("f", "g"):
+            one, two = (getattr(it, potential) for it in (loaded.divergence.terms[name], term))
+            assert torch.equal(one, two)
+            assert one.dtype == two.dtype
+    assert (loaded.value, loaded.bounds) == (result.value, result.bounds)
+    assert (loaded.cost, loaded.compute) == (result.cost, result.compute)
+    assert (loaded.method, loaded.seconds) == (result.method, result.seconds)
+    assert torch.equal(loaded.class_coupling(), result.class_coupling())
+    assert torch.equal(loaded.barycentric_map(), result.barycentric_map())
+
+
+def test_the_summary_holds_what_was_computed(result):
+    content = result.summary(seed=7)
+    assert content["value"] == result.value
+    assert content["bounds"] == list(result.bounds)
+    assert set(content["terms"]) == set(result.divergence.terms)
+    for name, term in result.divergence.terms.items():
+        keys = ("value", "marginal_error", "iterations", "converged")
+        assert {key: content["terms"][name][key] for key in keys} == {
+            key: getattr(term, key) for key in keys
+        }
+    assert (content["n"], content["m"], content["d"]) == (23, len(result.target), 3)
+    assert content["fingerprints"]["source"] == result.source.fingerprint
+    assert (content["seed"], content["epsilon"]) == (7, 1.0)
+    assert content["stopped_by"] == "tolerance"
+
+
+def damage(path, how):
+    tensors = path / TENSOR_FILE
+    with safe_open(tensors, framework="pt") as file:
+        content = json.loads(file.metadata()["summary"])
+    match how:
+        case "no folder":
+            return path / "missing"
+        case "no tensors":
+            tensors.unlink()
+        case "cut tensors":
+            tensors.write_bytes(tensors.read_bytes()[:-100])
+        case "empty tensors":
+            tensors.write_bytes(b"")
+        case "no summary":
+            save_file({"f": torch.zeros(1)}, tensors)
+        case "null":
+            save_file({"f": torch.zeros(1)}, tensors, metadata={"summary": "null"})
+        case "missing key":
+            del content["epsilon"]
+        case "wrong type":
+            content["terms"]["xy"] = 3
+        case "short bounds":
+            content["terms"]["xy"]["bounds"] = [0.5]
+    if how in ("missing key", "wrong type", "short bounds"):
+        save_file(load_file(tensors), tensors, metadata={"summary": json.dumps(content)})
+    return path
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("no folder", "no tensors", "cut tensors", "empty tensors", "no summary"),
+        *("null", "missing key", "wrong type", "short bounds"),
+    ],
+)
+def test_a_damaged_result_is_an_input_error(how, tmp_path):
+    path = damage(solved("plain").save(tmp_path / "result"), how)
+    with pytest.raises(InputError, match="no complete result in"):
+        DistanceResult.load(path)
+
+
+def test_saving_again_replaces_the_result(tmp_path):
+    solved("plain").save(tmp_path)
+    other = solved("weights")
+    other.save(tmp_path)
+    assert DistanceResult.load(tmp_path).value == other.value
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SUMMARY_FILE, TENSOR_FILE]
+
+
+@pytest.mark.parametrize("stage", ["tensors", "summary"])
+def test_an_interrupted_save_leaves_one_whole_result(stage, tmp_path, monkeypatch):
+    old, new = solved("plain"), solved("weights")
+    old.save(tmp_path)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    if stage == "tensors":
+        monkeypatch.setattr("safetensors.torch.save_file", interrupt)
+    else:
+        monkeypatch.setattr(otdd_flash.result, "write_json", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        new.save(tmp_path)
+    loaded, expected = DistanceResult.load(tmp_path), old if stage == "tensors" else new
+    assert loaded.summary() == expected.summary()
+    assert torch.equal(loaded.potentials[0], expected.potentials[0])
+    assert loaded.source.fingerprint == expected.source.fingerprint
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SUMMARY_FILE, TENSOR_FILE]
+
+
+def test_a_folder_that_cannot_be_made_is_an_input_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"):
+        solved("plain").save(tmp_path / "file" / "result")

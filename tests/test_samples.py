@@ -1,0 +1,167 @@
+"""Labelled feature vectors: what is accepted, how it is normalised, and what identifies it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from otdd_flash.errors import InputError
+from otdd_flash.samples import LabeledSamples, encode_labels
+
+FEATURES = torch.arange(12, dtype=torch.float32).reshape(6, 2)
+LABELS = torch.tensor([0, 1, 2, 0, 1, 0])
+NAMES = ("a", "b", "c")
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 0.0, 5.0, 6.0])
+
+
+def samples(features=FEATURES, labels=LABELS, names=NAMES, weights=None):
+    return LabeledSamples(features, labels, names, weights)
+
+
+def with_value(row, column, value):
+    features = FEATURES.clone()
+    features[row, column] = value
+    return features
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": torch.zeros(6)}, r"must be a matrix \(n, d\), got shape \(6,\)"),
+        ({"features": torch.zeros(0, 2)}, r"empty: features have shape \(0, 2\)"),
+        ({"features": torch.zeros(6, 0)}, r"empty: features have shape \(6, 0\)"),
+        ({"features": [["a", "b"]]}, "of real numbers"),
+        ({"features": np.array([[None]])}, "of real numbers"),
+        ({"features": torch.zeros(6, 2, dtype=torch.complex64)}, "must be real, got .*complex64"),
+        ({"features": with_value(4, 1, float("nan"))}, "1 NaN .* 1 rows .*row 4, column 1"),
+        ({"features": with_value(2, 0, float("inf"))}, "infinite .*row 2, column 0"),
+        ({"labels": LABELS.double()}, "must be class indices, got .*float64"),
+        ({"labels": LABELS[:5]}, r"must have shape \(6,\) as features, got \(5,\)"),
+        ({"labels": LABELS - 1}, r"must lie in \[0, 3\).* got -1 to 1"),
+        ({"labels": LABELS + 1}, r"must lie in \[0, 3\).* got 1 to 3"),
+        ({"weights": WEIGHTS[:5]}, r"must have shape \(6,\) as features, got \(5,\)"),
+        ({"weights": -WEIGHTS}, "finite and non-negative"),
+        ({"weights": WEIGHTS / 0}, "finite and non-negative"),
+        ({"weights": WEIGHTS * 0}, "must not all be zero"),
+    ],
+)
+def test_bad_parts_are_named(changes, message):
+    with pytest.raises(InputError, match=message):
+        samples(**changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.uint8, torch.float32),
+    ],
+)
+def test_features_of_other_types_become_float32(given, kept):
+    assert samples(FEATURES.to(given)).features.dtype == kept
+
+
+def test_weights_are_normalised_and_missing_ones_are_uniform():
+    torch.testing.assert_close(samples(weights=WEIGHTS).masses, WEIGHTS.double() / 17)
+    assert samples().weights is None
+    assert samples().masses.tolist() == [1 / 6] * 6
+
+
+def test_normalised_weights_are_not_normalised_again():
+    """Dividing by a sum of 1 - 2^-53 would change the last digits, and so the fingerprint."""
+    for seed in range(50):
+        weights = torch.rand(6, generator=torch.Generator().manual_seed(seed))
+        once = samples(weights=weights)
+        assert samples(weights=once.weights).fingerprint == once.fingerprint
+
+
+def test_unlabelled_samples_are_one_class_without_names():
+    unlabelled = LabeledSamples(FEATURES, None, NAMES)
+    assert (unlabelled.class_names, unlabelled.class_total) == ((), 1)
+    with pytest.raises(InputError, match="samples has no labels; label it with pseudo_labels"):
+        _ = unlabelled.class_counts
+    with pytest.raises(InputError, match="samples has no labels"):
+        unlabelled.keep_classes([0])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"features": with_value(5, 1, 11.000001)},
+        {"features": FEATURES.double()},
+        {"features": FEATURES.reshape(6, 2).flip(0)},
+        {"labels": torch.tensor([0, 1, 2, 0, 1, 1])},
+        {"labels": None},
+        {"names": ("a", "b", "d")},
+        {"weights": WEIGHTS},
+        {"weights": torch.ones(6)},
+    ],
+)
+def test_the_fingerprint_covers_every_part(changed):
+    assert samples(**changed).fingerprint != samples().fingerprint
+
+
+def test_the_fingerprint_covers_the_order_of_rows_and_nothing_else():
+    whole = samples(weights=WEIGHTS)
+    turned = whole.take(torch.tensor([5, 1, 2, 3, 4, 0]))
+    assert turned.fingerprint != whole.fingerprint
+    other = LabeledSamples(
+        FEATURES.clone(), LABELS.int(), list(NAMES), 2 * WEIGHTS, name="x", subset_hash="y"
+    )
+    assert other.fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("labels", "indices", "names"),
+    [
+        ([7, -3, 7, 100], [1, 0, 1, 2], ("-3", "7", "100")),
+        (["dog", "cat", "dog", "é"], [1, 0, 1, 2], ("cat", "dog", "é")),
+        (np.array(["b", "a", "b", "c"], dtype=object), [1, 0, 1, 2], ("a", "b", "c")),
+        (torch.tensor([2, 0, 2, 9], dtype=torch.uint8), [1, 0, 1, 2], ("0", "2", "9")),
+        ([True, False, True, True], [1, 0, 1, 1], ("False", "True")),
+    ],
+)
+def test_raw_labels_are_numbered_in_sorted_order(labels, indices, names):
+    built = LabeledSamples.from_arrays(FEATURES[:4], labels)
+    assert built.labels.tolist() == indices
+    assert built.class_names == names
+    assert built.class_counts.tolist() == np.bincount(indices).tolist()
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0.5, 1.5], "integers or strings, got float64 such as"),
+        ([[0, 1]], r"one-dimensional, got shape \(1, 2\)"),
+        ([None, "a"], "integers or strings, got object"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(labels, message):
+    with pytest.raises(InputError, match=message):
+        encode_labels(labels)
+
+
+def test_taking_rows_moves_all_parts_together():
+    rows = torch.tensor([4, 0, 2])
+    taken = samples(weights=WEIGHTS).take(rows, subset_hash="rows")
+    assert torch.equal(taken.features, FEATURES[rows])
+    assert taken.labels.tolist() == [1, 0, 2]
+    assert taken.class_names == NAMES
+    assert taken.subset_hash == "rows"
+    torch.testing.assert_close(taken.masses, torch.tensor([5 / 9, 1 / 9, 3 / 9]).double())
+
+
+def test_kept_classes_are_renumbered_in_the_order_given():
+    kept = samples(weights=WEIGHTS).keep_classes([2, 0])
+    assert kept.class_names == ("c", "a")
+    assert kept.labels.tolist() == [1, 0, 1, 1]
+    assert torch.equal(kept.features, FEATURES[[0, 2, 3, 5]])
+    torch.testing.assert_close(kept.masses, torch.tensor([0.1, 0.3, 0.0, 0.6]).double())
+
+
+def test_moving_to_a_device_keeps_the_fingerprint():
+    whole = samples(weights=WEIGHTS)
+    assert whole.to("cpu").fingerprint == whole.fingerprint
