@@ -276,7 +276,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(measured) + "\n")
         return
     result = {
-        "environment": environment("geomloss", "POT"),
+        "environment": environment("torch", "geomloss", "POT"),
         "kept": bench_kept(arguments.data_root, arguments.samples),
         "streamed": bench_streamed(arguments.data_root, arguments.samples),
         "memory": bench_memory(arguments.data_root, arguments.large),

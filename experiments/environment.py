@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from otdd_flash.json_file import write_json
+from otdd_flash.version import __version__
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -25,14 +26,14 @@ def environment(*packages: str) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("torch", "otdd-flash", *packages)},
+        "versions": {"otdd-flash": __version__, **{name: _version(name) for name in packages}},
         "commit": _commit(),
     }
 
 
-def write_result(name: str, content: dict[str, Any]) -> Path:
-    """Write experiments/results/NAME.json."""
-    path = RESULTS / f"{name}.json"
+def write_result(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write NAME.json, by default into experiments/results."""
+    path = folder / f"{name}.json"
     write_json(path, content)
     return path
 
@@ -54,6 +55,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    """The commit of this checkout; a machine that has the files alone is told by OTDD_COMMIT."""
+    if "OTDD_COMMIT" in os.environ:
+        return os.environ["OTDD_COMMIT"]
     command = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

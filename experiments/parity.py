@@ -106,7 +106,7 @@ def main() -> None:
     arguments = parser.parse_args()
     problems = pairs(arguments.data_root, arguments.samples)
     result = {
-        "environment": environment("geomloss", "POT"),
+        "environment": environment("torch", "geomloss", "POT"),
         "samples": arguments.samples,
         "entropic": [
             compare(*item, relative) for item in problems.items() for relative in EPSILONS

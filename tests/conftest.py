@@ -8,6 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+
+# Before anything imports Triton: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 IMAGE_SETS = ("MNIST", "FashionMNIST", "USPS")

@@ -67,6 +67,11 @@ class Operator(Protocol):
         """Bound on the rounding error of a computed C_ij, in units of the cost."""
         ...
 
+    @property
+    def refined(self) -> Operator:
+        """The same cost to the full accuracy of `dtype`, for certificates; often itself."""
+        ...
+
     def softmin_rows(self, g: Tensor, epsilon: float) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         ...

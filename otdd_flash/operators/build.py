@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
 
-BACKENDS = ("auto", "torch")
+BACKENDS = ("auto", "torch", "triton")
 PRECISIONS = ("fast", "high", "double")
 
 
@@ -40,9 +41,11 @@ class ComputeOptions:
 
     Args:
         device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
-        backend: `auto` or `torch`.
-        precision: `fast` and `high` are float32 in PyTorch, `double` is float64.
-        memory_budget: bytes that stored scores may take: `auto` (half of free memory) or `4GiB`.
+        backend: `auto` (Triton on CUDA but in double precision), `torch` or `triton`.
+        precision: `fast` iterates on points rounded to float16 and ends on the original ones, in
+            Triton; `high` is float32-like throughout, as both are in PyTorch; `double` is float64.
+        memory_budget: bytes that stored scores may take in PyTorch: `auto` (half of free memory)
+            or `4GiB`.
     """
 
     device: str = "auto"
@@ -69,7 +72,9 @@ def build_operator(
     *,
     keep_scores: bool = True,
 ) -> Operator:
-    """The cost between two clouds, stored if it fits the memory budget and is asked for.
+    """The cost between two clouds: on a GPU in Triton kernels, else in PyTorch.
+
+    In PyTorch the scores are stored if they fit the memory budget and that is asked for.
 
     Args:
         source: n labelled points.
@@ -77,7 +82,10 @@ def build_operator(
         class_distances: the block of W (V_x, V_y) between their classes.
         cost: its weights.
         compute: where and how passes run.
-        keep_scores: False for a single pass, which storing would not speed up.
+        keep_scores: False for a single pass, which neither storing nor packing would speed up.
+
+    Raises:
+        InputError: the backend cannot run on the device or in the precision.
     """
     device = resolve_device(compute.device)
     budget = budget_in_bytes(compute.memory_budget, device)
@@ -93,10 +101,27 @@ def build_operator(
         lambda_x=cost.lambda_x,
         dtype=compute.dtype,
     )
+    if keep_scores and _use_triton(compute, device):
+        from otdd_flash.operators.kernel import KernelOperator
+
+        return KernelOperator(streamed, compute.precision)
     n, m = streamed.shape
     if keep_scores and n * m * compute.dtype.itemsize <= budget:
         return StoredOperator.keep(streamed)
     return streamed
+
+
+def _use_triton(compute: ComputeOptions, device: torch.device) -> bool:
+    """Whether half-steps run in Triton; an impossible request is refused, never replaced."""
+    if compute.backend != "triton":
+        return compute.backend == "auto" and device.type == "cuda" and compute.precision != "double"
+    if compute.precision == "double":
+        raise InputError("backend=triton has no double precision; use backend=torch or auto")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InputError(
+            f"backend=triton needs a CUDA device, got device={device}; use backend=torch or auto"
+        )
+    return True
 
 
 def _class_indices(samples: LabeledSamples) -> Tensor:

@@ -42,6 +42,10 @@ class StreamedOperator(TiledOperator):
         class_costs: (V_x, V_y) the block of lambda_y W that these labels index, float64.
         lambda_x: weight of the squared Euclidean distance.
         dtype: float32 or float64, the type of scores and potentials.
+
+    Attributes:
+        points: both clouds (n, d) and (m, d), centred by their common mean.
+        labels: labels_x and labels_y.
     """
 
     def __init__(
@@ -78,9 +82,10 @@ class StreamedOperator(TiledOperator):
             ),
             cost_error=_relative_error(x.shape[1], dtype) * cost_range.highest,
         )
-        self._x = x.mul_(2 * lambda_x)
-        self._y_transposed = y.T
-        self._labels_x = labels_x
+        self.points = x, y
+        self.labels = labels_x, labels_y
+        self.class_costs = class_costs
+        self.lambda_x = lambda_x
         self._bias = (-class_costs[:, labels_y] - squares_y).to(dtype)
 
     @property
@@ -97,8 +102,9 @@ class StreamedOperator(TiledOperator):
         for start in range(0, n, height):
             rows = slice(start, min(start + height, n))
             block = buffer[: rows.stop - start]
-            torch.index_select(self._bias, 0, self._labels_x[rows], out=block)
-            yield start, block.addmm_(self._x[rows], self._y_transposed)
+            torch.index_select(self._bias, 0, self.labels[0][rows], out=block)
+            x, y = self.points
+            yield start, block.addmm_(x[rows], y.T, alpha=2 * self.lambda_x)
 
 
 def _chunks(rows: Tensor) -> tuple[Tensor, ...]:

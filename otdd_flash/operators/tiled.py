@@ -83,6 +83,11 @@ class TiledOperator(ABC):
     def backend(self) -> str:
         """How the scores are held."""
 
+    @property
+    def refined(self) -> TiledOperator:
+        """Itself: scores are computed in the precision of the potentials."""
+        return self
+
     @abstractmethod
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, S[first row : first row + rows]) over all rows, in order."""

@@ -33,6 +33,9 @@ def solve_alternating(
 ) -> TransportTerm:
     """OT_epsilon between the two sides of an operator.
 
+    An operator that rounds the points iterates first; its refined form, which knows the original
+    points, starts from there and ends the solve.
+
     Args:
         operator: the cost (n, m) and the masses.
         epsilon: regularisation, in units of the cost.
@@ -43,36 +46,56 @@ def solve_alternating(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    g = torch.zeros_like(operator.b, dtype=operator.dtype) if start is None else start
-    level_tolerance = max(LEVEL_TOLERANCE, 10 * options.tolerance)
-    level = epsilon if start is not None else max(epsilon, operator.mean_cost)
     # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
     at_rest = torch.zeros_like(operator.a), torch.zeros_like(operator.b)
     floor = rounding_floor(operator, *at_rest, epsilon)
     check_reachable(options.tolerance, floor, epsilon, operator.dtype)
-    for iteration in range(1, options.max_iterations + 1):
-        f = operator.softmin_rows(g, level)
-        updated = operator.softmin_columns(f, level)
-        floor = rounding_floor(operator, f, g, level)
-        error = _column_error(operator.b, g, updated, level) + floor
-        if progress is not None:
-            progress("xy", iteration, error)
-        if level > epsilon:
-            g = updated
-            if error <= level_tolerance:
-                level = max(epsilon, level * SCALING)
-            continue
-        check_reachable(options.tolerance, floor, epsilon, operator.dtype)
-        if error <= options.tolerance:
-            break
-        g = updated
+    solve = _Solve(epsilon, options, progress)
+    if start is None:
+        g = torch.zeros_like(operator.b, dtype=operator.dtype)
+        g = solve.iterate(operator, g, max(epsilon, operator.mean_cost))
+    else:
+        g = solve.iterate(operator, start, epsilon)
+    refined = operator.refined
+    if refined is not operator:
+        g = solve.iterate(refined, g, epsilon)
     return TransportTerm.from_certificate(
-        certify(operator, g, epsilon),
+        certify(refined, g, epsilon),
         epsilon,
-        iterations=iteration,
-        passes=2 * iteration + 2,
+        iterations=solve.iterations,
+        passes=2 * solve.iterations + 2,
         tolerance=options.tolerance,
     )
+
+
+class _Solve:
+    """The iterations of one term, counted over all operators that take part."""
+
+    def __init__(self, epsilon: float, options: SolverOptions, progress: Progress | None) -> None:
+        self.epsilon, self.options, self.progress = epsilon, options, progress
+        self.iterations = 0
+
+    def iterate(self, operator: Operator, g: Tensor, level: float) -> Tensor:
+        """Alternate from g (m,), down from epsilon = level, until converged or out of budget."""
+        tolerance = self.options.tolerance
+        level_tolerance = max(LEVEL_TOLERANCE, 10 * tolerance)
+        while self.iterations < self.options.max_iterations:
+            f = operator.softmin_rows(g, level)
+            updated = operator.softmin_columns(f, level)
+            floor = rounding_floor(operator, f, g, level)
+            error = _column_error(operator.b, g, updated, level) + floor
+            self.iterations += 1
+            if self.progress is not None:
+                self.progress("xy", self.iterations, error)
+            if level > self.epsilon:
+                if error <= level_tolerance:
+                    level = max(self.epsilon, level * SCALING)
+            else:
+                check_reachable(tolerance, floor, self.epsilon, operator.dtype)
+                if error <= tolerance:
+                    break
+            g = updated
+        return g
 
 
 def _column_error(b: Tensor, g: Tensor, updated: Tensor, epsilon: float) -> float:

@@ -31,6 +31,9 @@ def solve_symmetric(
 ) -> TransportTerm:
     """OT_epsilon of a cloud with itself.
 
+    As in `solve_alternating`, an operator that rounds the points iterates first and its refined
+    form ends the solve.
+
     Args:
         operator: the symmetric cost (n, n), with the same masses on both sides.
         epsilon: regularisation, in units of the cost.
@@ -43,21 +46,41 @@ def solve_symmetric(
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
     f = torch.zeros_like(operator.a, dtype=operator.dtype) if start is None else start
-    for iteration in range(1, options.max_iterations + 1):
-        updated = operator.softmin_rows(f, epsilon)
-        masses = column_marginal(operator.a, f, updated, epsilon)
-        floor = rounding_floor(operator, f, f, epsilon)
-        error = float((masses / masses.sum() - operator.a).abs().sum()) + floor
-        check_reachable(options.tolerance, floor, epsilon, operator.dtype)
-        if progress is not None:
-            progress(name, iteration, error)
-        if error <= options.tolerance:
-            break
-        f = (f + updated) / 2
+    solve = _Solve(name, epsilon, options, progress)
+    f = solve.iterate(operator, f)
+    refined = operator.refined
+    if refined is not operator:
+        f = solve.iterate(refined, f)
     return TransportTerm.from_certificate(
-        certify_self(operator, f, epsilon),
+        certify_self(refined, f, epsilon),
         epsilon,
-        iterations=iteration,
-        passes=iteration + 1,
+        iterations=solve.iterations,
+        passes=solve.iterations + 1,
         tolerance=options.tolerance,
     )
+
+
+class _Solve:
+    """The iterations of one term, counted over all operators that take part."""
+
+    def __init__(
+        self, name: str, epsilon: float, options: SolverOptions, progress: Progress | None
+    ) -> None:
+        self.name, self.epsilon, self.options, self.progress = name, epsilon, options, progress
+        self.iterations = 0
+
+    def iterate(self, operator: Operator, f: Tensor) -> Tensor:
+        """Average f (n,) with its softmin until converged or out of budget."""
+        while self.iterations < self.options.max_iterations:
+            updated = operator.softmin_rows(f, self.epsilon)
+            masses = column_marginal(operator.a, f, updated, self.epsilon)
+            floor = rounding_floor(operator, f, f, self.epsilon)
+            error = float((masses / masses.sum() - operator.a).abs().sum()) + floor
+            check_reachable(self.options.tolerance, floor, self.epsilon, operator.dtype)
+            self.iterations += 1
+            if self.progress is not None:
+                self.progress(self.name, self.iterations, error)
+            if error <= self.options.tolerance:
+                break
+            f = (f + updated) / 2
+        return f

@@ -1,0 +1,159 @@
+"""A cost of labelled points whose half-steps run in Triton kernels on a GPU.
+
+In base-2 logarithms, with the scores split as in `streamed`,
+
+    f_i = lambda_x ||x_i||^2 - epsilon ln(2) LSE2_j[scale x_i . y_j + bias[l_i, j]]
+    scale = 2 lambda_x log2(e) / epsilon
+    bias[c, j] = log2(b_j) + (g_j - lambda_x ||y_j||^2 - lambda_y W[c, l_j]) log2(e) / epsilon
+
+The norms are those of the rounded points, so that an iteration in `fast` precision is exact for one
+slightly perturbed cloud. `refined` is the same cost in `high` precision; it shares the coordinates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otdd_flash.kernels.row_log_sum_exp import BLOCK_COLUMNS, BLOCK_ROWS, row_log_sum_exp
+from otdd_flash.operators.packed import PackedPoints, pack, power_of_two_scale
+from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.operators.tiled import LN_2, LOG2_E, LOG2_ZERO
+
+PARTS = {"fast": 1, "high": 3}
+
+# Tensor cores add 16 products at a time and cut off what does not fit: errors of one sign.
+PRODUCT_DEPTH = 16
+
+
+class KernelOperator:
+    """Labelled points on a GPU, half-steps by `row_log_sum_exp`.
+
+    Plans are applied by the streamed PyTorch operator that it is made from.
+
+    Args:
+        streamed: the same cost, from which points, labels and masses are taken.
+        precision: `fast` or `high`.
+        sides: both clouds packed, and their exponent, when another operator has packed them.
+    """
+
+    def __init__(
+        self,
+        streamed: StreamedOperator,
+        precision: str,
+        sides: tuple[PackedPoints, PackedPoints, int] | None = None,
+    ) -> None:
+        self.streamed, self._precision = streamed, precision
+        self.a, self.b = streamed.a, streamed.b
+        self.shape, self.dtype = streamed.shape, streamed.dtype
+        self.mean_cost, self.cost_range = streamed.mean_cost, streamed.cost_range
+        self._sides = sides or _pack_sides(streamed)
+        x, y, exponent = self._sides
+        self._exponent = exponent
+        self._parts = PARTS[precision]
+        steps = x.coordinates.shape[1] * self._parts / PRODUCT_DEPTH
+        unit = torch.finfo(self.dtype).eps / 2
+        self.cost_error = unit * (3 + steps) * self.cost_range.highest
+        lambda_x = streamed.lambda_x
+        squares_x = lambda_x * x.squares(self._parts, exponent)
+        squares_y = lambda_x * y.squares(self._parts, exponent)
+        costs = streamed.class_costs
+        # (V_x, m) and (V_y, n): what a column adds to the scores of each class, sign reversed.
+        self._offset_y = (costs[:, y.labels] + squares_y).float()
+        self._offset_x = (costs.T[:, x.labels] + squares_x).float()
+        self._squares_x = squares_x[x.position].float()
+        self._squares_y = squares_y[y.position].float()
+        self._log2_a = _log2_masses(self.a, x)
+        self._log2_b = _log2_masses(self.b, y)
+
+    @property
+    def backend(self) -> str:
+        """How a pass runs."""
+        return f"triton, scores streamed, {self._precision}"
+
+    @property
+    def refined(self) -> KernelOperator:
+        """The cost of the original points, to float32 accuracy."""
+        if self._precision == "high":
+            return self
+        return KernelOperator(self.streamed, "high", self._sides)
+
+    def seen_points(self) -> tuple[Tensor, Tensor]:
+        """Both clouds as this precision rounds them, (n, d) and (m, d) float64, in their order."""
+        *sides, exponent = self._sides
+        x, y = (side.rounded(self._parts, exponent)[side.position] for side in sides)
+        dim = self.streamed.points[0].shape[1]
+        return x[:, :dim], y[:, :dim]
+
+    def softmin_rows(self, g: Tensor, epsilon: float) -> Tensor:
+        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        x, y, _ = self._sides
+        logs = self._half_step(x, y, g, self._offset_y, self._log2_b, epsilon)
+        return self._squares_x - (epsilon * LN_2) * logs
+
+    def softmin_columns(self, f: Tensor, epsilon: float) -> Tensor:
+        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        x, y, _ = self._sides
+        logs = self._half_step(y, x, f, self._offset_x, self._log2_a, epsilon)
+        return self._squares_y - (epsilon * LN_2) * logs
+
+    def apply_plan(
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        values: Tensor,
+        *,
+        row_factor: Tensor | None = None,
+        column_factor: Tensor | None = None,
+    ) -> Tensor:
+        """P V (n, k) for V (m, k); with A (n, r) and B (m, r) given, (P o A B^T) V."""
+        return self.streamed.apply_plan(
+            f, g, epsilon, values, row_factor=row_factor, column_factor=column_factor
+        )
+
+    def apply_plan_transposed(self, f: Tensor, g: Tensor, epsilon: float, values: Tensor) -> Tensor:
+        """P^T U (m, k) for U (n, k)."""
+        return self.streamed.apply_plan_transposed(f, g, epsilon, values)
+
+    def _half_step(
+        self,
+        rows: PackedPoints,
+        columns: PackedPoints,
+        potential: Tensor,
+        offset: Tensor,
+        log2_masses: Tensor,
+        epsilon: float,
+    ) -> Tensor:
+        """The log-sum-exp of every original row, float32."""
+        scale = LOG2_E / epsilon
+        bias = torch.sub(potential.float()[columns.origin], offset)
+        bias = torch.add(log2_masses, bias, alpha=scale)
+        product_scale = 2 * self.streamed.lambda_x * scale * 2.0 ** (-2 * self._exponent)
+        logs = row_log_sum_exp(
+            rows.coordinates,
+            columns.coordinates,
+            bias,
+            rows.block_class,
+            product_scale,
+            parts=self._parts,
+        )
+        return logs[rows.position]
+
+
+def _pack_sides(streamed: StreamedOperator) -> tuple[PackedPoints, PackedPoints, int]:
+    x, y = streamed.points
+    exponent = power_of_two_scale(x, y)
+    sizes = {"block": BLOCK_ROWS, "multiple": BLOCK_COLUMNS}
+    (labels_x, labels_y), (classes_x, classes_y) = streamed.labels, streamed.class_costs.shape
+    return (
+        pack(x, labels_x, classes_x, exponent, **sizes),
+        pack(y, labels_y, classes_y, exponent, **sizes),
+        exponent,
+    )
+
+
+def _log2_masses(masses: Tensor, points: PackedPoints) -> Tensor:
+    """log2 of the packed masses (n,), with padding as points without mass."""
+    packed = torch.where(points.filled, masses[points.origin], 0.0)
+    return packed.log2().clamp_min(LOG2_ZERO).float()
