@@ -74,6 +74,7 @@ def row_log_sum_exp_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY_BIAS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
     """One program per (block of BLOCK_M rows, range of column blocks)."""
@@ -99,9 +100,13 @@ def row_log_sum_exp_kernel(
             row_y += tl.where(part == 1, m, 0)
         b_x = load_tile(x, row_x, k, BLOCK_M, BLOCK_K, DIM, DESCRIPTORS)  # (BLOCK_M, BLOCK_K)
         b_y = load_tile(y, row_y, k, BLOCK_N, BLOCK_K, DIM, DESCRIPTORS)  # (BLOCK_N, BLOCK_K)
+        if EARLY_BIAS:
+            # Loaded in every step, so that it is in flight like the coordinates.
+            b_bias = tl.load(bias_ptr + column + tl.arange(0, BLOCK_N))
         scores = tl.dot(b_x, b_y.T, scores)  # (BLOCK_M, BLOCK_N)
         if step == STEPS - 1:
-            b_bias = tl.load(bias_ptr + column + tl.arange(0, BLOCK_N))
+            if not EARLY_BIAS:
+                b_bias = tl.load(bias_ptr + column + tl.arange(0, BLOCK_N))
             logits = scores * scale + b_bias[None, :]
             raised = tl.maximum(highest, tl.max(logits, 1))
             sums = sums * tl.exp2(highest - raised) + tl.sum(tl.exp2(logits - raised[:, None]), 1)
@@ -144,6 +149,7 @@ class Tile(NamedTuple):
     depth: int
     warps: int
     stages: int
+    early_bias: bool = False
 
 
 def row_log_sum_exp(
@@ -192,6 +198,7 @@ def row_log_sum_exp(
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
         STAGES=tile.stages,
+        EARLY_BIAS=tile.early_bias,
         DESCRIPTORS=descriptors,
         num_warps=tile.warps,
     )
@@ -203,15 +210,16 @@ def row_log_sum_exp(
 def _tile(depth: int, device: torch.device) -> tuple[Tile, bool]:
     """The tile that was fastest on an H200, and whether the device has tensor descriptors.
 
-    A wide tile halves the reads of x but leaves one program per multiprocessor, whose exponentials
-    then wait for its own products: it pays from a depth of about 512.
+    Two narrow programs on one multiprocessor hide each other's exponentials; a wide one reads less
+    of x, which pays when the products of a column block take long. Fetching the bias early costs
+    registers that only the narrow tile has.
     """
     if device.type != "cuda":
         return Tile(BLOCK_ROWS, BLOCK_COLUMNS, 32, 4, 1), False
     if torch.cuda.get_device_capability(device)[0] < 9:
         return Tile(BLOCK_ROWS, 128, 32, 8, 3), False
-    if depth <= 256:
-        return Tile(BLOCK_ROWS, 128, 64, 4, 3), True
+    if depth <= 640:
+        return Tile(BLOCK_ROWS, 128, 64, 4, 3, early_bias=depth > 64), True
     return Tile(BLOCK_ROWS, 256, 64, 8, 3), True
 
 
