@@ -18,7 +18,17 @@ from otdd_flash.solver.options import SolverOptions
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # (n, m, d, classes of each side)
 SMALL = [(1, 1, 1, 1, 1), (33, 70, 3, 2, 3), (130, 257, 40, 3, 1), (7, 300, 70, 7, 2)]
-LARGE = [(4000, 3500, 128, 10, 10), (5000, 3001, 512, 10, 10), (2000, 2500, 784, 100, 3), (1000, 900, 4096, 2, 2)]
+LARGE = [
+    (4000, 3500, 128, 10, 10),
+    (5000, 3001, 512, 10, 10),
+    (2000, 2500, 784, 100, 3),
+    (1000, 900, 4096, 2, 2),
+]
+    (4000, 3500, 128, 10, 10),
+    (5000, 3001, 512, 10, 10),
+    (2000, 2500, 784, 100, 3),
+    (1000, 900, 4096, 2, 2),
+]
 LARGE_CASES = [pytest.param(case, marks=pytest.mark.gpu) for case in LARGE]
 EPSILON = 0.3
 
