@@ -18,6 +18,15 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 IMAGE_SETS = ("MNIST", "FashionMNIST", "USPS")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with MNIST, FashionMNIST and USPS as uncompressed IDX files under NAME/raw.
