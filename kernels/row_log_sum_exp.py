@@ -6,9 +6,12 @@ Shapes: x (n, d) and y (m, d) in float16, rows in class-pure blocks (`PackedPoin
 float32, out (n,) in float32. The n x m scores are never stored.
 
 Rows of one block have one class, so a label term depends on the column only: potential, mass, norm
-and class distance of column j are one number, bias[c, j], and labels cost nothing. Coordinates
-carry the 11 significant bits that TF32 would keep, at twice its rate; with PARTS = 3 each is a sum
-hi + lo of two float16 and hi hi + hi lo + lo hi is accumulated, about 22 bits.
+and class distance of column j are one number, bias[c, j], and labels cost nothing. Where classes
+are so small that padding them to blocks would cost more, rows stay mixed, bias has one row, and the
+class term is gathered per score from a `ClassTerm`.
+
+Coordinates carry the 11 significant bits that TF32 would keep, at twice its rate; with PARTS = 3
+each is a sum hi + lo of two float16 and hi hi + hi lo + lo hi is accumulated, about 22 bits.
 
 One program owns a block of rows and a range of columns. Its loop runs over (column block, part, K
 block) as one flat sequence, so that loads are in flight across column blocks, and keeps a running
@@ -62,11 +65,15 @@ def row_log_sum_exp_kernel(
     y,  # (PARTS > 1 ? 2 m : m, DIM) float16
     bias_ptr,  # (V, m) float32
     block_class_ptr,  # (n / BLOCK_M,) int32
+    table_ptr,  # (V_x, V_y) float32, read if GATHER
+    labels_x_ptr,  # (n,) int32, read if GATHER
+    labels_y_ptr,  # (m,) int32, read if GATHER
     highest_ptr,  # (splits, n) float32
     sums_ptr,  # (splits, n) float32
     n,
     m,
     scale,
+    table_width,
     blocks_per_split,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
@@ -76,12 +83,16 @@ def row_log_sum_exp_kernel(
     STAGES: tl.constexpr,
     EARLY_BIAS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    GATHER: tl.constexpr,
 ):
     """One program per (block of BLOCK_M rows, range of column blocks)."""
     i_block, i_split = tl.program_id(0), tl.program_id(1)
     bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * m
     first = i_split * blocks_per_split
     blocks = tl.minimum(blocks_per_split, m // BLOCK_N - first)
+    if GATHER:
+        labels_x = tl.load(labels_x_ptr + i_block * BLOCK_M + tl.arange(0, BLOCK_M))
+        p_table = table_ptr + labels_x.to(tl.int64) * table_width  # (BLOCK_M,)
 
     K_BLOCKS: tl.constexpr = (DIM + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = K_BLOCKS * PARTS
@@ -108,6 +119,9 @@ def row_log_sum_exp_kernel(
             if not EARLY_BIAS:
                 b_bias = tl.load(bias_ptr + column + tl.arange(0, BLOCK_N))
             logits = scores * scale + b_bias[None, :]
+            if GATHER:
+                labels_y = tl.load(labels_y_ptr + column + tl.arange(0, BLOCK_N))
+                logits += tl.load(p_table[:, None] + labels_y[None, :])
             raised = tl.maximum(highest, tl.max(logits, 1))
             sums = sums * tl.exp2(highest - raised) + tl.sum(tl.exp2(logits - raised[:, None]), 1)
             highest = raised
@@ -152,8 +166,29 @@ class Tile(NamedTuple):
     early_bias: bool = False
 
 
+class ClassTerm(NamedTuple):
+    """What is added to the score of each pair of labels, for rows of mixed classes.
+
+    Attributes:
+        table: (V_x, V_y) float32, in base-2 logarithms.
+        labels_x: (n,) int32, rows of `table`.
+        labels_y: (m,) int32, columns of `table`.
+    """
+
+    table: Tensor
+    labels_x: Tensor
+    labels_y: Tensor
+
+
 def row_log_sum_exp(
-    x: Tensor, y: Tensor, bias: Tensor, block_class: Tensor, scale: float, *, parts: int = 1
+    x: Tensor,
+    y: Tensor,
+    bias: Tensor,
+    block_class: Tensor,
+    scale: float,
+    *,
+    parts: int = 1,
+    class_term: ClassTerm | None = None,
 ) -> Tensor:
     """Log2 of the sum over columns of 2^(scale x_i . y_j + bias[class of i, j]).
 
@@ -165,6 +200,7 @@ def row_log_sum_exp(
         block_class: (n / BLOCK_ROWS,) int32, the row of `bias` for each block of rows.
         scale: factor of the products, positive.
         parts: 1 product of hi parts, or 3 products of hi and lo parts.
+        class_term: added to the scores, where the rows of a block have several classes.
 
     Returns:
         (n,) float32.
@@ -186,11 +222,13 @@ def row_log_sum_exp(
         *operands,
         bias,
         block_class,
+        *(class_term or (bias, block_class, block_class)),
         highest,
         sums,
         n,
         m,
         scale,
+        class_term.table.shape[1] if class_term else 0,
         per_split,
         DIM=dim,
         PARTS=parts,
@@ -200,6 +238,7 @@ def row_log_sum_exp(
         STAGES=tile.stages,
         EARLY_BIAS=tile.early_bias,
         DESCRIPTORS=descriptors,
+        GATHER=class_term is not None,
         num_warps=tile.warps,
     )
     out = torch.empty(n, dtype=torch.float32, device=x.device)

@@ -6,6 +6,9 @@ In base-2 logarithms, with the scores split as in `streamed`,
     scale = 2 lambda_x log2(e) / epsilon
     bias[c, j] = log2(b_j) + (g_j - lambda_x ||y_j||^2 - lambda_y W[c, l_j]) log2(e) / epsilon
 
+Where classes are so small that class-pure blocks would be mostly padding, bias has one row without
+W and the kernel gathers lambda_y W[l_i, l_j] per score.
+
 The norms are those of the rounded points, so that an iteration in `fast` precision is exact for one
 slightly perturbed cloud. `refined` is the same cost in `high` precision; it shares the coordinates.
 """
@@ -15,7 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.row_log_sum_exp import BLOCK_COLUMNS, BLOCK_ROWS, row_log_sum_exp
+from otdd_flash.kernels.row_log_sum_exp import (
+    BLOCK_COLUMNS,
+    BLOCK_ROWS,
+    ClassTerm,
+    row_log_sum_exp,
+)
 from otdd_flash.operators.packed import PackedPoints, pack, power_of_two_scale
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import LN_2, LOG2_E, LOG2_ZERO
@@ -49,22 +57,16 @@ class KernelOperator:
         self.mean_cost, self.cost_range = streamed.mean_cost, streamed.cost_range
         self._sides = sides or _pack_sides(streamed)
         x, y, exponent = self._sides
-        self._exponent = exponent
         self._parts = PARTS[precision]
         steps = x.coordinates.shape[1] * self._parts / PRODUCT_DEPTH
         unit = torch.finfo(self.dtype).eps / 2
         self.cost_error = unit * (3 + steps) * self.cost_range.highest
-        lambda_x = streamed.lambda_x
-        squares_x = lambda_x * x.squares(self._parts, exponent)
-        squares_y = lambda_x * y.squares(self._parts, exponent)
-        costs = streamed.class_costs
-        # (V_x, m) and (V_y, n): what a column adds to the scores of each class, sign reversed.
-        self._offset_y = (costs[:, y.labels] + squares_y).float()
-        self._offset_x = (costs.T[:, x.labels] + squares_x).float()
-        self._squares_x = squares_x[x.position].float()
-        self._squares_y = squares_y[y.position].float()
-        self._log2_a = _log2_masses(self.a, x)
-        self._log2_b = _log2_masses(self.b, y)
+        costs, lambda_x = streamed.class_costs.float(), streamed.lambda_x
+        squares_x = (lambda_x * x.squares(self._parts, exponent)).float()
+        squares_y = (lambda_x * y.squares(self._parts, exponent)).float()
+        scale = 2 * lambda_x * 2.0 ** (-2 * exponent)
+        self._rows = _HalfStep(x, y, squares_x, squares_y, self.b, costs, scale, self._parts)
+        self._columns = _HalfStep(y, x, squares_y, squares_x, self.a, costs.T, scale, self._parts)
 
     @property
     def backend(self) -> str:
@@ -87,15 +89,11 @@ class KernelOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: float) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        x, y, _ = self._sides
-        logs = self._half_step(x, y, g, self._offset_y, self._log2_b, epsilon)
-        return self._squares_x - (epsilon * LN_2) * logs
+        return self._rows(g, epsilon)
 
     def softmin_columns(self, f: Tensor, epsilon: float) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
-        x, y, _ = self._sides
-        logs = self._half_step(y, x, f, self._offset_x, self._log2_a, epsilon)
-        return self._squares_y - (epsilon * LN_2) * logs
+        return self._columns(f, epsilon)
 
     def apply_plan(
         self,
@@ -116,39 +114,68 @@ class KernelOperator:
         """P^T U (m, k) for U (n, k)."""
         return self.streamed.apply_plan_transposed(f, g, epsilon, values)
 
-    def _half_step(
+
+class _HalfStep:
+    """The softmin over the columns of one side for the rows of the other.
+
+    Args:
+        rows: the side whose potential is updated.
+        columns: the side that is summed over.
+        squares_rows: (n,) lambda_x ||.||^2 of the packed rows.
+        squares_columns: (m,) likewise.
+        masses: of the columns, in their original order.
+        costs: lambda_y W (V_rows, V_columns).
+        scale: of the products of packed coordinates, in units of the cost.
+        parts: of the coordinates that the kernel multiplies.
+    """
+
+    def __init__(
         self,
         rows: PackedPoints,
         columns: PackedPoints,
-        potential: Tensor,
-        offset: Tensor,
-        log2_masses: Tensor,
-        epsilon: float,
-    ) -> Tensor:
-        """The log-sum-exp of every original row, float32."""
+        squares_rows: Tensor,
+        squares_columns: Tensor,
+        masses: Tensor,
+        costs: Tensor,
+        scale: float,
+        parts: int,
+    ) -> None:
+        self.rows, self.columns, self.scale, self.parts = rows, columns, scale, parts
+        self.squares = squares_rows[rows.position]
+        self.log2_masses = _log2_masses(masses, columns)
+        self.costs = None if rows.pure else costs.contiguous()
+        # (V, m), or (1, m) for rows of mixed classes: what a column subtracts from the scores.
+        self.offset = squares_columns.unsqueeze(0)
+        if rows.pure:
+            self.offset = costs[:, columns.labels] + self.offset
+
+    def __call__(self, potential: Tensor, epsilon: float) -> Tensor:
+        """-epsilon log sum_j b_j exp((g_j - C_ij) / epsilon) for the original rows, float32."""
         scale = LOG2_E / epsilon
-        bias = torch.sub(potential.float()[columns.origin], offset)
-        bias = torch.add(log2_masses, bias, alpha=scale)
-        product_scale = 2 * self.streamed.lambda_x * scale * 2.0 ** (-2 * self._exponent)
+        bias = torch.sub(potential.float()[self.columns.origin], self.offset)
+        bias = torch.add(self.log2_masses, bias, alpha=scale)
+        term = None
+        if self.costs is not None:
+            term = ClassTerm(self.costs * -scale, self.rows.labels, self.columns.labels)
         logs = row_log_sum_exp(
-            rows.coordinates,
-            columns.coordinates,
+            self.rows.coordinates,
+            self.columns.coordinates,
             bias,
-            rows.block_class,
-            product_scale,
-            parts=self._parts,
+            self.rows.block_class,
+            self.scale * scale,
+            parts=self.parts,
+            class_term=term,
         )
-        return logs[rows.position]
+        return self.squares - (epsilon * LN_2) * logs[self.rows.position]
 
 
 def _pack_sides(streamed: StreamedOperator) -> tuple[PackedPoints, PackedPoints, int]:
     x, y = streamed.points
     exponent = power_of_two_scale(x, y)
     sizes = {"block": BLOCK_ROWS, "multiple": BLOCK_COLUMNS}
-    (labels_x, labels_y), (classes_x, classes_y) = streamed.labels, streamed.class_costs.shape
     return (
-        pack(x, labels_x, classes_x, exponent, **sizes),
-        pack(y, labels_y, classes_y, exponent, **sizes),
+        pack(x, streamed.labels[0], exponent, **sizes),
+        pack(y, streamed.labels[1], exponent, **sizes),
         exponent,
     )
 

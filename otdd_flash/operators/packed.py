@@ -1,4 +1,7 @@
-"""Points as the kernels want them: sorted by class, each class padded to whole blocks, in float16.
+"""Points as the kernels want them: in class-pure blocks if that pays, and in float16.
+
+Points are sorted by class and each class is padded to whole blocks of rows. With many small classes
+that would be mostly padding: then only the whole is padded, and rows keep their order.
 
 Coordinates are centred and scaled by a power of two 2^s so that the largest lies in [2^14, 2^15). A
 float16 then carries the same 11 significant bits as a TF32 rounding of the original, and what
@@ -9,14 +12,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+# Rows of class-pure blocks over rows without: beyond it, gathering per score is faster.
+MOST_PADDING = 1.5
+
 
 @dataclass(frozen=True, eq=False)
 class PackedPoints:
-    """One cloud in class-pure blocks of rows.
+    """One cloud in blocks of rows.
 
     Attributes:
         coordinates: (2 n, d) float16: n rows of hi parts, then their lo parts; d is padded to a
@@ -24,8 +31,9 @@ class PackedPoints:
         position: (N,) packed row of each of the N original points.
         origin: (n,) original row of each packed row; 0 for padding.
         filled: (n,) whether a packed row is a point.
-        labels: (n,) class of each packed row.
-        block_class: (n / block,) int32, class of each block.
+        labels: (n,) int32, class of each packed row.
+        block_class: (n / block,) int32, class of each block; 0 if blocks are not pure.
+        pure: whether all rows of a block have one class.
     """
 
     coordinates: Tensor
@@ -34,6 +42,7 @@ class PackedPoints:
     filled: Tensor
     labels: Tensor
     block_class: Tensor
+    pure: bool
 
     def rounded(self, parts: int, exponent: int) -> Tensor:
         """The points (n, d), float64, that a kernel sees with 1 or 3 parts."""
@@ -52,42 +61,48 @@ def power_of_two_scale(*clouds: Tensor) -> int:
 
 
 def pack(
-    points: Tensor, labels: Tensor, classes: int, exponent: int, *, block: int, multiple: int
+    points: Tensor, labels: Tensor, exponent: int, *, block: int, multiple: int
 ) -> PackedPoints:
-    """Sort points (N, d) by class, pad every class to `block` rows and all to `multiple`, round.
+    """Order points (N, d) in blocks of rows, pad, and round.
 
     Args:
         points: (N, d) float32 or float64, centred.
-        labels: (N,) class indices in [0, classes).
-        classes: how many there are; empty ones take no rows.
+        labels: (N,) class indices.
         exponent: s, of `power_of_two_scale`.
-        block: rows per class-pure block.
+        block: rows per block.
         multiple: the total is padded to it; a multiple of `block`.
     """
-    device = points.device
-    counts = torch.bincount(labels, minlength=classes)
-    padded = (counts + block - 1) // block * block
-    starts = torch.cumsum(padded, 0) - padded
-    total = int(padded.sum())
-    size = (total + multiple - 1) // multiple * multiple
+    counts = torch.bincount(labels)
+    padded = _up(counts, block)
+    pure = int(padded.sum()) <= MOST_PADDING * _up(len(labels), block)
+    groups = labels if pure else torch.zeros_like(labels)
+    if not pure:
+        counts = counts.sum().unsqueeze(0)
+        padded = _up(counts, block)
+    size = _up(int(padded.sum()), multiple)
 
-    order = torch.argsort(labels, stable=True)
-    within = (
-        torch.arange(len(labels), device=device) - (torch.cumsum(counts, 0) - counts)[labels[order]]
-    )
+    order = torch.argsort(groups, stable=True)
+    within = torch.arange(len(labels), device=labels.device)
+    within = within - (torch.cumsum(counts, 0) - counts)[groups[order]]
     position = torch.empty_like(order)
-    position[order] = starts[labels[order]] + within
-    origin = torch.zeros(size, dtype=torch.int64, device=device)
-    origin[position] = torch.arange(len(labels), device=device)
-    filled = torch.zeros(size, dtype=torch.bool, device=device)
+    position[order] = (torch.cumsum(padded, 0) - padded)[groups[order]] + within
+    origin = torch.zeros(size, dtype=torch.int64, device=labels.device)
+    origin[position] = torch.arange(len(labels), device=labels.device)
+    filled = torch.zeros(size, dtype=torch.bool, device=labels.device)
     filled[position] = True
-    last_class = int(labels.max())
-    row_class = torch.full((size,), last_class, dtype=torch.int64, device=device)
-    row_class[:total] = torch.repeat_interleave(torch.arange(classes, device=device), padded)
 
+    # A block's first row is a point, or the whole block is padding.
+    row_labels = torch.where(filled, labels[origin], 0).to(torch.int32)
+    block_class = (
+        row_labels[::block].contiguous() if pure else torch.zeros_like(row_labels[::block])
+    )
     coordinates = _round_twice(points, position, size, exponent)
-    block_class = row_class[::block].to(torch.int32).contiguous()
-    return PackedPoints(coordinates, position, origin, filled, row_class, block_class)
+    return PackedPoints(coordinates, position, origin, filled, row_labels, block_class, pure)
+
+
+def _up(count: Any, multiple: int) -> Any:
+    """The next multiple, of an integer or of each in a tensor."""
+    return (count + multiple - 1) // multiple * multiple
 
 
 def _round_twice(points: Tensor, position: Tensor, size: int, exponent: int) -> Tensor:

@@ -17,12 +17,14 @@ from otdd_flash.solver.options import SolverOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # (n, m, d, classes of each side)
-SMALL = [(1, 1, 1, 1, 1), (33, 70, 3, 2, 3), (130, 257, 40, 3, 1), (7, 300, 70, 7, 2)]
+# Few classes fit into class-pure blocks; 7 and 70 are gathered.
+SMALL = [(1, 1, 1, 1, 1), (33, 70, 3, 1, 70), (400, 257, 40, 3, 1), (7, 300, 70, 7, 2)]
 LARGE = [
     (4000, 3500, 128, 10, 10),
     (5000, 3001, 512, 10, 10),
     (2000, 2500, 784, 100, 3),
     (1000, 900, 4096, 2, 2),
+    (3000, 2000, 100, 3000, 500),
 ]
 LARGE_CASES = [pytest.param(case, marks=pytest.mark.gpu) for case in LARGE]
 EPSILON = 0.3
@@ -105,20 +107,23 @@ def test_rounding_keeps_eleven_bits_and_the_second_part_the_next_eleven():
     assert float((operator.seen_points()[0] - x).abs().max()) > 2**-16 * largest
 
 
-@pytest.mark.parametrize("classes", [1, 3, 40])
-def test_packing_keeps_blocks_pure_and_every_point_once(classes):
+@pytest.mark.parametrize(("classes", "pure"), [(1, True), (3, True), (40, False)])
+def test_packing_keeps_every_point_once_and_blocks_pure_where_that_pays(classes, pure):
     draw = torch.Generator().manual_seed(classes)
     points = torch.randn(100, 5, generator=draw)
     labels = torch.randint(0, classes, (100,), generator=draw)
     exponent = power_of_two_scale(points)
-    packed = pack(points, labels, classes, exponent, block=16, multiple=32)
+    packed = pack(points, labels, exponent, block=16, multiple=32)
     size = len(packed.origin)
+    assert packed.pure == pure
     assert size % 32 == 0
+    assert size <= 1.5 * 112 + 32
     assert int(packed.filled.sum()) == 100
     assert torch.equal(packed.origin[packed.position], torch.arange(100))
-    assert torch.equal(packed.labels[packed.position], labels)
-    blocks = packed.labels.view(-1, 16)
-    assert bool((blocks == packed.block_class[:, None]).all())
+    assert torch.equal(packed.labels[packed.position].long(), labels)
+    if pure:
+        same = packed.labels.view(-1, 16) == packed.block_class[:, None]
+        assert bool((same | ~packed.filled.view(-1, 16)).all())
     assert packed.coordinates.shape == (2 * size, 8)
     assert 2**14 <= float(packed.coordinates.abs().max()) <= 2**15
     assert not bool(packed.coordinates[:size][~packed.filled].any())
