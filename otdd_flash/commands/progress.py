@@ -58,8 +58,7 @@ class Phases:
         try:
             yield lambda term, iteration, error: self._bars.update(
                 task,
-                note=f"{term}: iteration {iteration:,}, marginal error {error:.1e} "
-                f"(until {tolerance:.0e})",
+                note=f"{term} {iteration:,}: marginal error {error:.1e} (to {tolerance:.0e})",
             )
         finally:
             self._bars.remove_task(task)
