@@ -1,4 +1,4 @@
-"""From embedded datasets to a certified distance on a GPU: MNIST against Fashion-MNIST, all of both.
+"""From embedded datasets to a certified distance on a GPU: all of MNIST and of Fashion-MNIST.
 
     python -m experiments.time_to_certified --data-root DIR [--samples 60000] [--output DIR]
 
