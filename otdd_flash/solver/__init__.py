@@ -1,5 +1,6 @@
 """Entropic optimal transport, solved to a marginal error and certified; written against `Operator`.
 
-`options` when to stop; `alternating` the cross term; `symmetric` a self term; `certificate` value
-and bounds from potentials; `divergence` the debiased combination; `clouds` the entry points.
+`options` when to stop; `alternating` the cross term and its epsilon schedule; `symmetric` a self
+term; `certificate` value and bounds from potentials; `term` what a solve returns; `divergence` the
+debiased combination; `clouds` the entry points.
 """
