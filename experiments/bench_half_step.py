@@ -26,7 +26,7 @@ from torch import Tensor
 
 from experiments.environment import RESULTS, environment, write_result
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.operators.labelled_cost import LabelledCost
 
 DIMENSIONS = (784, 512, 128, 64)
 ITERATIONS = 10
@@ -46,7 +46,7 @@ def make_operator(n: int, d: int, classes: int, precision: str) -> KernelOperato
     masses = torch.full((n,), 1 / n, dtype=torch.float64, device="cuda")
     labels = torch.arange(n, device="cuda") * classes // n
     costs = torch.rand(classes, classes, generator=draw, device="cuda").double() * d / 2
-    streamed = StreamedOperator(
+    cost = LabelledCost(
         x,
         y,
         masses,
@@ -55,17 +55,16 @@ def make_operator(n: int, d: int, classes: int, precision: str) -> KernelOperato
         labels_y=labels[torch.randperm(n, generator=draw, device="cuda")],
         class_costs=costs if classes > 1 else torch.zeros_like(costs),
         lambda_x=0.5,
-        dtype=torch.float32,
     )
-    return KernelOperator(streamed, precision)
+    return KernelOperator(cost, precision)
 
 
 def ours(operator: KernelOperator, epsilon: float) -> tuple[Tensor, Tensor]:
     """Ten alternating iterations from zero."""
-    g = torch.zeros(operator.shape[1], device="cuda")
+    f, g = (torch.zeros(size, device="cuda") for size in operator.shape)
     for _ in range(ITERATIONS):
-        f = operator.softmin_rows(g, epsilon)
-        g = operator.softmin_columns(f, epsilon)
+        f = operator.softmin_rows(g, epsilon, f)
+        g = operator.softmin_columns(f, epsilon, g)
     return f, g
 
 
@@ -73,10 +72,10 @@ def theirs(operator: KernelOperator, epsilon: float) -> tuple[Tensor, Tensor]:
     """The same by flash-sinkhorn's alternating solver, on the feature cost alone."""
     from flash_sinkhorn.sinkhorn_solvers import sinkhorn_flashstyle_alternating
 
-    x, y = operator.streamed.points
+    x, y = operator.cost.points
     masses = operator.a.float(), operator.b.float()
     potentials: tuple[Tensor, Tensor] = sinkhorn_flashstyle_alternating(
-        x, y, *masses, eps=epsilon, n_iters=ITERATIONS, cost_scale=operator.streamed.lambda_x
+        x, y, *masses, eps=epsilon, n_iters=ITERATIONS, cost_scale=operator.cost.lambda_x
     )
     return potentials
 
@@ -89,11 +88,11 @@ def half_step_error(operator: KernelOperator, epsilon: float, *, rounded: bool) 
     draw = torch.Generator("cuda").manual_seed(1)
     g = torch.randn(operator.shape[1], generator=draw, device="cuda") * epsilon
     rows = torch.randperm(operator.shape[0], generator=draw, device="cuda")[:CHECKED_ROWS]
-    x, y = operator.seen_points() if rounded else operator.streamed.points
+    x, y = operator.seen_points() if rounded else operator.cost.points
     x, y = x[rows].double(), y.double()
-    labels_x, labels_y = operator.streamed.labels
-    cost = operator.streamed.lambda_x * torch.cdist(x, y).square()
-    cost += operator.streamed.class_costs[labels_x[rows]][:, labels_y]
+    labels_x, labels_y = operator.cost.labels
+    cost = operator.cost.lambda_x * torch.cdist(x, y).square()
+    cost += operator.cost.class_costs[labels_x[rows]][:, labels_y]
     exponent = (g.double() - cost) / epsilon + operator.b.log()
     expected = -epsilon * torch.logsumexp(exponent, 1)
     error = (operator.softmin_rows(g, epsilon)[rows].double() - expected).abs().max()

@@ -12,10 +12,11 @@ import logging
 import time
 from dataclasses import replace
 
+from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import check_same_dimension
 from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
-from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator
+from otdd_flash.operators.build import ComputeOptions, GroundCost, labelled_cost
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn_divergence
@@ -82,8 +83,8 @@ def dataset_distance(
     table = measure_classes(source, target, metric, statistics=class_statistics)
     measured = time.perf_counter()
     if epsilon_relative is not None:
-        operator = build_operator(source, target, table.xy, cost, compute, keep_scores=False)
-        epsilon = epsilon_relative * operator.mean_cost
+        device = resolve_device(compute.device)
+        epsilon = epsilon_relative * labelled_cost(source, target, table.xy, cost, device).mean_cost
         if not epsilon > 0:
             raise InputError(
                 "epsilon_relative needs a positive mean cost; here it is 0: set epsilon"

@@ -15,7 +15,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files import replacing
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
@@ -93,7 +93,7 @@ class DistanceResult:
                 f"({len(self.target)}, k), got {tuple(columns.shape)}"
             )
         matrix = columns.unsqueeze(1) if columns.ndim == 1 else columns
-        applied = self._applied(self._operator(self.source), matrix)
+        applied = self._applied(self._operator(self.source), matrix).values
         return applied.squeeze(1) if columns.ndim == 1 else applied
 
     def class_coupling(self) -> Tensor:
@@ -101,7 +101,8 @@ class DistanceResult:
 
         Sums to 1: rounding is divided out.
         """
-        per_row = self._applied(self._operator(self.source), self._one_hot(self.target)).double()
+        per_row = self._applied(self._operator(self.source), self._one_hot(self.target)).values
+        per_row = per_row.double()
         coupling = self._one_hot(self.source).double().to(per_row.device).T @ per_row
         return (coupling / coupling.sum()).cpu()
 
@@ -113,10 +114,8 @@ class DistanceResult:
         operator = self._operator(
             LabeledSamples(self.source.features, self.source.labels, self.source.class_names)
         )
-        ones = torch.ones(len(self.target), 1)
-        features = self.target.features.to(operator.dtype)
-        moved = self._applied(operator, torch.cat((features, ones.to(features)), 1))
-        return moved[:, :-1] / moved[:, -1:]
+        moved = self._applied(operator, self.target.features)
+        return moved.values / moved.masses.to(moved.values.dtype).unsqueeze(1)
 
     def summary(self, **more: Any) -> dict[str, Any]:
         """The content of result.json; `more` replaces or adds keys."""
@@ -200,7 +199,7 @@ class DistanceResult:
             keep_scores=False,
         )
 
-    def _applied(self, operator: Operator, values: Tensor) -> Tensor:
+    def _applied(self, operator: Operator, values: Tensor) -> Applied:
         # A loaded result's potentials are on the CPU, wherever the operator is.
         f, g, values = (tensor.to(operator.a.device) for tensor in (*self.potentials, values))
         return operator.apply_plan(f, g, self.epsilon, values)

@@ -24,6 +24,18 @@ class CostRange(NamedTuple):
     highest: float
 
 
+class Applied(NamedTuple):
+    """A plan applied to a matrix, and its masses on the side of the result.
+
+    Attributes:
+        values: P V (n, k), or P^T U (m, k).
+        masses: P 1 (n,), or P^T 1 (m,), float64.
+    """
+
+    values: Tensor
+    masses: Tensor
+
+
 class Operator(Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
 
@@ -72,11 +84,15 @@ class Operator(Protocol):
         """The same cost to the full accuracy of `dtype`, for certificates; often itself."""
         ...
 
-    def softmin_rows(self, g: Tensor, epsilon: float) -> Tensor:
-        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+    def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).
+
+        A `guess` (n,) near the result can save time and never changes the result beyond rounding.
+        For the cost of a cloud with itself, `g` as its own guess says that there is one potential.
+        """
         ...
 
-    def softmin_columns(self, f: Tensor, epsilon: float) -> Tensor:
+    def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         ...
 
@@ -89,10 +105,12 @@ class Operator(Protocol):
         *,
         row_factor: Tensor | None = None,
         column_factor: Tensor | None = None,
-    ) -> Tensor:
-        """P V (n, k) for V (m, k); with A (n, r) and B (m, r) given, (P o A B^T) V."""
+    ) -> Applied:
+        """P V (n, k) for V (m, k); with A (n, r), B (m, r) given, (P o A B^T) V. And P 1 (n,)."""
         ...
 
-    def apply_plan_transposed(self, f: Tensor, g: Tensor, epsilon: float, values: Tensor) -> Tensor:
-        """P^T U (m, k) for U (n, k)."""
+    def apply_plan_transposed(
+        self, f: Tensor, g: Tensor, epsilon: float, values: Tensor
+    ) -> Applied:
+        """P^T U (m, k) for U (n, k), and P^T 1 (m,)."""
         ...

@@ -11,6 +11,7 @@ from torch import Tensor
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError, choose
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import budget_in_bytes
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
@@ -67,7 +68,7 @@ def build_operator(
     source: LabeledSamples,
     target: LabeledSamples,
     class_distances: Tensor,
-    cost: GroundCost,
+    weights: GroundCost,
     compute: ComputeOptions,
     *,
     keep_scores: bool = True,
@@ -80,35 +81,49 @@ def build_operator(
         source: n labelled points.
         target: m labelled points.
         class_distances: the block of W (V_x, V_y) between their classes.
-        cost: its weights.
+        weights: of both parts of the cost.
         compute: where and how passes run.
-        keep_scores: False for a single pass, which neither storing nor packing would speed up.
+        keep_scores: False for a single pass, which storing would not speed up.
 
     Raises:
         InputError: the backend cannot run on the device or in the precision.
     """
     device = resolve_device(compute.device)
-    budget = budget_in_bytes(compute.memory_budget, device)
-    source, target = source.to(device), target.to(device)
-    streamed = StreamedOperator(
-        source.features,
-        target.features,
-        source.masses.to(device),
-        target.masses.to(device),
-        labels_x=_class_indices(source),
-        labels_y=_class_indices(target),
-        class_costs=cost.lambda_y * class_distances.to(device, torch.float64),
-        lambda_x=cost.lambda_x,
-        dtype=compute.dtype,
-    )
-    if keep_scores and _use_triton(compute, device):
+    cost = labelled_cost(source, target, class_distances, weights, device)
+    if _use_triton(compute, device):
         from otdd_flash.operators.kernel import KernelOperator
 
-        return KernelOperator(streamed, compute.precision)
-    n, m = streamed.shape
+        return KernelOperator(cost, compute.precision)
+    streamed = StreamedOperator(cost, compute.dtype)
+    n, m = cost.shape
+    budget = budget_in_bytes(compute.memory_budget, device)
     if keep_scores and n * m * compute.dtype.itemsize <= budget:
         return StoredOperator.keep(streamed)
     return streamed
+
+
+def labelled_cost(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    class_distances: Tensor,
+    weights: GroundCost,
+    device: torch.device,
+) -> LabelledCost:
+    """The cost between two clouds, on a device."""
+    same = source is target
+    source = source.to(device)
+    target = source if same else target.to(device)
+    masses, labels = source.masses.to(device), _class_indices(source)
+    return LabelledCost(
+        source.features,
+        target.features,
+        masses,
+        masses if same else target.masses.to(device),
+        labels_x=labels,
+        labels_y=labels if same else _class_indices(target),
+        class_costs=weights.lambda_y * class_distances.to(device, torch.float64),
+        lambda_x=weights.lambda_x,
+    )
 
 
 def _use_triton(compute: ComputeOptions, device: torch.device) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostRange
+from otdd_flash.operators.base import Applied, CostRange
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -92,7 +92,7 @@ class TiledOperator(ABC):
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, S[first row : first row + rows]) over all rows, in order."""
 
-    def softmin_rows(self, g: Tensor, epsilon: float) -> Tensor:
+    def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         scale = LOG2_E / epsilon
         column_term = self._log2_b + g.to(self.dtype) * scale
@@ -104,7 +104,7 @@ class TiledOperator(ABC):
             logs[rows] = highest.squeeze(1) + sums.log2_()
         return self.row_offset - (epsilon * LN_2) * logs
 
-    def softmin_columns(self, f: Tensor, epsilon: float) -> Tensor:
+    def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         scale = LOG2_E / epsilon
         row_term = (self._log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
@@ -127,23 +127,29 @@ class TiledOperator(ABC):
         *,
         row_factor: Tensor | None = None,
         column_factor: Tensor | None = None,
-    ) -> Tensor:
-        """P V (n, k) for V (m, k); with A (n, r) and B (m, r) given, (P o A B^T) V."""
+    ) -> Applied:
+        """P V (n, k) for V (m, k); with A (n, r), B (m, r) given, (P o A B^T) V. And P 1 (n,)."""
         values = values.to(self.dtype)
         out = torch.empty((self.shape[0], values.shape[1]), dtype=self.dtype, device=self.device)
+        masses = torch.empty_like(self.a)
         for rows, plan in self._plan_tiles(f, g, epsilon):
+            masses[rows] = plan.sum(1).double()
             if row_factor is not None and column_factor is not None:
                 plan.mul_(row_factor[rows].to(self.dtype) @ column_factor.to(self.dtype).T)
             torch.mm(plan, values, out=out[rows])
-        return out
+        return Applied(out, masses)
 
-    def apply_plan_transposed(self, f: Tensor, g: Tensor, epsilon: float, values: Tensor) -> Tensor:
-        """P^T U (m, k) for U (n, k)."""
+    def apply_plan_transposed(
+        self, f: Tensor, g: Tensor, epsilon: float, values: Tensor
+    ) -> Applied:
+        """P^T U (m, k) for U (n, k), and P^T 1 (m,)."""
         values = values.to(self.dtype)
         out = torch.zeros((self.shape[1], values.shape[1]), dtype=self.dtype, device=self.device)
+        masses = torch.zeros_like(self.b)
         for rows, plan in self._plan_tiles(f, g, epsilon):
+            masses += plan.sum(0)
             out.addmm_(plan.T, values[rows])
-        return out
+        return Applied(out, masses)
 
     def _plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         scale = LOG2_E / epsilon

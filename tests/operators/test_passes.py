@@ -9,7 +9,9 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators import streamed, tiled
+from otdd_flash.operators import labelled_cost, streamed, tiled
+from otdd_flash.operators.base import Applied
+from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
@@ -61,7 +63,7 @@ def case(
     # So small that even these sizes are cut into several blocks and tiles.
     monkeypatch.setattr(streamed, "BLOCK_ELEMENTS_CPU", 900)
     monkeypatch.setattr(tiled, "TILE_ELEMENTS_CPU", 300)
-    monkeypatch.setattr(streamed, "ROWS_AT_ONCE", 20)
+    monkeypatch.setattr(labelled_cost, "ROWS_AT_ONCE", 20)
     return make_case(*request.param, held, dtype)
 
 
@@ -76,7 +78,7 @@ def make_case(n: int, m: int, d: int, held: str, dtype: torch.dtype) -> Case:
     labels_x = torch.randint(0, 3, (n,), generator=draw)
     labels_y = torch.randint(0, 2, (m,), generator=draw)
     class_costs = torch.rand(3, 2, generator=draw).double() * 5
-    operator: TiledOperator = StreamedOperator(
+    labelled = LabelledCost(
         x,
         y,
         a,
@@ -85,8 +87,8 @@ def make_case(n: int, m: int, d: int, held: str, dtype: torch.dtype) -> Case:
         labels_y=labels_y,
         class_costs=class_costs,
         lambda_x=LAMBDA_X,
-        dtype=dtype,
     )
+    operator: TiledOperator = StreamedOperator(labelled, dtype)
     cost = reference.dense_cost(x, y, LAMBDA_X, class_costs, labels_x, labels_y)
     if held == "stored":
         operator = StoredOperator.keep(operator)
@@ -129,16 +131,21 @@ def relative(case: Case) -> float:
     return 4 * case.atol / EPSILON
 
 
+def assert_near(got: Applied, plan: Tensor, values: Tensor, rtol: float) -> None:
+    torch.testing.assert_close(got.values.double(), plan @ values, rtol=rtol, atol=1e-30)
+    torch.testing.assert_close(got.masses, plan.sum(1), rtol=rtol, atol=1e-30)
+
+
 def test_plan_application(case: Case) -> None:
     values = torch.rand(case.b.shape[0], 3, dtype=torch.float64) + 0.5
     got = case.operator.apply_plan(case.f, case.g, EPSILON, values)
-    torch.testing.assert_close(got.double(), case.plan @ values, rtol=relative(case), atol=1e-30)
+    assert_near(got, case.plan, values, relative(case))
 
 
 def test_transposed_plan_application(case: Case) -> None:
     values = torch.rand(case.a.shape[0], 2, dtype=torch.float64) + 0.5
     got = case.operator.apply_plan_transposed(case.f, case.g, EPSILON, values)
-    torch.testing.assert_close(got.double(), case.plan.T @ values, rtol=relative(case), atol=1e-30)
+    assert_near(got, case.plan.T, values, relative(case))
 
 
 def test_hadamard_weighted_plan_application(case: Case) -> None:
@@ -149,7 +156,9 @@ def test_hadamard_weighted_plan_application(case: Case) -> None:
         case.f, case.g, EPSILON, values, row_factor=left, column_factor=right
     )
     expected = (case.plan * (left @ right.T)) @ values
-    torch.testing.assert_close(got.double(), expected, rtol=relative(case), atol=1e-30)
+    rtol = relative(case)
+    torch.testing.assert_close(got.values.double(), expected, rtol=rtol, atol=1e-30)
+    torch.testing.assert_close(got.masses, case.plan.sum(1), rtol=rtol, atol=1e-30)
 
 
 def test_mean_cost_and_range(case: Case) -> None:
@@ -178,7 +187,7 @@ def test_far_from_the_origin_costs_keep_their_digits() -> None:
     x, y = torch.rand(40, 3, generator=draw), torch.rand(30, 3, generator=draw)
     x, y = ((points * 1024).round() / 1024 + 1000 for points in (x, y))
     uniform = torch.full((40,), 1 / 40).double(), torch.full((30,), 1 / 30).double()
-    operator = StreamedOperator(
+    labelled = LabelledCost(
         x,
         y,
         *uniform,
@@ -186,8 +195,8 @@ def test_far_from_the_origin_costs_keep_their_digits() -> None:
         labels_y=torch.zeros(30, dtype=torch.int64),
         class_costs=torch.zeros(1, 1).double(),
         lambda_x=1.0,
-        dtype=torch.float32,
     )
+    operator = StreamedOperator(labelled, torch.float32)
     (_, scores), *_ = operator.score_blocks()
     computed = operator.row_offset[:, None] - scores
     expected = reference.dense_cost(x, y, 1.0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from otdd_flash.errors import InputError
+from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.options import SolverOptions
@@ -43,7 +44,7 @@ class Problem:
     warm: bool
 
     def operator(self, left: Cloud, right: Cloud, block: Tensor) -> StreamedOperator:
-        return StreamedOperator(
+        cost = LabelledCost(
             left.points,
             right.points,
             left.masses,
@@ -52,8 +53,8 @@ class Problem:
             labels_y=right.labels,
             class_costs=block,
             lambda_x=self.lambda_x,
-            dtype=self.dtype,
         )
+        return StreamedOperator(cost, self.dtype)
 
     def cost(self, left: Cloud, right: Cloud, block: Tensor) -> Tensor:
         return reference.dense_cost(
@@ -168,7 +169,7 @@ def test_intervals_shrink_as_iterations_are_spent(iterations: int) -> None:
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(40, 2, generator=draw), torch.randn(30, 2, generator=draw) + 1
     uniform = torch.ones(40).double() / 40, torch.ones(30).double() / 30
-    operator = StreamedOperator(
+    cost = LabelledCost(
         x,
         y,
         *uniform,
@@ -176,8 +177,8 @@ def test_intervals_shrink_as_iterations_are_spent(iterations: int) -> None:
         labels_y=torch.zeros(30, dtype=torch.int64),
         class_costs=torch.zeros(1, 1).double(),
         lambda_x=0.5,
-        dtype=torch.float64,
     )
+    operator = StreamedOperator(cost, torch.float64)
     options = SolverOptions(1e-10, max_iterations=iterations)
     term = solve_alternating(operator, operator.mean_cost, options)
     width = term.bounds[1] - term.bounds[0]

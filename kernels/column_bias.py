@@ -1,0 +1,80 @@
+"""What a column adds to the scores of each class of rows, in base-2 logarithms.
+
+    bias[c, j] = log2(b_j) + (g_j - lambda_x ||y_j||^2 - lambda_y W[c, l_j]) log2(e) / epsilon
+
+Shapes: g (M,) in the points' own order; everything else, and bias (V, m), in packed order. Rows of
+mixed classes take one row of bias without W.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.packed_points import Layout
+
+
+@triton.jit
+def column_bias_kernel(
+    potential_ptr,  # (M,) float32
+    origin_ptr,  # (m,) int64
+    log2_masses_ptr,  # (m,) float32
+    squares_ptr,  # (m,) float32, in units of the cost
+    labels_ptr,  # (m,) int32, read if CLASSES
+    costs_ptr,  # (V, costs_width) float32, read if CLASSES
+    bias_ptr,  # (V, m) float32
+    m,
+    costs_width,
+    scale,
+    CLASSES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per (row of bias, BLOCK columns)."""
+    i_class = tl.program_id(0)
+    o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    term = tl.load(potential_ptr + tl.load(origin_ptr + o_column)) - tl.load(squares_ptr + o_column)
+    if CLASSES:
+        p_costs = costs_ptr + i_class.to(tl.int64) * costs_width
+        term -= tl.load(p_costs + tl.load(labels_ptr + o_column))
+    bias = tl.load(log2_masses_ptr + o_column) + term * scale
+    tl.store(bias_ptr + i_class.to(tl.int64) * m + o_column, bias)
+
+
+def column_bias(
+    potential: Tensor,
+    layout: Layout,
+    log2_masses: Tensor,
+    squares: Tensor,
+    costs: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """The bias (V, m) of all columns for V classes of rows, or (1, m) without `costs`.
+
+    Args:
+        potential: (M,) float32, of the columns, in units of the cost.
+        layout: of the columns.
+        log2_masses: (m,) float32, very negative for columns that do not count.
+        squares: (m,) float32, lambda_x ||y_j||^2.
+        costs: (V, V') float32, lambda_y W between classes of rows and of columns.
+        scale: log2(e) / epsilon.
+    """
+    m = layout.size
+    rows = 1 if costs is None else costs.shape[0]
+    bias = torch.empty((rows, m), dtype=torch.float32, device=potential.device)
+    column_bias_kernel[(rows, m // 256)](
+        potential,
+        layout.origin,
+        log2_masses,
+        squares,
+        layout.labels,
+        bias if costs is None else costs,
+        bias,
+        m,
+        0 if costs is None else costs.shape[1],
+        scale,
+        CLASSES=costs is not None,
+        BLOCK=256,
+    )
+    return bias

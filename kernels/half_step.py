@@ -1,0 +1,277 @@
+"""The streaming Sinkhorn half-step on labelled scores.
+
+    f_i = lambda_x ||x_i||^2 - epsilon ln(2) log2 sum_j 2^(scale x_i . y_j + bias[class of i, j])
+
+with `column_bias` for the rest of the score and scale = 2 lambda_x log2(e) / epsilon. Shapes: x (n,
+d) and y (m, d) packed in float16, f (N,) in float32 in the points' own order. The n x m scores are
+never stored.
+
+Rows of one block have one class, so a label term depends on the column only and is part of the
+bias: labels cost nothing. Where classes are so small that padding them to blocks would cost more,
+rows stay mixed, bias has one row, and lambda_y W is gathered per score.
+
+Coordinates carry the 11 significant bits that TF32 would keep, at twice its rate; with PARTS = 3
+each is a sum hi + lo of two float16 and hi hi + hi lo + lo hi is accumulated, about 22 bits.
+
+One program owns a block of rows and a range of columns. Its loop runs over (column block, part, K
+block) as one flat sequence, so that loads are in flight across column blocks. Exponentials are
+shifted by a running maximum per row (Ye et al. 2026, arXiv:2602.03067, Algorithm 1), or by a guess
+of the result, which saves finding the maximum. A sum that left float32's comfortable range marks
+its block of rows, which is done again with the maximum: a bad guess costs time, not accuracy.
+
+Work: 2 n m d PARTS operations on tensor cores and n m exponentials. Memory traffic: y once per row
+block, through the second-level cache.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.column_bias import column_bias
+from otdd_flash.kernels.merge_splits import merge_splits
+from otdd_flash.kernels.packed_points import PackedPoints
+from otdd_flash.kernels.tiling import (
+    BLOCK_ROWS,
+    blocks_per_split,
+    load_step,
+    operand,
+    tile_for,
+)
+
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def half_step_kernel(
+    x,  # (2 n, DIM) float16
+    y,  # (2 m, DIM) float16
+    bias_ptr,  # (V, m) float32
+    block_class_ptr,  # (n / BLOCK_M,) int32
+    costs_ptr,  # (V_x, costs_width) float32, read if GATHER
+    labels_x_ptr,  # (n,) int32, read if GATHER
+    labels_y_ptr,  # (m,) int32, read if GATHER
+    shift_ptr,  # (n,) float32, read if SHIFTED
+    marked_ptr,  # (n / BLOCK_M,) int32, read if REPAIR
+    highest_ptr,  # (splits, n) float32
+    sums_ptr,  # (splits, n) float32
+    n,
+    m,
+    scale,
+    costs_width,
+    costs_scale,
+    blocks_per_split,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY_BIAS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    GATHER: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    REPAIR: tl.constexpr,
+):
+    """One program per (block of BLOCK_M rows, range of column blocks)."""
+    i_block, i_split = tl.program_id(0), tl.program_id(1)
+    bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * m
+    first = i_split * blocks_per_split
+    blocks = tl.minimum(blocks_per_split, m // BLOCK_N - first)
+    o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = n
+    if REPAIR:
+        marked = tl.load(marked_ptr + i_block)
+        blocks = tl.where(marked != 0, blocks, 0)
+        rows = tl.where(marked != 0, n, 0)
+    if GATHER:
+        p_costs = costs_ptr + tl.load(labels_x_ptr + o_row).to(tl.int64) * costs_width
+
+    STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    if SHIFTED:
+        highest = tl.load(shift_ptr + o_row)
+    else:
+        highest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for t in tl.range(0, blocks * STEPS, num_stages=STAGES):
+        column = (first + t // STEPS) * BLOCK_N
+        step = t % STEPS
+        b_x, b_y = load_step(
+            x, y, i_block * BLOCK_M, column, step, n, m,
+            DIM, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS,
+        )  # fmt: skip
+        o_column = column + tl.arange(0, BLOCK_N)
+        if EARLY_BIAS:
+            # Loaded in every step, so that it is in flight like the coordinates.
+            b_bias = tl.load(bias_ptr + o_column)
+        scores = tl.dot(b_x, b_y.T, scores)  # (BLOCK_M, BLOCK_N)
+        if step == STEPS - 1:
+            if not EARLY_BIAS:
+                b_bias = tl.load(bias_ptr + o_column)
+            logits = scores * scale + b_bias[None, :]
+            if GATHER:
+                labels_y = tl.load(labels_y_ptr + o_column)
+                logits -= costs_scale * tl.load(p_costs[:, None] + labels_y[None, :])
+            if SHIFTED:
+                sums += tl.sum(tl.exp2(logits - highest[:, None]), 1)
+            else:
+                raised = tl.maximum(highest, tl.max(logits, 1))
+                sums = sums * tl.exp2(highest - raised)
+                sums += tl.sum(tl.exp2(logits - raised[:, None]), 1)
+                highest = raised
+            scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    o_out = i_split.to(tl.int64) * n + o_row
+    m_out = o_row < rows
+    tl.store(highest_ptr + o_out, highest, mask=m_out)
+    tl.store(sums_ptr + o_out, sums, mask=m_out)
+
+
+class Side(NamedTuple):
+    """One side of a cost, as half-steps read it.
+
+    Attributes:
+        points: packed.
+        squares: (n,) float32, lambda_x ||x_i||^2 of the points as this precision rounds them.
+        log2_masses: (n,) float32, very negative for points without mass and for padding.
+    """
+
+    points: PackedPoints
+    squares: Tensor
+    log2_masses: Tensor
+
+
+class Scores(NamedTuple):
+    """How the products and class distances of two sides become scores, in units of the cost.
+
+    Attributes:
+        scale: of a product of packed coordinates, 2 lambda_x 2^-2s.
+        costs: (V_x, V_y) float32, lambda_y W.
+        parts: 1 product of hi parts, or 3 products of hi and lo parts.
+    """
+
+    scale: float
+    costs: Tensor
+    parts: int
+
+
+def half_step(
+    rows: Side,
+    columns: Side,
+    scores: Scores,
+    potential: Tensor,
+    epsilon: float,
+    guess: Tensor | None = None,
+) -> Tensor:
+    """-epsilon log sum_j b_j exp((g_j - C_ij) / epsilon).
+
+    Args:
+        rows: the side whose potential is computed.
+        columns: the side that is summed over.
+        scores: how they make scores, with classes of `rows` first.
+        potential: (M,) float32, of the columns, in units of the cost.
+        epsilon: in units of the cost.
+        guess: (N,) float32, near the result.
+
+    Returns:
+        (N,) float32, in units of the cost.
+    """
+    layout, scale = rows.points.layout, LOG2_E / epsilon
+    bias = bias_of(rows, columns, scores, potential, scale)
+    n = layout.size
+    out = torch.empty(len(layout.position), dtype=torch.float32, device=bias.device)
+    if guess is None:
+        partial = _launch(rows, columns, scores, bias, scale)
+        merge_splits(partial, rows, epsilon, out)
+        return out
+    shift = (rows.squares - layout.spread(guess, 0.0)) * scale
+    marked = torch.zeros(n // BLOCK_ROWS, dtype=torch.int32, device=bias.device)
+    merge_splits(
+        _launch(rows, columns, scores, bias, scale, shift=shift), rows, epsilon, out, mark=marked
+    )
+    repair(rows, columns, scores, bias, epsilon, marked, out)
+    return out
+
+
+def repair(
+    rows: Side,
+    columns: Side,
+    scores: Scores,
+    bias: Tensor,
+    epsilon: float,
+    marked: Tensor,
+    out: Tensor,
+) -> None:
+    """Do marked blocks of rows again, with a running maximum; `out` (N,) is overwritten there."""
+    partial = _launch(rows, columns, scores, bias, LOG2_E / epsilon, marked=marked)
+    merge_splits(partial, rows, epsilon, out, only=marked)
+
+
+def bias_of(rows: Side, columns: Side, scores: Scores, potential: Tensor, scale: float) -> Tensor:
+    """The bias (V, m) of the columns for the rows' classes, (1, m) if blocks have several."""
+    return column_bias(
+        potential,
+        columns.points.layout,
+        columns.log2_masses,
+        columns.squares,
+        scores.costs if rows.points.layout.pure else None,
+        scale,
+    )
+
+
+def _launch(
+    rows: Side,
+    columns: Side,
+    scores: Scores,
+    bias: Tensor,
+    scale: float,
+    *,
+    shift: Tensor | None = None,
+    marked: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Highest logit, or the shift, and sum of each row over each range of columns (splits, n)."""
+    layout, x, y = rows.points.layout, rows.points.coordinates, columns.points.coordinates
+    n, m, dim = layout.size, bias.shape[1], x.shape[1]
+    tile = tile_for(dim * scores.parts, x.device)
+    row_blocks, column_blocks = n // BLOCK_ROWS, m // tile.columns
+    per_split = blocks_per_split(row_blocks, column_blocks, tile, x.device)
+    splits = triton.cdiv(column_blocks, per_split)
+    highest = torch.empty((splits, n), dtype=torch.float32, device=x.device)
+    sums = torch.empty_like(highest)
+    half_step_kernel[(row_blocks, splits)](
+        operand(x, BLOCK_ROWS, tile),
+        operand(y, tile.columns, tile),
+        bias,
+        layout.block_class,
+        scores.costs,
+        layout.labels,
+        columns.points.layout.labels,
+        bias if shift is None else shift,
+        layout.block_class if marked is None else marked,
+        highest,
+        sums,
+        n,
+        m,
+        scores.scale * scale,
+        scores.costs.shape[1],
+        scale,
+        per_split,
+        DIM=dim,
+        PARTS=scores.parts,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        STAGES=tile.stages,
+        EARLY_BIAS=tile.early_bias,
+        DESCRIPTORS=tile.descriptors,
+        GATHER=not layout.pure,
+        SHIFTED=shift is not None,
+        REPAIR=marked is not None,
+        num_warps=tile.warps,
+    )
+    return highest, sums

@@ -1,0 +1,111 @@
+"""From sums over ranges of columns to potentials.
+
+    f_i = lambda_x ||x_i||^2 - epsilon ln(2) (h_i + log2 sum_k s_ki 2^(h_ki - h_i))
+    h_i = max_k h_ki
+
+Shapes: h and s (splits, n) in packed order, f (N,) in the points' own order. A row whose sum left
+[2^-100, 2^100], where float32 keeps its precision, can mark its block to be done again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.tiling import BLOCK_ROWS
+
+if TYPE_CHECKING:
+    from otdd_flash.kernels.half_step import Side
+
+LEAST_SUM, LARGEST_SUM = 2.0**-100, 2.0**100
+
+
+@triton.jit
+def merge_splits_kernel(
+    highest_ptr,  # (splits, n) float32
+    sums_ptr,  # (splits, n) float32
+    position_ptr,  # (N,) int64
+    squares_ptr,  # (n,) float32, in units of the cost
+    marked_ptr,  # (n / BLOCK_ROWS,) int32
+    out_ptr,  # (N,) float32
+    count,
+    n,
+    splits,
+    factor,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    MARK: tl.constexpr,
+    ONLY_MARKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per BLOCK points."""
+    o_point = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_point = o_point < count
+    position = tl.load(position_ptr + o_point, mask=m_point, other=0)
+    p_marked = marked_ptr + position // BLOCK_ROWS
+    if ONLY_MARKED:
+        m_point = m_point & (tl.load(p_marked, mask=m_point, other=0) != 0)
+    highest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for i_split in range(splits):
+        o_partial = i_split * n.to(tl.int64) + position
+        partial = tl.load(highest_ptr + o_partial, mask=m_point, other=0.0)
+        raised = tl.maximum(highest, partial)
+        added = tl.load(sums_ptr + o_partial, mask=m_point, other=1.0)
+        sums = sums * tl.exp2(highest - raised) + added * tl.exp2(partial - raised)
+        highest = raised
+    if MARK:
+        # NaN compares as neither, and so is not good.
+        good = (sums >= LEAST) & (sums <= LARGEST)
+        bad = tl.where(good, 0, 1)
+        tl.store(p_marked, bad, mask=m_point & (bad > 0))
+    squares = tl.load(squares_ptr + position, mask=m_point, other=0.0)
+    out = squares - factor * (highest + tl.log2(sums))
+    tl.store(out_ptr + o_point, out, mask=m_point)
+
+
+def merge_splits(
+    partial: tuple[Tensor, Tensor],
+    rows: Side,
+    epsilon: float,
+    out: Tensor,
+    *,
+    mark: Tensor | None = None,
+    only: Tensor | None = None,
+) -> None:
+    """Write the potentials of `rows` to `out` (N,).
+
+    Args:
+        partial: highest logits, or shifts, and sums, both (splits, n) float32.
+        rows: the side whose potential it is.
+        epsilon: in units of the cost.
+        out: (N,) float32, overwritten.
+        mark: (n / BLOCK_ROWS,) int32, set to 1 for blocks that must be done again.
+        only: likewise, the blocks that are written; others keep their values.
+    """
+    highest, sums = partial
+    layout = rows.points.layout
+    marked = mark if mark is not None else only
+    merge_splits_kernel[(triton.cdiv(len(out), 128),)](
+        highest,
+        sums,
+        layout.position,
+        rows.squares,
+        layout.block_class if marked is None else marked,
+        out,
+        len(out),
+        highest.shape[1],
+        highest.shape[0],
+        epsilon * math.log(2.0),
+        LEAST=LEAST_SUM,
+        LARGEST=LARGEST_SUM,
+        BLOCK_ROWS=BLOCK_ROWS,
+        MARK=mark is not None,
+        ONLY_MARKED=only is not None,
+        BLOCK=128,
+    )

@@ -1,0 +1,273 @@
+"""Apply the plan of two potentials to a matrix, a cache-sized block of the plan at a time.
+
+    out = P V,  or (P o A B^T) V,      P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon)
+
+A kernel computes a block of Q_ij = P_ij / a_i in float16 and cuBLAS multiplies it by the rows of V
+(Ye et al. 2026, arXiv:2602.03067, Algorithms 2, 4 and 5, with the product of a block left to the
+library whose matrix products are fastest). A block stays in the second-level cache; the plan is
+never stored.
+
+Shapes: V (m, k), A (n, r), B (m, r). Rows of Q sum to r_i / a_i, about 1, and are scaled by 2^10 so
+that entries down to 2^-24 of the row keep all their bits. In `high` precision a block, V, A and B
+are sums hi + lo of two float16 and hi hi + hi lo + lo hi is accumulated in float32.
+
+Work: 2 n m (d + k + r) operations on tensor cores, times three in `high`, and n m exponentials.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.half_step import LOG2_E, Scores, Side, bias_of
+from otdd_flash.kernels.packed_points import PackedPoints
+from otdd_flash.kernels.tiling import BLOCK_ROWS, load_step, narrow_tile, operand, tile_for
+
+# A block of the plan: 64 MiB a part, about what the second-level cache of an H200 holds.
+BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
+# Q is scaled by 2^10: rows whose sums lie in this range neither overflow nor lose bits.
+LOG2_SCALE = 10
+ROW_RANGE = 2.0**-5, 2.0**5
+
+# Programs of neighbouring rows run together, so that tiles of y are read from the cache.
+GROUP = 8
+
+
+@triton.jit
+def plan_block_kernel(
+    x,  # (2 n, DIM) float16
+    y,  # (2 m, DIM) float16
+    bias_ptr,  # (V, m) float32
+    row_term_ptr,  # (n,) float32
+    block_class_ptr,  # (n / BLOCK_M,) int32
+    costs_ptr,  # (V_x, costs_width) float32, read if GATHER
+    labels_x_ptr,  # (n,) int32, read if GATHER
+    labels_y_ptr,  # (m,) int32, read if GATHER
+    a,  # (2 n, RANK) float16, read if RANK
+    b,  # (2 m, RANK) float16, read if RANK
+    out_ptr,  # (PARTS > 1 ? 2 height : height, width) float16
+    sums_ptr,  # (width / BLOCK_N, height) float32
+    first_row,
+    first_column,
+    height,
+    width,
+    n,
+    m,
+    scale,
+    costs_width,
+    costs_scale,
+    factor_scale,
+    DIM: tl.constexpr,
+    RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """One program per tile (BLOCK_M, BLOCK_N) of the block."""
+    i_program = tl.program_id(0)
+    per_group = GROUP * (width // BLOCK_N)
+    first_in_group = (i_program // per_group) * GROUP
+    group = tl.minimum(height // BLOCK_M - first_in_group, GROUP)
+    i_row = first_in_group + (i_program % per_group) % group
+    i_column = (i_program % per_group) // group
+    row, column = first_row + i_row * BLOCK_M, first_column + i_column * BLOCK_N
+    o_row, o_column = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+
+    STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
+    scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        b_x, b_y = load_step(
+            x, y, row, column, step, n, m,
+            DIM, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS,
+        )  # fmt: skip
+        scores = tl.dot(b_x, b_y.T, scores)  # (BLOCK_M, BLOCK_N)
+    bias_ptr += tl.load(block_class_ptr + row // BLOCK_M).to(tl.int64) * m
+    logits = scores * scale + tl.load(bias_ptr + o_column)[None, :]
+    if GATHER:
+        p_costs = costs_ptr + tl.load(labels_x_ptr + o_row).to(tl.int64) * costs_width
+        labels_y = tl.load(labels_y_ptr + o_column)
+        logits -= costs_scale * tl.load(p_costs[:, None] + labels_y[None, :])
+    plan = tl.exp2(logits + tl.load(row_term_ptr + o_row)[:, None])
+    o_block_row = i_row * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(sums_ptr + i_column * height + o_block_row, tl.sum(plan, 1))
+    if RANK > 0:
+        RANK_STEPS: tl.constexpr = PARTS * ((RANK + BLOCK_K - 1) // BLOCK_K)
+        factors = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in tl.range(0, RANK_STEPS, num_stages=STAGES):
+            b_a, b_b = load_step(
+                a, b, row, column, step, n, m,
+                RANK, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS,
+            )  # fmt: skip
+            factors = tl.dot(b_a, b_b.T, factors)
+        plan = plan * (factors * factor_scale)
+    o_out = o_block_row.to(tl.int64)[:, None] * width
+    o_out += i_column * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    high = plan.to(tl.float16)
+    tl.store(out_ptr + o_out, high)
+    if PARTS == 3:
+        low = (plan - high.to(tl.float32)).to(tl.float16)
+        tl.store(out_ptr + height.to(tl.int64) * width + o_out, low)
+
+
+def apply_plan_blocks(
+    rows: Side,
+    columns: Side,
+    scores: Scores,
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    values: PackedPoints,
+    factors: tuple[PackedPoints, PackedPoints] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Q V, or (Q o A B^T) V, and Q 1, with Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon).
+
+    Args:
+        rows: n packed points.
+        columns: m packed points.
+        scores: how they make scores.
+        potentials: f (N,) and g (M,), float32, in units of the cost.
+        epsilon: in units of the cost.
+        values: V (m, k), packed as `columns`.
+        factors: A (n, r) and B (m, r), packed as `rows` and `columns`.
+
+    Returns:
+        (N, k) float32 and (N,) float32, in the points' own order; the first holds only as long as
+        the second stays within `ROW_RANGE`.
+    """
+    launch = _Launch(rows, columns, scores, potentials, epsilon, factors)
+    n, m = rows.points.layout.size, columns.points.layout.size
+    stored = 2 if scores.parts == 3 else 1
+    layout, device = rows.points.layout, launch.device
+    count = len(layout.position)
+    # Rows of padding go to one row past the end.
+    origin = torch.where(layout.filled, layout.origin, count)
+    out = torch.empty((count + 1, values.coordinates.shape[1]), device=device)
+    sums = torch.empty(count + 1, device=device)
+    size = stored * min(BLOCK_HEIGHT, n) * min(BLOCK_WIDTH, m)
+    buffer = torch.empty(size, dtype=torch.float16, device=device)
+    unit = 2.0**-LOG2_SCALE
+    for row in range(0, n, BLOCK_HEIGHT):
+        height = min(BLOCK_HEIGHT, n - row)
+        product = torch.empty((height, out.shape[1]), device=device)
+        row_sums = torch.zeros(height, device=device)
+        for column in range(0, m, BLOCK_WIDTH):
+            width = min(BLOCK_WIDTH, m - column)
+            block = buffer[: stored * height * width].view(stored, height, width)
+            row_sums += launch(block, row, column)
+            high = values.coordinates[column : column + width]
+            _multiply(block[0], high, product, add=column > 0)
+            if stored == 2:
+                low = values.coordinates[m + column : m + column + width]
+                _multiply(block[0], low, product, add=True)
+                _multiply(block[1], high, product, add=True)
+        points = origin[row : row + height]
+        product *= unit * launch.factor_unit * 2.0**-values.exponent
+        out.index_copy_(0, points, product)
+        sums.index_copy_(0, points, row_sums.mul_(unit))
+    return out[:count], sums[:count]
+
+
+class _Launch:
+    """Fills blocks of Q."""
+
+    def __init__(
+        self,
+        rows: Side,
+        columns: Side,
+        scores: Scores,
+        potentials: tuple[Tensor, Tensor],
+        epsilon: float,
+        factors: tuple[PackedPoints, PackedPoints] | None,
+    ) -> None:
+        self.rows, self.columns, self.scores = rows.points, columns.points, scores
+        self.scale = LOG2_E / epsilon
+        f, g = potentials
+        self.device = f.device
+        self.bias = bias_of(rows, columns, scores, g, self.scale)
+        self.row_term = (rows.points.layout.spread(f, 0.0) - rows.squares) * self.scale
+        self.row_term += LOG2_SCALE
+        self.dim = self.rows.coordinates.shape[1]
+        self.tile = tile_for(self.dim * scores.parts, self.device)
+        self.factors, self.factor_unit = factors, 1.0
+        if factors is not None:
+            # Two blocks of accumulators need more registers than four warps have.
+            self.tile = narrow_tile(self.device)._replace(warps=8)
+            # Cauchy-Schwarz: no entry of A B^T times the unit's inverse exceeds 1.
+            norms = [float(side.squares[1].max()) ** 0.5 for side in factors]
+            self.factor_unit = 2.0 ** math.ceil(math.log2(max(norms[0] * norms[1], 1e-30)))
+
+    def __call__(self, block: Tensor, row: int, column: int) -> Tensor:
+        """Write Q from (row, column) on to `block` (1 or 2, height, width); return its row sums."""
+        tile, (_, height, width) = self.tile, block.shape
+        x, y = self._operands(self.rows, self.columns)
+        a, b, rank, factor_scale = x, y, 0, 1.0
+        if self.factors is not None:
+            a, b = self._operands(*self.factors)
+            rank = self.factors[0].coordinates.shape[1]
+            exponents = sum(side.exponent for side in self.factors)
+            factor_scale = 2.0**-exponents / self.factor_unit
+        sums = torch.empty((width // tile.columns, height), device=self.device)
+        layout = self.rows.layout
+        plan_block_kernel[(height // BLOCK_ROWS * (width // tile.columns),)](
+            x,
+            y,
+            self.bias,
+            self.row_term,
+            layout.block_class,
+            self.scores.costs,
+            layout.labels,
+            self.columns.layout.labels,
+            a,
+            b,
+            block,
+            sums,
+            row,
+            column,
+            height,
+            width,
+            layout.size,
+            self.columns.layout.size,
+            self.scores.scale * self.scale,
+            self.scores.costs.shape[1],
+            self.scale,
+            factor_scale,
+            DIM=self.dim,
+            RANK=rank,
+            PARTS=self.scores.parts,
+            BLOCK_M=BLOCK_ROWS,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            STAGES=tile.stages,
+            GROUP=GROUP,
+            DESCRIPTORS=tile.descriptors,
+            GATHER=not layout.pure,
+            num_warps=tile.warps,
+        )
+        return sums.sum(0)
+
+    def _operands(self, left: PackedPoints, right: PackedPoints) -> tuple[object, object]:
+        return (
+            operand(left.coordinates, BLOCK_ROWS, self.tile),
+            operand(right.coordinates, self.tile.columns, self.tile),
+        )
+
+
+def _multiply(block: Tensor, values: Tensor, out: Tensor, *, add: bool) -> None:
+    """Out (+)= block @ values, float16 in and float32 out."""
+    if block.is_cuda:
+        if add:
+            torch.addmm(out, block, values, out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(block, values, out_dtype=torch.float32, out=out)
+    elif add:
+        out.addmm_(block.float(), values.float())
+    else:
+        torch.mm(block.float(), values.float(), out=out)

@@ -1,0 +1,216 @@
+"""The half-step of a self term, each pair of points computed once.
+
+    T(f)_i = f_i - epsilon log sum_j a_j e_ij,   e_ij = exp((f_i + f_j - C_ij) / epsilon) = e_ji
+
+With one potential on both sides e is symmetric: a tile on or above the diagonal gives the sums of
+its rows and, weighted by the masses of the rows instead, those of its columns. Half of the
+products and exponentials remain. The potential itself is the shift of the exponentials; after an
+averaged update f <- (f + T(f)) / 2 no e_ij exceeds 1 / sqrt(a_i a_j), because a_i e_ii does not
+exceed 1. Sums that leave float32's range all the same mark their rows, which `half_step` then does
+with a maximum.
+
+Shapes: as in `half_step`, with x on both sides. Sums over tiles go to partial (n / BLOCK_ROWS, n):
+row k holds the column sums that row block k gave to the blocks after it; the row sums of block b,
+one for each range of its columns, stand in its own columns from row b on. So block b adds up rows
+0, 1, ... of its columns, always in the same order: no atomics, the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.column_bias import column_bias
+from otdd_flash.kernels.half_step import LOG2_E, Scores, Side, bias_of, repair
+from otdd_flash.kernels.merge_splits import LARGEST_SUM, LEAST_SUM
+from otdd_flash.kernels.tiling import BLOCK_ROWS, load_step, narrow_tile, operand
+
+# Column blocks of a program: short enough to balance the ragged ranges of a triangle.
+BLOCKS_PER_RANGE = 16
+
+
+@triton.jit
+def symmetric_step_kernel(
+    x,  # (2 n, DIM) float16
+    bias_ptr,  # (V, n) float32
+    row_term_ptr,  # (n,) float32
+    masses_ptr,  # (n,) float32
+    block_class_ptr,  # (n / BLOCK_M,) int32
+    costs_ptr,  # (V, V) float32, read if GATHER
+    labels_ptr,  # (n,) int32, read if GATHER
+    ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, row of partial
+    partial_ptr,  # (n / BLOCK_M, n) float32
+    n,
+    scale,
+    costs_width,
+    costs_scale,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    """One program per range of column blocks of one block of rows, on and above the diagonal."""
+    p_range = ranges_ptr + 4 * tl.program_id(0)
+    i_block, first, blocks, slot = (
+        tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
+    )  # fmt: skip
+    bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * n
+    o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_term = tl.load(row_term_ptr + o_row)
+    masses_x = tl.load(masses_ptr + o_row)
+    if GATHER:
+        p_costs = costs_ptr + tl.load(labels_ptr + o_row).to(tl.int64) * costs_width
+    p_columns = partial_ptr + i_block.to(tl.int64) * n
+
+    STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    scores = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
+    for t in tl.range(0, blocks * STEPS, num_stages=STAGES):
+        column = (first + t // STEPS) * BLOCK_M
+        step = t % STEPS
+        b_x, b_y = load_step(
+            x, x, i_block * BLOCK_M, column, step, n, n,
+            DIM, PARTS, BLOCK_M, BLOCK_M, BLOCK_K, DESCRIPTORS,
+        )  # fmt: skip
+        scores = tl.dot(b_x, b_y.T, scores)  # (BLOCK_M, BLOCK_M)
+        if step == STEPS - 1:
+            o_column = column + tl.arange(0, BLOCK_M)
+            b_bias = tl.load(bias_ptr + o_column)
+            masses_y = tl.load(masses_ptr + o_column)
+            logits = scores * scale + b_bias[None, :] + row_term[:, None]
+            if GATHER:
+                labels_y = tl.load(labels_ptr + o_column)
+                logits -= costs_scale * tl.load(p_costs[:, None] + labels_y[None, :])
+            kernel = tl.exp2(logits)
+            sums += tl.sum(kernel * masses_y[None, :], 1)
+            if column > i_block * BLOCK_M:
+                tl.store(p_columns + o_column, tl.sum(kernel * masses_x[:, None], 0))
+            scores = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
+    tl.store(partial_ptr + slot.to(tl.int64) * n + o_row, sums)
+
+
+@triton.jit
+def merge_triangle_kernel(
+    partial_ptr,  # (n / BLOCK_M, n) float32
+    slots_ptr,  # (n / BLOCK_M,) int32, rows of partial that a block adds up
+    filled_ptr,  # (n,) int8
+    marked_ptr,  # (n / BLOCK_M,) int32
+    out_ptr,  # (n,) float32
+    n,
+    LEAST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+):
+    """One program per block of rows: log2 of its sums, and whether one left the range."""
+    i_block = tl.program_id(0)
+    o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    slots = tl.load(slots_ptr + i_block)
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    for first in range(0, slots, BLOCK_SLOTS):
+        o_slot = (first + tl.arange(0, BLOCK_SLOTS)).to(tl.int64)
+        p_partial = partial_ptr + o_slot[:, None] * n + o_row[None, :]
+        sums += tl.sum(tl.load(p_partial, mask=o_slot[:, None] < slots, other=0.0), 0)
+    # NaN compares as neither, and so is not good.
+    good = (sums >= LEAST) & (sums <= LARGEST)
+    bad = tl.where(good, 0, tl.load(filled_ptr + o_row).to(tl.int32))
+    tl.store(marked_ptr + i_block, tl.max(bad, 0))
+    tl.store(out_ptr + o_row, tl.log2(sums))
+
+
+def symmetric_step(
+    side: Side, scores: Scores, masses: Tensor, potential: Tensor, epsilon: float
+) -> Tensor:
+    """-epsilon log sum_j a_j exp((f_j - C_ij) / epsilon) of a cloud with itself.
+
+    Args:
+        side: both sides of the cost.
+        scores: how they make scores; the costs of classes are symmetric.
+        masses: (n,) float32, packed, 0 for padding.
+        potential: (N,) float32, in units of the cost.
+        epsilon: in units of the cost.
+
+    Returns:
+        (N,) float32, in units of the cost.
+    """
+    points, scale = side.points, LOG2_E / epsilon
+    layout, x = points.layout, points.coordinates
+    n, dim = layout.size, x.shape[1]
+    tile = narrow_tile(x.device)
+    ranges, slots = _ranges(n // BLOCK_ROWS, x.device)
+    bias = column_bias(
+        potential,
+        layout,
+        torch.zeros_like(side.squares),
+        side.squares,
+        scores.costs if layout.pure else None,
+        scale,
+    )
+    partial = torch.empty((n // BLOCK_ROWS, n), dtype=torch.float32, device=x.device)
+    symmetric_step_kernel[(len(ranges),)](
+        operand(x, BLOCK_ROWS, tile),
+        bias,
+        (layout.spread(potential, 0.0) - side.squares) * scale,
+        masses,
+        layout.block_class,
+        scores.costs,
+        layout.labels,
+        ranges,
+        partial,
+        n,
+        scores.scale * scale,
+        scores.costs.shape[1],
+        scale,
+        DIM=dim,
+        PARTS=scores.parts,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_K=tile.depth,
+        STAGES=tile.stages,
+        DESCRIPTORS=tile.descriptors,
+        GATHER=not layout.pure,
+        num_warps=tile.warps,
+    )
+    logs = torch.empty(n, dtype=torch.float32, device=x.device)
+    marked = torch.empty(n // BLOCK_ROWS, dtype=torch.int32, device=x.device)
+    merge_triangle_kernel[(n // BLOCK_ROWS,)](
+        partial,
+        slots,
+        layout.filled.to(torch.int8),
+        marked,
+        logs,
+        n,
+        LEAST=LEAST_SUM,
+        LARGEST=LARGEST_SUM,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_SLOTS=16,
+    )
+    out = potential - (epsilon * math.log(2.0)) * logs[layout.position]
+    repair(side, side, scores, bias_of(side, side, scores, potential, scale), epsilon, marked, out)
+    return out
+
+
+@lru_cache
+def _ranges(blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ranges of column blocks (programs, 4), longest first, and rows of partial for each block.
+
+    int32: row block, first column block, number of column blocks, row of partial for its row sums.
+    """
+    ranges, slots = [], []
+    for block in range(blocks):
+        starts = range(block, blocks, BLOCKS_PER_RANGE)
+        for k, first in enumerate(starts):
+            ranges.append((block, first, min(BLOCKS_PER_RANGE, blocks - first), block + k))
+        slots.append(block + len(starts))
+    ranges.sort(key=lambda item: -item[2])
+    return (
+        torch.tensor(ranges, dtype=torch.int32, device=device),
+        torch.tensor(slots, dtype=torch.int32, device=device),
+    )

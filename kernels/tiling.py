@@ -1,0 +1,147 @@
+"""How kernels cut the scores into tiles, and how a tile of coordinates is loaded.
+
+Hopper and later load tiles through tensor descriptors; Ampere, Ada and the interpreter through
+pointers. Sizes were the fastest of those measured on an H200 and are modest elsewhere; there is no
+tuning at run time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Rows of a class-pure block, and rows of every tile.
+BLOCK_ROWS = 128
+# Every cloud is padded to a multiple of it, the widest tile.
+BLOCK_COLUMNS = 256
+
+
+class Tile(NamedTuple):
+    """Sizes of a tile of scores, and how its program runs."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    descriptors: bool
+    early_bias: bool = False
+
+
+@lru_cache
+def tile_for(depth: int, device: torch.device) -> Tile:
+    """The tile for products of `depth` coordinates.
+
+    Two narrow programs on one multiprocessor hide each other's exponentials, which pays while the
+    products of a column block are short; a wide one reads less of x. Fetching the bias early costs
+    registers that only the narrow tile has.
+    """
+    if device.type != "cuda":
+        return Tile(BLOCK_COLUMNS, 32, 4, 1, descriptors=False)
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return Tile(128, 32, 8, 3, descriptors=False)
+    if depth <= 256 or not _has_room_for_wide_tiles(device):
+        return narrow_tile(device)._replace(early_bias=depth > 64)
+    return Tile(256, 64, 8, 4, descriptors=True)
+
+
+@lru_cache
+def narrow_tile(device: torch.device) -> Tile:
+    """The tile of kernels that need more registers or more programs, at any depth."""
+    if device.type != "cuda":
+        return Tile(BLOCK_ROWS, 32, 4, 1, descriptors=False)
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return Tile(128, 32, 8, 3, descriptors=False)
+    return Tile(128, 64, 4, 3 if _has_room_for_wide_tiles(device) else 2, descriptors=True)
+
+
+def _has_room_for_wide_tiles(device: torch.device) -> bool:
+    """Whether four stages of 128 + 256 rows of 64 float16 fit; workstation cards have 100 KB."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200_000
+
+
+def operand(coordinates: Tensor, rows: int, tile: Tile) -> object:
+    """What a kernel loads tiles of `rows` rows from: a descriptor, or the tensor's pointer."""
+    if tile.descriptors:
+        return TensorDescriptor.from_tensor(coordinates, [rows, tile.depth])
+    return coordinates
+
+
+@lru_cache
+def blocks_per_split(row_blocks: int, column_blocks: int, tile: Tile, device: torch.device) -> int:
+    """Column blocks per program, so that the last wave of programs is nearly full.
+
+    The least number of ranges wins whose waves waste under 3%, or else the one that wastes least.
+    """
+    if device.type != "cuda":
+        return max(1, column_blocks // 2)
+    resident = 2 if tile.warps == 4 else 1
+    slots = resident * torch.cuda.get_device_properties(device).multi_processor_count
+    best, least = column_blocks, float("inf")
+    for splits in range(1, min(column_blocks, 64) + 1):
+        per_split = triton.cdiv(column_blocks, splits)
+        programs = row_blocks * triton.cdiv(column_blocks, per_split)
+        # Time in units of column blocks; a program costs about one more for its start and end.
+        waste = triton.cdiv(programs, slots) * slots * (per_split + 1)
+        waste /= row_blocks * column_blocks
+        if waste < 0.97 * least:
+            best, least = per_split, waste
+    return best
+
+
+@triton.jit
+def load_tile(
+    source,  # descriptor of, or pointer to, (rows, DIM)
+    row,
+    k,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DIM: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Load (ROWS, BLOCK_K) from (row, k); columns past DIM read as 0."""
+    if DESCRIPTORS:
+        tile = source.load([row, k])
+    else:
+        o_row = (row + tl.arange(0, ROWS)).to(tl.int64)
+        o_k = k + tl.arange(0, BLOCK_K)
+        tile = tl.load(
+            source + o_row[:, None] * DIM + o_k[None, :], mask=o_k[None, :] < DIM, other=0.0
+        )
+    return tile
+
+
+@triton.jit
+def load_step(
+    x,  # (2 n, DIM) hi parts, then lo parts
+    y,  # (2 m, DIM)
+    row,
+    column,
+    step,
+    n,
+    m,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """The tiles of x and y whose product is one step of a block of scores.
+
+    Steps run over K blocks and, with three parts, over hi hi, hi lo and lo hi.
+    """
+    K_BLOCKS: tl.constexpr = (DIM + BLOCK_K - 1) // BLOCK_K
+    k = (step % K_BLOCKS) * BLOCK_K
+    if PARTS == 3:
+        part = step // K_BLOCKS
+        row += tl.where(part == 2, n, 0)
+        column += tl.where(part == 1, m, 0)
+    b_x = load_tile(x, row, k, BLOCK_M, BLOCK_K, DIM, DESCRIPTORS)
+    b_y = load_tile(y, column, k, BLOCK_N, BLOCK_K, DIM, DESCRIPTORS)
+    return b_x, b_y

@@ -1,0 +1,191 @@
+"""The half-step kernel against dense float64, in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from kernel_cases import (
+    DEVICE,
+    EPSILON,
+    LARGE_CASES,
+    SMALL,
+    clouds,
+    cost_of,
+    dense_cost,
+    potentials,
+)
+
+from otdd_flash.kernels.packed_points import MOST_PADDING, arrange, pack, power_of_two_scale
+from otdd_flash.kernels.tiling import BLOCK_COLUMNS, BLOCK_ROWS
+from otdd_flash.operators import kernel as kernel_operator
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.otdd import dataset_distance
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.clouds import sinkhorn
+from otdd_flash.solver.options import SolverOptions
+
+
+def softmins(cost, masses, potential, epsilon):
+    return reference.softmin_rows(cost, masses, potential, epsilon)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *LARGE_CASES], ids=str)
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize("epsilon", [0.01, EPSILON, 30.0])
+def test_half_steps_are_exact_for_the_rounded_points(case, precision, epsilon):
+    operator = KernelOperator(cost_of(case), precision)
+    cost = dense_cost(operator)
+    f, g = potentials(operator)
+    atol = operator.cost_error + 1e-6 * (float(cost.max()) + epsilon)
+    expected = softmins(cost, operator.b, g, epsilon)
+    got = operator.softmin_rows(g, epsilon)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
+    expected = softmins(cost.T, operator.a, f, epsilon)
+    got = operator.softmin_columns(f, epsilon)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *LARGE_CASES], ids=str)
+@pytest.mark.parametrize("distance", [0.0, 3.0, 1e4], ids=["exact", "near", "far"])
+def test_a_guess_near_or_far_changes_nothing_but_the_way(case, distance, monkeypatch):
+    """Far guesses leave float32's range; the rows of some points are then done again."""
+    monkeypatch.setattr(kernel_operator, "MANY_SCORES", 1)
+    operator = KernelOperator(cost_of(case), "fast")
+    draw = torch.Generator().manual_seed(0)
+    g = torch.randn(operator.shape[1], generator=draw).to(DEVICE)
+    cost = dense_cost(operator)
+    expected = softmins(cost, operator.b, g, EPSILON)
+    offset = distance * EPSILON * torch.randn(operator.shape[0], generator=draw).to(DEVICE)
+    guess = (expected + offset).float()
+    got = operator.softmin_rows(g, EPSILON, guess)
+    atol = operator.cost_error + 1e-6 * (float(cost.max()) + EPSILON)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_refined_half_steps_are_those_of_the_original_points(case, precision):
+    labelled = cost_of(case)
+    operator, streamed = (
+        KernelOperator(labelled, precision),
+        StreamedOperator(labelled, torch.float32),
+    )
+    g = torch.randn(case[1], generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = streamed.softmin_rows(g, EPSILON)
+    refined = operator.refined.softmin_rows(g, EPSILON)
+    atol = operator.refined.cost_error + streamed.cost_error
+    torch.testing.assert_close(refined, expected, rtol=0, atol=atol)
+    assert operator.refined.refined.backend == operator.refined.backend
+    if precision == "fast" and case != SMALL[0]:
+        # The rounded points are another cloud, or this test could not tell the two apart.
+        fast = operator.softmin_rows(g, EPSILON)
+        assert float((fast - expected).abs().max()) > atol
+        assert operator.backend != operator.refined.backend
+
+
+def test_rounding_keeps_eleven_bits_and_the_second_part_the_next_eleven():
+    operator = KernelOperator(cost_of((60, 50, 4, 2, 2)), "fast")
+    x, _ = operator.cost.centred(torch.float64)
+    largest = operator.cost.largest
+    assert float((operator.seen_points()[0] - x).abs().max()) <= 2**-11 * largest
+    assert float((operator.refined.seen_points()[0] - x).abs().max()) <= 2**-22 * largest
+    assert float((operator.seen_points()[0] - x).abs().max()) > 2**-16 * largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_points_of_any_type_and_strides_are_packed(dtype):
+    draw = torch.Generator().manual_seed(0)
+    points = torch.randn(6, 70, generator=draw).to(dtype).T[:, ::2].to(DEVICE)
+    centre = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
+    layout = arrange(torch.zeros(70, dtype=torch.int64, device=DEVICE), 1)
+    packed = pack(points, layout, centre, 10)
+    expected = points.double() - centre
+    got = packed.rounded(3)[:, :3]
+    torch.testing.assert_close(got, expected, rtol=2**-21, atol=2**-30)
+    squares = packed.squares[:, layout.position].double()
+    torch.testing.assert_close(squares[1], got.square().sum(1), rtol=1e-6, atol=0)
+    high = packed.rounded(1).square().sum(1)
+    torch.testing.assert_close(squares[0], high, rtol=1e-6, atol=0)
+    assert not bool(packed.squares[:, ~layout.filled].any())
+
+
+@pytest.mark.parametrize(("classes", "pure"), [(1, True), (3, True), (40, False)])
+def test_packing_keeps_every_point_once_and_blocks_pure_where_that_pays(classes, pure):
+    draw = torch.Generator().manual_seed(classes)
+    points = torch.randn(900, 5, generator=draw).to(DEVICE)
+    labels = torch.randint(0, classes, (900,), generator=draw).to(DEVICE)
+    layout = arrange(labels, classes)
+    packed = pack(points, layout, torch.zeros(5, dtype=torch.float64, device=DEVICE), 12)
+    size = layout.size
+    assert layout.pure == pure
+    assert size % BLOCK_COLUMNS == 0
+    assert size <= MOST_PADDING * 1024 + BLOCK_COLUMNS
+    assert int(layout.filled.sum()) == 900
+    index = torch.arange(900, device=DEVICE)
+    assert torch.equal(layout.origin[layout.position], index)
+    assert torch.equal(layout.labels[layout.position].long(), labels)
+    blocks = layout.labels.view(-1, BLOCK_ROWS)
+    same = (blocks == layout.block_class[:, None]) | ~layout.filled.view(-1, BLOCK_ROWS)
+    assert bool(same.all()) == pure
+    assert packed.coordinates.shape == (2 * size, 8)
+    assert not bool(packed.coordinates[:size][~layout.filled].any())
+
+
+@pytest.mark.parametrize("largest", [1e-20, 0.99, 1.0, 3.0, 1e20])
+def test_the_scale_brings_the_largest_coordinate_below_the_end_of_float16(largest):
+    assert 2**14 <= largest * 2.0 ** power_of_two_scale(largest) < 2**15
+
+
+def test_the_scale_of_nothing_is_one():
+    assert power_of_two_scale(0.0) == 0
+
+
+@pytest.mark.parametrize("epsilon", [2.0, 0.02])
+def test_a_solve_in_triton_ends_on_the_original_points(epsilon):
+    """Fast iterations, refined ones, certificate: the float64 optimum is inside the bounds.
+
+    At the small epsilon the rounded points alone would leave a marginal error of about 1e-2.
+    """
+    x, y, a, b, labels_x, labels_y, costs = clouds(20, 30, 3, 2, 2)
+    source, target = (
+        LabeledSamples(points, labels, ("0", "1"), masses)
+        for points, labels, masses in ((x, labels_x, a), (y, labels_y, b))
+    )
+    full = torch.zeros(4, 4).double()
+    full[:2, 2:], full[2:, :2] = costs, costs.T
+    compute = ComputeOptions(device=DEVICE.type, backend="triton")
+    term = sinkhorn(source, target, epsilon=epsilon, class_table=full, compute=compute)
+    cost = reference.dense_cost(x, y, 0.5, costs / 2, labels_x, labels_y)
+    truth, *_ = reference.entropic_transport(cost, a, b, epsilon)
+    assert term.converged
+    assert term.bounds[0] <= truth <= term.bounds[1]
+    assert term.bounds[1] - term.bounds[0] < 0.02 * truth
+    plan = reference.plan(cost, a, b, term.f.cpu(), term.g.cpu(), epsilon)
+    assert float((plan.sum(0) - b).abs().sum()) <= term.marginal_error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("relative_epsilon", [1e-1, 1e-2, 1e-3])
+def test_divergences_on_a_gpu_hold_the_double_precision_value(relative_epsilon):
+    x, y, a, b, labels_x, labels_y, _ = clouds(1500, 2000, 64, 10, 10)
+    names = tuple(map(str, range(10)))
+    source = LabeledSamples(x, labels_x, names, a)
+    target = LabeledSamples(y, labels_y, names, b)
+    fast, double = (
+        dataset_distance(
+            source,
+            target,
+            epsilon_relative=relative_epsilon,
+            labels="means",
+            solver=SolverOptions(tolerance),
+            compute=ComputeOptions(device="cuda", precision=precision),
+        )
+        for precision, tolerance in (("fast", 1e-3), ("double", 1e-8))
+    )
+    assert fast.divergence.backend.startswith("triton")
+    assert double.divergence.backend.startswith("torch")
+    assert fast.converged
+    assert fast.bounds[0] <= double.value <= fast.bounds[1]

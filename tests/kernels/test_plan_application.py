@@ -1,0 +1,98 @@
+"""Plans applied in blocks, against dense float64."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from kernel_cases import DEVICE, EPSILON, LARGE_CASES, SMALL, cost_of, dense_cost, potentials
+
+from otdd_flash.kernels import plan_application
+from otdd_flash.operators.kernel import KernelOperator
+
+# Of the largest value that a row could have: float16 keeps 11 bits, two of them 22.
+TOLERANCE = {"fast": 2**-10, "high": 2e-6}
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch):
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(plan_application, "BLOCK_HEIGHT", 256)
+        monkeypatch.setattr(plan_application, "BLOCK_WIDTH", 256)
+
+
+class Applied:
+    """A plan of a case, with rows that have their masses or far from it."""
+
+    def __init__(self, case, precision, near):
+        self.operator = KernelOperator(cost_of(case), precision)
+        cost = dense_cost(self.operator)
+        offset, self.g = potentials(self.operator, EPSILON)
+        exact = reference.softmin_rows(cost, self.operator.b, self.g, EPSILON).float()
+        # Far ones sum to e^-40 to e^40 of their mass in a row: float16 alone would not hold them.
+        self.f = exact if near else exact + 15 * offset
+        self.plan = reference.plan(cost, self.operator.a, self.operator.b, self.f, self.g, EPSILON)
+        # The exponents' own error, as of any float32 computation.
+        self.rtol = 8e-6 * float(cost.max()) / EPSILON + self.operator.cost_error / EPSILON
+        self.precision = precision
+
+    def check(self, got, weights, values):
+        expected = weights @ values
+        scale = weights.abs().sum(1, keepdim=True) * values.abs().max()
+        error = (got.double() - expected).abs() / scale.clamp_min(1e-300)
+        assert float(error.max()) <= TOLERANCE[self.precision] + self.rtol
+
+    def check_masses(self, got, plan):
+        torch.testing.assert_close(got, plan.sum(1), rtol=self.rtol + 1e-5, atol=1e-30)
+
+
+@pytest.fixture(params=[True, False], ids=["near", "far"])
+def near(request):
+    return request.param
+
+
+CASES = [*SMALL, *LARGE_CASES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize("columns", [1, 9])
+def test_plan_times_matrix(case, precision, columns, near):
+    applied = Applied(case, precision, near)
+    draw = torch.Generator().manual_seed(2)
+    values = torch.randn(case[1], columns, generator=draw).double().to(DEVICE) * 30
+    got = applied.operator.apply_plan(applied.f, applied.g, EPSILON, values)
+    applied.check(got.values, applied.plan, values)
+    applied.check_masses(got.masses, applied.plan)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_transposed_plan_times_matrix(case, precision, near):
+    applied = Applied(case, precision, near)
+    draw = torch.Generator().manual_seed(2)
+    values = torch.randn(case[0], 3, generator=draw).to(DEVICE)
+    got = applied.operator.apply_plan_transposed(applied.f, applied.g, EPSILON, values)
+    applied.check(got.values, applied.plan.T, values.double())
+    applied.check_masses(got.masses, applied.plan.T)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize("rank", [1, 21])
+def test_hadamard_weighted_plan_times_matrix(case, precision, rank, near):
+    applied = Applied(case, precision, near)
+    n, m, *_ = case
+    draw = torch.Generator().manual_seed(3)
+    left, right = (torch.randn(size, rank, generator=draw).to(DEVICE) for size in (n, m))
+    values = torch.rand(m, 2, generator=draw).to(DEVICE)
+    got = applied.operator.apply_plan(
+        applied.f, applied.g, EPSILON, values, row_factor=left * 1e3, column_factor=right
+    )
+    weights = applied.plan * (left.double() * 1e3 @ right.double().T)
+    # Entries of A B^T are rounded relative to the largest that its norms allow.
+    bound = float(left.norm(dim=1).max() * right.norm(dim=1).max()) * 1e3
+    expected = weights @ values.double()
+    error = (got.values.double() - expected).abs() / (applied.plan.sum(1, keepdim=True) * bound)
+    assert float(error.nan_to_num(0).max()) <= 4 * TOLERANCE[precision] + applied.rtol
+    applied.check_masses(got.masses, applied.plan)
