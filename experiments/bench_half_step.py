@@ -15,9 +15,7 @@ sides' potentials after the ten iterations. All are relative to the largest cost
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,12 @@ import torch
 from torch import Tensor
 
 from experiments.environment import RESULTS, environment, write_result
+from experiments.timing import cublas_tflops, extra_mib, milliseconds
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 
 DIMENSIONS = (784, 512, 128, 64)
 ITERATIONS = 10
-REPEATS = 10
 CLASSES = 10
 # Of mean cost; at the pixels' scale this is an epsilon of 1.
 RELATIVE_EPSILON = 0.01
@@ -99,38 +97,6 @@ def half_step_error(operator: KernelOperator, epsilon: float, *, rounded: bool) 
     return float(error / cost.max())
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """Median of REPEATS timings by CUDA events, after three warm-up runs."""
-    for _ in range(3):
-        run()
-    times: list[float] = []
-    event: Any = torch.cuda.Event
-    for _ in range(REPEATS):
-        start, end = (event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def extra_memory(run: Callable[[], object]) -> float:
-    """Peak MiB that a run allocates above what is held before it."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def ceiling() -> float:
-    """TFLOP/s of a float16 matrix product on random data."""
-    a, b = (torch.randn(8192, 8192, device="cuda").half() for _ in range(2))
-    return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9
-
-
 def bench(n: int, d: int, limit: float) -> dict[str, Any]:
     """One row of the table."""
     labelled, plain = (make_operator(n, d, classes, "fast") for classes in (CLASSES, 1))
@@ -159,7 +125,7 @@ def bench(n: int, d: int, limit: float) -> dict[str, Any]:
         "cost_of_labels": taken["ours_labels"] / taken["ours_no_labels"] - 1,
         "tflops": rate,
         "share_of_cublas": rate / limit,
-        "extra_mib": {name: extra_memory(run) for name, run in runs.items()},
+        "extra_mib": {name: extra_mib(run) for name, run in runs.items()},
         "half_step_error_on_rounded_points": error,
         "half_step_error": {
             "fast": half_step_error(labelled, epsilon, rounded=False),
@@ -185,7 +151,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=60_000)
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    limit = ceiling()
+    limit = cublas_tflops()
     result: dict[str, Any] = {
         "environment": environment("torch", "triton", "flash-sinkhorn"),
         "cublas_float16_tflops": limit,

@@ -27,6 +27,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
+from otdd_flash.solver.loss import sinkhorn_loss
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.version import __version__
 
@@ -49,4 +50,5 @@ __all__ = [
     "load",
     "sinkhorn",
     "sinkhorn_divergence",
+    "sinkhorn_loss",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -96,3 +98,32 @@ def sinkhorn_divergence(
     xy, xx, yy = costs
     self_terms = entropic_transport(xx, a, a, epsilon)[0] + entropic_transport(yy, b, b, epsilon)[0]
     return entropic_transport(xy, a, b, epsilon)[0] - self_terms / 2
+
+
+def dual_value(cost: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
+    """<a, f> + <b, g> + epsilon (1 - sum P); masses may be 0 or, for differences, below."""
+    mass = (a[:, None] * b[None, :] * ((f[:, None] + g[None, :] - cost) / epsilon).exp()).sum()
+    return a @ f + b @ g + epsilon * (1 - mass)
+
+
+def unrolled_transport(
+    cost: Tensor, a: Tensor, b: Tensor, epsilon: float, iterations: int = 800
+) -> Tensor:
+    """OT_epsilon after many iterations that autograd can differentiate; masses must be positive."""
+    g = torch.zeros_like(b)
+    for _ in range(iterations):
+        f = -epsilon * torch.logsumexp(b.log() + (g - cost) / epsilon, 1)
+        g = -epsilon * torch.logsumexp(a.log() + (f - cost.T) / epsilon, 1)
+    return a @ f + b @ g
+
+
+def finite_differences(
+    function: Callable[[Tensor], Tensor], point: Tensor, step: float = 1e-5
+) -> Tensor:
+    """The gradient of a scalar function by central differences, entry by entry."""
+    gradient = torch.zeros_like(point)
+    for index in range(point.numel()):
+        moved = torch.zeros_like(point)
+        moved.view(-1)[index] = step
+        gradient.view(-1)[index] = (function(point + moved) - function(point - moved)) / (2 * step)
+    return gradient

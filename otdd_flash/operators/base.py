@@ -80,6 +80,11 @@ class Operator(Protocol):
         ...
 
     @property
+    def short_passes(self) -> bool:
+        """Whether a pass runs on a GPU and takes less time than launching it, or not much more."""
+        ...
+
+    @property
     def refined(self) -> Operator:
         """The same cost to the full accuracy of `dtype`, for certificates; often itself."""
         ...

@@ -60,6 +60,7 @@ class KernelOperator:
         self._transposed = Scores(scale, costs.T.contiguous(), parts)
         self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
+        self.short_passes = self.a.is_cuda and not self._many
 
     @property
     def backend(self) -> str:

@@ -84,6 +84,11 @@ class TiledOperator(ABC):
         """How the scores are held."""
 
     @property
+    def short_passes(self) -> bool:
+        """False: tiles are launched one by one."""
+        return False
+
+    @property
     def refined(self) -> TiledOperator:
         """Itself: scores are computed in the precision of the potentials."""
         return self

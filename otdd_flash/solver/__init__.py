@@ -2,5 +2,6 @@
 
 `options` when to stop; `alternating` the cross term and its epsilon schedule; `symmetric` a self
 term; `certificate` value and bounds from potentials; `term` what a solve returns; `divergence` the
-debiased combination; `clouds` the entry points.
+debiased combination; `problem` two clouds and their three terms; `gradient` derivatives of a solved
+term and of the divergence; `clouds` and, for autograd, `loss` the entry points.
 """

@@ -11,12 +11,16 @@ sparse scaling algorithms for entropy regularized transport problems).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.certificate import certify, column_marginal, rounding_floor
+from otdd_flash.solver.certificate import certify, column_marginal, magnitude, rounding_floor
+from otdd_flash.solver.late_reader import LateReader, Reading
 from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.sweep import State, steps_between_looks, sweep
 from otdd_flash.solver.term import TransportTerm, check_reachable
 
 SCALING = 0.5
@@ -41,31 +45,40 @@ def solve_alternating(
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         start: (m,) column potential to start from at the final epsilon, without scaling.
-        progress: called after every iteration as progress("xy", iteration, marginal error).
+        progress: called whenever the marginals were looked at, as progress("xy", iteration, error).
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
     # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
-    at_rest = torch.zeros_like(operator.a), torch.zeros_like(operator.b)
-    floor = rounding_floor(operator, *at_rest, epsilon)
+    floor = rounding_floor(operator, 0.0, epsilon)
     check_reachable(options.tolerance, floor, epsilon, operator.dtype)
     solve = _Solve(epsilon, options, progress)
+    f = torch.zeros_like(operator.a, dtype=operator.dtype)
     if start is None:
         g = torch.zeros_like(operator.b, dtype=operator.dtype)
-        g = solve.iterate(operator, g, max(epsilon, operator.mean_cost))
+        f, g = solve.iterate(operator, f, g, max(epsilon, operator.mean_cost))
     else:
-        g = solve.iterate(operator, start, epsilon)
+        f, g = solve.iterate(operator, f, start.to(operator.dtype), epsilon)
     refined = operator.refined
     if refined is not operator:
-        g = solve.iterate(refined, g, epsilon)
+        f, g = solve.iterate(refined, f, g, epsilon)
     return TransportTerm.from_certificate(
-        certify(refined, g, epsilon),
+        certify(refined, f, g, epsilon),
         epsilon,
         iterations=solve.iterations,
         passes=2 * solve.iterations + 2,
         tolerance=options.tolerance,
     )
+
+
+class _Look(NamedTuple):
+    """The plan of (f, g) at an epsilon after some iterations."""
+
+    iteration: int
+    level: float
+    f: Tensor
+    g: Tensor
 
 
 class _Solve:
@@ -75,29 +88,53 @@ class _Solve:
         self.epsilon, self.options, self.progress = epsilon, options, progress
         self.iterations = 0
 
-    def iterate(self, operator: Operator, g: Tensor, level: float) -> Tensor:
-        """Alternate from g (m,), down from epsilon = level, until converged or out of budget."""
-        tolerance = self.options.tolerance
-        level_tolerance = max(LEVEL_TOLERANCE, 10 * tolerance)
+    def iterate(
+        self, operator: Operator, f: Tensor, g: Tensor, level: float
+    ) -> tuple[Tensor, Tensor]:
+        """Alternate from f (n,) and g (m,), down from epsilon = level, until done."""
+        level_tolerance = max(LEVEL_TOLERANCE, 10 * self.options.tolerance)
+        reader: LateReader[_Look] = LateReader()
         while self.iterations < self.options.max_iterations:
-            f = operator.softmin_rows(g, level)
-            updated = operator.softmin_columns(f, level)
-            floor = rounding_floor(operator, f, g, level)
-            error = _column_error(operator.b, g, updated, level) + floor
-            self.iterations += 1
-            if self.progress is not None:
-                self.progress("xy", self.iterations, error)
-            if level > self.epsilon:
-                if error <= level_tolerance:
-                    level = max(self.epsilon, level * SCALING)
-            else:
-                check_reachable(tolerance, floor, self.epsilon, operator.dtype)
-                if error <= tolerance:
-                    break
+            left = self.options.max_iterations - self.iterations
+            count = min(left, steps_between_looks(operator))
+            f, updated, g = sweep(operator, _step, level, (f, g, g), count)
+            self.iterations += count
+            look = _Look(self.iterations, level, f, g)
+            reading = reader.exchange(_measured(operator, look, updated), look)
             g = updated
-        return g
+            if reading is None:
+                continue
+            seen, error = reading.kept, self._error(operator, reading)
+            if seen.level > self.epsilon:
+                if error <= level_tolerance and seen.level == level:
+                    level = max(self.epsilon, level * SCALING)
+            elif error <= self.options.tolerance:
+                return seen.f, seen.g
+        late = reader.last()
+        if late is not None:
+            self._error(operator, late)
+        return f, g
+
+    def _error(self, operator: Operator, reading: Reading[_Look]) -> float:
+        """The marginal error of a look, reported; refuses what rounding makes hopeless."""
+        (gap, size), seen = reading.numbers, reading.kept
+        floor = rounding_floor(operator, size, seen.level)
+        if self.progress is not None:
+            self.progress("xy", seen.iteration, gap + floor)
+        if seen.level == self.epsilon:
+            check_reachable(self.options.tolerance, floor, self.epsilon, operator.dtype)
+        return gap + floor
 
 
-def _column_error(b: Tensor, g: Tensor, updated: Tensor, epsilon: float) -> float:
-    """||c - b||_1 of the plan of (f, g), from the update of g."""
-    return float((column_marginal(b, g, updated, epsilon) - b).abs().sum())
+def _step(operator: Operator, epsilon: float, state: State) -> State:
+    """(f, g, .) -> (T(g), T'(T(g)), g)."""
+    f, g, _ = state
+    f = operator.softmin_rows(g, epsilon, f)
+    return f, operator.softmin_columns(f, epsilon, g), g
+
+
+def _measured(operator: Operator, look: _Look, updated: Tensor) -> Tensor:
+    """||c - b||_1 of the plan of (f, g), from the update of g, and the potentials' magnitude."""
+    columns = column_marginal(operator.b, look.g, updated, look.level)
+    gap = (columns - operator.b).abs().sum()
+    return torch.stack((gap, magnitude(operator, look.f, look.g)))

@@ -43,32 +43,46 @@ class Certificate(NamedTuple):
     marginal_error: float
 
 
-def certify(operator: Operator, g: Tensor, epsilon: float) -> Certificate:
-    """One row update from g (m,), one column marginal: two passes."""
-    f = operator.softmin_rows(g, epsilon)
-    masses = column_marginal(operator.b, g, operator.softmin_columns(f, epsilon), epsilon)
-    support = operator.b > 0
-    gap = float((masses - operator.b).abs().sum())
-    value = _dot(operator.a, f) + _dot(operator.b, g) + epsilon * (1 - float(masses.sum()))
-    spread = oscillation(g, support) + cost_spread(operator)
-    rounding = value_rounding(operator, f, g, epsilon)
-    error = gap + rounding_floor(operator, f, g, epsilon)
-    bounds = (value - rounding, value + error * spread / 2 + rounding)
+def certify(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Certificate:
+    """One row update from g (m,), near f (n,), one column marginal: two passes."""
+    f = operator.softmin_rows(g, epsilon, f)
+    masses = column_marginal(operator.b, g, operator.softmin_columns(f, epsilon, g), epsilon)
+    gap, size, total, dual, swing = torch.stack(
+        (
+            (masses - operator.b).abs().sum(),
+            magnitude(operator, f, g),
+            masses.sum(),
+            operator.a @ f.double() + operator.b @ g.double(),
+            oscillation(g, operator.b > 0),
+        )
+    ).tolist()
+    value = dual + epsilon * (1 - total)
+    rounding = value_rounding(operator, size, epsilon)
+    error = gap + rounding_floor(operator, size, epsilon)
+    bounds = (value - rounding, value + error * (swing + cost_spread(operator)) / 2 + rounding)
     return Certificate(f, g, value, bounds, error)
 
 
 def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
     """The plan of one potential f (n,) between a cloud and itself: one pass."""
-    masses = column_marginal(operator.a, f, operator.softmin_rows(f, epsilon), epsilon)
+    masses = column_marginal(operator.a, f, operator.softmin_rows(f, epsilon, f), epsilon)
     total = masses.sum()
-    gap = float((masses / total - operator.a).abs().sum())
     # Before the shift, as in the iteration that stopped on it.
-    error = gap + rounding_floor(operator, f, f, epsilon)
+    before = magnitude(operator, f, f)
     f = f - (epsilon / 2 * total.log()).to(f.dtype)
-    value = 2 * _dot(operator.a, f)
-    spread = oscillation(f, operator.a > 0) + cost_spread(operator)
-    rounding = value_rounding(operator, f, f, epsilon)
-    bounds = (value - rounding, value + error * spread + rounding)
+    gap, size_before, size, dual, swing = torch.stack(
+        (
+            (masses / total - operator.a).abs().sum(),
+            before,
+            magnitude(operator, f, f),
+            operator.a @ f.double(),
+            oscillation(f, operator.a > 0),
+        )
+    ).tolist()
+    value = 2 * dual
+    rounding = value_rounding(operator, size, epsilon)
+    error = gap + rounding_floor(operator, size_before, epsilon)
+    bounds = (value - rounding, value + error * (swing + cost_spread(operator)) + rounding)
     return Certificate(f, f, value, bounds, error)
 
 
@@ -81,37 +95,33 @@ def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: float) 
     return masses * torch.where(masses > 0, exponent, 0).exp()
 
 
-def rounding_floor(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> float:
+def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
+    """<a, |f|> + <b, |g|>: a point without mass does not count, however far away it is."""
+    return operator.a @ f.abs().double() + operator.b @ g.abs().double()
+
+
+def rounding_floor(operator: Operator, size: float, epsilon: float) -> float:
     """Marginal error that rounding causes: u ((m + 2 mean C) / epsilon + 4).
 
     The exponents of the plan hold potentials and costs over epsilon, each rounded; what counts is
-    the mean over the plan, m = <a, |f|> + <b, |g|> for the potentials. The 4 is for the sums.
+    the mean over the plan, for the potentials m = `magnitude`. The 4 is for the sums.
     """
     unit = torch.finfo(operator.dtype).eps / 2
-    return unit * ((_magnitude(operator, f, g) + 2 * operator.mean_cost) / epsilon + 4)
+    return unit * ((size + 2 * operator.mean_cost) / epsilon + 4)
 
 
-def value_rounding(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> float:
-    """Bound on the floating-point error of a certified value, in units of the cost."""
+def value_rounding(operator: Operator, size: float, epsilon: float) -> float:
+    """Bound on the floating-point error of a certified value, from the potentials' `magnitude`."""
     unit = torch.finfo(operator.dtype).eps / 2
-    return SAFETY * (operator.cost_error + unit * (_magnitude(operator, f, g) + 4 * epsilon))
+    return SAFETY * (operator.cost_error + unit * (size + 4 * epsilon))
 
 
-def oscillation(potential: Tensor, support: Tensor) -> float:
-    """Max - min of a potential over the points that carry mass."""
-    carried = potential[support]
-    return float(carried.max() - carried.min())
+def oscillation(potential: Tensor, support: Tensor) -> Tensor:
+    """Max - min of a potential over the points that carry mass, float64."""
+    lowest = torch.where(support, potential, torch.inf).min()
+    return (torch.where(support, potential, -torch.inf).max() - lowest).double()
 
 
 def cost_spread(operator: Operator) -> float:
     """R >= max C - min C over the support."""
     return operator.cost_range.highest - operator.cost_range.lowest
-
-
-def _magnitude(operator: Operator, f: Tensor, g: Tensor) -> float:
-    """<a, |f|> + <b, |g|>: a point without mass does not count, however far away it is."""
-    return _dot(operator.a, f.abs()) + _dot(operator.b, g.abs())
-
-
-def _dot(masses: Tensor, potential: Tensor) -> float:
-    return float(masses @ potential.double())

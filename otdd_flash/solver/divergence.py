@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
@@ -13,6 +15,12 @@ from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.symmetric import solve_symmetric
 from otdd_flash.solver.term import TransportTerm
+
+# solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
+# Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
+Start = Mapping[str, Tensor]
+
+Solved = Callable[[str, Operator, TransportTerm], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +105,9 @@ def solve_divergence(
     options: SolverOptions,
     *,
     debias: bool = True,
+    start: Start | None = None,
     progress: Progress | None = None,
+    solved: Solved | None = None,
 ) -> Divergence:
     """Solve the cross term and, if debiased, both self terms.
 
@@ -107,20 +117,29 @@ def solve_divergence(
         epsilon: regularisation, in units of the cost.
         options: when each term stops.
         debias: False leaves the self terms out.
+        start: potentials to start from at this epsilon, without scaling.
         progress: told of every iteration.
+        solved: called after each term as solved(name, operator, term).
     """
     operator = operators("xy")
     cells = operator.shape[0] * operator.shape[1]
     backend = operator.backend
-    xy = solve_alternating(operator, epsilon, options, progress=progress)
+    start = start or {}
+    xy = solve_alternating(operator, epsilon, options, start=start.get("xy"), progress=progress)
+    if solved is not None:
+        solved("xy", operator, xy)
     passes = float(xy.passes)
     self_terms: dict[str, TransportTerm] = {}
     for name in ("xx", "yy") if debias else ():
         del operator
         operator = operators(name)
-        term = solve_symmetric(operator, epsilon, options, name=name, progress=progress)
+        term = solve_symmetric(
+            operator, epsilon, options, name=name, start=start.get(name), progress=progress
+        )
         passes += term.passes * operator.shape[0] ** 2 / cells
         self_terms[name] = term
+        if solved is not None:
+            solved(name, operator, term)
     return Divergence(xy, self_terms.get("xx"), self_terms.get("yy"), backend, passes)
 
 
@@ -129,10 +148,19 @@ def solve_identical(
     epsilon: float,
     options: SolverOptions,
     *,
+    start: Start | None = None,
     progress: Progress | None = None,
+    solved: Solved | None = None,
 ) -> Divergence:
-    """The divergence of a cloud from itself: exactly 0, with the self plan as the cross plan."""
-    term = solve_symmetric(operator, epsilon, options, progress=progress)
+    """The divergence of a cloud from itself: exactly 0, with the self plan as the cross plan.
+
+    `solved` hears of all three terms, which are one.
+    """
+    first = None if start is None else start.get("xx")
+    term = solve_symmetric(operator, epsilon, options, start=first, progress=progress)
+    if solved is not None:
+        for name in ("xy", "xx", "yy"):
+            solved(name, operator, term)
     return Divergence(term, term, term, operator.backend, float(term.passes), identical=True)
 
 

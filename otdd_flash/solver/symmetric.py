@@ -11,12 +11,21 @@ MMD using Sinkhorn divergences). Class distances can make it indefinite; it then
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.certificate import certify_self, column_marginal, rounding_floor
+from otdd_flash.solver.certificate import (
+    certify_self,
+    column_marginal,
+    magnitude,
+    rounding_floor,
+)
+from otdd_flash.solver.late_reader import LateReader, Reading
 from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.sweep import State, steps_between_looks, sweep
 from otdd_flash.solver.term import TransportTerm, check_reachable
 
 
@@ -40,7 +49,7 @@ def solve_symmetric(
         options: when to stop.
         name: which term this is, for `progress`.
         start: (n,) potential to start from.
-        progress: called after every iteration as progress(name, iteration, marginal error).
+        progress: called whenever the marginals were looked at, as progress(name, iteration, error).
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
@@ -60,6 +69,13 @@ def solve_symmetric(
     )
 
 
+class _Look(NamedTuple):
+    """The plan of f with itself after some iterations."""
+
+    iteration: int
+    f: Tensor
+
+
 class _Solve:
     """The iterations of one term, counted over all operators that take part."""
 
@@ -71,16 +87,41 @@ class _Solve:
 
     def iterate(self, operator: Operator, f: Tensor) -> Tensor:
         """Average f (n,) with its softmin until converged or out of budget."""
+        reader: LateReader[_Look] = LateReader()
         while self.iterations < self.options.max_iterations:
-            updated = operator.softmin_rows(f, self.epsilon)
-            masses = column_marginal(operator.a, f, updated, self.epsilon)
-            floor = rounding_floor(operator, f, f, self.epsilon)
-            error = float((masses / masses.sum() - operator.a).abs().sum()) + floor
-            check_reachable(self.options.tolerance, floor, self.epsilon, operator.dtype)
-            self.iterations += 1
-            if self.progress is not None:
-                self.progress(self.name, self.iterations, error)
-            if error <= self.options.tolerance:
-                break
-            f = (f + updated) / 2
+            left = self.options.max_iterations - self.iterations
+            count = min(left, steps_between_looks(operator))
+            averaged, f, softmin = sweep(operator, _step, self.epsilon, (f, f, f), count)
+            self.iterations += count
+            look = _Look(self.iterations, f)
+            reading = reader.exchange(_measured(operator, f, softmin, self.epsilon), look)
+            f = averaged
+            if reading is not None and self._error(operator, reading) <= self.options.tolerance:
+                return reading.kept.f
+        late = reader.last()
+        if late is not None:
+            self._error(operator, late)
         return f
+
+    def _error(self, operator: Operator, reading: Reading[_Look]) -> float:
+        """The marginal error of a look, reported; refuses what rounding makes hopeless."""
+        (gap, size), seen = reading.numbers, reading.kept
+        floor = rounding_floor(operator, size, self.epsilon)
+        if self.progress is not None:
+            self.progress(self.name, seen.iteration, gap + floor)
+        check_reachable(self.options.tolerance, floor, self.epsilon, operator.dtype)
+        return gap + floor
+
+
+def _step(operator: Operator, epsilon: float, state: State) -> State:
+    """(f, ., .) -> ((f + T(f)) / 2, f, T(f))."""
+    f, *_ = state
+    softmin = operator.softmin_rows(f, epsilon, f)
+    return (f + softmin) / 2, f, softmin
+
+
+def _measured(operator: Operator, f: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
+    """||r - a||_1 of the plan of f, scaled to mass 1, and the potential's magnitude."""
+    masses = column_marginal(operator.a, f, softmin, epsilon)
+    gap = (masses / masses.sum() - operator.a).abs().sum()
+    return torch.stack((gap, magnitude(operator, f, f)))

@@ -10,7 +10,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.certificate import rounding_floor
+from otdd_flash.solver.certificate import magnitude, rounding_floor
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.symmetric import solve_symmetric
 
@@ -143,7 +143,7 @@ def test_every_tolerance_that_is_not_refused_is_reached(divisor: float) -> None:
     operator = uniform_operator(reference.dense_cost(cloud(50, 0), cloud(50, 1)).float())
     epsilon = operator.mean_cost / divisor
     solved = solve_alternating(operator, epsilon, SolverOptions(1e-2))
-    floor = rounding_floor(operator, solved.f, solved.g, epsilon)
+    floor = rounding_floor(operator, float(magnitude(operator, solved.f, solved.g)), epsilon)
     with pytest.raises(InputError, match="too tight"):
         solve_alternating(operator, epsilon, SolverOptions(1.9 * floor))
     assert solve_alternating(operator, epsilon, SolverOptions(2.2 * floor)).converged

@@ -1,0 +1,41 @@
+"""How experiments time and weigh a computation on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def milliseconds(run: Callable[[], object], *, repeats: int = 10, warm_ups: int = 3) -> float:
+    """Median wall time by CUDA events, after warm-up runs that include compilation and tuning."""
+    for _ in range(warm_ups):
+        run()
+    times: list[float] = []
+    event: Any = torch.cuda.Event
+    for _ in range(repeats):
+        start, end = (event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def extra_mib(run: Callable[[], object]) -> float:
+    """Peak MiB that a run allocates above what is held before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def cublas_tflops() -> float:
+    """Rate of cuBLAS' float16 product of 8192 x 8192 matrices of random numbers."""
+    a, b = (torch.randn(8192, 8192, device="cuda").half() for _ in range(2))
+    return 2 * 8192**3 / milliseconds(lambda: a @ b) / 1e9

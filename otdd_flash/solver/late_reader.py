@@ -1,0 +1,49 @@
+"""Numbers from the device, read one step late so that the device never waits for the host."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Reading(NamedTuple, Generic[T]):
+    """Numbers that a step computed, and what the caller kept with them."""
+
+    numbers: list[float]
+    kept: T
+
+
+class LateReader(Generic[T]):
+    """Hands out the numbers of the step before the one that was just launched.
+
+    While the host waits for them the device already works on the next step. On a CPU, where nothing
+    runs behind the host's back, a step's own numbers come back at once.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, Any, T] | None = None
+
+    def exchange(self, numbers: Tensor, kept: T) -> Reading[T] | None:
+        """Send a few numbers (k,); receive those sent before, or None the first time on a GPU."""
+        if not numbers.is_cuda:
+            return Reading(numbers.tolist(), kept)
+        copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copied.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        before, self._pending = self._pending, (copied, arrived, kept)
+        return None if before is None else _wait(*before)
+
+    def last(self) -> Reading[T] | None:
+        """Receive what is still on its way."""
+        before, self._pending = self._pending, None
+        return None if before is None else _wait(*before)
+
+
+def _wait(copied: Tensor, arrived: Any, kept: T) -> Reading[T]:
+    arrived.synchronize()
+    return Reading(copied.tolist(), kept)

@@ -1,0 +1,272 @@
+"""The divergence as a loss: what autograd gets, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.solver.gradient import DivergenceGradient
+
+EPSILON = 0.5
+EXACT = otdd.SolverOptions(tolerance=1e-10)
+
+
+def cloud(n: int, seed: int, shift: float = 0.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    drawn = torch.randn(n, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (drawn + shift).to(dtype)
+
+
+def table(classes: int = 4) -> Tensor:
+    drawn = torch.rand(classes, classes, generator=torch.Generator().manual_seed(9)).double()
+    return drawn + drawn.T
+
+
+def leaf(value: Tensor) -> Tensor:
+    return value.clone().requires_grad_()
+
+
+LABELS: dict[str, Any] = {"labels_x": torch.arange(9) % 2, "labels_y": torch.arange(7) % 2}
+
+
+@pytest.mark.parametrize("debias", [True, False])
+def test_all_gradients_pass_the_gradient_check(debias: bool) -> None:
+    def loss(x: Tensor, y: Tensor, u: Tensor, v: Tensor, w: Tensor, *lambdas: Tensor) -> Tensor:
+        return otdd.sinkhorn_loss(
+            x,
+            y,
+            u.softmax(0),
+            v.softmax(0),
+            epsilon=EPSILON,
+            labels_x=torch.arange(6) % 2,
+            labels_y=torch.arange(5) % 2,
+            # One entry of a self block moved alone would make the self term's plan asymmetric.
+            class_table=w + w.T,
+            lambda_x=lambdas[0],
+            lambda_y=lambdas[1],
+            debias=debias,
+            options=EXACT,
+        )
+
+    points = cloud(6, 0), cloud(5, 1, 0.5), cloud(6, 2)[:, 0], cloud(5, 3)[:, 0], table() / 2
+    lambdas = torch.tensor(0.7).double(), torch.tensor(0.3).double()
+    inputs = tuple(leaf(value) for value in (*points, *lambdas))
+    assert torch.autograd.gradcheck(loss, inputs, eps=1e-5, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("debias", [True, False])
+def test_the_value_is_that_of_the_divergence(debias: bool) -> None:
+    x, y = cloud(9, 0), cloud(7, 1)
+    loss = otdd.sinkhorn_loss(leaf(x), y, epsilon=EPSILON, debias=debias)
+    compute = otdd.ComputeOptions(device="cpu", precision="double")
+    expected = otdd.sinkhorn_divergence(x, y, epsilon=EPSILON, debias=debias, compute=compute)
+    assert loss.shape == ()
+    assert loss.dtype == torch.float64
+    assert loss.item() == expected.value
+
+
+@pytest.mark.parametrize("name", ["x", "y", "lambda_x", "class_table"])
+def test_only_inputs_that_require_a_gradient_get_one(name: str) -> None:
+    inputs: dict[str, Any] = {
+        **{"x": cloud(9, 0), "y": cloud(7, 1), "lambda_x": torch.tensor(0.5).double()},
+        "class_table": table(),
+    }
+    inputs[name].requires_grad_()
+    otdd.sinkhorn_loss(**inputs, **LABELS, epsilon=EPSILON).backward()
+    assert [key for key, value in inputs.items() if value.grad is not None] == [name]
+    assert inputs[name].grad.any()
+
+
+def test_nothing_is_computed_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a gradient was computed")
+
+    monkeypatch.setattr(DivergenceGradient, "__call__", refuse)
+    x, y = leaf(cloud(9, 0)), cloud(7, 1)
+    with torch.no_grad():
+        assert not otdd.sinkhorn_loss(x, y, epsilon=EPSILON).requires_grad
+    assert not otdd.sinkhorn_loss(x.detach(), y, epsilon=EPSILON).requires_grad
+    with pytest.raises(AssertionError, match="was computed"):
+        otdd.sinkhorn_loss(x, y, epsilon=EPSILON)
+
+
+def test_backward_scales_and_is_not_disturbed_by_a_step() -> None:
+    x, y = leaf(cloud(9, 0)), cloud(7, 1)
+    (gradient,) = torch.autograd.grad(otdd.sinkhorn_loss(x, y, epsilon=EPSILON), x)
+    loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON)
+    with torch.no_grad():
+        x += 1
+    (-3 * loss).backward()
+    torch.testing.assert_close(x.grad, -3 * gradient, rtol=1e-12, atol=0)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = leaf(cloud(9, 0))
+    loss = otdd.sinkhorn_loss(x, cloud(7, 1), epsilon=EPSILON)
+    (gradient,) = torch.autograd.grad(loss.square(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_mass_gradients_run_along_the_simplex() -> None:
+    a = torch.linspace(0, 1, 9, dtype=torch.float64)
+    a = leaf(a / a.sum())
+    otdd.sinkhorn_loss(cloud(9, 0), cloud(7, 1), a, epsilon=EPSILON, options=EXACT).backward()
+    assert a.grad is not None
+    assert float(a.grad.abs().max()) > 0.1
+    assert float(a.detach() @ a.grad) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_cloud_is_at_rest_at_itself(copied: bool) -> None:
+    x = leaf(cloud(9, 0))
+    loss = otdd.sinkhorn_loss(x, leaf(cloud(9, 0)) if copied else x, epsilon=EPSILON)
+    loss.backward()
+    assert loss.item() == 0
+    assert x.grad is not None
+    assert float(x.grad.abs().max()) < 1e-12
+
+
+def test_descent_moves_one_cloud_onto_the_other() -> None:
+    x, y = leaf(cloud(40, 0, dtype=torch.float32)), cloud(30, 1, shift=2.0, dtype=torch.float32)
+    losses = []
+    for _ in range(5):
+        loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON)
+        losses.append(loss.item())
+        (gradient,) = torch.autograd.grad(loss, x)
+        # With lambda_x = 1/2 a full step n * gradient moves each point to its image.
+        x = leaf(x.detach() - 0.5 * 40 * gradient)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.05 * losses[0]
+
+
+def test_learned_masses_turn_to_the_points_that_are_near() -> None:
+    """Half of x lies at the target, half far away."""
+    x = torch.cat((cloud(10, 0), cloud(10, 0, shift=3.0)))
+    logits = leaf(torch.zeros(20, dtype=torch.float64))
+    optimizer = torch.optim.Adam([logits], lr=0.3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        otdd.sinkhorn_loss(x, cloud(10, 0), logits.softmax(0), epsilon=EPSILON).backward()
+        optimizer.step()
+    assert float(logits.detach().softmax(0)[:10].sum()) > 0.95
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_come_in_the_type_of_the_input(dtype: torch.dtype) -> None:
+    x, y = leaf(cloud(9, 0, dtype=dtype)), cloud(7, 1, dtype=dtype)
+    exact = leaf(x.detach().double())
+    loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=otdd.SolverOptions(1e-5))
+    loss.backward()
+    otdd.sinkhorn_loss(exact, y.double(), epsilon=EPSILON, options=EXACT).backward()
+    assert loss.dtype == torch.float32
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    error = float((x.grad.double() - exact.grad).abs().max())
+    assert error <= max(torch.finfo(dtype).eps, 2e-5) * float(exact.grad.abs().max())
+
+
+def test_a_loss_scale_saves_small_half_precision_gradients() -> None:
+    """1e-9 underflows float16, 2^16 times that does not."""
+    x, y = (cloud(n, n, dtype=torch.float16) for n in (9, 7))
+    x.requires_grad_()
+    loss = otdd.sinkhorn_loss(x, y, lambda_x=1e-7, epsilon=EPSILON * 1e-7)
+    (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (scaled,) = torch.autograd.grad(loss * 2**16, x)
+    assert int((plain == 0).sum()) > 5
+    assert bool((scaled != 0).all())
+
+
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_kernels_give_the_same_gradients(precision: str) -> None:
+    """Iterations in `fast` see rounded points; the gradient is that of the original ones."""
+    exact, found = (
+        [leaf(cloud(9, 0)), leaf(cloud(7, 1, 0.5)), leaf(torch.full((9,), 1 / 9).double())]
+        for _ in range(2)
+    )
+    w = leaf(table()), leaf(table())
+    inputs: dict[str, Any] = {"epsilon": EPSILON, **LABELS}
+    otdd.sinkhorn_loss(*exact, **inputs, class_table=w[0], options=EXACT).backward()
+    compute = otdd.ComputeOptions(device="cpu", backend="triton", precision=precision)
+    options = otdd.SolverOptions(2e-5)
+    otdd.sinkhorn_loss(
+        *found, **inputs, class_table=w[1], options=options, compute=compute
+    ).backward()
+    for one, other in zip((*found, w[1]), (*exact, w[0]), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        size = float(other.grad.abs().max())
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-4 * size)
+
+
+def test_strides_do_not_matter() -> None:
+    wide = leaf(torch.cat((cloud(9, 0), cloud(9, 5)), 1).T)
+    x, y = wide.T[:, ::2], cloud(14, 1)[::2]
+    assert not x.is_contiguous()
+    loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON)
+    (found,) = torch.autograd.grad(loss, wide)
+    packed = leaf(x.detach().contiguous())
+    (expected,) = torch.autograd.grad(
+        otdd.sinkhorn_loss(packed, y.contiguous(), epsilon=EPSILON), packed
+    )
+    torch.testing.assert_close(found.T[:, ::2], expected, rtol=0, atol=0)
+    assert not found.T[:, 1::2].any()
+
+
+def test_an_absent_last_class_needs_the_class_totals() -> None:
+    inputs: dict[str, Any] = {"x": cloud(9, 0), "y": cloud(7, 1), "epsilon": EPSILON, **LABELS}
+    with pytest.raises(InputError, match=r"\(5, 5\).*2 \+ 2 classes.*class_totals"):
+        otdd.sinkhorn_loss(**inputs, class_table=table(5))
+    w = leaf(table(5))
+    otdd.sinkhorn_loss(**inputs, class_table=w, class_totals=(3, 2)).backward()
+    assert w.grad is not None
+    assert not w.grad[2].any()
+    assert not w.grad[:, 2].any()
+    assert w.grad[:2, 3:].all()
+    assert w.grad[3:, 3:].all()
+
+
+def test_stopping_early_warns_where_the_loss_is_called_or_raises() -> None:
+    x, y = leaf(cloud(9, 0)), cloud(7, 1)
+    early = otdd.SolverOptions(1e-10, max_iterations=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=early)
+    assert [entry.category for entry in caught] == [NotConvergedWarning]
+    assert caught[0].filename == __file__
+    loss.backward()
+    assert x.grad is not None
+    strict = otdd.SolverOptions(1e-10, max_iterations=2, require_convergence=True)
+    with pytest.raises(ConvergenceError):
+        otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=strict)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"y": torch.ones(7, 2)}, "3 features and target 2"),
+        ({"y": torch.ones(7, 3, device="meta")}, "x is on cpu and y on meta"),
+        ({"x": [[0.0, 1.0, 2.0]]}, "x must be a tensor, got list"),
+        ({"a": torch.ones(9) / 8}, r"a must sum to 1, got 1\.125"),
+        ({"b": torch.ones(7) / 7.001}, "b must sum to 1"),
+        ({"a": torch.ones(8) / 8}, r"shape \(9,\)"),
+        ({"a": torch.full((9,), float("nan"))}, "finite and non-negative"),
+        ({"epsilon": 0.0}, "epsilon must be positive"),
+        ({"lambda_x": torch.ones(2)}, r"0-dim tensor, got shape \(2,\)"),
+        ({"lambda_y": torch.tensor(-1.0)}, "lambda_y must be finite and not negative"),
+        ({"labels_x": torch.zeros(8, dtype=torch.int64)}, r"labels must have shape \(9,\)"),
+        ({"labels_x": -torch.ones(9, dtype=torch.int64)}, "labels must lie in"),
+        ({"class_table": torch.zeros(3, 3)}, r"\(3, 3\).*1 \+ 1 classes"),
+        ({"class_table": torch.full((2, 2), float("inf"))}, "NaN or infinite"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_inputs(bad: dict[str, Any], message: str) -> None:
+    inputs = {"x": cloud(9, 0), "y": cloud(7, 1), "epsilon": EPSILON}
+    with pytest.raises(InputError, match=message):
+        otdd.sinkhorn_loss(**{**inputs, **bad})

@@ -1,0 +1,106 @@
+"""Steps are repeated alike one by one and as a recorded graph, and read without waiting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from otdd_flash.operators import kernel as kernel_operator
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.late_reader import LateReader
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.sweep import steps_between_looks, sweep
+from otdd_flash.solver.symmetric import solve_symmetric
+
+
+def add_one(operator, epsilon, state):
+    count, _ = state
+    return count + epsilon, count
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_a_sweep_takes_that_many_steps(count):
+    masses = torch.ones(1).double()
+    operator = StoredOperator.from_cost(torch.zeros(1, 1), masses, masses)
+    start = (torch.zeros(3), torch.zeros(3))
+    after, before = sweep(operator, add_one, 0.5, start, count)
+    assert torch.equal(after, torch.full((3,), 0.5 * count))
+    assert torch.equal(before, after - 0.5)
+    assert torch.equal(start[0], torch.zeros(3))
+    assert steps_between_looks(operator) == 1
+
+
+def test_on_a_cpu_numbers_come_back_at_once():
+    reader: LateReader[str] = LateReader()
+    reading = reader.exchange(torch.tensor([1.0, 2.0]), "kept")
+    assert reading is not None
+    assert (reading.numbers, reading.kept) == ([1.0, 2.0], "kept")
+    assert reader.last() is None
+
+
+def labelled_cost(n, m, device="cuda"):
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(size, 20, generator=draw).to(device) for size in (n, m))
+    y = x if n == m else y
+    a, b = (torch.full((size,), 1 / size).double().to(device) for size in (n, m))
+    b = a if n == m else b
+    labels = tuple(torch.arange(size, device=device) % 3 for size in (n, m))
+    costs = torch.rand(3, 3, generator=draw).double().to(device)
+    return LabelledCost(
+        x,
+        y,
+        a,
+        b,
+        labels_x=labels[0],
+        labels_y=labels[0] if n == m else labels[1],
+        class_costs=costs + costs.T,
+        lambda_x=0.5,
+    )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_numbers_come_back_one_exchange_late_and_in_order():
+    reader: LateReader[int] = LateReader()
+    sent = [torch.full((2,), float(i), device="cuda") for i in range(5)]
+    received = [reader.exchange(numbers, i) for i, numbers in enumerate(sent)]
+    received.append(reader.last())
+    assert received[0] is None
+    assert [(reading.numbers, reading.kept) for reading in received[1:]] == [
+        ([float(i)] * 2, i) for i in range(5)
+    ]
+    assert reader.last() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("relative_epsilon", [1.0, 0.03])
+def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, monkeypatch):
+    recorded = KernelOperator(labelled_cost(900, 700), "high")
+    plain = KernelOperator(labelled_cost(900, 700), "high")
+    assert recorded.short_passes
+    monkeypatch.setattr(plain, "short_passes", False)
+    epsilon = relative_epsilon * recorded.mean_cost
+    options = SolverOptions(1e-4)
+    again, first, expected = (
+        solve_alternating(operator, epsilon, options) for operator in (recorded, recorded, plain)
+    )
+    assert first.converged
+    assert again.value == first.value
+    assert torch.equal(again.g, first.g)
+    assert expected.bounds[0] <= first.value <= expected.bounds[1]
+
+
+@pytest.mark.gpu
+def test_recorded_self_terms_are_those_that_are_not_recorded(monkeypatch):
+    operator = KernelOperator(labelled_cost(800, 800), "high")
+    assert operator.short_passes
+    first = solve_symmetric(operator, 0.5, SolverOptions(1e-4))
+    monkeypatch.setattr(kernel_operator, "MANY_SCORES", 1)
+    halves = KernelOperator(labelled_cost(800, 800), "high")
+    assert not halves.short_passes
+    second = solve_symmetric(halves, 0.5, SolverOptions(1e-4))
+    assert first.converged
+    assert second.converged
+    assert first.bounds[0] <= second.value <= first.bounds[1]
