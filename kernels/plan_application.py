@@ -9,7 +9,7 @@ never stored.
 
 Shapes: V (m, k), A (n, r), B (m, r). Rows of Q sum to r_i / a_i, about 1, and are scaled by 2^10 so
 that entries down to 2^-24 of the row keep all their bits. In `high` precision a block, V, A and B
-are sums hi + lo of two float16 and hi hi + hi lo + lo hi is accumulated in float32.
+are sums hi + lo of two float16, of which hi hi + hi lo + lo hi is accumulated in float32.
 
 Work: 2 n m (d + k + r) operations on tensor cores, times three in `high`, and n m exponentials.
 """

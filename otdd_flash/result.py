@@ -200,9 +200,9 @@ class DistanceResult:
         )
 
     def _applied(self, operator: Operator, values: Tensor) -> Applied:
-        # A loaded result's potentials are on the CPU, wherever the operator is.
+        # The potentials belong to the original points; a loaded result's are on the CPU.
         f, g, values = (tensor.to(operator.a.device) for tensor in (*self.potentials, values))
-        return operator.apply_plan(f, g, self.epsilon, values)
+        return operator.refined.apply_plan(f, g, self.epsilon, values)
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
         if samples.labels is None:

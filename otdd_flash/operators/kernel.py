@@ -34,20 +34,19 @@ class KernelOperator:
     Args:
         cost: two labelled clouds.
         precision: `fast` or `high`.
-        packed: both clouds, when another operator has packed them.
+        coarse: the operator that this one is to refine.
     """
 
     def __init__(
-        self,
-        cost: LabelledCost,
-        precision: str,
-        packed: tuple[PackedPoints, PackedPoints] | None = None,
+        self, cost: LabelledCost, precision: str, coarse: KernelOperator | None = None
     ) -> None:
         self.cost, self._precision = cost, precision
         self.a, self.b = cost.a, cost.b
         self.shape, self.dtype = cost.shape, torch.float32
         self.mean_cost, self.cost_range = cost.mean_cost, cost.cost_range
-        self._packed = packed or _pack_both(cost)
+        self._packed: tuple[PackedPoints, PackedPoints] = (
+            _pack_both(cost) if coarse is None else coarse._packed
+        )
         parts, (x, y) = PARTS[precision], self._packed
         steps = x.coordinates.shape[1] * parts / PRODUCT_DEPTH
         unit = torch.finfo(self.dtype).eps / 2
@@ -72,7 +71,7 @@ class KernelOperator:
         """The cost of the original points, to float32 accuracy."""
         if self._precision == "high":
             return self
-        return KernelOperator(self.cost, "high", self._packed)
+        return KernelOperator(self.cost, "high", self)
 
     def seen_points(self) -> tuple[Tensor, Tensor]:
         """Both clouds, centred, as this precision rounds them, (n, d) and (m, d) float64."""
@@ -142,12 +141,17 @@ def _applied(
 ) -> Applied:
     f, g = map(_single, potentials)
     packed = _packed_matrix(values, columns)
-    out, sums = apply_plan_blocks(rows, columns, scores, (f, g), epsilon, packed, factors)
+
+    def apply(f: Tensor) -> tuple[Tensor, Tensor]:
+        sides = rows, columns, scores
+        return apply_plan_blocks(*sides, (f, g), epsilon, packed, factors)
+
+    out, sums = apply(f)
     low, high = ROW_RANGE
     if not bool(((sums >= low) & (sums <= high)).all()):
         # Far from any marginal: with the potential that makes row sums 1, and corrected after.
         exact = half_step(rows, columns, scores, g, epsilon)
-        out, sums = apply_plan_blocks(rows, columns, scores, (exact, g), epsilon, packed, factors)
+        out, sums = apply(exact)
         masses = masses * ((f.double() - exact.double()) / epsilon).exp()
     out = out[:, : values.shape[1]]
     return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums.double() * masses)

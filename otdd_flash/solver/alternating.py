@@ -97,7 +97,7 @@ class _Solve:
         while self.iterations < self.options.max_iterations:
             left = self.options.max_iterations - self.iterations
             count = min(left, steps_between_looks(operator))
-            f, updated, g = sweep(operator, _step, level, (f, g, g), count)
+            f, updated, g = sweep(operator, alternate, level, (f, g, g), count)
             self.iterations += count
             look = _Look(self.iterations, level, f, g)
             reading = reader.exchange(_measured(operator, look, updated), look)
@@ -126,8 +126,8 @@ class _Solve:
         return gap + floor
 
 
-def _step(operator: Operator, epsilon: float, state: State) -> State:
-    """(f, g, .) -> (T(g), T'(T(g)), g)."""
+def alternate(operator: Operator, epsilon: float, state: State) -> State:
+    """One iteration: (f, g, .) -> (T(g), T'(T(g)), g)."""
     f, g, _ = state
     f = operator.softmin_rows(g, epsilon, f)
     return f, operator.softmin_columns(f, epsilon, g), g

@@ -66,6 +66,24 @@ def test_plan_times_matrix(case, precision, columns, near):
     applied.check_masses(got.masses, applied.plan)
 
 
+def test_the_refined_plan_is_that_of_the_original_points():
+    """At so small an epsilon the plan of the rounded points is another one."""
+    epsilon = 0.02
+    fast = KernelOperator(cost_of(SMALL[2]), "fast")
+    cost = dense_cost(KernelOperator(cost_of(SMALL[2]), "high"))
+    _, g = potentials(fast, epsilon)
+    f = reference.softmin_rows(cost, fast.b, g, epsilon).float()
+    plan = reference.plan(cost, fast.a, fast.b, f, g, epsilon)
+    values = torch.rand(SMALL[2][1], 1).double().to(DEVICE)
+    carried = fast.a > 0
+    expected = (plan @ values)[carried] / fast.a[carried, None]
+    errors = []
+    for operator in (fast.refined, fast):
+        got = operator.apply_plan(f, g, epsilon, values).values[carried] / fast.a[carried, None]
+        errors.append(float((got - expected).abs().max()))
+    assert errors[0] < 2e-3 < errors[1]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_transposed_plan_times_matrix(case, precision, near):
