@@ -7,8 +7,8 @@ mean cost. Every solve runs twice; the second, with its kernels compiled, is kep
 not converge is refused.
 
 The peer: flash-sinkhorn's symmetric solver on the cross term alone, same labels and epsilon, with
-its own epsilon scaling (factors 0.5 and 0.9 of the blur) and then iterations at the final epsilon until
-its threshold on the change of potentials. The loosest threshold is taken whose plan has a
+its own epsilon scaling (factors 0.5 and 0.9 of the blur), then iterations at the final epsilon
+until its threshold on the change of potentials. The loosest threshold is taken whose plan has a
 marginal error of 1e-3 or less, as our operator measures it; the search for it is not timed. Beside
 it stands our time for the cross term to the same error, packing and certificate included. The peer
 is measured at the larger epsilon only: at 0.1 one solve takes minutes.

@@ -13,11 +13,12 @@ rows stay mixed, bias has one row, and lambda_y W is gathered per score.
 Coordinates carry the 11 significant bits that TF32 would keep, at twice its rate; with PARTS = 3
 each is a sum hi + lo of two float16 and hi hi + hi lo + lo hi is accumulated, about 22 bits.
 
-One program owns a block of rows and a range of columns. Its loop runs over (column block, part, K
-block) as one flat sequence, so that loads are in flight across column blocks. Exponentials are
-shifted by a running maximum per row (Ye et al. 2026, arXiv:2602.03067, Algorithm 1), or by a guess
-of the result, which saves finding the maximum. A sum that left float32's comfortable range marks
-its block of rows, which is done again with the maximum: a bad guess costs time, not accuracy.
+One program owns a block of rows and all columns or a range of them. Its loop runs over (column
+block, part, K block) as one flat sequence, so that loads are in flight across column blocks.
+Exponentials are shifted by a running maximum per row (Ye et al. 2026, arXiv:2602.03067, Algorithm
+1), or by a guess of the result, which saves finding the maximum. A sum that left float32's
+comfortable range marks its block of rows, which is done again with the maximum: a bad guess costs
+time, not accuracy.
 
 Work: 2 n m d PARTS operations on tensor cores and n m exponentials. Memory traffic: y once per row
 block, through the second-level cache.
@@ -34,11 +35,11 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.column_bias import column_bias
-from otdd_flash.kernels.merge_splits import merge_splits
+from otdd_flash.kernels.merge_ranges import Partial, merge_ranges
 from otdd_flash.kernels.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
-    blocks_per_split,
+    column_ranges,
     load_step,
     operand,
     tile_for,
@@ -58,14 +59,14 @@ def half_step_kernel(
     labels_y_ptr,  # (m,) int32, read if GATHER
     shift_ptr,  # (n,) float32, read if SHIFTED
     marked_ptr,  # (n / BLOCK_M,) int32, read if REPAIR
-    highest_ptr,  # (splits, n) float32
-    sums_ptr,  # (splits, n) float32
+    ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
+    highest_ptr,  # (slots, n) float32
+    sums_ptr,  # (slots, n) float32
     n,
     m,
     scale,
     costs_width,
     costs_scale,
-    blocks_per_split,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -78,11 +79,12 @@ def half_step_kernel(
     SHIFTED: tl.constexpr,
     REPAIR: tl.constexpr,
 ):
-    """One program per (block of BLOCK_M rows, range of column blocks)."""
-    i_block, i_split = tl.program_id(0), tl.program_id(1)
+    """One program per range of column blocks of one block of BLOCK_M rows."""
+    p_range = ranges_ptr + 4 * tl.program_id(0)
+    i_block, first, blocks, slot = (
+        tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
+    )  # fmt: skip
     bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * m
-    first = i_split * blocks_per_split
-    blocks = tl.minimum(blocks_per_split, m // BLOCK_N - first)
     o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = n
     if REPAIR:
@@ -126,7 +128,7 @@ def half_step_kernel(
                 sums += tl.sum(tl.exp2(logits - raised[:, None]), 1)
                 highest = raised
             scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    o_out = i_split.to(tl.int64) * n + o_row
+    o_out = slot.to(tl.int64) * n + o_row
     m_out = o_row < rows
     tl.store(highest_ptr + o_out, highest, mask=m_out)
     tl.store(sums_ptr + o_out, sums, mask=m_out)
@@ -187,11 +189,11 @@ def half_step(
     out = torch.empty(len(layout.position), dtype=torch.float32, device=bias.device)
     if guess is None:
         partial = _launch(rows, columns, scores, bias, scale)
-        merge_splits(partial, rows, epsilon, out)
+        merge_ranges(partial, rows, epsilon, out)
         return out
     shift = (rows.squares - layout.spread(guess, 0.0)) * scale
     marked = torch.zeros(n // BLOCK_ROWS, dtype=torch.int32, device=bias.device)
-    merge_splits(
+    merge_ranges(
         _launch(rows, columns, scores, bias, scale, shift=shift), rows, epsilon, out, mark=marked
     )
     repair(rows, columns, scores, bias, epsilon, marked, out)
@@ -209,7 +211,7 @@ def repair(
 ) -> None:
     """Do marked blocks of rows again, with a running maximum; `out` (N,) is overwritten there."""
     partial = _launch(rows, columns, scores, bias, LOG2_E / epsilon, marked=marked)
-    merge_splits(partial, rows, epsilon, out, only=marked)
+    merge_ranges(partial, rows, epsilon, out, only=marked)
 
 
 def bias_of(rows: Side, columns: Side, scores: Scores, potential: Tensor, scale: float) -> Tensor:
@@ -233,17 +235,15 @@ def _launch(
     *,
     shift: Tensor | None = None,
     marked: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Highest logit, or the shift, and sum of each row over each range of columns (splits, n)."""
+) -> Partial:
+    """Highest logit, or the shift, and sum of each row over each of its ranges of columns."""
     layout, x, y = rows.points.layout, rows.points.coordinates, columns.points.coordinates
     n, m, dim = layout.size, bias.shape[1], x.shape[1]
     tile = tile_for(dim * scores.parts, x.device)
-    row_blocks, column_blocks = n // BLOCK_ROWS, m // tile.columns
-    per_split = blocks_per_split(row_blocks, column_blocks, tile, x.device)
-    splits = triton.cdiv(column_blocks, per_split)
-    highest = torch.empty((splits, n), dtype=torch.float32, device=x.device)
+    ranges = column_ranges(n // BLOCK_ROWS, m // tile.columns, tile, x.device)
+    highest = torch.empty((ranges.most, n), dtype=torch.float32, device=x.device)
     sums = torch.empty_like(highest)
-    half_step_kernel[(row_blocks, splits)](
+    half_step_kernel[(len(ranges.programs),)](
         operand(x, BLOCK_ROWS, tile),
         operand(y, tile.columns, tile),
         bias,
@@ -253,6 +253,7 @@ def _launch(
         columns.points.layout.labels,
         bias if shift is None else shift,
         layout.block_class if marked is None else marked,
+        ranges.programs,
         highest,
         sums,
         n,
@@ -260,7 +261,6 @@ def _launch(
         scores.scale * scale,
         scores.costs.shape[1],
         scale,
-        per_split,
         DIM=dim,
         PARTS=scores.parts,
         BLOCK_M=BLOCK_ROWS,
@@ -274,4 +274,4 @@ def _launch(
         REPAIR=marked is not None,
         num_warps=tile.warps,
     )
-    return highest, sums
+    return Partial(highest, sums, ranges.slots)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.column_bias import column_bias
 from otdd_flash.kernels.half_step import LOG2_E, Scores, Side, bias_of, repair
-from otdd_flash.kernels.merge_splits import LARGEST_SUM, LEAST_SUM
+from otdd_flash.kernels.merge_ranges import LARGEST_SUM, LEAST_SUM
 from otdd_flash.kernels.tiling import BLOCK_ROWS, load_step, narrow_tile, operand
 
 # Column blocks of a program: short enough to balance the ragged ranges of a triangle.

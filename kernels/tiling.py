@@ -47,7 +47,7 @@ def tile_for(depth: int, device: torch.device) -> Tile:
         return Tile(128, 32, 8, 3, descriptors=False)
     if depth <= 256 or not _has_room_for_wide_tiles(device):
         return narrow_tile(device)._replace(early_bias=depth > 64)
-    return Tile(256, 64, 8, 4, descriptors=True)
+    return Tile(256, 64, 8, 3 if depth <= 640 else 4, descriptors=True)
 
 
 @lru_cache
@@ -72,26 +72,62 @@ def operand(coordinates: Tensor, rows: int, tile: Tile) -> object:
     return coordinates
 
 
-@lru_cache
-def blocks_per_split(row_blocks: int, column_blocks: int, tile: Tile, device: torch.device) -> int:
-    """Column blocks per program, so that the last wave of programs is nearly full.
+class Ranges(NamedTuple):
+    """Which block of rows and which column blocks each program works on.
 
-    The least number of ranges wins whose waves waste under 3%, or else the one that wastes least.
+    Attributes:
+        programs: (programs, 4) int32: row block, first column block, number of column blocks, and
+            slot, how many programs before it have the same rows.
+        slots: (row blocks,) int32, programs per block of rows.
+        most: the largest of `slots`.
     """
+
+    programs: Tensor
+    slots: Tensor
+    most: int
+
+
+# What a program's start and end cost, in column blocks.
+STARTING_COST = 0.5
+
+
+@lru_cache
+def column_ranges(row_blocks: int, column_blocks: int, tile: Tile, device: torch.device) -> Ranges:
+    """Ranges that keep all multiprocessors busy to the end.
+
+    As many blocks of rows as fill the device some whole times take all columns each, so that all
+    programs read the same columns of y at the same time. Those that are left are cut into ranges.
+    """
+    running = _programs_at_once(tile, device)
+    left = row_blocks % running
+    splits = min(
+        range(1, min(column_blocks, 64) + 1),
+        key=lambda count: (
+            -(-left * count // running) * (-(-column_blocks // count) + STARTING_COST)
+        ),
+    )
+    per_range = -(-column_blocks // splits)
+    starts = range(0, column_blocks, per_range)
+    whole = row_blocks - left
+    programs = [(block, 0, column_blocks, 0) for block in range(whole)]
+    programs += [
+        (block, first, min(per_range, column_blocks - first), slot)
+        for slot, first in enumerate(starts)
+        for block in range(whole, row_blocks)
+    ]
+    slots = [1] * whole + [len(starts)] * left
+    return Ranges(
+        torch.tensor(programs, dtype=torch.int32, device=device),
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        max(slots),
+    )
+
+
+def _programs_at_once(tile: Tile, device: torch.device) -> int:
     if device.type != "cuda":
-        return max(1, column_blocks // 2)
+        return 3
     resident = 2 if tile.warps == 4 else 1
-    slots = resident * torch.cuda.get_device_properties(device).multi_processor_count
-    best, least = column_blocks, float("inf")
-    for splits in range(1, min(column_blocks, 64) + 1):
-        per_split = triton.cdiv(column_blocks, splits)
-        programs = row_blocks * triton.cdiv(column_blocks, per_split)
-        # Time in units of column blocks; a program costs about one more for its start and end.
-        waste = triton.cdiv(programs, slots) * slots * (per_split + 1)
-        waste /= row_blocks * column_blocks
-        if waste < 0.97 * least:
-            best, least = per_split, waste
-    return best
+    return resident * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

@@ -27,6 +27,9 @@ PRODUCT_DEPTH = 16
 # Scores from which on saving work pays for launching more kernels.
 MANY_SCORES = 1 << 26
 
+# Products (scores times dimension) up to which a pass takes no longer than launching it.
+FEW_PRODUCTS = 1 << 36
+
 
 class KernelOperator:
     """Labelled points on a GPU.
@@ -59,7 +62,8 @@ class KernelOperator:
         self._transposed = Scores(scale, costs.T.contiguous(), parts)
         self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
-        self.short_passes = self.a.is_cuda and not self._many
+        products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
+        self.short_passes = self.a.is_cuda and products <= FEW_PRODUCTS
 
     @property
     def backend(self) -> str:

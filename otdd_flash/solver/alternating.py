@@ -63,11 +63,14 @@ def solve_alternating(
     refined = operator.refined
     if refined is not operator:
         f, g = solve.iterate(refined, f, g, epsilon)
+    certificate, iterations = certify(refined, f, g, epsilon), solve.iterations + 1
+    if progress is not None:
+        progress("xy", iterations, certificate.marginal_error)
     return TransportTerm.from_certificate(
-        certify(refined, f, g, epsilon),
+        certificate,
         epsilon,
-        iterations=solve.iterations,
-        passes=2 * solve.iterations + 2,
+        iterations=iterations,
+        passes=2 * iterations,
         tolerance=options.tolerance,
     )
 
@@ -94,8 +97,8 @@ class _Solve:
         """Alternate from f (n,) and g (m,), down from epsilon = level, until done."""
         level_tolerance = max(LEVEL_TOLERANCE, 10 * self.options.tolerance)
         reader: LateReader[_Look] = LateReader()
-        while self.iterations < self.options.max_iterations:
-            left = self.options.max_iterations - self.iterations
+        # The certificate is the last iteration: it updates f, and knows the update of g.
+        while (left := self.options.max_iterations - 1 - self.iterations) > 0:
             count = min(left, steps_between_looks(operator))
             f, updated, g = sweep(operator, alternate, level, (f, g, g), count)
             self.iterations += count

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from otdd_flash.operators.build import ComputeOptions, GroundCost
-from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.divergence import Divergence, Start, report_convergence
 from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.problem import Cloud, Problem
@@ -39,13 +38,12 @@ def sinkhorn(
         Potentials, value and bounds.
 
     Raises:
-        InputError: a bad epsilon, clouds of different dimension, a table of another size, or a
-            tolerance that the precision cannot reach.
+        InputError: a bad epsilon, clouds on two devices or of different dimension, a table of
+            another size, a tolerance that the precision cannot reach, a backend that cannot run on
+            the device, or too little memory.
     """
     problem = Problem(source, target, epsilon, class_table, cost, compute)
-    return solve_alternating(
-        problem.operator("xy"), epsilon, options or SolverOptions(), progress=progress
-    )
+    return problem.solve(options or SolverOptions(), debias=False, progress=progress).xy
 
 
 def sinkhorn_divergence(

@@ -23,7 +23,8 @@ class SolverOptions:
 
     Args:
         tolerance: L1 marginal error to reach, in every term.
-        max_iterations: updates of both potentials, per term, after which a solve gives up.
+        max_iterations: updates of both potentials, per term, after which a solve gives up; the one
+            that certifies the result is among them.
         require_convergence: raise a `ConvergenceError` instead of warning when it does.
     """
 

@@ -7,9 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator
+from otdd_flash.operators.build import (
+    ComputeOptions,
+    GroundCost,
+    build_operator,
+    check_resources,
+    cost_size,
+)
+from otdd_flash.operators.memory import shortage
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import (
     Divergence,
@@ -39,16 +47,19 @@ class Problem:
         source: n points, with labels and weights if they are `LabeledSamples`.
         target: m points, likewise.
         epsilon: regularisation, in units of the cost.
-        class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
+        class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes, on any device;
+            None is 0.
         cost: its weights, lambda_x = lambda_y = 1/2 by default.
         compute: where and how passes run.
 
     Attributes:
+        device: where passes run.
+        table: W (V_x + V_y, V_x + V_y), float64, on the device.
         classes: the rows and columns of the table that belong to "x" and to "y".
 
     Raises:
-        InputError: a bad epsilon, clouds of different dimension, or a table of another size or not
-            finite.
+        InputError: a bad epsilon, clouds on two devices or of different dimension, a table of
+            another size or not finite, or no such device.
     """
 
     def __init__(
@@ -63,31 +74,27 @@ class Problem:
         check_epsilon("epsilon", epsilon)
         self.epsilon = epsilon
         self.source, self.target = _as_samples(source), _as_samples(target)
+        check_one_device(self.source.features.device, self.target.features.device)
         if self.source.dim != self.target.dim:
             raise InputError(
                 f"source has {self.source.dim} features and target {self.target.dim}; transport "
                 "needs one space: use the same extractor for both"
             )
         self.cost, self.compute = cost or GroundCost(), compute or ComputeOptions()
+        self.device = resolve_device(self.compute.device)
         sizes = self.source.class_total, self.target.class_total
-        self.table = torch.zeros(sum(sizes), sum(sizes)) if class_table is None else class_table
-        if self.table.shape != (sum(sizes), sum(sizes)):
-            raise InputError(
-                f"class_table must have shape {(sum(sizes), sum(sizes))} for {sizes[0]} + "
-                f"{sizes[1]} classes, got {tuple(self.table.shape)}"
-            )
-        if not bool(torch.isfinite(self.table).all()):
-            raise InputError("class_table holds NaN or infinite values")
+        self.table = _checked_table(class_table, sizes, self.device)
         self.classes = {"x": slice(0, sizes[0]), "y": slice(sizes[0], sum(sizes))}
+        self._sides = {"x": self.source, "y": self.target}
 
     @property
     def identical(self) -> bool:
         """Whether both sides are the same samples at the same class distances."""
         # Different clouds nearly always differ in their first row, which is read faster than all.
-        first, other = (side.features[0].cpu() for side in (self.source, self.target))
-        if len(self.source) != len(self.target) or not torch.equal(first, other):
+        one, other = self.source, self.target
+        if len(one) != len(other) or not torch.equal(one.features[0], other.features[0]):
             return False
-        return self.source.fingerprint == self.target.fingerprint and all(
+        return one.fingerprint == other.fingerprint and all(
             torch.allclose(self.block("xx"), self.block(term), rtol=1e-6, atol=0)
             for term in ("xy", "yy")
         )
@@ -97,9 +104,9 @@ class Problem:
         return self.table[self.classes[term[0]], self.classes[term[1]]]
 
     def inputs(self, term: str) -> TermInputs:
-        """What the cost of a term is made of."""
-        sides = {"x": self.source, "y": self.target}
-        return TermInputs(sides[term[0]], sides[term[1]], self.block(term), self.cost)
+        """What the cost of a term is made of, on the device."""
+        x, y = (self._on_device(side) for side in term)
+        return TermInputs(x, y, self.block(term), self.cost)
 
     def operator(self, term: str) -> Operator:
         """The cost of a term."""
@@ -117,25 +124,69 @@ class Problem:
         """The divergence, or without `debias` the cross term alone.
 
         Clouds of equal fingerprint are one cloud: a single self term.
+
+        Raises:
+            InputError: the backend cannot run on the device, or the memory is short: seen before
+                the first term as far as possible, else when an allocation fails.
         """
-        if debias and self.identical:
-            return solve_identical(
-                self.operator("xx"),
+        identical = debias and self.identical
+        terms = ("xx",) if identical else ("xy", "xx", "yy") if debias else ("xy",)
+        needed = max(
+            check_resources(self._sides[term[0]], self._sides[term[1]], self.compute, self.device)
+            for term in terms
+        )
+        try:
+            if identical:
+                return solve_identical(
+                    self.operator("xx"),
+                    self.epsilon,
+                    options,
+                    start=start,
+                    progress=progress,
+                    solved=solved,
+                )
+            return solve_divergence(
+                self.operator,
                 self.epsilon,
                 options,
+                debias=debias,
                 start=start,
                 progress=progress,
                 solved=solved,
             )
-        return solve_divergence(
-            self.operator,
-            self.epsilon,
-            options,
-            debias=debias,
-            start=start,
-            progress=progress,
-            solved=solved,
+        except RuntimeError as error:
+            what = cost_size(self.source, self.target)
+            short = shortage(error, what, needed, self.device, self.compute.dtype)
+            if short is None:
+                raise
+        # Outside of the handler, whose traceback would keep the tensors that fill the device.
+        raise short
+
+    def _on_device(self, side: str) -> LabeledSamples:
+        """One side, moved to the device once for all terms."""
+        held = self._sides[side]
+        if held.features.device != self.device:
+            moved = held.to(self.device)
+            # Two sides that are one object stay one.
+            self._sides = {
+                key: moved if value is held else value for key, value in self._sides.items()
+            }
+        return self._sides[side]
+
+
+def _checked_table(table: Tensor | None, sizes: tuple[int, int], device: torch.device) -> Tensor:
+    """The class distances (V_x + V_y, V_x + V_y) on a device, zeros if there are none."""
+    total = sum(sizes)
+    if table is None:
+        return torch.zeros(total, total, dtype=torch.float64, device=device)
+    if table.shape != (total, total):
+        raise InputError(
+            f"class_table must have shape {(total, total)} for {sizes[0]} + {sizes[1]} classes, "
+            f"got {tuple(table.shape)}"
         )
+    if not bool(torch.isfinite(table).all()):
+        raise InputError("class_table holds NaN or infinite values")
+    return table.to(device, torch.float64)
 
 
 def _as_samples(cloud: Cloud) -> LabeledSamples:

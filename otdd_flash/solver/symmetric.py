@@ -60,11 +60,14 @@ def solve_symmetric(
     refined = operator.refined
     if refined is not operator:
         f = solve.iterate(refined, f)
+    certificate, iterations = certify_self(refined, f, epsilon), solve.iterations + 1
+    if progress is not None:
+        progress(name, iterations, certificate.marginal_error)
     return TransportTerm.from_certificate(
-        certify_self(refined, f, epsilon),
+        certificate,
         epsilon,
-        iterations=solve.iterations,
-        passes=solve.iterations + 1,
+        iterations=iterations,
+        passes=iterations,
         tolerance=options.tolerance,
     )
 
@@ -88,8 +91,8 @@ class _Solve:
     def iterate(self, operator: Operator, f: Tensor) -> Tensor:
         """Average f (n,) with its softmin until converged or out of budget."""
         reader: LateReader[_Look] = LateReader()
-        while self.iterations < self.options.max_iterations:
-            left = self.options.max_iterations - self.iterations
+        # The certificate is the last iteration.
+        while (left := self.options.max_iterations - 1 - self.iterations) > 0:
             count = min(left, steps_between_looks(operator))
             averaged, f, softmin = sweep(operator, _step, self.epsilon, (f, f, f), count)
             self.iterations += count

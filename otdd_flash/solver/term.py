@@ -23,7 +23,7 @@ class TransportTerm:
         value: the dual value D(f, g).
         bounds: (lower, upper), an interval that holds OT_epsilon.
         marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
-        iterations: updates of both potentials.
+        iterations: updates of both potentials, the certifying one included.
         passes: sweeps over the n x m scores, certification included.
         converged: whether `marginal_error` is within the tolerance.
     """

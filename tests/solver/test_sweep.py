@@ -98,6 +98,7 @@ def test_recorded_self_terms_are_those_that_are_not_recorded(monkeypatch):
     assert operator.short_passes
     first = solve_symmetric(operator, 0.5, SolverOptions(1e-4))
     monkeypatch.setattr(kernel_operator, "MANY_SCORES", 1)
+    monkeypatch.setattr(kernel_operator, "FEW_PRODUCTS", 0)
     halves = KernelOperator(labelled_cost(800, 800), "high")
     assert not halves.short_passes
     second = solve_symmetric(halves, 0.5, SolverOptions(1e-4))

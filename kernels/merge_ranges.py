@@ -3,14 +3,15 @@
     f_i = lambda_x ||x_i||^2 - epsilon ln(2) (h_i + log2 sum_k s_ki 2^(h_ki - h_i))
     h_i = max_k h_ki
 
-Shapes: h and s (splits, n) in packed order, f (N,) in the points' own order. A row whose sum left
-[2^-100, 2^100], where float32 keeps its precision, can mark its block to be done again.
+Shapes: h and s (slots, n) in packed order, f (N,) in the points' own order. A block of rows has as
+many slots as ranges of columns; what is past them is not read. A row whose sum left [2^-100,
+2^100], where float32 keeps its precision, can mark its block to be done again.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,16 +26,16 @@ LEAST_SUM, LARGEST_SUM = 2.0**-100, 2.0**100
 
 
 @triton.jit
-def merge_splits_kernel(
-    highest_ptr,  # (splits, n) float32
-    sums_ptr,  # (splits, n) float32
+def merge_ranges_kernel(
+    highest_ptr,  # (slots, n) float32
+    sums_ptr,  # (slots, n) float32
+    slots_ptr,  # (n / BLOCK_ROWS,) int32
     position_ptr,  # (N,) int64
     squares_ptr,  # (n,) float32, in units of the cost
     marked_ptr,  # (n / BLOCK_ROWS,) int32
     out_ptr,  # (N,) float32
     count,
     n,
-    splits,
     factor,
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -47,16 +48,20 @@ def merge_splits_kernel(
     o_point = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_point = o_point < count
     position = tl.load(position_ptr + o_point, mask=m_point, other=0)
-    p_marked = marked_ptr + position // BLOCK_ROWS
+    i_block = position // BLOCK_ROWS
+    p_marked = marked_ptr + i_block
     if ONLY_MARKED:
         m_point = m_point & (tl.load(p_marked, mask=m_point, other=0) != 0)
     highest = tl.full((BLOCK,), -float("inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
-    for i_split in range(splits):
-        o_partial = i_split * n.to(tl.int64) + position
-        partial = tl.load(highest_ptr + o_partial, mask=m_point, other=0.0)
+    slots = tl.load(slots_ptr + i_block, mask=m_point, other=1)
+    for slot in range(tl.max(slots, 0)):
+        o_partial = slot * n.to(tl.int64) + position
+        m_slot = m_point & (slot < slots)
+        # Nothing is added where there is nothing, and the first slot is always there.
+        partial = tl.load(highest_ptr + o_partial, mask=m_slot, other=-1e30)
         raised = tl.maximum(highest, partial)
-        added = tl.load(sums_ptr + o_partial, mask=m_point, other=1.0)
+        added = tl.load(sums_ptr + o_partial, mask=m_slot, other=0.0)
         sums = sums * tl.exp2(highest - raised) + added * tl.exp2(partial - raised)
         highest = raised
     if MARK:
@@ -69,8 +74,22 @@ def merge_splits_kernel(
     tl.store(out_ptr + o_point, out, mask=m_point)
 
 
-def merge_splits(
-    partial: tuple[Tensor, Tensor],
+class Partial(NamedTuple):
+    """Sums over ranges of columns.
+
+    Attributes:
+        highest: (slots, n) float32, the highest logit of a row in a range, or its shift.
+        sums: (slots, n) float32, of the exponentials so shifted.
+        slots: (n / BLOCK_ROWS,) int32, ranges of each block of rows.
+    """
+
+    highest: Tensor
+    sums: Tensor
+    slots: Tensor
+
+
+def merge_ranges(
+    partial: Partial,
     rows: Side,
     epsilon: float,
     out: Tensor,
@@ -81,26 +100,23 @@ def merge_splits(
     """Write the potentials of `rows` to `out` (N,).
 
     Args:
-        partial: highest logits, or shifts, and sums, both (splits, n) float32.
+        partial: what the ranges gave.
         rows: the side whose potential it is.
         epsilon: in units of the cost.
         out: (N,) float32, overwritten.
         mark: (n / BLOCK_ROWS,) int32, set to 1 for blocks that must be done again.
         only: likewise, the blocks that are written; others keep their values.
     """
-    highest, sums = partial
     layout = rows.points.layout
     marked = mark if mark is not None else only
-    merge_splits_kernel[(triton.cdiv(len(out), 128),)](
-        highest,
-        sums,
+    merge_ranges_kernel[(triton.cdiv(len(out), 128),)](
+        *partial,
         layout.position,
         rows.squares,
         layout.block_class if marked is None else marked,
         out,
         len(out),
-        highest.shape[1],
-        highest.shape[0],
+        layout.size,
         epsilon * math.log(2.0),
         LEAST=LEAST_SUM,
         LARGEST=LARGEST_SUM,
