@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def milliseconds(run: Callable[[], object], *, repeats: int = 10, warm_ups: int = 3) -> float:
-    """Median wall time by CUDA events, after warm-up runs that include compilation and tuning."""
+def milliseconds(
+    run: Callable[[], object], *, repeats: int = 10, warm_ups: int = 3, pause: float = 0.0
+) -> float:
+    """Median time by CUDA events, after warm-up runs that include compilation and tuning.
+
+    Runs follow one another at once, which brings a GPU to its power limit, or after a pause of some
+    seconds, as a call that stands alone would find it.
+    """
     for _ in range(warm_ups):
         run()
     times: list[float] = []
     event: Any = torch.cuda.Event
     for _ in range(repeats):
+        time.sleep(pause)
         start, end = (event(enable_timing=True) for _ in range(2))
         start.record()
         run()
