@@ -11,7 +11,7 @@ ten averaged steps of both potentials along its own schedule, and a first and a 
 ceiling is cuBLAS' float16 product of 8192 x 8192 matrices on random data in the same process.
 
 Runs follow one another without a pause, which brings an H200 to its power limit and down from its
-highest clock; `from_idle` is the same with half a second before each run, as a single call finds it.
+highest clock; `from_idle` is the same with half a second before each run, as one call finds it.
 
 Accuracy: the error of one half-step of ours against float64 on 512 rows, on the points as it rounds
 them (if that is large nothing is timed) and on the original ones, relative to the largest cost; and

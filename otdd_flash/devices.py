@@ -1,10 +1,15 @@
-"""Which device a computation runs on, from the name that a user gives."""
+"""Which device a computation runs on, from the name that a user gives, and what it can run."""
 
 from __future__ import annotations
+
+import importlib
 
 import torch
 
 from otdd_flash.errors import InputError
+
+# Ampere, the oldest generation that the kernels are written for.
+LEAST_CAPABILITY = (8, 0)
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
@@ -31,6 +36,43 @@ def resolve_device(name: str | torch.device) -> torch.device:
         case "mps" if torch.backends.mps.is_available():
             return device
     raise InputError(f"there is no device {str(name)!r} on this machine; {_choices()}")
+
+
+def check_one_device(source: torch.device, target: torch.device) -> None:
+    """Raise an `InputError` unless the source's and the target's device are one."""
+    if source != target:
+        raise InputError(
+            f"source is on {source} and target on {target}; move both to one device with .to()"
+        )
+
+
+def check_triton(device: torch.device) -> None:
+    """Raise an `InputError` unless Triton's kernels can run on a device.
+
+    They run on CUDA devices of compute capability 8.0 and later; elsewhere only interpreted, which
+    is for the caller to know.
+    """
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        raise InputError(
+            f"{_described(device)} has no Triton: {error}; install triton or use backend=torch"
+        ) from error
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        found, least = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
+        raise InputError(
+            f"{_described(device)} is too old for the Triton kernels: its compute capability is "
+            f"{found} and they need {least}; use backend=torch"
+        )
+
+
+def _described(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"
 
 
 def _choices() -> str:

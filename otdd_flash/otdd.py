@@ -12,11 +12,16 @@ import logging
 import time
 from dataclasses import replace
 
-from otdd_flash.devices import resolve_device
+from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import check_same_dimension
 from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
-from otdd_flash.operators.build import ComputeOptions, GroundCost, labelled_cost
+from otdd_flash.operators.build import (
+    ComputeOptions,
+    GroundCost,
+    check_resources,
+    labelled_cost,
+)
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn_divergence
@@ -76,14 +81,17 @@ def dataset_distance(
     if class_distances is not None:
         metric = replace(metric, method="given", given=class_distances)
     check_same_dimension(source, target)
+    check_one_device(source.features.device, target.features.device)
     source = drop_small_classes(source, min_class_size)
     target = drop_small_classes(target, min_class_size)
+    # Before class distances, which can take longer than all else.
+    device = resolve_device(compute.device)
+    check_resources(source, target, compute, device)
 
     started = time.perf_counter()
     table = measure_classes(source, target, metric, statistics=class_statistics)
     measured = time.perf_counter()
     if epsilon_relative is not None:
-        device = resolve_device(compute.device)
         epsilon = epsilon_relative * labelled_cost(source, target, table.xy, cost, device).mean_cost
         if not epsilon > 0:
             raise InputError(

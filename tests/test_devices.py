@@ -1,11 +1,13 @@
-"""Device names: what is there, and a clear error for what is not."""
+"""Devices: what is there and what can run on it, and a clear error for what cannot."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import torch
 
-from otdd_flash.devices import resolve_device
+from otdd_flash.devices import check_one_device, check_triton, resolve_device
 from otdd_flash.errors import InputError
 
 
@@ -45,3 +47,45 @@ def test_absent_device_lists_those_that_are_there(name: str) -> None:
 def test_index_beyond_the_last_gpu_lists_them() -> None:
     with pytest.raises(InputError, match=r"'cuda:2'.*cuda:0, cuda:1"):
         resolve_device("cuda:2")
+
+
+def gpu_of(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    return torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_triton_runs_on_ampere_and_later(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_triton(gpu_of(capability, monkeypatch))
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (6, 1)])
+def test_older_gpus_are_refused(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError) as refused:
+        check_triton(gpu_of(capability, monkeypatch))
+    assert str(refused.value) == (
+        "cuda:1 (Some GPU) is too old for the Triton kernels: its compute capability is "
+        f"{capability[0]}.{capability[1]} and they need 8.0; use backend=torch"
+    )
+
+
+def test_a_machine_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    pattern = r"^cuda:1 \(Some GPU\) has no Triton: .*triton.*; .*use backend=torch$"
+    with pytest.raises(InputError, match=pattern):
+        check_triton(gpu_of((9, 0), monkeypatch))
+    with pytest.raises(InputError, match=r"^cpu has no Triton: .*use backend=torch$"):
+        check_triton(torch.device("cpu"))
+
+
+def test_two_devices_are_named() -> None:
+    check_one_device(torch.device("cuda:1"), torch.device("cuda", 1))
+    with pytest.raises(
+        InputError, match=r"source is on cpu and target on cuda:1; move both .*\.to\(\)"
+    ):
+        check_one_device(torch.device("cpu"), torch.device("cuda:1"))

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otdd_flash.devices import resolve_device
+from otdd_flash.devices import check_triton, resolve_device
 from otdd_flash.errors import InputError, choose
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.memory import budget_in_bytes
+from otdd_flash.operators.memory import (
+    UNASKED,
+    budget_in_bytes,
+    check_memory,
+    free_memory,
+    readable_bytes,
+    stated_budget,
+)
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
@@ -57,6 +65,7 @@ class ComputeOptions:
     def __post_init__(self) -> None:
         choose("backend", self.backend, BACKENDS)
         choose("precision", self.precision, PRECISIONS)
+        stated_budget(self.memory_budget)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,20 +95,52 @@ def build_operator(
         keep_scores: False for a single pass, which storing would not speed up.
 
     Raises:
-        InputError: the backend cannot run on the device or in the precision.
+        InputError: the backend cannot run on the device or in the precision, or there is not
+            enough memory.
     """
     device = resolve_device(compute.device)
+    check_resources(source, target, compute, device)
     cost = labelled_cost(source, target, class_distances, weights, device)
     if _use_triton(compute, device):
         from otdd_flash.operators.kernel import KernelOperator
 
         return KernelOperator(cost, compute.precision)
     streamed = StreamedOperator(cost, compute.dtype)
-    n, m = cost.shape
-    budget = budget_in_bytes(compute.memory_budget, device)
-    if keep_scores and n * m * compute.dtype.itemsize <= budget:
+    # Asked last: what is free by then is free for scores.
+    if keep_scores and _scores_fit(cost.shape, compute, device):
         return StoredOperator.keep(streamed)
     return streamed
+
+
+def check_resources(
+    source: LabeledSamples, target: LabeledSamples, compute: ComputeOptions, device: torch.device
+) -> int:
+    """Refuse an operator that the device cannot run, before any work on it.
+
+    Returns:
+        The bytes that it takes at the least, with those of clouds that have to be moved.
+
+    Raises:
+        InputError: the backend cannot run on the device or in the precision, or there is not
+            enough memory.
+    """
+    size = cost_size(source, target)
+    needed = (
+        kernel_bytes(size)
+        if _use_triton(compute, device)
+        else streamed_bytes(size, compute.dtype, device)
+    )
+    sides = (source,) if size.symmetric else (source, target)
+    needed += sum(side.features.nbytes for side in sides if _elsewhere(side, device))
+    check_memory(size, needed, device, compute.dtype)
+    return needed
+
+
+def cost_size(source: LabeledSamples, target: LabeledSamples) -> CostSize:
+    """The size of the cost between two clouds."""
+    return CostSize(
+        len(source), len(target), source.dim, source.class_total, symmetric=source is target
+    )
 
 
 def labelled_cost(
@@ -111,8 +152,8 @@ def labelled_cost(
 ) -> LabelledCost:
     """The cost between two clouds, on a device."""
     same = source is target
-    source = source.to(device)
-    target = source if same else target.to(device)
+    source = _on_device(source, device)
+    target = source if same else _on_device(target, device)
     masses, labels = source.masses.to(device), _class_indices(source)
     return LabelledCost(
         source.features,
@@ -128,15 +169,42 @@ def labelled_cost(
 
 def _use_triton(compute: ComputeOptions, device: torch.device) -> bool:
     """Whether half-steps run in Triton; an impossible request is refused, never replaced."""
-    if compute.backend != "triton":
-        return compute.backend == "auto" and device.type == "cuda" and compute.precision != "double"
-    if compute.precision == "double":
+    cuda, double = device.type == "cuda", compute.precision == "double"
+    if compute.backend == "torch" or (compute.backend == "auto" and (double or not cuda)):
+        return False
+    if double:
         raise InputError("backend=triton has no double precision; use backend=torch or auto")
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if not cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise InputError(
             f"backend=triton needs a CUDA device, got device={device}; use backend=torch or auto"
         )
+    check_triton(device)
     return True
+
+
+def _scores_fit(shape: tuple[int, int], compute: ComputeOptions, device: torch.device) -> bool:
+    """Whether scores (n, m) may be stored; a budget that the device does not have is refused."""
+    size = shape[0] * shape[1] * compute.dtype.itemsize
+    if compute.memory_budget == "auto":
+        return size <= UNASKED or size <= budget_in_bytes("auto", device)
+    if size > budget_in_bytes(compute.memory_budget, device):
+        return False
+    if size > UNASKED and size > (free := free_memory(device)):
+        raise InputError(
+            f"memory_budget={compute.memory_budget} lets the scores be stored, but they take "
+            f"{readable_bytes(size)} and {readable_bytes(free)} are free on {device}; use "
+            "memory_budget=auto, which streams them then"
+        )
+    return True
+
+
+def _on_device(samples: LabeledSamples, device: torch.device) -> LabeledSamples:
+    """The samples, themselves if they are there: a copy would be checked, and waited for, again."""
+    return samples.to(device) if _elsewhere(samples, device) else samples
+
+
+def _elsewhere(samples: LabeledSamples, device: torch.device) -> bool:
+    return samples.features.device != device
 
 
 def _class_indices(samples: LabeledSamples) -> Tensor:

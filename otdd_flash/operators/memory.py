@@ -1,4 +1,7 @@
-"""How much memory the scores of one operator may take."""
+"""How much memory a device has left, what stored scores may take of it, and what to say when short.
+
+A shortage is the user's error: the message gives the bytes needed, the bytes free and the ways out.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,24 @@ from otdd_flash.errors import InputError
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
+# Bytes that are taken to be there: to ask a device takes as long as a small pass.
+UNASKED = 1 << 26
 
-def budget_in_bytes(memory_budget: str | int, device: torch.device) -> int:
-    """Bytes that stored scores may take: `auto` is half of the free memory, else `4GiB` or a count.
+# What PyTorch says of an allocation that failed, on a GPU and on a CPU.
+REFUSALS = (
+    r"Tried to allocate ([\d.]+ \w+)",
+    r"can't allocate memory: you tried to allocate (\d+)",
+)
+
+
+def stated_budget(memory_budget: str | int) -> int | None:
+    """Bytes of a budget such as `4GiB` or 1000; None for `auto`.
 
     Raises:
         InputError: the text is neither `auto` nor a number with a known unit.
     """
     if memory_budget == "auto":
-        return free_memory(device) // 2
+        return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(memory_budget).strip())
     if match is None or match[2] not in UNITS:
         raise InputError(
@@ -31,16 +43,84 @@ def budget_in_bytes(memory_budget: str | int, device: torch.device) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
+def budget_in_bytes(memory_budget: str | int, device: torch.device) -> int:
+    """Bytes that stored scores may take: as stated, or half of the free memory for `auto`."""
+    stated = stated_budget(memory_budget)
+    return free_memory(device) // 2 if stated is None else stated
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated on a device without swapping."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free
+        # PyTorch keeps what tensors gave back, and gives it to the next ones.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        return _available_in_kib(meminfo.read_text()) * 1024
+    available = _available_in_kib(meminfo.read_text()) if meminfo.exists() else 0
     # Other systems do not say what is free: take half of what there is.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return available * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes in the largest unit that it fills: 1.5 GiB."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if count >= UNITS[unit]:
+            return f"{count / UNITS[unit]:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def check_memory(what: object, needed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse what would not fit, before it is allocated.
+
+    Args:
+        what: needs the memory, for the message.
+        needed: bytes, at the least.
+        device: where.
+        dtype: of scores and potentials.
+
+    Raises:
+        InputError: less is free.
+    """
+    if needed <= UNASKED:
+        return
+    free = free_memory(device)
+    if needed > free:
+        raise InputError(
+            f"not enough memory on {device} for {what}: at least {readable_bytes(needed)} are "
+            f"needed and {readable_bytes(free)} are free; {_ways_out(device, dtype)}"
+        )
+
+
+def shortage(
+    error: RuntimeError, what: object, needed: int, device: torch.device, dtype: torch.dtype
+) -> InputError | None:
+    """What to tell the user if PyTorch's error is an allocation that failed, and else None.
+
+    Arguments as for `check_memory`.
+    """
+    found = next((match for text in REFUSALS if (match := re.search(text, str(error)))), None)
+    if found is None and not isinstance(error, torch.OutOfMemoryError):
+        return None
+    wanted = "one allocation" if found is None else f"an allocation of {_in_units(found[1])}"
+    return InputError(
+        f"out of memory on {device}: {wanted} found {readable_bytes(free_memory(device))} free, "
+        f"and {what} need at least {readable_bytes(needed)} in all; {_ways_out(device, dtype)}"
+    )
+
+
+def _ways_out(device: torch.device, dtype: torch.dtype) -> str:
+    ways = ["fewer samples (max_samples)", "fewer dimensions (extractor.pca)"]
+    if dtype == torch.float64:
+        ways.append("precision=high")
+    if device.type != "cpu":
+        ways.append("device=cpu")
+    elif torch.cuda.is_available():
+        ways.append("device=cuda")
+    return f"use {', '.join(ways[:-1])} or {ways[-1]}"
+
+
+def _in_units(amount: str) -> str:
+    return readable_bytes(int(amount)) if amount.isdecimal() else amount
 
 
 def _available_in_kib(meminfo: str) -> int:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
+from otdd_flash import samples
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator
+from otdd_flash.operators import build, memory
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.build import (
+    ComputeOptions,
+    GroundCost,
+    build_operator,
+    check_resources,
+)
 from otdd_flash.operators.memory import budget_in_bytes, free_memory
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
 
 CPU = torch.device("cpu")
+# Where Triton runs: on a GPU, else in its interpreter.
+HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
 
 
 def cloud(n: int) -> LabeledSamples:
@@ -58,6 +70,136 @@ def test_both_ways_give_the_same_potentials() -> None:
     torch.testing.assert_close(*rows)
 
 
+def built(compute: ComputeOptions) -> Operator:
+    return build_operator(cloud(50), cloud(40), torch.ones(2, 2), GroundCost(), compute)
+
+
+def fails(*_: object, **__: object) -> object:
+    raise AssertionError("never to be called")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("budget", ["auto", "1GiB"])
+def test_nothing_small_asks_for_memory_or_is_checked_again(
+    backend: str, budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = cloud(50).to(HERE), cloud(40).to(HERE)
+    for name in ("_as_features", "_as_class_indices"):
+        monkeypatch.setattr(samples, name, fails)
+    for module in (memory, build):
+        monkeypatch.setattr(module, "free_memory", fails)
+    compute = ComputeOptions(str(HERE), backend, memory_budget=budget)
+    build_operator(*sides, torch.ones(2, 2), GroundCost(), compute)
+
+
+def test_a_budget_that_the_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memory, build):
+        monkeypatch.setattr(module, "UNASKED", 0)
+        monkeypatch.setattr(module, "free_memory", lambda _: 100_000)
+    # One block and one tile of scores are held by the streamed operator that comes first.
+    monkeypatch.setattr(build, "streamed_bytes", lambda *_: 0)
+    scores = 4 * 50 * 40
+    assert type(built(ComputeOptions("cpu", memory_budget="auto"))) is StoredOperator
+    for module in (memory, build):
+        monkeypatch.setattr(module, "free_memory", lambda _: scores - 1)
+    pattern = r"memory_budget=1GiB .*7\.8 KiB and 7\.8 KiB are free on cpu; use memory_budget=auto"
+    with pytest.raises(InputError, match=pattern):
+        built(ComputeOptions("cpu", memory_budget="1GiB"))
+    assert type(built(ComputeOptions("cpu", memory_budget="auto"))) is StreamedOperator
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that can be asked about and never used."""
+    for name, answer in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("current_device", 0),
+        ("get_device_capability", (9, 0)),
+        ("get_device_name", "Some GPU"),
+        ("mem_get_info", (1000, 10_000)),
+        ("memory_reserved", 300),
+        ("memory_allocated", 100),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(build, "labelled_cost", fails)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+def test_a_gpu_without_triton_is_refused_and_never_replaced(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    with pytest.raises(InputError, match=r"cuda:0 \(Some GPU\) .* 7\.0 .*use backend=torch"):
+        built(ComputeOptions(device, backend))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_a_gpu_whose_triton_cannot_be_imported_is_refused(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(InputError, match=r"cuda:0 \(Some GPU\) has no Triton.*use backend=torch"):
+        built(ComputeOptions("cuda", backend))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("backend", "precision"), [("torch", "fast"), ("auto", "double")])
+def test_what_runs_in_pytorch_needs_no_triton(
+    backend: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    compute = ComputeOptions("cuda", backend, precision)
+    assert check_resources(cloud(50), cloud(40), compute, torch.device("cuda", 0)) > 0
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("backend", "precision", "ways"),
+    [
+        ("auto", "fast", r"\(max_samples\), fewer dimensions \(extractor\.pca\) or device=cpu"),
+        ("torch", "double", r"\(extractor\.pca\), precision=high or device=cpu"),
+    ],
+)
+def test_a_full_gpu_is_refused_before_anything_is_allocated(
+    backend: str, precision: str, ways: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    pattern = (
+        r"not enough memory on cuda:0 for 50 x 40 points of dimension 3: at least "
+        rf"[\d.]+ KiB are needed and 1\.2 KiB are free; use fewer samples .*{ways}"
+    )
+    with pytest.raises(InputError, match=pattern):
+        built(ComputeOptions("cuda", backend, precision))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_points_that_have_to_move_count(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, there = cloud(50), cloud(40), torch.device("cuda", 0)
+
+    def needed() -> list[int]:
+        compute = ComputeOptions("cuda", backend)
+        return [check_resources(x, side, compute, there) for side in (x, y)]
+
+    moved = needed()
+    monkeypatch.setattr(build, "_elsewhere", lambda *_: False)
+    assert [more - less for more, less in zip(moved, needed(), strict=True)] == [600, 1080]
+
+
+def test_triton_outside_of_a_gpu_is_for_its_interpreter_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(InputError, match="backend=triton needs a CUDA device, got device=cpu"):
+        built(ComputeOptions("cpu", "triton"))
+    with pytest.raises(InputError, match="backend=triton has no double precision"):
+        built(ComputeOptions("cpu", "triton", "double"))
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("4GiB", 4 * 2**30), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9), ("100", 100), (7, 7)],
@@ -70,6 +212,8 @@ def test_memory_budgets_are_read(text: str | int, expected: int) -> None:
 def test_an_unreadable_memory_budget_is_the_users_error(text: str) -> None:
     with pytest.raises(InputError, match="memory_budget must be auto"):
         budget_in_bytes(text, CPU)
+    with pytest.raises(InputError, match="memory_budget must be auto"):
+        ComputeOptions(memory_budget=text)
 
 
 def test_the_automatic_budget_is_half_of_what_is_free() -> None:

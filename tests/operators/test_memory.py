@@ -1,0 +1,181 @@
+"""What operators are said to need against what they take, and what is said when it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from otdd_flash.errors import InputError
+from otdd_flash.operators import memory
+from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator, check_resources
+from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
+from otdd_flash.operators.memory import check_memory, free_memory, readable_bytes, shortage
+from otdd_flash.samples import LabeledSamples
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+# Where Triton runs: on a GPU, else in its interpreter.
+HERE = GPU if torch.cuda.is_available() else CPU
+
+
+def cloud(n: int, dim: int, classes: int, seed: int = 0) -> LabeledSamples:
+    draw = torch.Generator().manual_seed(seed)
+    names = tuple(map(str, range(classes)))
+    return LabeledSamples(torch.randn(n, dim, generator=draw), torch.arange(n) % classes, names)
+
+
+def peak(run: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that were allocated on a device at once."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        kept = run()
+    del kept
+    held = highest = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            highest = max(highest, held)
+    return highest
+
+
+@pytest.mark.parametrize("precision", ["fast", "double"])
+@pytest.mark.parametrize(
+    ("n", "m", "dim", "classes"),
+    [(1200, 1000, 300, 4), (1200, None, 300, 4), (300, 9000, 2, 300), (1200, 9000, 2, 1)],
+)
+def test_streaming_takes_what_it_is_said_to_need(
+    precision: str, n: int, m: int | None, dim: int, classes: int
+) -> None:
+    x = cloud(n, dim, classes)
+    y = x if m is None else cloud(m, dim, classes, seed=1)
+    compute = ComputeOptions("cpu", precision=precision)
+
+    def run() -> object:
+        table = torch.ones(classes, classes)
+        operator = build_operator(x, y, table, GroundCost(), compute, keep_scores=False)
+        return operator, operator.softmin_rows(torch.zeros(len(y)), 0.1)
+
+    needed = check_resources(x, y, compute, CPU)
+    assert needed <= peak(run, CPU) <= 1.1 * needed
+
+
+@pytest.mark.parametrize("m", [500, None])
+def test_kernels_take_no_less_than_they_are_said_to_need(m: int | None) -> None:
+    x = cloud(600, 300, 2)
+    y = x if m is None else cloud(m, 300, 2, seed=1)
+    compute = ComputeOptions(str(HERE), "triton")
+
+    def run() -> object:
+        operator = build_operator(x, y, torch.ones(2, 2), GroundCost(), compute)
+        f, g = torch.zeros_like(operator.a), torch.zeros_like(operator.b)
+        return operator, operator.apply_plan(f, g, 1000.0, torch.ones_like(g).unsqueeze(1))
+
+    # More: padding to blocks, and float64 copies of a few rows.
+    needed = check_resources(x, y, compute, HERE)
+    assert needed <= peak(run, HERE) <= 4 * needed
+
+
+def test_kernels_hold_two_half_parts_of_every_coordinate_and_a_block_of_the_plan() -> None:
+    coordinates, bias, plan = 2 * 2 * 120_000 * 512, 4 * 10 * 60_000, 2 * 8192 * 4096
+    cross = kernel_bytes(CostSize(60_000, 60_000, 509, 10, symmetric=False))
+    assert cross == coordinates + bias + plan
+    own = kernel_bytes(CostSize(60_000, 60_000, 509, 10, symmetric=True))
+    assert own == coordinates // 2 + bias + 4 * (60_000 // 128) * 60_000
+
+
+def test_streaming_blocks_are_larger_on_a_gpu() -> None:
+    size = CostSize(10**5, 10**5, 8, 1, symmetric=False)
+    on_cpu, on_gpu = (streamed_bytes(size, torch.float32, device) for device in (CPU, GPU))
+    assert on_gpu - on_cpu == 4 * ((1 << 27) + (1 << 26) - (1 << 23) - (1 << 17))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (3 * 2**19, "1.5 MiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (2500 * 2**40, "2500.0 TiB"),
+    ],
+)
+def test_bytes_are_readable(count: int, text: str) -> None:
+    assert readable_bytes(count) == text
+
+
+def test_what_pytorch_keeps_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in (
+        ("mem_get_info", (5000, 10_000)),
+        ("memory_reserved", 700),
+        ("memory_allocated", 200),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    assert free_memory(GPU) == 5500
+
+
+def test_a_system_that_does_not_say_has_half_of_its_memory_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = free_memory(CPU)
+    monkeypatch.setattr(memory, "_available_in_kib", lambda _: 0)
+    assert available / 4 < free_memory(CPU) < 100 * available
+
+
+def test_what_fits_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 1000)
+    check_memory("this", 1000, CPU, torch.float32)
+    with pytest.raises(InputError, match=r"on cpu for this: at least 1001 bytes .* 1000 bytes are"):
+        check_memory("this", 1001, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpu", "ways"),
+    [
+        (torch.float32, False, "fewer samples (max_samples) or fewer dimensions (extractor.pca)"),
+        (torch.float64, False, "fewer dimensions (extractor.pca) or precision=high"),
+        (torch.float32, True, "fewer dimensions (extractor.pca) or device=cuda"),
+    ],
+)
+def test_the_ways_out_are_those_that_help(
+    dtype: torch.dtype, gpu: bool, ways: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    with pytest.raises(InputError) as refused:
+        check_memory("this", 2**60, CPU, dtype)
+    assert str(refused.value).endswith(ways)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
+            "an allocation of 2.00 GiB found 500 bytes free, and these points need at least",
+        ),
+        (torch.OutOfMemoryError("no details"), "one allocation found 500 bytes free"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2048 "),
+            "an allocation of 2.0 KiB found 500 bytes free",
+        ),
+    ],
+)
+def test_a_failed_allocation_is_told_in_numbers(
+    error: RuntimeError, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda _: 500)
+    told = str(shortage(error, "these points", 3000, GPU, torch.float32))
+    assert told.startswith("out of memory on cuda:0: ")
+    assert said in told
+    assert "2.9 KiB in all; use fewer samples (max_samples)" in told
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    assert shortage(RuntimeError("illegal access"), "this", 1, GPU, torch.float32) is None

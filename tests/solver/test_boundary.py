@@ -1,0 +1,253 @@
+"""Where requests enter: strides, labels, devices and memory, checked before or around a solve."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import otdd_flash as otdd
+from otdd_flash import samples as samples_module
+from otdd_flash.errors import InputError
+from otdd_flash.operators import build, memory
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.problem import Problem
+
+STORED = otdd.ComputeOptions("cpu")
+STREAMED = otdd.ComputeOptions("cpu", memory_budget=0)
+# On a GPU, else in the interpreter.
+KERNELS = otdd.ComputeOptions("auto", "triton")
+TABLE = torch.tensor([[0.0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]])
+
+
+def labelled(n: int, seed: int, classes: int = 2) -> LabeledSamples:
+    features = torch.randn(n, 3, generator=torch.Generator().manual_seed(seed)) + seed
+    weights = torch.arange(1.0, n + 1)
+    names = tuple("abcdefgh"[:classes])
+    return LabeledSamples(features, torch.arange(n) % classes, names, weights)
+
+
+@pytest.fixture
+def pair() -> tuple[LabeledSamples, LabeledSamples]:
+    return labelled(40, 0), labelled(33, 1)
+
+
+def every_other(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, every second along the first dimension of something larger."""
+    return tensor.repeat_interleave(2, 0)[::2]
+
+
+def strided(side: LabeledSamples) -> LabeledSamples:
+    assert side.labels is not None
+    assert side.weights is not None
+    columns_first = side.features.T.contiguous().T
+    features = every_other(torch.cat((columns_first, columns_first), 1))[:, :3]
+    if len(side) % 2:
+        features = columns_first
+    assert not features.is_contiguous()
+    labels, weights = every_other(side.labels), every_other(side.weights)
+    assert not labels.is_contiguous()
+    return LabeledSamples(features, labels, side.class_names, weights)
+
+
+@pytest.mark.parametrize("compute", [STORED, STREAMED, KERNELS], ids=["stored", "streamed", "tri"])
+def test_strides_change_nothing(
+    pair: tuple[LabeledSamples, LabeledSamples], compute: otdd.ComputeOptions
+) -> None:
+    # A few steps: the interpreter is slow.
+    settings: dict[str, Any] = {"epsilon": 5.0, "compute": compute}
+    other = tuple(map(strided, pair))
+    plain = otdd.sinkhorn(*pair, class_table=TABLE, **settings)
+    found = otdd.sinkhorn(*other, class_table=TABLE.repeat(1, 2)[:, :4], **settings)
+    torch.testing.assert_close(found.f, plain.f, rtol=1e-5, atol=1e-5)
+    assert found.value == pytest.approx(plain.value, rel=1e-5)
+    assert otdd.sinkhorn(*pair, **settings).value != pytest.approx(plain.value, rel=1e-2)
+
+    settings["solver"] = otdd.SolverOptions(1e-2)
+    one, two = (otdd.dataset_distance(*sides, **settings) for sides in (pair, other))
+    assert two.value == pytest.approx(one.value, rel=1e-4)
+    torch.testing.assert_close(two.class_coupling(), one.class_coupling(), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(two.barycentric_map(), one.barycentric_map(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_table_smaller_than_the_labels_is_refused_with_both_numbers(
+    pair: tuple[LabeledSamples, LabeledSamples],
+) -> None:
+    source, target = pair[0], labelled(33, 1, classes=3)
+    small = torch.zeros(4, 4)
+    for solve in (otdd.sinkhorn, otdd.sinkhorn_divergence):
+        with pytest.raises(InputError, match=r"\(5, 5\) for 2 \+ 3 classes, got \(4, 4\)"):
+            solve(source, target, epsilon=1.0, class_table=small)
+    x, y = source.features, target.features
+    labels = {"labels_x": source.labels, "labels_y": target.labels}
+    with pytest.raises(InputError, match=r"\(4, 4\), but the labels tell of 2 \+ 3 classes"):
+        otdd.sinkhorn_loss(x, y, epsilon=1.0, class_table=small, **labels)
+    with pytest.raises(InputError, match=r"labels must lie in \[0, 2\), .*got 0 to 2"):
+        otdd.sinkhorn_loss(x, y, epsilon=1.0, class_table=small, class_totals=(2, 2), **labels)
+    given = otdd.ClassDistances(*(torch.zeros(2, 2) for _ in range(3)))
+    with pytest.raises(InputError, match=r"about 2 target classes, but the target has 3"):
+        otdd.dataset_distance(source, target, class_distances=given)
+
+
+def fails(*_: object, **__: object) -> Any:
+    raise AssertionError("never to be called")
+
+
+def test_labels_are_not_checked_while_solving(
+    pair: tuple[LabeledSamples, LabeledSamples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem(*pair, 0.5, TABLE, compute=STORED)
+    monkeypatch.setattr(samples_module, "_as_class_indices", fails)
+    assert problem.solve(otdd.SolverOptions()).converged
+
+
+def elsewhere(side: LabeledSamples) -> LabeledSamples:
+    """The samples on a device that holds no numbers."""
+    twin = copy.copy(side)
+    for key in ("features", "labels", "weights"):
+        object.__setattr__(twin, key, getattr(side, key).to("meta"))
+    return twin
+
+
+@pytest.mark.parametrize("solve", [otdd.sinkhorn, otdd.sinkhorn_divergence, otdd.dataset_distance])
+def test_sides_on_two_devices_are_refused(
+    pair: tuple[LabeledSamples, LabeledSamples], solve: Callable[..., object]
+) -> None:
+    for compute in (None, STORED):
+        with pytest.raises(InputError, match=r"source is on cpu and target on meta; .*\.to\(\)"):
+            solve(pair[0], elsewhere(pair[1]), epsilon=0.5, compute=compute)
+    with pytest.raises(InputError, match=r"source is on meta and target on cpu"):
+        solve(elsewhere(pair[0]), pair[1], epsilon=0.5)
+
+
+@pytest.mark.gpu
+def test_tables_follow_silently_and_auto_moves_data_to_the_gpu(
+    pair: tuple[LabeledSamples, LabeledSamples],
+) -> None:
+    here = otdd.sinkhorn(*pair, epsilon=0.5, class_table=TABLE.cuda(), compute=STORED)
+    assert here.f.device.type == "cpu"
+    for sides in (pair, [side.to("cuda") for side in pair]):
+        there = otdd.sinkhorn(*sides, epsilon=0.5, class_table=TABLE)
+        assert there.f.device.type == "cuda"
+        assert there.value == pytest.approx(here.value, rel=1e-3)
+
+
+@pytest.mark.parametrize(("same", "moves"), [(False, 2), (True, 1)])
+def test_clouds_move_once_for_all_terms(
+    pair: tuple[LabeledSamples, LabeledSamples],
+    same: bool,
+    moves: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved: list[LabeledSamples] = []
+
+    def move(side: LabeledSamples, _: torch.device) -> LabeledSamples:
+        moved.append(side)
+        return elsewhere(side)
+
+    problem = Problem(pair[0], pair[0] if same else pair[1], 0.5, compute=STORED)
+    problem.device = torch.device("meta")
+    monkeypatch.setattr(LabeledSamples, "to", move)
+    inputs = [problem.inputs(term) for term in ("xy", "xx", "yy", "xy")]
+    assert len(moved) == moves
+    assert {side.features.device.type for term in inputs for side in term[:2]} == {"meta"}
+    assert (inputs[0].source is inputs[0].target) == same
+    assert inputs[1].source is inputs[1].target
+
+
+def entries(
+    pair: tuple[LabeledSamples, LabeledSamples], **settings: Any
+) -> list[Callable[[], Any]]:
+    """The public functions that solve."""
+    x, y = (side.features for side in pair)
+    return [
+        lambda: otdd.sinkhorn(*pair, epsilon=0.5, **settings),
+        lambda: otdd.sinkhorn_divergence(*pair, epsilon=0.5, **settings),
+        lambda: otdd.sinkhorn_loss(x, y, epsilon=0.5, **settings),
+        lambda: otdd.dataset_distance(*pair, epsilon=0.5, **settings),
+        lambda: otdd.dataset_distance(pair[0], pair[0], epsilon=0.5, **settings),
+    ]
+
+
+@pytest.mark.parametrize("compute", [STORED, STREAMED, KERNELS], ids=["stored", "streamed", "tri"])
+@pytest.mark.parametrize("entry", range(5))
+def test_too_little_memory_is_refused_before_any_work(
+    pair: tuple[LabeledSamples, LabeledSamples],
+    entry: int,
+    compute: otdd.ComputeOptions,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 1500)
+    monkeypatch.setattr(build, "LabelledCost", fails)
+    monkeypatch.setattr("otdd_flash.otdd.measure_classes", fails)
+    pattern = (
+        r"not enough memory on (cpu|cuda:0) for 40 x (33|40) points of dimension 3: at least "
+        r"[\d.]+ KiB are needed and 1\.5 KiB are free; use fewer samples \(max_samples\)"
+    )
+    with pytest.raises(InputError, match=pattern):
+        entries(pair, compute=compute)[entry]()
+
+
+def test_a_self_term_that_will_not_fit_is_seen_before_the_cross_term(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sums of a self term grow with n^2, so that it can need more than the cross term."""
+    sides = torch.randn(2000, 1), torch.ones(1, 1)
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 100_000)
+    otdd.sinkhorn(*sides, epsilon=1.0, compute=KERNELS)
+    with pytest.raises(InputError, match="for 2,000 x 2,000 points of dimension 1"):
+        otdd.sinkhorn_divergence(*sides, epsilon=1.0, compute=KERNELS, progress=fails)
+
+
+@pytest.mark.parametrize("entry", range(5))
+@pytest.mark.parametrize("broken", ["building", "passing"])
+def test_memory_that_runs_out_is_told_without_a_traceback(
+    pair: tuple[LabeledSamples, LabeledSamples],
+    entry: int,
+    broken: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_out(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    if broken == "building":
+        monkeypatch.setattr(LabelledCost, "centred", run_out)
+    else:
+        monkeypatch.setattr(StoredOperator, "softmin_rows", run_out)
+    pattern = (
+        r"out of memory on cpu: an allocation of 2\.00 GiB found [\d.]+ GiB free, and 40 x (33|40) "
+        r"points of dimension 3 need at least [\d.]+ KiB in all; use fewer samples"
+    )
+    with pytest.raises(InputError, match=pattern) as told:
+        entries(pair, compute=STORED)[entry]()
+    # Nothing holds the frames of the solve, and with them its tensors.
+    assert told.value.__context__ is None
+
+
+def test_memory_that_runs_out_in_a_gradient_is_told(
+    pair: tuple[LabeledSamples, LabeledSamples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocation that the machine really refuses."""
+    monkeypatch.setattr(StoredOperator, "apply_plan", lambda *_, **__: torch.empty(1 << 50))
+    x, y = (side.features for side in pair)
+    with pytest.raises(InputError, match=r"an allocation of 4096\.0 TiB found"):
+        otdd.sinkhorn_loss(x.requires_grad_(), y, epsilon=0.5, compute=STORED)
+
+
+def test_other_failures_are_defects(
+    pair: tuple[LabeledSamples, LabeledSamples], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: object, **__: object) -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(StoredOperator, "softmin_rows", break_down)
+    with pytest.raises(RuntimeError, match="illegal memory access") as raised:
+        otdd.sinkhorn(*pair, epsilon=0.5, compute=STORED)
+    assert not isinstance(raised.value, InputError)
