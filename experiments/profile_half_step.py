@@ -2,21 +2,21 @@
 
     python -m experiments.profile_half_step [--output DIR] [--again]
 
-60,000 x 60,000 labelled random points: the half-step, the symmetric step, and the plan applied to k
-= d columns, each with its small kernels. Ten calls in a row are timed by CUDA events, medians of
-ten. A result that is off is not timed.
+60,000 x 60,000 labelled random points: the half-step, the symmetric step, and the plan applied to
+a matrix of k = d columns, each with its small kernels. Ten calls in a row are timed by CUDA events,
+medians of ten. A result that is off is not timed.
 
-Counted, from the kernels' docstrings, for each pair of points (half of them in a symmetric step): 2
-d operations of tensor cores (2 (d + k) for the plan) and one exp2; bytes of device memory, where
-points and matrices are read or written once; and bytes from the second-level cache, where each tile
-of scores fetches its rows of x and y and the plan is written and read. Floors are these over what
-the machine does in this process: cuBLAS' float16 product of 8192 x 8192 random matrices, 16 exp2 a
-cycle on each multiprocessor at the clock that nvidia-smi reads while calls repeat, and a copy of 2
-GiB. Utilisation is a floor over the measured time; the limiter has the highest. `padding` is what
-is computed beside the counted: blocks and classes filled up, d filled up to steps of a tile.
+Counted from the kernels' docstrings, for each pair of points, half of them in a symmetric step: 2 d
+operations of tensor cores, 2 (d + k) for the plan, and one exp2. Bytes of device memory: points and
+matrices once. Bytes of the second-level cache: each tile of scores fetches its rows of x and of y,
+the plan is written and read once. Floors are these over what the machine does in this process:
+cuBLAS' float16 product of 8192 x 8192 random matrices (a few of them; a hundred in a row reach the
+power limit, which stands beside it), 16 exp2 a cycle on each multiprocessor at the clock that
+nvidia-smi reads while calls repeat, a copy of 2 GiB. Utilisation is a floor over the measured time;
+the limiter has the highest. `padding` is what is computed beside the counted: blocks and classes
+filled up, and d to the depth of a tile.
 
-Rows named ncu: counters of the half-step's kernel by Nsight Compute, or why there are none. The
-picture shows times beside their floors.
+Rows named ncu: counters of the half-step's kernel by Nsight Compute, or why there are none.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.bench_half_step import (
-    ACCURACY,
-    CLASSES,
-    RELATIVE_EPSILON,
-    half_step_error,
-    make_operator,
-    ours,
-)
+from experiments import bench_half_step as bench
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, milliseconds
@@ -62,8 +55,7 @@ IN_A_ROW = 10
 # Of row masses: the plan is rounded to float16.
 PLAN_ACCURACY = 2e-3
 EXP2_PER_CYCLE = 16
-# Bytes of float16 and of float32.
-HALF, SINGLE = 2, 4
+HALF, SINGLE = 2, 4  # bytes
 KERNELS = {
     "half_step": half_step_kernel,
     "symmetric_step": symmetric_step_kernel,
@@ -97,13 +89,20 @@ def best_rates() -> dict[str, float]:
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
     copied = 2 * SINGLE * len(source) / milliseconds(lambda: target.copy_(source)) / 1e9
-    return {"cublas_float16_tflops": cublas_tflops(), "copy_tb_per_s": copied}
+    factor = torch.randn(8192, 8192, device="cuda").half()
+    out = torch.empty_like(factor)
+    taken = milliseconds(lambda: [torch.mm(factor, factor, out=out) for _ in range(100)])
+    return {
+        "cublas_float16_tflops": cublas_tflops(),
+        "cublas_float16_tflops_back_to_back": 100 * 2 * 8192**3 / taken / 1e9,
+        "copy_tb_per_s": copied,
+    }
 
 
 def count(name: str, operator: KernelOperator) -> Counts:
     """The docstring's numbers for one call."""
     points, d = operator.cost.points[0].shape
-    n, m = (arrange(labels, CLASSES).size for labels in operator.cost.labels)
+    n, m = (arrange(labels, bench.CLASSES).size for labels in operator.cost.labels)
     device = operator.a.device
     tile = narrow_tile(device) if name == "symmetric_step" else tile_for(d, device)
     depth = -(-d // tile.depth) * tile.depth
@@ -123,20 +122,21 @@ def count(name: str, operator: KernelOperator) -> Counts:
 
 def prepare(name: str, operator: KernelOperator) -> tuple[Callable[[], object], float]:
     """A call as the solver makes it after ten iterations, and its error over what is allowed."""
-    epsilon, highest = RELATIVE_EPSILON * operator.mean_cost, operator.cost_range.highest
+    epsilon, highest = bench.RELATIVE_EPSILON * operator.mean_cost, operator.cost_range.highest
     if name == "symmetric_step":
         operator = with_itself(operator)
         f = torch.zeros(operator.shape[0], device=operator.a.device)
         for _ in range(10):
             f = (f + operator.softmin_rows(f, epsilon, f)) / 2
         step = partial(operator.softmin_rows, f, epsilon, f)
-        return step, off(step(), operator.softmin_rows(f, epsilon)) / highest / ACCURACY
-    f, g = ours(operator, epsilon)
+        return step, off(step(), operator.softmin_rows(f, epsilon)) / highest / bench.ACCURACY
+    f, g = bench.ours(operator, epsilon)
     f = operator.softmin_rows(g, epsilon, f)
     if name == "half_step":
         step = partial(operator.softmin_rows, g, epsilon, f)
         error = off(step(), operator.softmin_rows(g, epsilon)) / highest
-        return step, max(error, half_step_error(operator, epsilon, rounded=True)) / ACCURACY
+        error = max(error, bench.half_step_error(operator, epsilon, rounded=True))
+        return step, error / bench.ACCURACY
     values = torch.randn(operator.cost.points[1].shape, device=operator.a.device)
     values[:, 0] = 1
     apply = partial(operator.apply_plan, f, g, epsilon, values)
@@ -158,7 +158,7 @@ def with_itself(operator: KernelOperator) -> KernelOperator:
 
 def profile(name: str, d: int, rates: dict[str, float]) -> dict[str, Any]:
     """One row."""
-    operator = make_operator(SAMPLES, d, CLASSES, "fast")
+    operator = bench.make_operator(SAMPLES, d, bench.CLASSES, "fast")
     call, error = prepare(name, operator)
     if not error <= 1:
         raise SystemExit(f"{name}, d={d}: off by {error:.1f} times what is allowed")
@@ -177,7 +177,7 @@ def profile(name: str, d: int, rates: dict[str, float]) -> dict[str, Any]:
         "device_memory": counts.memory_bytes / rates["copy_tb_per_s"] / 1e9,
     }
     return {
-        **{"call": name, "n": SAMPLES, "d": d, "classes": CLASSES, "ms": taken},
+        **{"call": name, "n": SAMPLES, "d": d, "classes": bench.CLASSES, "ms": taken},
         "floor_ms": floors,
         "utilisation": {unit: floor / taken for unit, floor in floors.items()},
         "limiter": max(floors, key=lambda unit: floors[unit]),
@@ -207,21 +207,15 @@ def compiled(kernel: Any, d: int) -> list[dict[str, Any]]:
     """Registers, spills and shared memory of a kernel's variants at one dimension."""
     variants: list[dict[str, Any]] = []
     # Triton's own bookkeeping: another version may keep it elsewhere.
-    with suppress(AttributeError, IndexError, TypeError):
-        for variant in (
-            kept for cache in kernel.device_caches.values() for kept in cache[0].values()
-        ):
+    with suppress(AttributeError, IndexError, KeyError, TypeError):
+        caches = kernel.device_caches.values()
+        for variant in [variant for cache in caches for variant in cache[0].values()]:
             names = {kernel.arg_names[i[0]]: value for i, value in variant.src.constants.items()}
-            if names["DIM"] == d:
-                variants.append(
-                    {
-                        **{name: value for name, value in names.items() if name.isupper()},
-                        "registers": variant.n_regs,
-                        "spills": variant.n_spills,
-                        "shared_bytes": variant.metadata.shared,
-                        "warps": variant.metadata.num_warps,
-                    }
-                )
+            row = {name: value for name, value in names.items() if name.isupper()}
+            row |= {"registers": variant.n_regs, "spills": variant.n_spills}
+            row |= {"shared_bytes": variant.metadata.shared, "warps": variant.metadata.num_warps}
+            if row["DIM"] == d:
+                variants.append(row)
     return variants
 
 
@@ -230,23 +224,18 @@ def counters(d: int) -> dict[str, Any]:
     ncu = shutil.which("ncu")
     if ncu is None:
         return {"reason": "ncu is not on PATH"}
-    launch = f"from experiments.profile_half_step import launch; launch({d})"
+    code = f"from experiments.profile_half_step import launch; launch({d})"
+    wait = partial(subprocess.run, capture_output=True, text=True, timeout=LONGEST_COUNTING)
     options = ["--profile-from-start", "off", "--kernel-name", "half_step_kernel"]
     options += ["--launch-count", "1", "--clock-control", "none", "--csv", "--print-units", "base"]
     try:
-        listed = subprocess.run(
-            [ncu, "--query-metrics"], capture_output=True, text=True, timeout=LONGEST_COUNTING
-        )
+        # Counters are named differently on other chips.
+        listed = wait([ncu, "--query-metrics"])
         known = {line.split()[0] for line in listed.stdout.splitlines() if line.strip()}
         wanted = [name for name in COUNTERS if name.partition(".")[0] in known] or COUNTERS
-        done = subprocess.run(
-            [ncu, *options, "--metrics", ",".join(wanted), sys.executable, "-c", launch],
-            capture_output=True,
-            text=True,
-            timeout=LONGEST_COUNTING,
-        )
+        done = wait([ncu, *options, "--metrics", ",".join(wanted), sys.executable, "-c", code])
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {"reason": str(error)[:160]}
+        return {"reason": f"{type(error).__name__}: {error}"[:160]}
     table = csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"'))
     found = {row["Metric Name"]: row["Metric Value"].replace(",", "") for row in table}
     if found:
@@ -257,8 +246,7 @@ def counters(d: int) -> dict[str, Any]:
 
 def launch(d: int) -> None:
     """One half-step for a profiler to look at."""
-    half_step, _ = prepare("half_step", make_operator(SAMPLES, d, CLASSES, "fast"))
-    torch.cuda.synchronize()
+    half_step, _ = prepare("half_step", bench.make_operator(SAMPLES, d, bench.CLASSES, "fast"))
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     half_step()
     torch.cuda.synchronize()
@@ -282,7 +270,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 below += row["floor_ms"][unit]
         axes.set_xticks(range(len(shown)), [str(row["d"]) for row in shown])
         axes.set(title=name.replace("_", " "), xlabel="d", ylabel="milliseconds a call")
-        axes.spines[["top", "right"]].set_visible(False)
     bars = {"measured (highest floor's share)": "#bbbbbb"}
     bars |= {f"floor: {unit.replace('_', ' ')}": color for unit, color in COLORS.items()}
     handles = [Patch(facecolor=color, edgecolor=INK, label=label) for label, color in bars.items()]

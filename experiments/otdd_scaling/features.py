@@ -81,7 +81,7 @@ class Inputs:
 def _network_name(checkpoint: Path | None, images: int) -> str:
     """Which network this is, for the rows of a result; `images` are those that it is trained on."""
     if checkpoint is None:
-        return f"ResNet18 trained for one epoch on {images} images, seed {SEED}"
+        return f"ResNet18 trained for one epoch on {images:,} images, seed {SEED}"
     digest = hashlib.sha256(checkpoint.read_bytes()).hexdigest()
     return f"ResNet18 from {checkpoint.name}, sha256 {digest[:12]}"
 

@@ -31,20 +31,29 @@ class Measured(NamedTuple, Generic[T]):
 def measure(run: Callable[[], T], device: torch.device) -> Measured[T]:
     """The median of three to ten calls after one that compiles and tunes."""
     run()
-    calls = [_once(run, device)]
+    calls = [measure_once(run, device)]
     while len(calls) < MOST and (
         len(calls) < FEWEST or sum(call.seconds for call in calls) < SECONDS_TO_REPEAT
     ):
-        calls.append(_once(run, device))
+        calls.append(measure_once(run, device))
     return calls[0]._replace(seconds=statistics.median(call.seconds for call in calls))
 
 
-def measure_once(
-    run: Callable[[], T], device: torch.device, *, warm_up: Callable[[], object]
-) -> Measured[T]:
-    """One call after another one that compiles and tunes."""
-    warm_up()
-    return _once(run, device)
+def measure_once(run: Callable[[], T], device: torch.device) -> Measured[T]:
+    """One call, which should not be the first of its kind."""
+    gc.collect()
+    held = 0
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    started = time.perf_counter()
+    result = run()
+    if device.type != "cuda":
+        return Measured(time.perf_counter() - started, None, result)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    return Measured(seconds, (torch.cuda.max_memory_allocated() - held) / 2**20, result)
 
 
 def within_memory(run: Callable[[], T], device: torch.device) -> T | None:
@@ -95,19 +104,3 @@ def device_memory_mib(device: torch.device) -> float | None:
         return None
     _, total = torch.cuda.mem_get_info(device)
     return total / 2**20
-
-
-def _once(run: Callable[[], T], device: torch.device) -> Measured[T]:
-    gc.collect()
-    held = 0
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-    started = time.perf_counter()
-    result = run()
-    if device.type != "cuda":
-        return Measured(time.perf_counter() - started, None, result)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    return Measured(seconds, (torch.cuda.max_memory_allocated() - held) / 2**20, result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from otdd_flash.report.page import INK, SOURCE_COLOR, TARGET_COLOR, new_figure, save_picture
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-WIDTH, ROW_HEIGHT, CAPTION_HEIGHT, LEGEND_HEIGHT = 12.0, 3.0, 0.95, 0.75
+WIDTH, ROW_HEIGHT, CAPTION_HEIGHT, LEGEND_HEIGHT = 12.0, 3.0, 1.15, 0.7
 CAPTION_COLUMNS = 185
 CAPACITY_COLOR = "#777777"
+CROSS: dict[str, Any] = {"marker": "x", "markersize": 9, "markeredgewidth": 2}
 COLUMNS = {
     ("features", "distance"): "OTDD, ResNet18 features",
     ("features", "flow"): "OTDD gradient flow, {steps} steps",
@@ -79,11 +81,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes_row[0].set_ylabel(label, fontsize=10, color=INK)
     for axes in grid[-1]:
         axes.set_xlabel("points a side, n", fontsize=10, color=INK)
-    handles = {
-        label: handle
-        for axes in grid.flat
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
+    handles = _legend(grid.flat, rows)
     figure.legend(
         handles.values(),
         handles.keys(),
@@ -105,6 +103,20 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     save_picture(figure, path)
 
 
+def _legend(panels: Iterable[Axes], rows: Sequence[Row]) -> dict[str, Artist]:
+    """Every label once, and the crosses, whose colours tell the side."""
+    from matplotlib.lines import Line2D
+
+    handles: dict[str, Artist] = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if any(_ran_out(part) for row in rows for part in row["sides"].values()):
+        handles["out of memory"] = Line2D([], [], color=INK, linestyle="", **CROSS)
+    return handles
+
+
 def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -114,6 +126,8 @@ def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
     sizes = [row["n"] for row in rows]
     axes.set_xticks(sizes, [f"{n // 1000}k" if n % 1000 == 0 else f"{n}" for n in sizes])
     axes.set_xticks([], minor=True)
+    # Room for the ratios on the right.
+    axes.set_xlim(sizes[0] / 1.25, sizes[-1] * 1.7)
     for side, line in LINES.items():
         found = _points(rows, side, quantity)
         if found:
@@ -126,6 +140,7 @@ def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
                 markerfacecolor=line.color if line.filled else "white",
                 label=line.label,
             )
+    for side in LINES:
         _mark_failures(axes, rows, side, quantity)
     capacity = max((row["device_memory_mib"] or 0.0 for row in rows), default=0.0)
     if quantity == "peak_mib" and capacity:
@@ -134,7 +149,7 @@ def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
         )
     if quantity == "ms":
         _write_ratios(axes, rows[-1])
-    axes.margins(x=0.08, y=0.12)
+        axes.margins(y=0.28)
 
 
 def _points(rows: Sequence[Row], side: str, quantity: str) -> list[tuple[int, float]]:
@@ -153,29 +168,26 @@ def _part(row: Row, side: str) -> Row:
     return part
 
 
+def _ran_out(part: Row) -> bool:
+    """Whether a side was tried and ran out of memory."""
+    return str(part.get("failed", "")).startswith("out of memory")
+
+
 def _mark_failures(axes: Axes, rows: Sequence[Row], side: str, quantity: str) -> None:
     """A cross at the n where memory ran out: at its need if that is known, else at the top."""
-    line = LINES[side]
+    color = LINES[side].color
     for row in rows:
         part = _part(row, side)
-        if "out of memory at" not in part.get("failed", "") or "not tried" in part["failed"]:
+        if not _ran_out(part):
             continue
-        style: dict[str, Any] = {
-            "color": line.color,
-            "marker": "x",
-            "markersize": 9,
-            "markeredgewidth": 2,
-        }
         needed = part.get("needed_mib")
         if quantity == "peak_mib" and needed is not None:
-            axes.plot([row["n"]], [needed], linestyle="", label="out of memory", **style)
+            axes.plot([row["n"]], [needed], color=color, linestyle="", **CROSS)
             continue
         # Sides at different heights, in parts of the panel.
-        height = 0.95 - 0.08 * (side == "geomloss")
+        height = 0.97 - 0.08 * (side == "tensorized")
         place = axes.get_xaxis_transform()
-        axes.plot(
-            [row["n"]], [height], transform=place, linestyle="", label="out of memory", **style
-        )
+        axes.plot([row["n"]], [height], transform=place, color=color, linestyle="", **CROSS)
         axes.annotate(
             part["failed"].partition(", ")[2],
             (row["n"], height),
@@ -185,21 +197,21 @@ def _mark_failures(axes: Axes, rows: Sequence[Row], side: str, quantity: str) ->
             ha="right",
             va="center",
             fontsize=8,
-            color=line.color,
+            color=color,
         )
 
 
 def _write_ratios(axes: Axes, row: Row) -> None:
-    """Times ours at the largest n, above the points of the others."""
+    """Times ours at the largest n, beside the points of the others."""
     for side, ratio in row["ratio"].items():
         if ratio is None:
             continue
         axes.annotate(
             f"{ratio:.3g}×",
             (row["n"], row["sides"][side]["ms"] / 1000),
-            xytext=(0, 6 if side == "geomloss" else -13),
+            xytext=(7, 3 if side == "geomloss" else -3),
             textcoords="offset points",
-            ha="center",
+            va="center",
             fontsize=8.5,
             color=LINES[side].color,
         )
@@ -224,8 +236,8 @@ def _caption(rows: Sequence[Row]) -> str:
     for name, training in networks.items():
         accuracy = training.get("accuracy_on_new_batches")
         texts.append(
-            f"Features: {name}, no pretrained weights (accuracy {accuracy:.0%} of both datasets' "
-            "20 classes)."
+            f"Features: {name}, without pretrained weights; it tells the class of {accuracy:.0%} "
+            "of new images."
             if accuracy is not None
             else f"Features: {name}."
         )
