@@ -8,8 +8,8 @@ either side's tuning. Ours are the iterations that the solver runs, on packed po
 sizes kernels are launched one by one, in the small ones they are a graph that was recorded before.
 flash-sinkhorn has no labels in its alternating solver. geomloss (tensorized, a dense cost) takes
 ten averaged steps of both potentials along its own schedule, and a first and a last one. The
-ceiling is cuBLAS' float16 product of 8192 x 8192 matrices on random data, a hundred to a run so that
-runs last as long as ours, measured for each row right after ours.
+ceiling is cuBLAS' float16 product of 8192 x 8192 matrices on random data, a hundred to a run so
+that runs last as long as ours, measured for each row right after ours.
 
 Runs follow one another without a pause, which brings an H200 to its power limit and down from its
 highest clock; `from_idle` is the same with half a second before each run, as one call finds it.

@@ -3,15 +3,15 @@
     python -m experiments.time_to_certified --data-root DIR [--samples 60000] [--again]
 
 Pixels, gaussian class distances (measured once), default tolerance, at OTDD's epsilon 0.1 and at a
-hundredth of the mean cost. Every solve runs twice; the second, with its kernels compiled, is kept. A
-result that did not converge is refused.
+hundredth of the mean cost. Every solve runs twice; the second, with its kernels compiled, is kept.
+A result that did not converge is refused.
 
 The peer: flash-sinkhorn's symmetric solver on the cross term alone, same labels and epsilon, with
 its default epsilon scaling and then iterations at the final epsilon. Their number is raised by half
 until the plan has a marginal error of 1e-3 or less, as our operator measures it: a threshold on the
-change of potentials could stop no better. The search is not timed. Beside it stands our time for the
-cross term to the same error, packing and certificate included. The peer is measured at the larger
-epsilon only: at 0.1 one solve takes minutes.
+change of potentials could stop no better. The search is not timed. Beside it stands our time for
+the cross term to the same error, packing and certificate included. The peer is measured at the
+larger epsilon only: at 0.1 one solve takes minutes.
 """
 
 from __future__ import annotations
