@@ -11,12 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.files import replacing
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances
-from otdd_flash.operators.base import Applied, Operator
-from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator
+from otdd_flash.operators.base import Applied
+from otdd_flash.operators.build import (
+    ComputeOptions,
+    GroundCost,
+    build_operator,
+    check_resources,
+    cost_size,
+)
+from otdd_flash.operators.memory import within_memory
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term import TransportTerm
@@ -93,7 +101,7 @@ class DistanceResult:
                 f"({len(self.target)}, k), got {tuple(columns.shape)}"
             )
         matrix = columns.unsqueeze(1) if columns.ndim == 1 else columns
-        applied = self._applied(self._operator(self.source), matrix).values
+        applied = self._applied(self.source, matrix).values
         return applied.squeeze(1) if columns.ndim == 1 else applied
 
     def class_coupling(self) -> Tensor:
@@ -101,7 +109,7 @@ class DistanceResult:
 
         Sums to 1: rounding is divided out.
         """
-        per_row = self._applied(self._operator(self.source), self._one_hot(self.target)).values
+        per_row = self._applied(self.source, self._one_hot(self.target)).values
         per_row = per_row.double()
         coupling = self._one_hot(self.source).double().to(per_row.device).T @ per_row
         return (coupling / coupling.sum()).cpu()
@@ -111,10 +119,8 @@ class DistanceResult:
 
         Points without mass are mapped too, by the conditional plan that their potential defines.
         """
-        operator = self._operator(
-            LabeledSamples(self.source.features, self.source.labels, self.source.class_names)
-        )
-        moved = self._applied(operator, self.target.features)
+        uniform = LabeledSamples(self.source.features, self.source.labels, self.source.class_names)
+        moved = self._applied(uniform, self.target.features)
         return moved.values / moved.masses.to(moved.values.dtype).unsqueeze(1)
 
     def summary(self, **more: Any) -> dict[str, Any]:
@@ -188,21 +194,20 @@ class DistanceResult:
                 f"{TENSOR_FILE} there, and so does the command with save_result=true"
             ) from error
 
-    def _operator(self, source: LabeledSamples) -> Operator:
-        """The cross cost from `source`, which may differ from the result's in its masses."""
-        return build_operator(
-            source,
-            self.target,
-            self.class_distances.xy,
-            self.cost,
-            self.compute,
-            keep_scores=False,
-        )
+    def _applied(self, source: LabeledSamples, values: Tensor) -> Applied:
+        """The plan from `source`, which may differ from the result's in its masses, applied."""
+        device = resolve_device(self.compute.device)
 
-    def _applied(self, operator: Operator, values: Tensor) -> Applied:
-        # The potentials belong to the original points; a loaded result's are on the CPU.
-        f, g, values = (tensor.to(operator.a.device) for tensor in (*self.potentials, values))
-        return operator.refined.apply_plan(f, g, self.epsilon, values)
+        def apply() -> Applied:
+            clouds = source, self.target, self.class_distances.xy
+            operator = build_operator(*clouds, self.cost, self.compute, keep_scores=False)
+            # The potentials belong to the original points; a loaded result's are on the CPU.
+            f, g, moved = (tensor.to(device) for tensor in (*self.potentials, values))
+            return operator.refined.apply_plan(f, g, self.epsilon, moved)
+
+        needed = check_resources(source, self.target, self.compute, device)
+        size = cost_size(source, self.target)
+        return within_memory(apply, size, needed, device, self.compute.dtype)
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
         if samples.labels is None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import otdd_flash.result
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import SUMMARY_FILE, TENSOR_FILE, DistanceResult
 from otdd_flash.samples import LabeledSamples
@@ -90,6 +91,16 @@ def test_the_plan_is_applied_to_vectors_and_matrices(result):
 def test_values_of_another_shape_are_refused(shape):
     with pytest.raises(InputError, match=r"one row per target sample, \(18,\) or \(18, k\)"):
         solved("plain").apply_plan(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("use", ["class_coupling", "barycentric_map"])
+def test_a_plan_that_does_not_fit_is_told_without_a_traceback(use, monkeypatch):
+    def run_out(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(StreamedOperator, "apply_plan", run_out)
+    with pytest.raises(InputError, match=r"an allocation of 2\.00 GiB found .* use fewer samples"):
+        getattr(solved("plain"), use)()
 
 
 def test_class_coupling_sums_the_plan_by_classes(result):

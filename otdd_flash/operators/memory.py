@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from otdd_flash.errors import InputError
+
+T = TypeVar("T")
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -89,6 +93,26 @@ def check_memory(what: object, needed: int, device: torch.device, dtype: torch.d
             f"not enough memory on {device} for {what}: at least {readable_bytes(needed)} are "
             f"needed and {readable_bytes(free)} are free; {_ways_out(device, dtype)}"
         )
+
+
+def within_memory(
+    run: Callable[[], T], what: object, needed: int, device: torch.device, dtype: torch.dtype
+) -> T:
+    """What `run` returns, with a failed allocation as an error that the user can act on.
+
+    Other arguments as for `check_memory`.
+
+    Raises:
+        InputError: an allocation failed.
+    """
+    try:
+        return run()
+    except RuntimeError as error:
+        short = shortage(error, what, needed, device, dtype)
+        if short is None:
+            raise
+    # Outside of the handler, whose traceback would keep the tensors that fill the device.
+    raise short
 
 
 def shortage(

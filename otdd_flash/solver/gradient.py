@@ -210,6 +210,10 @@ class _Plan:
 
     def _apply(self, columns: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """P V for each V (m, k), and r (n,), of one pass over all of them."""
+        if len(columns) == 1:
+            ((name, values),) = columns.items()
+            image, r = self.operator.apply_plan(self.term.f, self.term.g, self.term.epsilon, values)
+            return {name: image}, r
         # An operator may round all columns on one scale, so they come at the same one.
         scales = [_power_of_two(values) for values in columns.values()]
         scaled = [values / scale for values, scale in zip(columns.values(), scales, strict=True)]

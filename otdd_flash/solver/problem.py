@@ -17,7 +17,7 @@ from otdd_flash.operators.build import (
     check_resources,
     cost_size,
 )
-from otdd_flash.operators.memory import shortage
+from otdd_flash.operators.memory import within_memory
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import (
     Divergence,
@@ -135,7 +135,8 @@ class Problem:
             check_resources(self._sides[term[0]], self._sides[term[1]], self.compute, self.device)
             for term in terms
         )
-        try:
+
+        def solve() -> Divergence:
             if identical:
                 return solve_identical(
                     self.operator("xx"),
@@ -154,13 +155,9 @@ class Problem:
                 progress=progress,
                 solved=solved,
             )
-        except RuntimeError as error:
-            what = cost_size(self.source, self.target)
-            short = shortage(error, what, needed, self.device, self.compute.dtype)
-            if short is None:
-                raise
-        # Outside of the handler, whose traceback would keep the tensors that fill the device.
-        raise short
+
+        size = cost_size(self.source, self.target)
+        return within_memory(solve, size, needed, self.device, self.compute.dtype)
 
     def _on_device(self, side: str) -> LabeledSamples:
         """One side, moved to the device once for all terms."""

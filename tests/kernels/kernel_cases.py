@@ -9,7 +9,14 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # (n, m, d, classes of each side). Few classes fit into class-pure blocks; 7 and 70 are gathered.
-SMALL = [(1, 1, 1, 1, 1), (33, 70, 3, 1, 70), (400, 257, 40, 3, 1), (7, 300, 70, 7, 2)]
+# The last has so many columns that programs share a block of rows.
+SMALL = [
+    (1, 1, 1, 1, 1),
+    (33, 70, 3, 1, 70),
+    (400, 257, 40, 3, 1),
+    (7, 300, 70, 7, 2),
+    (130, 1500, 5, 1, 1),
+]
 LARGE = [
     (4000, 3500, 128, 10, 10),
     (5000, 3001, 512, 10, 10),

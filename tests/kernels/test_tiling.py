@@ -1,0 +1,51 @@
+"""Programs share the scores without gaps and without overlap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from otdd_flash.kernels import tiling
+from otdd_flash.kernels.tiling import Tile, column_ranges, tile_for
+
+TILE = Tile(128, 64, 4, 3, descriptors=False)
+
+
+@pytest.fixture
+def running(request, monkeypatch):
+    """A device that runs so many programs at once."""
+    monkeypatch.setattr(tiling, "_programs_at_once", lambda tile, device: request.param)
+    column_ranges.cache_clear()
+    yield request.param
+    column_ranges.cache_clear()
+
+
+@pytest.mark.parametrize("running", [1, 3, 132, 264], indirect=True)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 6), (5, 7), (157, 79), (470, 235)])
+def test_every_column_block_of_every_row_block_is_taken_once(running, rows, columns):
+    ranges = column_ranges(rows, columns, TILE, torch.device("cpu"))
+    taken = torch.zeros(rows, columns, dtype=torch.int64)
+    slots = [set() for _ in range(rows)]
+    for block, first, count, slot in ranges.programs.tolist():
+        assert count > 0
+        taken[block, first : first + count] += 1
+        assert slot not in slots[block]
+        slots[block].add(slot)
+    assert bool((taken == 1).all())
+    assert [sorted(seen) for seen in slots] == [list(range(k)) for k in ranges.slots.tolist()]
+    assert ranges.most == int(ranges.slots.max())
+
+
+@pytest.mark.parametrize("running", [132, 264], indirect=True)
+def test_the_last_wave_of_a_large_problem_is_nearly_full(running):
+    ranges = column_ranges(470, 235, TILE, torch.device("cpu"))
+    # Programs start in order, each where one has ended.
+    ends = [0.0] * running
+    for _, _, count, _ in ranges.programs.tolist():
+        first = min(range(running), key=ends.__getitem__)
+        ends[first] += count
+    assert max(ends) <= 1.02 * 470 * 235 / running
+
+
+def test_the_interpreter_takes_tiles_without_descriptors():
+    assert not tile_for(512, torch.device("cpu")).descriptors
