@@ -1,6 +1,7 @@
 """Ways of holding a ground cost: one class each, all with the operations of `base.Operator`.
 
-`tiled` the passes in PyTorch; `streamed` scores of points and labels, computed again in every pass;
-`stored` scores kept in memory; `kernel` half-steps in Triton on a GPU, over points that `packed`
-puts into class-pure blocks; `build` the choice between them; `memory` what scores may take.
+`labelled_cost` two labelled clouds and their cost, which the others read; `tiled` the passes in
+PyTorch; `streamed` scores computed again in every pass; `stored` scores kept in memory; `kernel`
+the passes in Triton on a GPU; `build` the choice between them; `footprint` and `memory` what they
+take and what there is.
 """

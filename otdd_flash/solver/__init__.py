@@ -1,7 +1,8 @@
 """Entropic optimal transport, solved to a marginal error and certified; written against `Operator`.
 
 `options` when to stop; `alternating` the cross term and its epsilon schedule; `symmetric` a self
-term; `certificate` value and bounds from potentials; `term` what a solve returns; `divergence` the
-debiased combination; `problem` two clouds and their three terms; `gradient` derivatives of a solved
-term and of the divergence; `clouds` and, for autograd, `loss` the entry points.
+term; `sweep` and `late_reader` let both run without waiting for the device; `certificate` value and
+bounds from potentials; `term` what a solve returns; `divergence` the debiased combination;
+`problem` two clouds and their three terms; `gradient` derivatives of a solved term and of the
+divergence; `clouds` and, for autograd, `loss` the entry points.
 """

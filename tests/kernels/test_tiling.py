@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_cases import DEVICE, EPSILON, LARGE, cost_of, potentials, self_cost_of
 
-from otdd_flash.kernels import tiling
+from otdd_flash.kernels import half_step, plan_application, symmetric_step, tiling
 from otdd_flash.kernels.tiling import Tile, column_ranges, tile_for
+from otdd_flash.operators import kernel as kernel_operator
+from otdd_flash.operators.kernel import KernelOperator
 
 TILE = Tile(128, 64, 4, 3, descriptors=False)
 
@@ -49,3 +52,30 @@ def test_the_last_wave_of_a_large_problem_is_nearly_full(running):
 
 def test_the_interpreter_takes_tiles_without_descriptors():
     assert not tile_for(512, torch.device("cpu")).descriptors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_cards_without_descriptors_compute_the_same(case, monkeypatch):
+    """The tile of Ampere and Ada, on whatever card this is."""
+    older = Tile(128, 32, 8, 3, descriptors=False)
+
+    def passes():
+        operator = KernelOperator(cost_of(case), "high")
+        f, g = potentials(operator, EPSILON)
+        f = operator.softmin_rows(g, EPSILON)
+        near = operator.softmin_rows(g, EPSILON, f)
+        applied = operator.apply_plan(f, g, EPSILON, torch.eye(case[1], 9, device=DEVICE))
+        own = KernelOperator(self_cost_of(case), "high")
+        h = torch.zeros(case[0], device=DEVICE)
+        return f, near, applied.values, applied.masses, own.softmin_rows(h, EPSILON, h)
+
+    monkeypatch.setattr(kernel_operator, "MANY_SCORES", 1)
+    expected = passes()
+    for module in (half_step, plan_application, symmetric_step):
+        for name in ("tile_for", "narrow_tile"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *_: older)
+    for got, wanted in zip(passes(), expected, strict=True):
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5 * scale)
