@@ -25,7 +25,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.half_step import LOG2_E, Scores, Side, bias_of
 from otdd_flash.kernels.packed_points import PackedPoints
-from otdd_flash.kernels.tiling import BLOCK_ROWS, load_step, narrow_tile, operand, tile_for
+from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, load_step, narrow_tile, operand, tile_for
 
 # A block of the plan: 64 MiB a part, about what the second-level cache of an H200 holds.
 BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
@@ -175,6 +175,14 @@ def apply_plan_blocks(
     return out[:count], sums[:count]
 
 
+def plan_tile(depth: int, device: torch.device, *, factors: bool) -> Tile:
+    """The tile for products of `depth` coordinates.
+
+    Two blocks of accumulators need more registers than four warps have.
+    """
+    return narrow_tile(device)._replace(warps=8) if factors else tile_for(depth, device)
+
+
 class _Launch:
     """Fills blocks of Q."""
 
@@ -195,11 +203,9 @@ class _Launch:
         self.row_term = (rows.points.layout.spread(f, 0.0) - rows.squares) * self.scale
         self.row_term += LOG2_SCALE
         self.dim = self.rows.coordinates.shape[1]
-        self.tile = tile_for(self.dim * scores.parts, self.device)
+        self.tile = plan_tile(self.dim * scores.parts, self.device, factors=factors is not None)
         self.factors, self.factor_unit = factors, 1.0
         if factors is not None:
-            # Two blocks of accumulators need more registers than four warps have.
-            self.tile = narrow_tile(self.device)._replace(warps=8)
             # Cauchy-Schwarz: no entry of A B^T times the unit's inverse exceeds 1.
             norms = [float(side.squares[1].max()) ** 0.5 for side in factors]
             self.factor_unit = 2.0 ** math.ceil(math.log2(max(norms[0] * norms[1], 1e-30)))

@@ -1,0 +1,103 @@
+"""Compile kernels for cards that are not here, and say what they take; a script of its own.
+
+Under the interpreter there is nothing to compile, so `test_compilation` runs this without it. It
+prints a JSON object per kernel: shared memory in bytes, and bytes of registers spilled to a stack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from otdd_flash.kernels.half_step import half_step_kernel
+from otdd_flash.kernels.plan_application import plan_block_kernel
+from otdd_flash.kernels.symmetric_step import symmetric_step_kernel
+from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile
+
+CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+HALF_POINTERS = ("x", "y", "a", "b", "out_ptr")
+INTEGER_POINTERS = ("block_class_ptr", "labels_ptr", "labels_x_ptr", "labels_y_ptr", "marked_ptr")
+FLOATS = ("scale", "costs_scale", "factor_scale")
+
+
+def argument_type(name: str, tile: Tile) -> str:
+    if name in ("x", "y", "a", "b") and tile.descriptors:
+        rows = tile.columns if name in ("y", "b") else BLOCK_ROWS
+        return f"tensordesc<fp16[{rows}, {tile.depth}]>"
+    if name in HALF_POINTERS:
+        return "*fp16"
+    if name in (*INTEGER_POINTERS, "ranges_ptr"):
+        return "*i32"
+    if name.endswith("_ptr"):
+        return "*fp32"
+    return "fp32" if name in FLOATS else "i32"
+
+
+def needs(kernel, constants: dict[str, object], tile: Tile, capability: int) -> dict[str, int]:
+    names = kernel.arg_names
+    types = {name: argument_type(name, tile) for name in names}
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in ("n", "m")
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, values, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": tile.warps},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack is not None
+    return {"shared": compiled.metadata.shared, "stack": int(stack[1])}
+
+
+def main() -> None:
+    capability, dim, parts = (int(argument) for argument in sys.argv[1:4])
+    tiles = {name: Tile(*values) for name, values in json.loads(sys.argv[4]).items()}
+    variants = {
+        "half_step": (
+            half_step_kernel,
+            [{"SHIFTED": shifted, "REPAIR": not shifted} for shifted in (False, True)],
+        ),
+        "plan_block": (plan_block_kernel, [{"RANK": 0, "GROUP": 8}]),
+        "plan_block_with_factors": (plan_block_kernel, [{"RANK": 64, "GROUP": 8}]),
+        "symmetric_step": (symmetric_step_kernel, [{}]),
+    }
+    taken = {}
+    for name, (kernel, choices) in variants.items():
+        tile = tiles[name]
+        shared = {
+            "DIM": dim,
+            "PARTS": parts,
+            "BLOCK_M": BLOCK_ROWS,
+            "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth,
+            "STAGES": tile.stages,
+            "EARLY_BIAS": tile.early_bias,
+            "DESCRIPTORS": tile.descriptors,
+            "GATHER": False,
+        }
+        known = {key: value for key, value in shared.items() if key in kernel.arg_names}
+        for choice in choices:
+            taken[f"{name} {choice}"] = needs(kernel, known | choice, tile, capability)
+    sys.stdout.write(json.dumps(taken) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Kernels compile for the cards that they are written for, and fit them, without such a card."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from otdd_flash.kernels import tiling
+from otdd_flash.kernels.plan_application import plan_tile
+from otdd_flash.kernels.tiling import narrow_tile, tile_for
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+ROOT = SCRIPT.parents[2]
+
+
+class Card(NamedTuple):
+    capability: int
+    shared_memory: int
+
+
+CARDS = {
+    "A100": Card(80, 166_912),
+    "RTX 4090": Card(89, 101_376),
+    "H200": Card(90, 232_448),
+}
+
+
+def tiles_of(card: Card, dim: int, parts: int, monkeypatch: pytest.MonkeyPatch):
+    """The tile that each kernel gets on a card."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(card.capability, 10))
+    monkeypatch.setattr(tiling, "_has_room_for_wide_tiles", lambda _: card.shared_memory > 200_000)
+    device, depth = torch.device("cuda"), dim * parts
+    try:
+        return {
+            "half_step": tile_for(depth, device),
+            "plan_block": plan_tile(depth, device, factors=False),
+            "plan_block_with_factors": plan_tile(depth, device, factors=True),
+            "symmetric_step": narrow_tile(device),
+        }
+    finally:
+        for function in (tile_for, narrow_tile):
+            function.cache_clear()
+
+
+@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize(("dim", "parts"), [(64, 1), (64, 3), (512, 3)])
+def test_kernels_compile_and_fit(name, dim, parts, monkeypatch):
+    card = CARDS[name]
+    tiles = tiles_of(card, dim, parts, monkeypatch)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(SCRIPT), str(card.capability), str(dim), str(parts)]
+    done = subprocess.run(
+        [*command, json.dumps(tiles)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for kernel, taken in json.loads(done.stdout.splitlines()[-1]).items():
+        assert taken["shared"] <= card.shared_memory, kernel
+        # The kernel whose time is nearly all of a solve's must not wait for its own registers.
+        if kernel.startswith("half_step"):
+            assert taken["stack"] == 0, kernel
