@@ -12,7 +12,8 @@ Accuracy, from the potentials that either side ends with, in float64 or in our `
 
 - marginal error, the largest of the three terms': max(||r - a||_1, ||c - b||_1) of the final plan.
   A ratio counts only where ours is not larger.
-- the gradient's error on 256 rows against float64 sums over the same potentials' plan.
+- the gradient's error on 256 rows against float64 sums over the plan of the returned potentials.
+  Ours is that gradient; theirs may be taken at other potentials: its number does not rank it.
 
 Half-passes are sweeps over n x m scores for one potential, as if nothing were shared: theirs update
 both potentials of every term, ours the one of a self term.

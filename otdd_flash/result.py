@@ -92,7 +92,7 @@ class DistanceResult:
         """P V for V (m,) or (m, k), streamed: the n x m plan is never stored.
 
         Raises:
-            InputError: V has not m rows.
+            InputError: V has not m rows, or holds NaN or infinite values.
         """
         columns = torch.as_tensor(values)
         if columns.ndim not in (1, 2) or columns.shape[0] != len(self.target):
@@ -100,6 +100,8 @@ class DistanceResult:
                 f"apply_plan takes one row per target sample, ({len(self.target)},) or "
                 f"({len(self.target)}, k), got {tuple(columns.shape)}"
             )
+        if not bool(torch.isfinite(columns).all()):
+            raise InputError("apply_plan takes finite values, got NaN or infinite ones")
         matrix = columns.unsqueeze(1) if columns.ndim == 1 else columns
         applied = self._applied(self.source, matrix).values
         return applied.squeeze(1) if columns.ndim == 1 else applied

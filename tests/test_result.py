@@ -93,6 +93,12 @@ def test_values_of_another_shape_are_refused(shape):
         solved("plain").apply_plan(torch.zeros(shape))
 
 
+def test_values_that_are_not_finite_are_refused():
+    """On a GPU they have no power of two to be scaled by."""
+    with pytest.raises(InputError, match="finite values"):
+        solved("plain").apply_plan(torch.full((18,), torch.inf))
+
+
 @pytest.mark.parametrize("use", ["class_coupling", "barycentric_map"])
 def test_a_plan_that_does_not_fit_is_told_without_a_traceback(use, monkeypatch):
     def run_out(*_, **__):

@@ -9,6 +9,7 @@ is unchanged by that and the rounding error shrinks.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,13 +101,12 @@ def squared_norms(points: Tensor) -> Tensor:
     return torch.cat([rows.double().square().sum(1) for rows in _chunks(points)])
 
 
-class _Norms:
+class _Norms(NamedTuple):
     """What a cloud's norms say, each a tensor of one number."""
 
-    __slots__ = ("highest", "largest", "mean")
-
-    def __init__(self, largest: Tensor, highest: Tensor, mean: Tensor) -> None:
-        self.largest, self.highest, self.mean = largest, highest, mean
+    largest: Tensor
+    highest: Tensor
+    mean: Tensor
 
 
 def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
