@@ -13,6 +13,8 @@ rows stay mixed, bias has one row, and lambda_y W is gathered per score.
 Coordinates carry the 11 significant bits that TF32 would keep, at twice its rate; with PARTS = 3
 each is a sum hi + lo of two float16 and hi hi + hi lo + lo hi is accumulated, about 22 bits.
 
+On Hopper, where rows fit in shared memory, `resident_half_step` computes the same sums.
+
 One program owns a block of rows and all columns or a range of them. Its loop runs over (column
 block, part, K block) as one flat sequence, so that loads are in flight across column blocks.
 Exponentials are shifted by a running maximum per row (Ye et al. 2026, arXiv:2602.03067, Algorithm
@@ -243,6 +245,23 @@ def _launch(
     ranges = column_ranges(n // BLOCK_ROWS, m // tile.columns, tile, x.device)
     highest = torch.empty((ranges.most, n), dtype=torch.float32, device=x.device)
     sums = torch.empty_like(highest)
+    if tile.resident and scores.parts == 1 and layout.pure and marked is None:
+        # Imported where it runs: its dialect knows no other device.
+        from otdd_flash.kernels.resident_half_step import resident_half_step
+
+        resident_half_step(
+            x,
+            y,
+            bias,
+            layout.block_class,
+            shift,
+            ranges.programs,
+            highest,
+            sums,
+            scores.scale * scale,
+            tile,
+        )
+        return Partial(highest, sums, ranges.slots)
     half_step_kernel[(len(ranges.programs),)](
         operand(x, BLOCK_ROWS, tile),
         operand(y, tile.columns, tile),

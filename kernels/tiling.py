@@ -31,6 +31,8 @@ class Tile(NamedTuple):
     stages: int
     descriptors: bool
     early_bias: bool = False
+    # Whether a block of rows of one part stays in shared memory, in `resident_half_step`.
+    resident: bool = False
 
 
 @lru_cache
@@ -47,7 +49,10 @@ def tile_for(depth: int, device: torch.device) -> Tile:
         return Tile(128, 32, 8, 3, descriptors=False)
     if depth <= 256 or not _has_room_for_wide_tiles(device):
         return narrow_tile(device)._replace(early_bias=depth > 64)
-    return Tile(256, 64, 8, 3 if depth <= 640 else 4, descriptors=True)
+    # Gluon's products are Hopper's; later cards have others.
+    resident = depth <= 512 and torch.cuda.get_device_capability(device)[0] == 9
+    stages = 3 if depth <= 640 else 4
+    return Tile(256, 64, 8, stages, descriptors=True, resident=resident)
 
 
 @lru_cache

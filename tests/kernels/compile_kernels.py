@@ -17,7 +17,10 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from otdd_flash.kernels import resident_half_step
 from otdd_flash.kernels.half_step import half_step_kernel
 from otdd_flash.kernels.plan_application import plan_block_kernel
 from otdd_flash.kernels.symmetric_step import symmetric_step_kernel
@@ -52,10 +55,37 @@ def needs(kernel, constants: dict[str, object], tile: Tile, capability: int) -> 
         if signature[name].startswith("*") or name in ("n", "m")
     }
     values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, aligned)
+    return resources(source, capability, tile.warps)
+
+
+def resident_needs(dim: int, shifted: bool, tile: Tile) -> dict[str, int]:
+    kernel = resident_half_step.resident_half_step_kernel
+    half = resident_half_step.HALF_ROWS.value
+    boxes = {
+        name: f"tensordesc<fp16[{rows},{tile.depth}],"
+        f"{gl.NVMMASharedLayout.get_default_for([rows, tile.depth], gl.float16)!r}>"
+        for name, rows in (("x", half), ("y", tile.columns))
+    }
+    constants = {
+        "K_BLOCKS": -(-dim // tile.depth),
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "STAGES": tile.stages,
+        "SHIFTED": shifted,
+    }
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else boxes.get(name) or argument_type(name, tile)
+        for name in names
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    return resources(GluonASTSource(kernel, signature, values), 90, 4)
+
+
+def resources(source: ASTSource, capability: int, warps: int) -> dict[str, int]:
     compiled = triton.compile(
-        ASTSource(kernel, signature, values, aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tile.warps},
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -96,6 +126,10 @@ def main() -> None:
         known = {key: value for key, value in shared.items() if key in kernel.arg_names}
         for choice in choices:
             taken[f"{name} {choice}"] = needs(kernel, known | choice, tile, capability)
+    if tiles["half_step"].resident and parts == 1:
+        for shifted in (False, True):
+            name = f"half_step resident {shifted}"
+            taken[name] = resident_needs(dim, shifted, tiles["half_step"])
     sys.stdout.write(json.dumps(taken) + "\n")
 
 
