@@ -49,6 +49,12 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def stage_before(stage, STAGES: gl.constexpr):
+    """The stage before this one."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def load(
     x, y, rows, stages, rows_ready, ready, free, row, first, blocks,
     K_BLOCKS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -106,7 +112,6 @@ def multiply_and_sum(
     phase = 0
     for block in range(first, first + blocks):
         scores = warpgroup_mma_init(gl.zeros([HALF_ROWS, BLOCK_N], gl.float32, layout=PRODUCT))
-        used = stage
         for k in range(K_BLOCKS):
             mbarrier.wait(ready.index(stage), phase)
             b_y = stages.index(stage).permute((1, 0))
@@ -115,12 +120,11 @@ def multiply_and_sum(
             )
             # The product before this one has ended, and its stage is done with.
             scores = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[scores]))
-            mbarrier.arrive(free.index(used), pred=k > 0)
-            used = stage
+            mbarrier.arrive(free.index(stage_before(stage, STAGES)), pred=k > 0)
             stage, phase = next_stage(stage, phase, STAGES)
         b_bias = gl.load(bias_ptr + block * BLOCK_N + o_column)
         logits = warpgroup_mma_wait(0, deps=[scores]) * scale + b_bias[None, :]
-        mbarrier.arrive(free.index(used))
+        mbarrier.arrive(free.index(stage_before(stage, STAGES)))
         if SHIFTED:
             sums += gl.sum(gl.exp2(logits - highest[:, None]), 1)
         else:
