@@ -3,6 +3,7 @@
 The way of the data:
 
     load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
+                                                      -> pairwise_distances -> PairwiseResult
 
 Conventions, the same everywhere:
 
@@ -21,9 +22,16 @@ from otdd_flash import extractors
 from otdd_flash.data.registry import load
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
 from otdd_flash.extractors import embed
-from otdd_flash.labels import ClassDistances, LabelMetric
+from otdd_flash.labels import (
+    ClassDistances,
+    JointClassDistances,
+    LabelMetric,
+    class_distances,
+)
 from otdd_flash.operators.build import ComputeOptions, GroundCost
 from otdd_flash.otdd import dataset_distance
+from otdd_flash.pairwise import pairwise_distances
+from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
@@ -39,15 +47,19 @@ __all__ = [
     "DistanceResult",
     "GroundCost",
     "InputError",
+    "JointClassDistances",
     "LabelMetric",
     "LabeledSamples",
     "NotConvergedWarning",
+    "PairwiseResult",
     "SolverOptions",
     "__version__",
+    "class_distances",
     "dataset_distance",
     "embed",
     "extractors",
     "load",
+    "pairwise_distances",
     "sinkhorn",
     "sinkhorn_divergence",
     "sinkhorn_loss",

@@ -17,16 +17,19 @@ from otdd_flash.commands.runner import run_command, run_job
 from otdd_flash.commands.settings import (
     DatasetPairSettings,
     LabelSettings,
+    ReportSettings,
     SolverSettings,
     parse,
 )
 from otdd_flash.commands.sides import prepare_sides
-from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.json_file import write_json
-from otdd_flash.labels import LabelMetric
+from otdd_flash.labels import ClassDistances, LabelMetric
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
+from otdd_flash.report.class_order import ORDERS
 from otdd_flash.report.console import summary_table
+from otdd_flash.report.nearest_classes import nearest_table
 from otdd_flash.report.writing import write_report
 from otdd_flash.result import DistanceResult
 from otdd_flash.solver.options import SolverOptions
@@ -47,6 +50,7 @@ class DistanceSettings(DatasetPairSettings):
     debias: bool
     min_class_size: int | None
     solver: SolverSettings
+    report: ReportSettings
     save_result: bool
 
 
@@ -56,9 +60,13 @@ def compare(config: DictConfig, directory: Path) -> None:
     # Built before anything is read: a bad setting should not cost the time of loading.
     solver = SolverOptions(settings.solver.tolerance, settings.solver.max_iterations)
     metric, compute_options = _metric(settings), _compute(settings)
+    choose("report.order", settings.report.order, ORDERS)
     with Phases() as phases:
         sides = prepare_sides(settings, phases, whole=settings.labels.full)
-        with phases.solving("comparing", solver.tolerance) as progress:
+        with (
+            phases.solving("comparing", solver.tolerance) as progress,
+            phases.counting("class distances") as class_progress,
+        ):
             result = dataset_distance(
                 sides.source,
                 sides.target,
@@ -72,6 +80,8 @@ def compare(config: DictConfig, directory: Path) -> None:
                 debias=settings.debias,
                 solver=solver,
                 compute=compute_options,
+                cache_dir=settings.cache_dir,
+                class_progress=class_progress,
                 progress=progress,
             )
         _check_finite(result)
@@ -79,7 +89,7 @@ def compare(config: DictConfig, directory: Path) -> None:
         # A directory that holds it is complete, so an earlier one goes first.
         (directory / RESULT_FILE).unlink(missing_ok=True)
         with phases.phase("report", "drawing"):
-            write_report(result, directory, seed=settings.seed)
+            write_report(result, directory, seed=settings.seed, order=settings.report.order)
     _write(result, settings, _seconds(phases, result), directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(
@@ -152,13 +162,24 @@ def _write(
 ) -> None:
     """Write result.json last, so that a directory that holds it is complete; print the table."""
     more = {"seconds": seconds, "seed": settings.seed, "config": asdict(settings)}
+    if (gap := _class_distance_gap(result.class_distances)) is not None:
+        more["class_distance_gap"] = gap
     if settings.save_result:
         result.save(directory, **more)
     else:
         write_json(directory / RESULT_FILE, result.summary(**more))
     console = Console()
     console.print(summary_table(result.summary(**more)))
+    if result.method != "none":
+        console.print(nearest_table(result.class_distances.nearest()))
     console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+
+
+def _class_distance_gap(table: ClassDistances) -> float | None:
+    """The width of the widest interval of W, where its method gives intervals."""
+    if table.lower is None or table.upper is None:
+        return None
+    return float((table.upper - table.lower).max())
 
 
 @hydra.main(version_base="1.3", config_path="pkg://otdd_flash.conf", config_name="distance")

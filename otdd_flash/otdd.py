@@ -9,6 +9,7 @@ Feydy et al. 2019, Interpolating between optimal transport and MMD using Sinkhor
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import check_same_dimension
 from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
+from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import (
     ComputeOptions,
     GroundCost,
@@ -45,6 +47,8 @@ def dataset_distance(
     debias: bool = True,
     solver: SolverOptions | None = None,
     compute: ComputeOptions | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    class_progress: PairProgress | None = None,
     progress: Progress | None = None,
 ) -> DistanceResult:
     """Compare two labelled datasets by optimal transport.
@@ -64,6 +68,9 @@ def dataset_distance(
         debias: subtract half of both self terms; without, OT_epsilon itself is the value.
         solver: when to stop.
         compute: where and how passes run.
+        cache_dir: keep distances between classes in a database in this folder, by the classes'
+            content, and do not measure again what it holds; None keeps none.
+        class_progress: called as class_progress(pairs of classes measured, their total).
         progress: called as progress(term, iteration, marginal error).
 
     Returns:
@@ -77,7 +84,7 @@ def dataset_distance(
     if epsilon_relative is not None:
         check_epsilon("epsilon_relative", epsilon_relative)
     cost, compute = GroundCost(lambda_x, lambda_y), compute or ComputeOptions()
-    metric = LabelMetric(labels) if isinstance(labels, str) else labels
+    metric = LabelMetric.of(labels)
     if class_distances is not None:
         metric = replace(metric, method="given", given=class_distances)
     check_same_dimension(source, target)
@@ -89,7 +96,15 @@ def dataset_distance(
     check_resources(source, target, compute, device)
 
     started = time.perf_counter()
-    table = measure_classes(source, target, metric, statistics=class_statistics)
+    table = measure_classes(
+        source,
+        target,
+        metric,
+        statistics=class_statistics,
+        device=device,
+        cache_dir=cache_dir,
+        progress=class_progress,
+    )
     measured = time.perf_counter()
     if epsilon_relative is not None:
         epsilon = epsilon_relative * labelled_cost(source, target, table.xy, cost, device).mean_cost

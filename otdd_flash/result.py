@@ -217,7 +217,11 @@ class DistanceResult:
         return torch.nn.functional.one_hot(samples.labels, samples.class_total).float()
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = {f"W.{key}": getattr(self.class_distances, key) for key in ("xx", "xy", "yy")}
+        tensors = {
+            f"W.{key}": table
+            for key in ("xx", "xy", "yy", "lower", "upper")
+            if (table := getattr(self.class_distances, key)) is not None
+        }
         for name, term in self.divergence.terms.items():
             tensors |= {f"{name}.f": term.f, f"{name}.g": term.g}
         for side in ("source", "target"):
@@ -278,7 +282,12 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         sides["source"],
         sides["target"],
         ClassDistances(
-            tensors["W.xx"], tensors["W.xy"], tensors["W.yy"], *(tuple(v) for v in names.values())
+            tensors["W.xx"],
+            tensors["W.xy"],
+            tensors["W.yy"],
+            *(tuple(v) for v in names.values()),
+            lower=tensors.get("W.lower"),
+            upper=tensors.get("W.upper"),
         ),
         divergence,
         GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost)}),

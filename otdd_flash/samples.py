@@ -106,9 +106,12 @@ class LabeledSamples:
         return digest.hexdigest()
 
     def to(self, device: torch.device | str) -> LabeledSamples:
-        """The same samples on another device."""
+        """The same samples on a device; these ones if they are there, as of a tensor."""
+        features = self.features.to(device)
+        if features is self.features:
+            return self
         labels = None if self.labels is None else self.labels.to(device)
-        return replace(self, features=self.features.to(device), labels=labels)
+        return replace(self, features=features, labels=labels)
 
     def take(self, rows: Tensor, *, subset_hash: str | None = None) -> LabeledSamples:
         """The samples at the given row indices; weights are renormalised."""

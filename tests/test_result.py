@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import otdd_flash.result
 from otdd_flash.errors import InputError
+from otdd_flash.labels import LabelMetric
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
@@ -43,6 +44,7 @@ SETTINGS = {
     "weights": ({"weighted": True}, {}),
     "unlabelled": ({"labelled": False}, {"labels": "none"}),
     "not debiased": ({}, {"debias": False}),
+    "bounded class distances": ({}, {"labels": LabelMetric("sinkhorn", epsilon=1.0)}),
     "double": ({"dtype": torch.float64}, {"compute": ComputeOptions(precision="double")}),
 }
 
@@ -165,6 +167,10 @@ def test_a_saved_result_loads_as_it_was(result, tmp_path):
     for key in ("xx", "xy", "yy"):
         one, two = (getattr(it.class_distances, key) for it in (loaded, result))
         assert torch.equal(one, two)
+    for key in ("lower", "upper"):
+        one, two = (getattr(it.class_distances, key) for it in (loaded, result))
+        assert (one is None) == (two is None) == (result.method != "sinkhorn")
+        assert one is None or torch.equal(one, two)
     assert loaded.class_names == result.class_names
     assert loaded.divergence.terms.keys() == result.divergence.terms.keys()
     for name, term in result.divergence.terms.items():

@@ -52,6 +52,21 @@ class Phases:
             self._bars.remove_task(task)
 
     @contextmanager
+    def counting(self, title: str) -> Iterator[Callable[[int, int], None]]:
+        """Show a part of a phase from its first to its last report of (done, total)."""
+        task = self._bars.add_task(title, total=None, visible=False, note="")
+        try:
+            yield lambda done, total: self._bars.update(
+                task,
+                completed=done,
+                total=total,
+                note=f"{done:,} of {total:,}",
+                visible=done < total,
+            )
+        finally:
+            self._bars.remove_task(task)
+
+    @contextmanager
     def solving(self, title: str, tolerance: float) -> Iterator[Callable[[str, int, float], None]]:
         """Show the solver's progress: term, iteration and marginal error."""
         task = self._bars.add_task(title, total=None, note="")

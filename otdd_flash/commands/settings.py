@@ -51,6 +51,13 @@ class SolverSettings:
 
 
 @dataclass
+class ReportSettings:
+    """What pictures look like."""
+
+    order: str
+
+
+@dataclass
 class DatasetPairSettings(RuntimeSettings):
     """Two datasets and how both are embedded."""
 

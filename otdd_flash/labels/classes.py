@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from otdd_flash.cache import content_hash
 from otdd_flash.errors import InputError
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
 
@@ -41,9 +43,15 @@ class ClassCloud:
         return torch.full((size,), 1.0 / size, dtype=torch.float64, device=self.points.device)
 
     @cached_property
+    def outline(self) -> bytes:
+        """The extremes of every feature: equal for equal content, and hardly ever otherwise."""
+        # Adding 0 turns -0 into 0, which compares equal but has other bytes.
+        extremes = torch.stack((self.points.amin(0), self.points.amax(0)))
+        return extremes.detach().to("cpu", torch.float64).add(0.0).numpy().tobytes()
+
+    @cached_property
     def content(self) -> bytes:
         """Equal for classes of the same points and weights, in any order and precision."""
-        # Adding 0 turns -0 into 0, which compares equal but has other bytes.
         rows = self.points.detach().to("cpu", torch.float64).add(0.0).numpy()
         digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
         if self.weights is not None:
@@ -51,6 +59,17 @@ class ClassCloud:
             weights = self.weights.cpu().to(torch.float32).numpy()
             digests = [key + weight.tobytes() for key, weight in zip(digests, weights, strict=True)]
         return hashlib.blake2b(b"".join(sorted(digests))).digest()
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Equal for classes of the same points and weights in the same order and precision.
+
+        What a method computes from two such classes is the same to the last bit.
+        """
+        parts = {"points": self.points}
+        if self.weights is not None:
+            parts["weights"] = self.weights
+        return bytes.fromhex(content_hash(parts))
 
 
 def split_classes(samples: LabeledSamples) -> list[ClassCloud]:
@@ -101,26 +120,36 @@ def pool(datasets: Sequence[LabeledSamples]) -> tuple[list[ClassCloud], tuple[in
 
 
 def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], list[int]]:
-    """Keep one of every set of classes with equal content.
+    """Keep one of every set of classes with equal content, in an order that content alone decides.
+
+    Thus any two classes have the same order in every list that holds both, and what is measured
+    from one to the other is measured in the same direction, to the same last bit.
 
     Returns:
-        The distinct classes, in order of first appearance, and for every class the index of its
+        The distinct classes, the smallest first, and for every class the index of its
         representative among them.
     """
-    sizes = Counter(len(cloud) for cloud in clouds)
-    distinct: list[ClassCloud] = []
-    index: list[int] = []
-    seen: dict[bytes, int] = {}
-    for cloud in clouds:
-        # Hashing reads every byte, and a class of unique size has no double.
-        known = seen.get(cloud.content) if sizes[len(cloud)] > 1 else None
-        if known is None:
-            known = len(distinct)
-            distinct.append(cloud)
-            if sizes[len(cloud)] > 1:
-                seen[cloud.content] = known
-        index.append(known)
-    return distinct, index
+    # Each part of a key is read only where those before it leave a doubt: hashing reads every byte,
+    # in any order of the rows it takes seconds, and few classes have a double.
+    keys: list[tuple[Any, ...]] = [(len(cloud),) for cloud in clouds]
+    counts = Counter(keys)
+    keys = [
+        (*key, cloud.outline) if counts[key] > 1 else key
+        for key, cloud in zip(keys, clouds, strict=True)
+    ]
+    counts = Counter(keys)
+    seen = {
+        (key, cloud.fingerprint) for key, cloud in zip(keys, clouds, strict=True) if counts[key] > 1
+    }
+    variants = Counter(key for key, _ in seen)
+    keys = [
+        (*key, cloud.content) if variants[key] > 1 else key
+        for key, cloud in zip(keys, clouds, strict=True)
+    ]
+    order = sorted(set(keys))
+    place = {key: index for index, key in enumerate(order)}
+    first = dict(zip(reversed(keys), reversed(clouds), strict=True))
+    return [first[key] for key in order], [place[key] for key in keys]
 
 
 def _normalised(weights: Tensor | None) -> Tensor | None:

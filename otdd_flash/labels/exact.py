@@ -1,78 +1,241 @@
-"""Unregularised squared 2-Wasserstein distance between the points of all class pairs."""
+"""Unregularised squared 2-Wasserstein distance between the points of pairs of classes.
+
+POT's network simplex solves one pair at a time on one core; many pairs are shared out to several
+processes. A pair's distance does not depend on which of them computed it.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from functools import cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.gaussian import Progress
+from otdd_flash.labels.pair_chunks import used_classes
+from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.operators.memory import free_memory
 
-# The network simplex needs time like (n m)^1.5 and some 50 bytes per pair of points: this many take
-# about a minute and 1.2 GiB.
+# The network simplex needs some 50 bytes per pair of points: this many take 1.2 GiB.
 MAX_PAIRS_OF_POINTS = 25_000_000
+BYTES_PER_PAIR_OF_POINTS = 50
 MAX_PIVOTS = 100_000_000
+# Of all pairs of classes together, on all processes.
+MAX_HOURS = 24.0
+
+# What a pair takes on one core, as measured: n m d for the costs, (n m)^1.3 for the simplex.
+SECONDS_PER_COST = 3e-10
+SIMPLEX_SECONDS, SIMPLEX_POWER = 3.2e-9, 1.3
+# To start the processes takes some five seconds, to hand one of them a task some milliseconds.
+SECONDS_WORTH_PROCESSES = 15.0
+SECONDS_PER_TASK = 0.2
+
+Array = NDArray[Any]
+
+logger = logging.getLogger(__name__)
 
 
-def exact_distances(clouds: Sequence[ClassCloud], *, progress: Progress | None = None) -> Tensor:
-    """Network-simplex table of squared 2-Wasserstein distances (POT's `emd2`).
+class _Classes(NamedTuple):
+    """All classes in three arrays, which processes share: class c is starts[c] to starts[c + 1].
+
+    Attributes:
+        points: (N, d).
+        masses: (N,) float64, summing to 1 within each class.
+        starts: (V + 1,).
+    """
+
+    points: Array
+    masses: Array
+    starts: Array
+
+    def rows(self, index: int) -> tuple[Array, Array]:
+        """Points (n, d) and masses (n,) of one class."""
+        own = slice(self.starts[index], self.starts[index + 1])
+        return self.points[own], self.masses[own]
+
+
+def exact_distances(
+    clouds: Sequence[ClassCloud], pairs: Tensor, *, progress: Progress | None = None
+) -> PairDistances:
+    """Squared 2-Wasserstein distances of pairs of classes (POT's `emd2`).
 
     Args:
         clouds: V classes.
+        pairs: (P, 2) int64, which of them to compare.
         progress: called with the number of class pairs done and their total.
 
-    Returns:
-        (V, V) float64, symmetric, with a zero diagonal.
-
     Raises:
-        InputError: two classes are too large, or the simplex does not end.
+        InputError: classes are too large or pairs too many, or the simplex does not end.
     """
-    _check_sizes(clouds)
-    count = len(clouds)
-    table = torch.zeros(count, count, dtype=torch.float64)
-    pairs = [(i, j) for i in range(count) for j in range(i)]
-    for done, (i, j) in enumerate(pairs, 1):
-        table[i, j] = table[j, i] = _squared_wasserstein(clouds[i], clouds[j])
-        if progress is not None:
-            progress(done, len(pairs))
-    return table
+    values = torch.empty(len(pairs), dtype=torch.float64)
+    done = 0
+    with closing(exact_parts(clouds, pairs)) as parts:
+        for positions, found in parts:
+            values[positions] = found
+            done += len(positions)
+            if progress is not None:
+                progress(done, len(pairs))
+    return PairDistances.exactly(values)
 
 
-def _check_sizes(clouds: Sequence[ClassCloud]) -> None:
-    largest = sorted(clouds, key=len)[-2:]
-    if len(largest) == 2 and len(largest[0]) * len(largest[1]) > MAX_PAIRS_OF_POINTS:
-        sizes = " and ".join(f"{cloud.name} ({len(cloud)} samples)" for cloud in largest)
-        raise InputError(
-            f"labels=exact is too slow for classes as large as {sizes}: it takes at most "
-            f"{MAX_PAIRS_OF_POINTS:,} pairs of points; use labels=gaussian or labels=sinkhorn, or "
-            "fewer samples (max_samples)"
+def exact_parts(
+    clouds: Sequence[ClassCloud], pairs: Tensor
+) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """The same as it is computed: positions (k,) in the list of pairs, and their distances (k,).
+
+    Closing the iterator ends the processes' work.
+    """
+    if not len(pairs):
+        return
+    clouds, pairs = used_classes(clouds, pairs)
+    sizes = np.array([len(cloud) for cloud in clouds])
+    one, two = pairs.T.numpy()
+    _check_sizes(clouds, one, two)
+    seconds = _seconds(sizes[one] * sizes[two], clouds[0].points.shape[1])
+    workers = _workers(float(seconds.sum()), int((sizes[one] * sizes[two]).max()))
+    _check_hours(float(seconds.sum()) / 3600, workers, len(pairs))
+    # The longest first, so that no process is left with one at the end.
+    order = np.argsort(-seconds, kind="stable")
+    tasks = np.split(order, _ends(seconds[order]))
+    classes = _gathered(clouds, sizes)
+    chosen = np.stack((one, two), 1)
+    with closing(_solved(classes, chosen, tasks, workers)) as answers:
+        for task, values in answers:
+            for (i, j), value in zip(chosen[task], values, strict=True):
+                if isinstance(value, str):
+                    raise InputError(
+                        f"exact transport between class {clouds[i].name} and class "
+                        f"{clouds[j].name} did not end well ({value}); use labels=gaussian or "
+                        "labels=sinkhorn"
+                    )
+            yield torch.from_numpy(task), torch.tensor(values, dtype=torch.float64)
+
+
+def _solved(
+    classes: _Classes, pairs: Array, tasks: Sequence[Array], workers: int
+) -> Generator[tuple[Array, list[float | str]], None, None]:
+    """Every task with its answers, in the order in which they end."""
+    if workers == 1:
+        for task in tasks:
+            yield _solve(classes, pairs[task], task, None)
+        return
+    from joblib import Parallel, delayed, parallel_config
+
+    # These processes need no guard in the user's script, and are kept for the next call.
+    with parallel_config(backend="loky", inner_max_num_threads=1):
+        pool = Parallel(
+            workers, return_as="generator_unordered", batch_size=1, pre_dispatch="n_jobs"
         )
+    answers = pool(delayed(_solve)(classes, pairs[task], task, os.getpid()) for task in tasks)
+    try:
+        # Not `yield from`, which would close the answers before the line below is reached.
+        for answer in answers:  # noqa: UP028
+            yield answer
+    finally:
+        with warnings.catch_warnings():
+            # That tasks are given up is what closing is for.
+            warnings.simplefilter("ignore", UserWarning)
+            answers.close()
 
 
-def _squared_wasserstein(one: ClassCloud, two: ClassCloud) -> float:
+def _solve(
+    classes: _Classes, pairs: Array, task: Array, parent: int | None
+) -> tuple[Array, list[float | str]]:
+    """Distances of pairs of classes, or what POT says where it could not find one."""
+    if parent is not None:
+        _leave_with(parent)
+    return task, [_squared_wasserstein(classes.rows(i), classes.rows(j)) for i, j in pairs]
+
+
+@cache
+def _leave_with(parent: int) -> None:
+    """End this process soon after its parent: one that was killed could not tell it to."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _squared_wasserstein(one: tuple[Array, Array], two: tuple[Array, Array]) -> float | str:
     import ot
+    from scipy.spatial.distance import cdist
 
-    points_one, points_two = (
-        cloud.points.detach().to("cpu", torch.float64) for cloud in (one, two)
-    )
-    cost = torch.cdist(points_one, points_two, compute_mode="donot_use_mm_for_euclid_dist").square()
     with warnings.catch_warnings():
         # The log says the same as POT's warnings, which would name none of the classes.
         warnings.simplefilter("ignore")
         value, log = ot.emd2(
-            one.masses.cpu().numpy(),
-            two.masses.cpu().numpy(),
-            cost.numpy(),
+            np.array(one[1]),
+            np.array(two[1]),
+            # From differences: no cancellation.
+            cdist(one[0], two[0], "sqeuclidean"),
             numItermax=MAX_PIVOTS,
             log=True,
         )
-    if log["warning"] is not None:
+    return float(value) if log["warning"] is None else str(log["warning"])
+
+
+def _gathered(clouds: Sequence[ClassCloud], sizes: Array) -> _Classes:
+    points = torch.cat([cloud.points.detach().cpu() for cloud in clouds])
+    masses = torch.cat([cloud.masses.cpu() for cloud in clouds])
+    return _Classes(points.numpy(), masses.numpy(), np.concatenate(([0], np.cumsum(sizes))))
+
+
+def _seconds(pairs_of_points: Array, dim: int) -> Array:
+    """What each pair takes on one core."""
+    simplex: Array = SIMPLEX_SECONDS * pairs_of_points.astype(np.float64) ** SIMPLEX_POWER
+    return simplex + SECONDS_PER_COST * dim * pairs_of_points
+
+
+def _ends(seconds: Array) -> Array:
+    """Where to cut a list of pairs into tasks that are worth handing out."""
+    task = np.floor(np.cumsum(seconds) / SECONDS_PER_TASK)
+    return np.flatnonzero(np.diff(task)) + 1
+
+
+def _workers(seconds: float, largest: int) -> int:
+    """How many processes: as many as there are cores, and memory for their largest pair."""
+    if seconds < SECONDS_WORTH_PROCESSES:
+        return 1
+    from joblib import cpu_count
+
+    room = free_memory(torch.device("cpu")) // (BYTES_PER_PAIR_OF_POINTS * largest)
+    return int(max(1, min(cpu_count(), room)))
+
+
+def _check_sizes(clouds: Sequence[ClassCloud], one: Array, two: Array) -> None:
+    sizes = np.array([len(cloud) for cloud in clouds])
+    largest = int(np.argmax(sizes[one] * sizes[two]))
+    pair = sorted((clouds[one[largest]], clouds[two[largest]]), key=len)
+    if len(pair[0]) * len(pair[1]) > MAX_PAIRS_OF_POINTS:
+        named = " and ".join(f"{cloud.name} ({len(cloud)} samples)" for cloud in pair)
         raise InputError(
-            f"exact transport between class {one.name} and class {two.name} did not end well "
-            f"({log['warning']}); use labels=gaussian or labels=sinkhorn"
+            f"labels=exact is too slow for classes as large as {named}: it takes at most "
+            f"{MAX_PAIRS_OF_POINTS:,} pairs of points; {_WAYS_OUT}"
         )
-    return float(value)
+
+
+def _check_hours(hours: float, workers: int, pairs: int) -> None:
+    shared_by = f"{workers} processes" if workers > 1 else "one process"
+    logger.info("labels=exact: %d pairs of classes in %s", pairs, shared_by)
+    if hours / workers > MAX_HOURS:
+        raise InputError(
+            f"labels=exact would take about {hours / workers:,.0f} hours for {pairs:,} pairs of "
+            f"classes in {shared_by}, more than {MAX_HOURS:g}; {_WAYS_OUT}"
+        )
+
+
+_WAYS_OUT = "use labels=gaussian or labels=sinkhorn, or fewer samples (max_samples)"

@@ -1,4 +1,7 @@
-"""Mean and covariance of a class, in float64, the covariance as a factor A with S = A^T A."""
+"""Mean and covariance of a class, in float64, the covariance as a factor A with S = A^T A.
+
+All of it is differentiable in the points; the weights are constants.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.pair_chunks import chunk_size, equal_chunks
 
 
 def class_mean(cloud: ClassCloud) -> Tensor:
     """The weighted mean (d,), float64."""
-    points = cloud.points.detach().to(torch.float64)
+    points = cloud.points.to(torch.float64)
     return points.mean(0) if cloud.weights is None else cloud.weights @ points
 
 
@@ -39,13 +43,13 @@ def covariance_factor(cloud: ClassCloud, unbiased: bool) -> Tensor:
             "min_class_size=2 drops the class, labels.unbiased=false takes its covariance as 0, "
             "labels=means compares class means only"
         )
-    centred = cloud.points.detach().to(torch.float64) - class_mean(cloud)
+    centred = cloud.points.to(torch.float64) - class_mean(cloud)
     if cloud.weights is None:
         return centred / math.sqrt(size - 1 if unbiased else size)
     weights = cloud.weights
     # Term by term, so that one dominant weight does not cancel all others.
-    scale = float((weights - weights.square()).sum()) if unbiased else 1.0
-    return centred * (weights / scale).sqrt().unsqueeze(1)
+    masses = weights / (weights - weights.square()).sum() if unbiased else weights
+    return centred * masses.sqrt().unsqueeze(1)
 
 
 def total_variances(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:
@@ -53,6 +57,22 @@ def total_variances(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:
     return torch.stack([covariance_factor(cloud, unbiased).square().sum() for cloud in clouds])
 
 
-def squared_distances(points: Tensor) -> Tensor:
-    """||p_i - p_j||^2 for the rows of (V, d), from differences: equal rows are at exactly 0."""
-    return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").square()
+def standard_deviations(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:
+    """Of every feature within every class, (V, d) float64; with gradient 0 where they are 0."""
+    return torch.stack(
+        [torch.linalg.vector_norm(covariance_factor(cloud, unbiased), dim=0) for cloud in clouds]
+    )
+
+
+def squared_gaps(points: Tensor, pairs: Tensor) -> Tensor:
+    """||p_i - p_j||^2 (P,) for the rows of (V, d) and pairs (P, 2), from differences.
+
+    Equal rows are at exactly 0.
+    """
+    gaps = [points.new_zeros(0)]
+    # Two rows, their difference and its squares.
+    size = chunk_size(4 * points.shape[1], points.device)
+    for count, chunk in equal_chunks(pairs.to(points.device), size):
+        first, second = chunk.unbind(1)
+        gaps.append((points[first] - points[second]).square().sum(1)[:count])
+    return torch.cat(gaps)

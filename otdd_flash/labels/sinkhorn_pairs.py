@@ -1,9 +1,9 @@
-"""Debiased entropic transport between the points of all class pairs.
+"""Debiased entropic transport between the points of pairs of classes.
 
 W_ij = OT_eps(i, j) - OT_eps(i, i) / 2 - OT_eps(j, j) / 2 with cost ||x - y||^2 (Feydy et al. 2019,
 Interpolating between optimal transport and MMD using Sinkhorn divergences). The self terms make a
-class zero away from itself; each is solved once. Everything is solved in float64: W_ij is a
-difference of values that are much larger than itself where classes overlap.
+class zero away from itself; each is solved once. All self terms are one segmented problem and all
+pairs another, as `transport_terms` solves them: every point holds one potential per opposite class.
 """
 
 from __future__ import annotations
@@ -14,96 +14,108 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.gaussian import Progress
-from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.labels.classes import ClassCloud, merge_identical
+from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.labels.transport_terms import TermSolver
 from otdd_flash.solver.options import SolverOptions
-from otdd_flash.solver.symmetric import solve_symmetric
-from otdd_flash.solver.term import TransportTerm
-
-# The scores of one pair are kept, with scratch space of their size: 3 GiB at this many.
-MAX_PAIRS_OF_POINTS = 100_000_000
+from otdd_flash.solver.segmented import Finished, SegmentTerms
 
 
 def sinkhorn_distances(
     clouds: Sequence[ClassCloud],
+    pairs: Tensor,
     epsilon: float,
     tolerance: float = 1e-3,
     *,
     progress: Progress | None = None,
-) -> Tensor:
-    """Table of debiased Sinkhorn divergences S_eps.
+) -> PairDistances:
+    """Debiased Sinkhorn divergences S_eps of pairs of classes.
 
-    For the cost ||.||^2 they are not negative; what the tolerance leaves below zero is set to it.
+    For the cost ||.||^2 they are not negative; a value that the tolerance leaves below zero is set
+    to it. The value and the bounds of a pair follow from its two classes alone, to the last bit.
 
     Args:
         clouds: V classes.
+        pairs: (P, 2) int64, indices of the classes of each pair.
         epsilon: regularisation, in units of ||.||^2.
         tolerance: L1 marginal error at which each solve stops.
         progress: called with the number of class pairs done and their total.
 
     Returns:
-        (V, V) float64 on the CPU, symmetric, with a zero diagonal.
+        P values with bounds that hold S_eps; all 0 between classes of equal content.
 
     Raises:
-        InputError: two classes are too large.
+        InputError: rounding alone exceeds the tolerance at this epsilon.
 
     Warns:
         NotConvergedWarning: a solve stopped before the tolerance.
     """
-    _check_sizes(clouds)
     options = SolverOptions(tolerance=tolerance)
-    self_terms = [
-        solve_symmetric(_operator(cloud, cloud), epsilon, options, name=cloud.name)
-        for cloud in clouds
+    used, local = torch.unique(pairs.cpu(), return_inverse=True)
+    classes, index = merge_identical([clouds[k] for k in used.tolist()])
+    # Solved the other way round, a pair would have other last digits.
+    ordered = torch.tensor(index, dtype=torch.int64)[local].sort(1, descending=True).values
+    different = torch.nonzero(ordered[:, 0] != ordered[:, 1]).squeeze(1)
+    out = torch.zeros((len(pairs), 3), dtype=torch.float64)
+    if len(different):
+        finished = _counting(progress, len(pairs), len(pairs) - len(different))
+        out[different] = _divergences(classes, ordered[different], epsilon, options, finished)
+    values, lower, upper = out.unbind(1)
+    return PairDistances(values.clamp_min(0), lower, upper)
+
+
+def _divergences(
+    clouds: Sequence[ClassCloud],
+    pairs: Tensor,
+    epsilon: float,
+    options: SolverOptions,
+    finished: Finished | None,
+) -> Tensor:
+    """Value, lower and upper bound of every pair (P, 3)."""
+    solver = TermSolver(clouds, epsilon, options)
+    own = solver.solve(torch.arange(len(clouds))[:, None].expand(-1, 2))
+    cross = solver.solve(pairs, finished)
+    _warn_of_late(clouds, own, (pairs, cross), options)
+    first, second = ([numbers[side] for numbers in own[:3]] for side in pairs.unbind(1))
+    halves = [(one + two) / 2 for one, two in zip(first, second, strict=True)]
+    return torch.stack(
+        (cross.value - halves[0], cross.lower - halves[2], cross.upper - halves[1]), 1
+    )
+
+
+def _counting(progress: Progress | None, total: int, done: int) -> Finished | None:
+    """From numbers of pairs that just finished to the number of all that have."""
+    if progress is None:
+        return None
+
+    def finished(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    return finished
+
+
+def _warn_of_late(
+    clouds: Sequence[ClassCloud],
+    own: SegmentTerms,
+    cross: tuple[Tensor, SegmentTerms],
+    options: SolverOptions,
+) -> None:
+    """Name the classes and pairs that stopped before the tolerance."""
+    tolerance = options.tolerance
+    late = [clouds[k].name for k in torch.nonzero(own.marginal_error > tolerance).squeeze(1)]
+    late += [
+        f"{clouds[i].name} against {clouds[j].name}"
+        for i, j in cross[0][cross[1].marginal_error > tolerance].tolist()
     ]
-    late = [
-        cloud.name for cloud, term in zip(clouds, self_terms, strict=True) if not term.converged
-    ]
-    count = len(clouds)
-    table = torch.zeros(count, count, dtype=torch.float64)
-    pairs = [(i, j) for i in range(count) for j in range(i)]
-    for done, (i, j) in enumerate(pairs, 1):
-        cross = solve_alternating(_operator(clouds[i], clouds[j]), epsilon, options)
-        table[i, j] = table[j, i] = _debiased(cross, self_terms[i], self_terms[j])
-        if not cross.converged:
-            late.append(f"{clouds[i].name} against {clouds[j].name}")
-        if progress is not None:
-            progress(done, len(pairs))
-    if late:
-        _warn_not_converged(late, options)
-    return table.clamp_min_(0)
-
-
-def _operator(one: ClassCloud, two: ClassCloud) -> StoredOperator:
-    points_one, points_two = (cloud.points.detach().to(torch.float64) for cloud in (one, two))
-    # Differences, not products: no cancellation, and a class is at exactly 0 from itself.
-    distances = torch.cdist(points_one, points_two, compute_mode="donot_use_mm_for_euclid_dist")
-    return StoredOperator.from_cost(distances.square_(), one.masses, two.masses)
-
-
-def _debiased(cross: TransportTerm, first: TransportTerm, second: TransportTerm) -> float:
-    return cross.value - (first.value + second.value) / 2
-
-
-def _check_sizes(clouds: Sequence[ClassCloud]) -> None:
-    largest = max(clouds, key=len)
-    if len(largest) ** 2 > MAX_PAIRS_OF_POINTS:
-        raise InputError(
-            f"labels=sinkhorn keeps the costs between all points of two classes, and class "
-            f"{largest.name} has {len(largest):,} samples, more than the "
-            f"{int(MAX_PAIRS_OF_POINTS**0.5):,} it takes; use labels=gaussian, or fewer samples "
-            "(max_samples)"
-        )
-
-
-def _warn_not_converged(late: Sequence[str], options: SolverOptions) -> None:
+    if not late:
+        return
     shown = ", ".join(late[:5]) + (f" and {len(late) - 5} more" if len(late) > 5 else "")
     warnings.warn(
-        f"labels=sinkhorn: not converged to {options.tolerance:g} after {options.max_iterations} "
-        f"iterations for {shown}; raise labels.epsilon",
+        f"labels=sinkhorn: not converged to {tolerance:g} after {options.max_iterations} "
+        f"iterations for {shown}; the bounds still hold. Raise labels.epsilon",
         NotConvergedWarning,
-        stacklevel=2,
+        stacklevel=4,
     )

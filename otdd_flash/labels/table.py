@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
+from otdd_flash.labels.npz_file import read_arrays, write_arrays
 
 # Entries come from sums of squares of very different sizes: what is this far below zero, relative
 # to the largest entry, or differs this much between W and its transpose, is taken for rounding.
 ROUNDING = 1e-5
 ABSOLUTE_ROUNDING = 1e-6
+
+
+class NearestClass(NamedTuple):
+    """The class of the other dataset that is nearest to a class.
+
+    Attributes:
+        side: the dataset of the class, "source" or "target".
+        name: the class.
+        nearest: its nearest class of the other dataset, the first of several.
+        distance: the squared 2-Wasserstein distance of the two.
+    """
+
+    side: str
+    name: str
+    nearest: str
+    distance: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +46,10 @@ class ClassDistances:
         yy: (Vy, Vy) within the target; symmetric.
         names_x: names of the Vx source classes; None where unknown.
         names_y: names of the Vy target classes; None where unknown.
+        lower: (Vx + Vy, Vx + Vy) lower bounds of `full`, where a method gives them; else None.
+        upper: (Vx + Vy, Vx + Vy) upper bounds.
 
-    All blocks become float64 CPU tensors.
+    All tables become float64 CPU tensors.
 
     Raises:
         InputError: shapes disagree, an entry is not finite or below zero by more than rounding, a
@@ -43,6 +61,8 @@ class ClassDistances:
     yy: Tensor
     names_x: tuple[str, ...] | None = None
     names_y: tuple[str, ...] | None = None
+    lower: Tensor | None = field(default=None, kw_only=True)
+    upper: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for key in ("xx", "xy", "yy"):
@@ -52,6 +72,9 @@ class ClassDistances:
             _check_symmetric(key, getattr(self, key))
         for key, size in zip(("names_x", "names_y"), self.xy.shape, strict=True):
             object.__setattr__(self, key, _as_names(key, getattr(self, key), size))
+        for key in ("lower", "upper"):
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, _as_bounds(key, getattr(self, key), self.full))
 
     @classmethod
     def from_full(
@@ -60,6 +83,9 @@ class ClassDistances:
         size_x: int,
         names_x: Sequence[str] | None = None,
         names_y: Sequence[str] | None = None,
+        *,
+        lower: Tensor | None = None,
+        upper: Tensor | None = None,
     ) -> ClassDistances:
         """Cut a (Vx + Vy, Vx + Vy) table into its blocks; `size_x` is Vx."""
         return cls(
@@ -68,12 +94,32 @@ class ClassDistances:
             full[size_x:, size_x:],
             None if names_x is None else tuple(names_x),
             None if names_y is None else tuple(names_y),
+            lower=lower,
+            upper=upper,
         )
 
     @property
     def full(self) -> Tensor:
         """The (Vx + Vy, Vx + Vy) table [[xx, xy], [xy^T, yy]]."""
         return torch.cat((torch.cat((self.xx, self.xy), 1), torch.cat((self.xy.T, self.yy), 1)))
+
+    def nearest(self) -> tuple[NearestClass, ...]:
+        """The nearest class of the other dataset, for each source and then each target class."""
+        names_x, names_y = (
+            tuple(map(str, range(size))) if names is None else names
+            for names, size in zip((self.names_x, self.names_y), self.xy.shape, strict=True)
+        )
+        rows: list[NearestClass] = []
+        for side, table, own, other in (
+            ("source", self.xy, names_x, names_y),
+            ("target", self.xy.T, names_y, names_x),
+        ):
+            rows += [
+                NearestClass(side, name, other[index], float(distances[index]))
+                for name, distances in zip(own, table, strict=True)
+                for index in (int(distances.argmin()),)
+            ]
+        return tuple(rows)
 
     def named_for(self, names_x: Sequence[str], names_y: Sequence[str]) -> ClassDistances:
         """The same table with these class names, once it is sure that it is about these classes.
@@ -98,21 +144,16 @@ class ClassDistances:
                     f"{side} has {_listing(wanted)}; give a table for these datasets, with rows "
                     "and columns in this order, or one without names"
                 )
-        return ClassDistances(self.xx, self.xy, self.yy, tuple(names_x), tuple(names_y))
+        return replace(self, names_x=tuple(names_x), names_y=tuple(names_y))
 
     def save(self, path: str | Path) -> None:
-        """Write an npz with keys xx, xy, yy and, where known, names_x and names_y."""
-        arrays: dict[str, Any] = {
-            "xx": self.xx.numpy(),
-            "xy": self.xy.numpy(),
-            "yy": self.yy.numpy(),
-        }
-        for key, names in (("names_x", self.names_x), ("names_y", self.names_y)):
-            if names is not None:
-                arrays[key] = np.array(names, dtype=str)
-        # Through a handle, because numpy appends .npz to a path of any other ending.
-        with Path(path).open("wb") as file:
-            np.savez(file, **arrays)
+        """Write an npz with keys xx, xy, yy and, where known, names and bounds.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        write_arrays(path, {key: value for key, value in parts.items() if value is not None})
 
     @classmethod
     def load(cls, path: str | Path) -> ClassDistances:
@@ -121,42 +162,15 @@ class ClassDistances:
         Raises:
             InputError: the file is missing or unreadable, lacks a key, or fails the checks above.
         """
-        path = Path(path)
-        blocks = _read_npz(path)
-        missing = [key for key in ("xx", "xy", "yy") if key not in blocks]
-        if missing:
-            raise InputError(
-                f"{path} has no array {', '.join(missing)} (it holds: "
-                f"{', '.join(blocks) or 'nothing'}); {_EXPECTED}"
-            )
-        names = (
-            tuple(str(name) for name in np.atleast_1d(blocks[key])) if key in blocks else None
-            for key in ("names_x", "names_y")
-        )
+        blocks = read_arrays(path, ("xx", "xy", "yy"), "ClassDistances.save")
+        for key in ("names_x", "names_y"):
+            if key in blocks:
+                blocks[key] = tuple(str(name) for name in np.atleast_1d(blocks[key]))
+        known = {part.name: blocks[part.name] for part in fields(cls) if part.name in blocks}
         try:
-            return cls(blocks["xx"], blocks["xy"], blocks["yy"], *names)
+            return cls(**known)
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
-
-
-def _read_npz(path: Path) -> dict[str, Any]:
-    try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise InputError(f"{path} holds a single array; {_EXPECTED}")
-        with archive:
-            return {key: archive[key] for key in archive.files}
-    except FileNotFoundError:
-        raise InputError(f"no class distances at {path}: there is no such file") from None
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"cannot read class distances from {path} ({error}); {_EXPECTED}"
-        ) from None
-
-
-_EXPECTED = "class distances are an npz with arrays xx, xy and yy, as ClassDistances.save writes"
 
 
 def _as_block(key: str, values: Any) -> Tensor:
@@ -195,6 +209,23 @@ def _check_symmetric(key: str, block: Tensor) -> None:
         raise InputError(
             f"class distances {key} must be symmetric, but differ by {gap:.6g} from its transpose"
         )
+
+
+def _as_bounds(key: str, values: Any, full: Tensor) -> Tensor:
+    """A table of bounds like `full`; lower bounds of small distances may be below zero."""
+    bounds = torch.as_tensor(values).detach().to("cpu", torch.float64)
+    if bounds.shape != full.shape or not bool(torch.isfinite(bounds).all()):
+        raise InputError(
+            f"the {key} bounds of class distances must be finite and of shape "
+            f"{tuple(full.shape)}, as all classes together, got {tuple(bounds.shape)}"
+        )
+    beyond = bounds - full if key == "lower" else full - bounds
+    if float(beyond.max()) > _rounding(full):
+        raise InputError(
+            f"the {key} bounds of class distances are {'above' if key == 'lower' else 'below'} "
+            f"the distances by up to {float(beyond.max()):.6g}"
+        )
+    return bounds.contiguous()
 
 
 def _as_names(key: str, names: Sequence[str] | None, size: int) -> tuple[str, ...] | None:

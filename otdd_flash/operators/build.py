@@ -152,8 +152,8 @@ def labelled_cost(
 ) -> LabelledCost:
     """The cost between two clouds, on a device."""
     same = source is target
-    source = _on_device(source, device)
-    target = source if same else _on_device(target, device)
+    source = source.to(device)
+    target = source if same else target.to(device)
     masses, labels = source.masses.to(device), _class_indices(source)
     return LabelledCost(
         source.features,
@@ -196,11 +196,6 @@ def _scores_fit(shape: tuple[int, int], compute: ComputeOptions, device: torch.d
             "memory_budget=auto, which streams them then"
         )
     return True
-
-
-def _on_device(samples: LabeledSamples, device: torch.device) -> LabeledSamples:
-    """The samples, themselves if they are there: a copy would be checked, and waited for, again."""
-    return samples.to(device) if _elsewhere(samples, device) else samples
 
 
 def _elsewhere(samples: LabeledSamples, device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from otdd_flash.report.page import SOURCE_COLOR, TARGET_COLOR, fit, measure, name_style
@@ -31,7 +32,7 @@ def draw_brackets(
     Args:
         figure: a figure whose size is final.
         groups: (name, number of cells) from the axis's start.
-        colors: one per group.
+        colors: one per group, from the first again if there are fewer.
         origin: inches from the figure's lower left corner to the axis's start: the left end of a
             horizontal axis, the upper end of a vertical one.
         length: the axis's length in inches.
@@ -55,7 +56,8 @@ def draw_brackets(
         )
         return x / width, y / height
 
-    for text, centre, start, end, color in zip(texts, centres, starts, ends, colors, strict=True):
+    each = zip(texts, centres, starts, ends, cycle(colors), strict=False)
+    for text, centre, start, end, color in each:
         inset = min(0.03, (end - start) / 4)
         line = [at(start + inset, 0.0), at(end - inset, 0.0)]
         figure.add_artist(

@@ -1,4 +1,4 @@
-"""Tables as csv: a matrix with named rows and columns, and the summary of a multirun."""
+"""Tables as csv: matrices with named rows and columns, lists, and the summary of a multirun."""
 
 from __future__ import annotations
 
@@ -61,6 +61,17 @@ def write_matrix_csv(
     write_text(path, _csv_text([[corner, *column_names], *body]))
 
 
+def write_table_csv(
+    path: str | Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]
+) -> None:
+    """Write rows under named columns, numbers and names as in `write_matrix_csv`.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    write_text(path, _csv_text([columns, *([_cell(value) for value in row] for row in rows)]))
+
+
 def summary_csv(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """Write one line per job of a multirun, in the columns `SUMMARY_COLUMNS`.
 
@@ -74,8 +85,7 @@ def summary_csv(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """
     extra = dict.fromkeys(key for row in rows for key in row if key not in SUMMARY_COLUMNS)
     columns = [*SUMMARY_COLUMNS, *extra]
-    body = ([_cell(row.get(column)) for column in columns] for row in rows)
-    write_text(path, _csv_text([columns, *body]))
+    write_table_csv(path, columns, ([row.get(column) for column in columns] for row in rows))
 
 
 def _cell(value: Any) -> Any:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
+from otdd_flash.errors import choose
+from otdd_flash.report.class_order import ORDERS, class_orders
 from otdd_flash.report.class_pictures import draw_class_coupling, draw_class_distances
 from otdd_flash.report.csv_tables import write_matrix_csv
+from otdd_flash.report.nearest_classes import FILE as NEAREST_FILE
+from otdd_flash.report.nearest_classes import Nearest, write_nearest_csv
 from otdd_flash.report.projections import projection
 from otdd_flash.samples import LabeledSamples
 
@@ -19,6 +24,9 @@ class ClassTable(Protocol):
     @property
     def full(self) -> Tensor:
         """(Vx + Vy, Vx + Vy) squared 2-Wasserstein distances."""
+
+    def nearest(self) -> Sequence[Nearest]:
+        """The nearest class of the other dataset, for each class."""
 
 
 class Result(Protocol):
@@ -48,36 +56,47 @@ class Result(Protocol):
         """(Vx, Vy) masses that sum to 1."""
 
 
-def write_report(result: Result, directory: str | Path, *, seed: int = 0) -> list[Path]:
-    """Write class_distances, class_coupling (each .csv and .png) and projection.png.
+def write_report(
+    result: Result, directory: str | Path, *, seed: int = 0, order: str = "given"
+) -> list[Path]:
+    """Write tables and pictures of a distance.
 
-    The distances' rows and columns are all source classes and then all target classes, in the csv
-    marked `source:` and `target:`; the coupling's rows are source classes, its columns target
-    classes. There are no class distances to show where none were measured (method `none`), and no
-    coupling where either side is one class.
+    These are class_distances and class_coupling (each .csv and .png), nearest_classes.csv and
+    projection.png. The distances' rows and columns are all source classes and then all target
+    classes, in the csv marked `source:` and `target:`; the coupling's rows are source classes, its
+    columns target classes. There are no class distances to show where none were measured (method
+    `none`), and no coupling where either side is one class.
 
     Args:
         result: a `DistanceResult`.
         directory: made if it does not exist.
         seed: of the rows that the projection draws.
+        order: how the pictures order the classes of each dataset, one of `ORDERS`; tables keep
+            the dataset's order.
 
     Returns:
         The files written.
 
     Raises:
-        InputError: the directory cannot be written.
+        InputError: the directory cannot be written, or no such order.
     """
-    directory = Path(directory)
+    choose("report.order", order, ORDERS)
+    directory, table = Path(directory), result.class_distances
     names, datasets = result.class_names, (result.source.name, result.target.name)
     coupling = result.class_coupling()
     written = [directory / "projection.png"]
     projection(result.source, result.target, coupling, written[0], seed)
+    # Without class distances there is nothing to order by.
+    chosen = order if result.method != "none" else "given"
+    orders = class_orders(table.full, [len(side) for side in names], chosen)
     if result.method != "none":
-        written += _write_class_distances(result.class_distances.full, names, datasets, directory)
+        written += _write_class_distances(table.full, names, datasets, directory, orders)
+        written.append(directory / NEAREST_FILE)
+        write_nearest_csv(table.nearest(), written[-1])
     if coupling.numel() > 1:
         csv, png = directory / "class_coupling.csv", directory / "class_coupling.png"
         write_matrix_csv(csv, coupling, *names, corner="source\\target")
-        draw_class_coupling(coupling, names, datasets, png)
+        draw_class_coupling(coupling, names, datasets, png, orders=orders)
         written += [csv, png]
     return written
 
@@ -87,9 +106,10 @@ def _write_class_distances(
     names: tuple[tuple[str, ...], tuple[str, ...]],
     datasets: tuple[str, str],
     directory: Path,
+    orders: list[list[int]],
 ) -> list[Path]:
     csv, png = directory / "class_distances.csv", directory / "class_distances.png"
     both = [f"source:{name}" for name in names[0]] + [f"target:{name}" for name in names[1]]
     write_matrix_csv(csv, table, both, both, corner="class")
-    draw_class_distances(table, names, datasets, png)
+    draw_class_distances(table, names, datasets, png, orders=orders)
     return [csv, png]

@@ -26,6 +26,8 @@ SMALL = (
     "extractor=identity",
     "max_samples=40",
     "target.split=test",
+    # Nothing of one test may be known to another.
+    "cache_dir=null",
     "hydra.run.dir=run",
     "hydra.sweep.dir=sweep",
 )

@@ -27,6 +27,7 @@ DEFAULTS = {
     "debias": True,
     "min_class_size": None,
     "solver": {"tolerance": 1e-3, "max_iterations": 100_000, "require_convergence": False},
+    "report": {"order": "given"},
     "save_result": False,
     "device": "auto",
     "backend": "auto",
@@ -106,8 +107,8 @@ def test_help_explains_every_choice_and_every_key(command, composed):
     shared = set(config.source) - {"name", "rotate"}
     extractor = {"standardize", "pca", "batch_size"}
     labels = set(config.labels) - {"method"}
-    solver = {f"solver.{key}" for key in config.solver}
-    for key in {*config, *shared, *extractor, *labels, *solver} - {*GROUPS, "solver"}:
+    nested = {f"{node}.{key}" for node in ("solver", "report") for key in config[node]}
+    for key in {*config, *shared, *extractor, *labels, *nested} - {*GROUPS, "solver", "report"}:
         assert re.search(rf"(?<![\w.]){re.escape(key)}(?![\w])", described), key
 
 

@@ -18,6 +18,7 @@ REPORT = {
     "class_coupling.png",
     "class_distances.csv",
     "class_distances.png",
+    "nearest_classes.csv",
     "projection.png",
     "result.json",
 }

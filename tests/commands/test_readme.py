@@ -67,10 +67,13 @@ def with_data(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_commands_of_the_readme(line, with_data, monkeypatch, capsys):
+def test_commands_of_the_readme(line, with_data, tmp_path, monkeypatch, capsys):
     match = COMMAND.match(with_data(line))
     assert match is not None
     arguments = shlex.split(match["arguments"], comments=True)
+    if "--help" not in arguments:
+        # Not the user's own.
+        arguments.append(f"cache_dir={tmp_path}/cache")
     monkeypatch.setattr(sys, "argv", ["command", *arguments])
     monkeypatch.setattr(Outcome, "exit_code", 0)
     monkeypatch.delitem(sys.modules, match["module"], raising=False)

@@ -29,7 +29,7 @@ def unlabelled():
     [
         ({"method": "gauss"}, "unknown labels method 'gauss'; choose one of: gaussian, sinkhorn"),
         ({"method": "sinkhorn"}, "needs labels.epsilon"),
-        ({"method": "sinkhorn", "epsilon": 0}, "labels.epsilon must be positive, got 0"),
+        ({"method": "sinkhorn", "epsilon": 0}, "labels.epsilon must be positive and finite, got 0"),
         (
             {"method": "sinkhorn", "epsilon": 1, "tolerance": -1},
             "tolerance must be positive, got -1",
@@ -100,7 +100,7 @@ def test_exact_refuses_classes_too_large(blobs, monkeypatch):
 def test_exact_does_not_return_an_unfinished_plan(blobs, monkeypatch):
     monkeypatch.setattr(exact, "MAX_PIVOTS", 2)
     source, target = blobs((40,), 3, name="left"), blobs((40,), 3, seed=1, name="right")
-    with pytest.raises(InputError, match=r"'0' of right and class '0' of left did not end well"):
+    with pytest.raises(InputError, match=r"'0' of left and class '0' of right did not end well"):
         measure_classes(source, target, LabelMetric("exact"))
 
 

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otdd_flash.labels.methods import LabelMetric, measure_classes, table_of
+from otdd_flash.labels.classes import ClassCloud, merge_identical
+from otdd_flash.labels.many import class_distances
+from otdd_flash.labels.methods import LabelMetric, measure_classes
 from otdd_flash.samples import LabeledSamples
 
 METRICS = {
@@ -49,7 +51,8 @@ def test_symmetric_with_zero_diagonal_and_non_negative(metric, seed, dim, classe
     assert torch.equal(table.diagonal(), torch.zeros(classes + 2, dtype=torch.float64))
     assert float(table.min()) >= 0
     swapped = measure_classes(*reversed(pair), metric)
-    torch.testing.assert_close(swapped.xy.T, table[:classes, classes:], rtol=1e-9, atol=1e-10)
+    # Not only but for rounding: any two classes are measured in one direction.
+    assert torch.equal(swapped.xy.T, table[:classes, classes:])
 
 
 @every_metric
@@ -127,13 +130,44 @@ def test_biased_gaussian_is_a_lower_bound_of_exact(seed, dim, spread):
 @every_metric
 def test_a_table_over_many_datasets_holds_every_pair(metric):
     datasets = [random_samples(seed, 4, seed + 1) for seed in range(3)]
-    full, offsets = table_of(datasets, metric)
-    assert offsets == (0, 1, 3, 6)
-    cut = [slice(offsets[k], offsets[k + 1]) for k in range(3)]
-    for k, other in ((0, 1), (0, 2), (1, 2)):
+    joint = class_distances(datasets, metric)
+    assert joint.offsets == (0, 1, 3, 6)
+    for k, other in ((0, 1), (0, 2), (1, 2), (2, 0), (1, 1)):
         pair = measure_classes(datasets[k], datasets[other], metric)
-        torch.testing.assert_close(full[cut[k], cut[other]], pair.xy, rtol=1e-9, atol=1e-10)
-        torch.testing.assert_close(full[cut[k], cut[k]], pair.xx, rtol=1e-9, atol=1e-10)
+        assert torch.equal(joint.between(k, other).full, pair.full)
+        rows = slice(joint.offsets[k], joint.offsets[k + 1])
+        columns = slice(joint.offsets[other], joint.offsets[other + 1])
+        assert torch.equal(joint.full[rows, columns], pair.xy)
+
+
+@every_metric
+def test_a_pair_is_measured_alike_in_every_company(metric):
+    """Whatever other classes there are, and in whatever order, to the last bit."""
+    samples = random_samples(0, 6, 6, largest=9, smallest=7)
+    whole = measure_classes(samples, random_samples(1, 6, 3), metric).xx
+    for keep in ([0, 1], [4, 2], [5, 0, 3]):
+        part = measure_classes(samples.keep_classes(keep), random_samples(2, 6, 1), metric).xx
+        assert torch.equal(part, whole[keep][:, keep])
+
+
+def test_classes_have_one_order_that_content_decides():
+    """Distinct classes of equal size, extremes shared by two, in any order and twice."""
+    rng = np.random.default_rng(0)
+    points = rng.normal(size=(7, 3))
+    halved = np.concatenate((points[:6] / 2, [points.min(0), points.max(0)]))
+    turned = np.concatenate((-points[:6] / 2, [points.min(0), points.max(0)]))
+    contents = [rng.normal(size=(8, 3)), halved, turned, rng.normal(size=(3, 3))]
+    clouds = [ClassCloud(str(k), torch.from_numpy(rows), None) for k, rows in enumerate(contents)]
+    assert clouds[1].outline == clouds[2].outline
+    distinct, index = merge_identical(clouds)
+    assert len(distinct) == 4
+    assert [distinct[place].name for place in index] == ["0", "1", "2", "3"]
+    for order in ([3, 2, 1, 0], [1, 2], [2, 1, 0, 2, 1]):
+        again, places = merge_identical([clouds[k] for k in order])
+        assert [cloud.name for cloud in again] == [
+            cloud.name for cloud in distinct if int(cloud.name) in order
+        ]
+        assert [again[place].name for place in places] == [str(k) for k in order]
 
 
 @every_metric

@@ -56,6 +56,55 @@ def test_wrong_tables_are_refused(blocks, message):
         ClassDistances(*blocks)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"lower": XX}, r"lower bounds .* of shape \(5, 5\), .* got \(2, 2\)"),
+        ({"upper": np.full((5, 5), np.inf)}, "upper bounds .* must be finite"),
+        ({"lower": np.full((5, 5), 9.0)}, "lower bounds .* above the distances by up to 9"),
+        ({"upper": np.zeros((5, 5))}, "upper bounds .* below the distances by up to 8"),
+    ],
+)
+def test_wrong_bounds_are_refused(bounds, message):
+    with pytest.raises(InputError, match=message):
+        ClassDistances(XX, XY, YY, **bounds)
+
+
+def test_bounds_stay_with_their_table(pair, tmp_path):
+    plain = ClassDistances(XX, XY, YY)
+    assert (plain.lower, plain.upper) == (None, None)
+    table = ClassDistances(XX, XY, YY, lower=plain.full - 1, upper=plain.full + 2)
+    table.save(tmp_path / "w.npz")
+    loaded = ClassDistances.load(tmp_path / "w.npz")
+    named = loaded.named_for(("0", "1"), ("0", "1", "2"))
+    for other in (loaded, named):
+        assert torch.equal(other.lower, plain.full - 1)
+        assert torch.equal(other.upper, plain.full + 2)
+    sinkhorn = measure_classes(*pair, LabelMetric("sinkhorn", epsilon=1.0))
+    assert bool((sinkhorn.lower <= sinkhorn.full).all())
+    assert bool((sinkhorn.full <= sinkhorn.upper).all())
+    assert measure_classes(*pair, LabelMetric()).lower is None
+
+
+def test_the_nearest_class_is_told_both_ways():
+    table = ClassDistances(XX, XY[:, ::-1].copy(), YY, ("a", "b"), ("c", "d", "e"))
+    # [[5, 3, 1], [8, 6, 4]]
+    assert table.nearest() == (
+        ("source", "a", "e", 1.0),
+        ("source", "b", "e", 4.0),
+        ("target", "c", "a", 5.0),
+        ("target", "d", "a", 3.0),
+        ("target", "e", "a", 1.0),
+    )
+    assert [row.nearest for row in ClassDistances(XX, XY, YY).nearest()] == [
+        "0",
+        "0",
+        "0",
+        "0",
+        "0",
+    ]
+
+
 def test_rounding_is_no_error():
     noisy = XX + np.array([[-1e-7, 1e-6], [0, 0]])
     assert float(ClassDistances(noisy, XY, YY).xx[0, 0]) == -1e-7

@@ -1,134 +1,193 @@
-"""Debiased entropic transport between classes: limits, invariances, an independent solver."""
+"""Debiased entropic transport between classes: limits, invariances, independent solvers."""
 
 from __future__ import annotations
 
-import numpy as np
+import random
+
 import pytest
 import torch
-from scipy.spatial.distance import cdist
+from sinkhorn_cases import make_clouds, pair_by_pair, pot_divergence, table_of
 
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.labels import sinkhorn_pairs
-from otdd_flash.labels.methods import LabelMetric, measure_classes
-from otdd_flash.samples import LabeledSamples
-
-
-def entropic(epsilon, tolerance=1e-8):
-    return LabelMetric("sinkhorn", epsilon=epsilon, tolerance=tolerance)
-
-
-def pot_divergence(one, two, epsilon):
-    """S_eps from POT's plans, each valued as <P, C> + eps KL(P | a b^T)."""
-    ot = pytest.importorskip("ot")
-
-    def cost_of(x, y):
-        cost = cdist(x, y, "sqeuclidean")
-        a, b = np.full(len(x), 1 / len(x)), np.full(len(y), 1 / len(y))
-        plan = ot.bregman.sinkhorn_log(a, b, cost, epsilon, numItermax=5_000, stopThr=1e-8)
-        return (plan * cost).sum() + epsilon * (plan * np.log(plan / np.outer(a, b))).sum()
-
-    return cost_of(one, two) - cost_of(one, one) / 2 - cost_of(two, two) / 2
-
-
-def points_of(samples, index):
-    return samples.features[samples.labels == index].numpy()
+from otdd_flash.labels import sinkhorn_pairs, stored_terms
+from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.exact import exact_distances
+from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 
 
 @pytest.fixture
-def pair(blobs):
-    return blobs((9, 14), 3), blobs((12, 9, 5), 3, seed=1)
+def clouds():
+    return make_clouds((9, 14, 12, 5, 1))
 
 
-def test_every_pair_matches_pot(pair):
-    table = measure_classes(*pair, entropic(2.0))
-    for i, j in np.ndindex(*table.xy.shape):
-        expected = pot_divergence(points_of(pair[0], i), points_of(pair[1], j), 2.0)
-        assert float(table.xy[i, j]) == pytest.approx(expected, rel=1e-6)
-    within = pot_divergence(points_of(pair[1], 0), points_of(pair[1], 2), 2.0)
-    assert float(table.yy[0, 2]) == pytest.approx(within, rel=1e-6)
+def with_points(cloud, points):
+    return ClassCloud(cloud.name, points, cloud.weights)
 
 
-def test_symmetric_with_zero_diagonal(pair):
-    table = measure_classes(*pair, entropic(0.3)).full
-    assert torch.equal(table, table.T)
-    assert torch.equal(table.diagonal(), torch.zeros(5, dtype=torch.float64))
+def test_every_pair_matches_pot(clouds):
+    pytest.importorskip("ot")
+    pairs = all_pairs(5)
+    values = sinkhorn_distances(clouds, pairs, 2.0, 1e-9).values
+    for (i, j), value in zip(pairs.tolist(), values.tolist(), strict=True):
+        assert value == pytest.approx(pot_divergence(clouds[i], clouds[j], 2.0), rel=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 1.0, 100.0])
+def test_every_pair_matches_a_solve_of_its_own(epsilon):
+    clouds = make_clouds((1, 3, 17, 40, 70), dim=6, weighted=True, spread=1.5)
+    pairs = all_pairs(5)
+    found = sinkhorn_distances(clouds, pairs, epsilon, 1e-6)
+    for index, (i, j) in enumerate(pairs.tolist()):
+        expected = pair_by_pair(clouds[i], clouds[j], epsilon, 1e-6)
+        assert float(found.values[index]) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        assert float(found.lower[index]) - 1e-7 <= expected <= float(found.upper[index]) + 1e-7
+
+
+def test_positive_between_different_classes(clouds):
+    table = table_of(clouds, 0.3)
     assert float((table + torch.eye(5)).min()) > 0
 
 
-def test_small_epsilon_is_exact_and_large_epsilon_is_means(pair):
-    small = measure_classes(*pair, entropic(0.003, 1e-4)).full
-    exact = measure_classes(*pair, LabelMetric("exact")).full
+def test_the_order_of_a_pair_of_the_list_and_of_the_classes_does_not_matter(clouds):
+    pairs = all_pairs(5)
+    first = sinkhorn_distances(clouds, pairs, 0.3)
+    order = torch.tensor(random.Random(0).sample(range(len(pairs)), len(pairs)))
+    back = torch.tensor([4, 2, 0, 1, 3])
+    moved = [clouds[k] for k in back.argsort().tolist()]
+    second = sinkhorn_distances(moved, back[pairs[order]].flip(1), 0.3)
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one[order], two)
+
+
+def test_a_pair_does_not_depend_on_the_others_to_the_last_bit():
+    """Whatever is solved beside it, in groups of any size and on any number of threads."""
+    clouds = make_clouds((1, 2, 16, 17, 40, 45, 64, 65, 100, 257), dim=7, weighted=True)
+    pairs = all_pairs(10)
+    threads = torch.get_num_threads()
+    draw = random.Random(1)
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            together = sinkhorn_distances(clouds, pairs, 0.3)
+            for size in (1, 1, 2, 7, 20):
+                chosen = torch.tensor(draw.sample(range(len(pairs)), size))
+                apart = sinkhorn_distances(clouds, pairs[chosen], 0.3)
+                for one, two in zip(together, apart, strict=True):
+                    assert torch.equal(one[chosen], two)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_classes_of_equal_content_are_at_zero(clouds):
+    """In any order of their points and in any precision; nothing is solved for them."""
+    twin = with_points(clouds[1], clouds[1].points.flip(0))
+    found = sinkhorn_distances([*clouds, twin], torch.tensor([[5, 1], [5, 0], [1, 0]]), 0.1)
+    assert [float(part[0]) for part in found] == [0.0, 0.0, 0.0]
+    for part in found:
+        assert part[1] == part[2]
+    alone = sinkhorn_distances([clouds[1], twin], all_pairs(2), 0.1)
+    assert [float(part) for part in alone] == [0.0, 0.0, 0.0]
+
+
+def test_no_pairs(clouds):
+    found = sinkhorn_distances(clouds, torch.empty(0, 2, dtype=torch.int64), 0.1)
+    assert [len(part) for part in found] == [0, 0, 0]
+
+
+def test_small_epsilon_is_exact_and_large_epsilon_is_means(clouds):
+    pairs = all_pairs(5)
+    exact = exact_distances(clouds, pairs).values
+    small = sinkhorn_distances(clouds, pairs, 0.003, 1e-4).values
     torch.testing.assert_close(small, exact, rtol=0.01, atol=0.01)
-    large = measure_classes(*pair, entropic(1e6)).full
-    torch.testing.assert_close(
-        large, measure_classes(*pair, LabelMetric("means")).full, rtol=1e-3, atol=1e-3
-    )
+    means = torch.stack([cloud.points.mean(0) for cloud in clouds])
+    apart = (means[pairs[:, 0]] - means[pairs[:, 1]]).square().sum(1)
+    large = sinkhorn_distances(clouds, pairs, 1e6).values
+    torch.testing.assert_close(large, apart, rtol=1e-3, atol=1e-3)
 
 
-def test_moving_and_scaling(pair):
+def test_moving_turning_scaling_and_shuffling(clouds):
+    turn, _ = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(3)))
     moved = [
-        LabeledSamples(3 * samples.features + 7, samples.labels, samples.class_names)
-        for samples in pair
+        with_points(cloud, (3 * cloud.points @ turn.double() + 700).flip(0)) for cloud in clouds
     ]
-    shuffled = [samples.take(torch.arange(len(samples)).flip(0)) for samples in moved]
+    expected = 9 * table_of(clouds, 0.4, 1e-8)
+    torch.testing.assert_close(table_of(moved, 9 * 0.4, 1e-8), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_whole_weights_count_as_repetitions(clouds):
+    repeats = torch.arange(len(clouds[1])) % 3 + 1
+    weighted = ClassCloud("weighted", clouds[1].points, repeats / repeats.sum().double())
+    repeated = with_points(clouds[1], torch.repeat_interleave(clouds[1].points, repeats, 0))
     torch.testing.assert_close(
-        measure_classes(*shuffled, entropic(9 * 0.4)).full,
-        9 * measure_classes(*pair, entropic(0.4)).full,
+        table_of([weighted, clouds[0], clouds[4]], 0.5, 1e-8),
+        table_of([repeated, clouds[0], clouds[4]], 0.5, 1e-8),
         rtol=1e-6,
         atol=1e-8,
     )
 
 
-def test_whole_weights_count_as_repetitions(pair):
-    samples, other = pair
-    repeats = torch.arange(len(samples)) % 3 + 1
-    repeated = samples.take(torch.repeat_interleave(torch.arange(len(samples)), repeats))
-    weighted = LabeledSamples(samples.features, samples.labels, samples.class_names, repeats)
-    torch.testing.assert_close(
-        measure_classes(weighted, other, entropic(0.5)).full,
-        measure_classes(repeated, other, entropic(0.5)).full,
-        rtol=1e-6,
-        atol=1e-8,
-    )
-
-
-def test_the_inner_sinkhorn_is_not_debiased_so_a_dataset_differs_from_itself(pair):
+def test_the_inner_sinkhorn_is_not_debiased_so_a_dataset_differs_from_itself(clouds):
     """Every sample twice is the same measure; without self terms it is far from itself."""
-    samples = pair[0]
-    twice = samples.take(torch.arange(len(samples)).repeat(2))
-    table = measure_classes(samples, twice, entropic(1.0, 1e-6))
-    assert float(table.xy.diagonal().abs().max()) < 1e-6
-    assert measure_classes(samples, samples, entropic(1.0)).xy.diagonal().tolist() == [0.0, 0.0]
+    twice = with_points(clouds[0], clouds[0].points.repeat(2, 1))
+    found = sinkhorn_distances([clouds[0], twice], all_pairs(2), 1.0, 1e-6)
+    assert float(found.values) < 1e-6
+    assert float(found.lower) <= 0 <= float(found.upper)
 
 
-def test_self_terms_are_solved_once_per_distinct_class(pair, monkeypatch):
+def test_single_precision_classes_far_from_the_origin():
+    """Differences, not coordinates, decide: 1e4 from the origin at scale 1."""
+    clouds = make_clouds((20, 30), dim=5)
+    far = [with_points(cloud, (cloud.points.float() + 1e4)) for cloud in clouds]
+    near = [with_points(cloud, cloud.points.double() - 1e4) for cloud in far]
+    torch.testing.assert_close(table_of(far, 0.2), table_of(near, 0.2), rtol=1e-9, atol=0)
+
+
+def test_self_terms_are_solved_once_per_distinct_class(clouds, monkeypatch):
     solved = []
-    solve = sinkhorn_pairs.solve_symmetric
+    solve = stored_terms.solve_self_terms
 
-    def counting(operator, *args, **kwargs):
-        solved.append(operator.shape)
-        return solve(operator, *args, **kwargs)
+    def counting(segments, *args):
+        solved.extend(int((masses > 0).sum()) for masses in segments.masses[0])
+        return solve(segments, *args)
 
-    monkeypatch.setattr(sinkhorn_pairs, "solve_symmetric", counting)
-    measure_classes(*pair, entropic(1.0, 1e-3))
-    assert solved == [(9, 9), (14, 14), (12, 12), (9, 9), (5, 5)]
-    solved.clear()
-    measure_classes(pair[0], pair[0], entropic(1.0, 1e-3))
-    assert solved == [(9, 9), (14, 14)]
+    monkeypatch.setattr(stored_terms, "solve_self_terms", counting)
+    twin = with_points(clouds[0], clouds[0].points.flip(0))
+    sinkhorn_distances([*clouds, twin], all_pairs(6), 1.0)
+    assert sorted(solved) == [1, 5, 9, 12, 14]
 
 
-def test_stopping_early_is_said(pair, monkeypatch):
+def test_stopping_early_is_said(clouds, monkeypatch):
     options = sinkhorn_pairs.SolverOptions
     monkeypatch.setattr(
         sinkhorn_pairs,
         "SolverOptions",
         lambda tolerance: options(tolerance=tolerance, max_iterations=2),
     )
-    with pytest.warns(NotConvergedWarning, match=r"after 2 iterations for '0' of blobs.* \d more"):
-        measure_classes(*pair, entropic(0.1))
+    with pytest.warns(NotConvergedWarning, match=r"after 2 iterations for class \d.* \d more"):
+        found = sinkhorn_distances(clouds, all_pairs(5), 0.01)
+    assert bool((found.lower <= found.upper).all())
 
 
-def test_classes_too_large_are_refused(pair, monkeypatch):
-    monkeypatch.setattr(sinkhorn_pairs, "MAX_PAIRS_OF_POINTS", 100)
-    with pytest.raises(InputError, match=r"'1' of blobs has 14 samples, more than the 10 it takes"):
-        measure_classes(*pair, entropic(1.0))
+def test_a_pair_too_large_to_store_is_streamed(clouds, monkeypatch):
+    expected = sinkhorn_distances(clouds, all_pairs(5), 0.5, 1e-7)
+    monkeypatch.setattr(stored_terms, "MOST_STORED", 200)
+    found = sinkhorn_distances(clouds, all_pairs(5), 0.5, 1e-7)
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-7, atol=1e-9)
+    assert not torch.equal(found.values, expected.values)
+
+
+def test_a_tolerance_below_rounding_is_refused(clouds):
+    with pytest.raises(InputError, match=r"too tight for float64 at epsilon=1e-13.*raise"):
+        sinkhorn_distances(clouds, all_pairs(5), 1e-13)
+
+
+def test_progress_counts_pairs(clouds):
+    told = []
+    twin = with_points(clouds[0], clouds[0].points.flip(0))
+    sinkhorn_distances(
+        [*clouds, twin], all_pairs(6), 0.1, progress=lambda done, total: told.append((done, total))
+    )
+    assert [total for _, total in told] == [15] * len(told)
+    assert told == sorted(set(told))
+    assert told[-1] == (15, 15)

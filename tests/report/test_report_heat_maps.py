@@ -21,7 +21,11 @@ from otdd_flash.report.cell_numbers import (
     relative_luminance,
     with_unit,
 )
-from otdd_flash.report.class_pictures import draw_class_coupling, draw_class_distances
+from otdd_flash.report.class_pictures import (
+    draw_class_coupling,
+    draw_class_distances,
+    draw_joint_class_distances,
+)
 from otdd_flash.report.page import DPI, fit, measure, new_figure, shorten
 
 WORDS = ("T-shirt/top", "0", "price in $ and $", "a class name that goes on and on", "two\nlines")
@@ -68,7 +72,7 @@ def overlap(first: Text, second: Text) -> bool:
 @pytest.mark.parametrize(
     "sizes", [(1, 1), (2, 2), (1, 10), (10, 10), (40, 3), (2, 300), (300, 300)]
 )
-@pytest.mark.parametrize("picture", ["distances", "coupling"])
+@pytest.mark.parametrize("picture", ["distances", "coupling", "joint"])
 def test_every_text_is_on_the_page_and_none_overlap(
     figures: list[Figure], tmp_path: Path, sizes: tuple[int, int], picture: str
 ) -> None:
@@ -76,6 +80,10 @@ def test_every_text_is_on_the_page_and_none_overlap(
     datasets = ("FashionMNIST of the training split", "USPS")
     if picture == "distances":
         draw_class_distances(distances(sum(sizes)), classes, datasets, path)
+    elif picture == "joint":
+        classes = (*classes, names(3), classes[0])
+        sizes = (*sizes, 3, sizes[0])
+        draw_joint_class_distances(distances(sum(sizes)), classes, (*datasets, "a", "b"), path)
     else:
         mass = torch.rand(sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         draw_class_coupling(mass / mass.sum(), classes, datasets, path)
@@ -102,6 +110,22 @@ def test_every_text_is_on_the_page_and_none_overlap(
     assert not any(text.get_parse_math() for text in outer if "$" in text.get_text())
     rows = len(axes.get_yticklabels())
     assert rows >= min(60, sizes[0] if picture == "coupling" else sum(sizes))
+
+
+def test_classes_are_shown_in_the_order_asked_for(figures: list[Figure], tmp_path: Path) -> None:
+    classes, orders = (("a", "b"), ("c", "d", "e")), [[1, 0], [2, 0, 1]]
+    table = torch.arange(25.0).reshape(5, 5)
+    draw_class_distances(table, classes, ("x", "y"), tmp_path / "p.png", orders=orders)
+    draw_class_coupling(table[:2, :3], classes, ("x", "y"), tmp_path / "p.png", orders=orders)
+    rows = [1, 0, 4, 2, 3]
+    for figure, expected, across in (
+        (figures[0], table[rows][:, rows], "baecd"),
+        (figures[1], 100 * table[[1, 0]][:, [2, 0, 1]], "ecd"),
+    ):
+        (image,) = figure.axes[0].get_images()
+        np.testing.assert_array_equal(image.get_array(), expected.double())
+        assert "".join(t.get_text() for t in figure.axes[0].get_xticklabels()) == across
+        assert "".join(t.get_text() for t in figure.axes[0].get_yticklabels())[:2] == "ba"
 
 
 def test_cells_show_the_values_and_hide_empty_ones(figures: list[Figure], tmp_path: Path) -> None:

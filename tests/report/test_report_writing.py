@@ -4,9 +4,12 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from otdd_flash.errors import InputError
+from otdd_flash.report import writing
 from otdd_flash.report.writing import write_report
 from otdd_flash.samples import LabeledSamples
 
@@ -15,13 +18,25 @@ ALL = {
     "class_distances.png",
     "class_coupling.csv",
     "class_coupling.png",
+    "nearest_classes.csv",
     "projection.png",
 }
 
 
 @dataclass(frozen=True)
+class Near:
+    side: str
+    name: str
+    nearest: str
+    distance: float
+
+
+@dataclass(frozen=True)
 class Table:
     full: Tensor
+
+    def nearest(self) -> list[Near]:
+        return [Near("source", "a,b", "d", 0.1), Near("target", "d", "a,b", 1 / 3)]
 
 
 @dataclass(frozen=True)
@@ -54,8 +69,35 @@ def test_a_report_has_all_its_files(tmp_path: Path) -> None:
         header, *body = csv.reader(lines)
     assert header == ["class", "source:a,b", "source:c", "target:a,b", "target:d", "target:e"]
     assert [[float(cell) for cell in row[1:]] for row in body] == full.tolist()
+    nearest = (tmp_path / "run" / "nearest_classes.csv").read_text()
+    assert nearest.splitlines()[1:] == ['source,"a,b",d,0.1', 'target,d,"a,b",0.3333333333333333']
     with (tmp_path / "run" / "class_coupling.csv").open(newline="") as lines:
         assert [row[0] for row in csv.reader(lines)] == ["source\\target", "a,b", "c"]
+
+
+def test_pictures_are_in_the_order_asked_for_and_tables_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = {}
+    for name in ("draw_class_distances", "draw_class_coupling"):
+        monkeypatch.setattr(
+            writing, name, lambda *_, name=name, orders: drawn.setdefault(name, orders)
+        )
+    points = torch.tensor([[5.0], [0.0], [4.0], [0.5], [4.5], [1.0]]).double()
+    names = ("a", "b", "c"), ("d", "e", "f")
+    result = Result(
+        samples(names[0]),
+        samples(names[1]),
+        names,
+        Table(torch.cdist(points, points) ** 2),
+        torch.full((3, 3), 1 / 9, dtype=torch.float64),
+    )
+    write_report(result, tmp_path, order="hierarchical")
+    assert drawn["draw_class_distances"] in ([[1, 2, 0], [0, 2, 1]], [[0, 2, 1], [1, 2, 0]])
+    assert drawn["draw_class_coupling"] == drawn["draw_class_distances"]
+    assert (tmp_path / "class_distances.csv").read_text().startswith("class,source:a,source:b,")
+    with pytest.raises(InputError, match=r"unknown report.order 'best'; choose one of: given"):
+        write_report(result, tmp_path, order="best")
 
 
 def test_unlabelled_data_have_only_a_projection(tmp_path: Path) -> None:

@@ -1,0 +1,212 @@
+"""The Sinkhorn half-step of many small transport problems in one launch.
+
+A segment is a problem between two classes of one pool of points. For its rows i and columns j,
+
+    h_i + log2 s_i = log2 sum_j 2^(x_i . y_j scale + log2 b_j + g_j log2(e) / epsilon)
+
+with the segment's own potential g (m,), epsilon and scale. Points are those of a class without its
+mean: a product x_i . y_j is all of ||x_i - y_j||^2 that does not depend on i or j alone, and what
+depends on one of them is left to the potentials.
+
+The pool holds each class in consecutive rows. A tile that reaches past its class reads points of
+the next one, which count for nothing: their columns have no mass, their rows are not stored. So
+nothing is padded but the end of the pool, and a potential takes as much memory as its class.
+
+One program owns a block of rows of a segment and a range of its columns; a segment that is not
+active ends at once. The sums of the ranges are left to `segmented_update`. The ranges depend on the
+segment alone, so its numbers do not change with the segments beside it. Coordinates and the flat
+loop are those of `half_step`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, load_step, narrow_tile, operand, tile_for
+
+# Columns of one range, whatever the tile.
+RANGE_COLUMNS = 2048
+# A problem between classes of at most so many points takes tiles of this size.
+SMALL = 64
+# Rows that a pool needs after its last point, and rows of hi parts after lo parts.
+OVERRUN = 256
+
+# Columns of a table of segments.
+ROW_START, ROWS, ROW_OFFSET, COLUMN_START, COLUMNS, COLUMN_OFFSET, PARTIAL, RANGES = range(8)
+
+
+@triton.jit
+def segmented_step_kernel(
+    x,  # (2 n, DIM) float16, blocks of BLOCK_M rows
+    y,  # the same, blocks of BLOCK_N rows
+    log2_masses_ptr,  # (n,) float32
+    potential_ptr,  # (entries,) float32
+    programs_ptr,  # (programs, 2) int32: segment, and which of its programs
+    segments_ptr,  # (S, 8) int64
+    active_ptr,  # (S,) int8
+    scales_ptr,  # (S, 2) float32: of products, of potentials
+    highest_ptr,  # (partial entries,) float32
+    sums_ptr,  # (partial entries,) float32
+    n,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RANGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """One program per range of columns of one block of BLOCK_M rows of a segment."""
+    i_segment = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
+    i_program = tl.load(programs_ptr + 2 * tl.program_id(0) + 1)
+    p_segment = segments_ptr + 8 * i_segment
+    row_start, rows = tl.load(p_segment).to(tl.int32), tl.load(p_segment + 1).to(tl.int32)
+    column_start, columns = tl.load(p_segment + 3).to(tl.int32), tl.load(p_segment + 4).to(tl.int32)
+    ranges = tl.load(p_segment + 7).to(tl.int32)
+    i_block, i_range = i_program // ranges, i_program % ranges
+    first = i_range * RANGE
+    blocks = tl.minimum(RANGE, tl.cdiv(columns, BLOCK_N) - first)
+    active = tl.load(active_ptr + i_segment)
+    blocks = tl.where(active != 0, blocks, 0)
+    stored_rows = tl.where(active != 0, rows, 0)
+    scale = tl.load(scales_ptr + 2 * i_segment)
+    potential_scale = tl.load(scales_ptr + 2 * i_segment + 1)
+    p_masses = log2_masses_ptr + column_start
+    p_potential = potential_ptr + tl.load(p_segment + 5)
+
+    STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    highest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for t in tl.range(0, blocks * STEPS, num_stages=STAGES):
+        column = (first + t // STEPS) * BLOCK_N
+        step = t % STEPS
+        b_x, b_y = load_step(
+            x, y, row_start + i_block * BLOCK_M, column_start + column, step, n, n,
+            DIM, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS,
+        )  # fmt: skip
+        scores = tl.dot(b_x, b_y.T, scores)  # (BLOCK_M, BLOCK_N)
+        if step == STEPS - 1:
+            o_column = column + tl.arange(0, BLOCK_N)
+            m_column = o_column < columns
+            bias = tl.load(p_masses + o_column, mask=m_column, other=-1e30)
+            bias += tl.load(p_potential + o_column, mask=m_column, other=0.0) * potential_scale
+            logits = scores * scale + bias[None, :]
+            raised = tl.maximum(highest, tl.max(logits, 1))
+            sums = sums * tl.exp2(highest - raised)
+            sums += tl.sum(tl.exp2(logits - raised[:, None]), 1)
+            highest = raised
+            scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_row = o_row < stored_rows
+    o_out = tl.load(p_segment + 6) + i_range.to(tl.int64) * rows + o_row
+    tl.store(highest_ptr + o_out, highest, mask=m_row)
+    tl.store(sums_ptr + o_out, sums, mask=m_row)
+
+
+class Pool(NamedTuple):
+    """The points of all classes, each without its class's mean, class after class.
+
+    Attributes:
+        coordinates: (2 n, d) float16, n rows of hi parts, then their lo parts; of each half the
+            last `OVERRUN` rows are padding, and d is padded to a multiple of 8.
+        log2_masses: (n,) float32.
+        masses: (n,) float64.
+    """
+
+    coordinates: Tensor
+    log2_masses: Tensor
+    masses: Tensor
+
+
+class Sums(NamedTuple):
+    """Sums over ranges of columns, (partial entries,) float32 each.
+
+    Attributes:
+        highest: the highest logit of a row in a range.
+        sums: of the exponentials of base 2, so shifted.
+    """
+
+    highest: Tensor
+    sums: Tensor
+
+
+def segment_tile(dim: int, parts: int, small: bool, device: torch.device) -> tuple[int, Tile]:
+    """Rows of a tile, and the tile."""
+    if not small:
+        return BLOCK_ROWS, tile_for(dim * parts, device)
+    return SMALL, narrow_tile(device)._replace(columns=SMALL)
+
+
+def ranges_of(columns: Tensor) -> Tensor:
+    """How many ranges segments have, given their numbers of columns."""
+    return (columns + RANGE_COLUMNS - 1) // RANGE_COLUMNS
+
+
+def programs_of(table: Tensor, small: bool) -> Tensor:
+    """The programs (P, 2) int32 of a table of segments (S, 8)."""
+    height = SMALL if small else BLOCK_ROWS
+    counts = (table[:, ROWS] + height - 1) // height * table[:, RANGES]
+    segments = torch.arange(len(table), device=table.device)
+    owners = torch.repeat_interleave(segments, counts)
+    starts = (counts.cumsum(0) - counts)[owners]
+    index = torch.arange(len(owners), device=table.device) - starts
+    return torch.stack((owners, index), 1).to(torch.int32)
+
+
+def segmented_step(
+    pool: Pool,
+    parts: int,
+    small: bool,
+    programs: Tensor,
+    table: Tensor,
+    active: Tensor,
+    scales: Tensor,
+    potential: Tensor,
+    out: Sums,
+) -> None:
+    """Sums of all rows of all active segments over each range of their columns.
+
+    Args:
+        pool: the points.
+        parts: 1 product of hi parts, or 3 products of hi and lo parts.
+        small: whether no class has more than `SMALL` points.
+        programs: of `programs_of`.
+        table: (S, 8) int64 with the columns named above: where in the pool a segment's rows and
+            columns start and how many they are, where their potentials start, where its sums
+            start in `out`, and its number of ranges.
+        active: (S,) bool, segments to work on.
+        scales: (S, 2) float32, log2(e) / epsilon times the factor of products and times 1.
+        potential: (entries,) float32, of the columns.
+        out: overwritten for active segments.
+    """
+    coordinates = pool.coordinates
+    dim = coordinates.shape[1]
+    height, tile = segment_tile(dim, parts, small, coordinates.device)
+    segmented_step_kernel[(len(programs),)](
+        operand(coordinates, height, tile),
+        operand(coordinates, tile.columns, tile),
+        pool.log2_masses,
+        potential,
+        programs,
+        table,
+        active.to(torch.int8),
+        scales,
+        *out,
+        coordinates.shape[0] // 2,
+        DIM=dim,
+        PARTS=parts,
+        BLOCK_M=height,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        RANGE=RANGE_COLUMNS // tile.columns,
+        STAGES=tile.stages,
+        DESCRIPTORS=tile.descriptors,
+        num_warps=tile.warps,
+    )

@@ -1,0 +1,129 @@
+"""tr (S_i^1/2 S_j S_i^1/2)^1/2 of pairs of covariances, from factors S = F^T F, in batches.
+
+It is the nuclear norm of F_i F_j^T: with polar decompositions F = U S^1/2 that product is
+U_i (S_i^1/2 S_j^1/2) U_j^T, whose singular values are those of S_i^1/2 S_j^1/2. No matrix square
+root is taken, and rank-deficient classes are nothing special.
+
+The gradient in F_i is P F_j, and in F_j it is P^T F_i, with P the polar factor of F_i F_j^T. Where
+the product loses rank the norm has a kink, and P leaves the lost directions out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from otdd_flash.labels.nuclear_norm import by_products, nuclear_norms, polar_factors
+from otdd_flash.labels.pair_chunks import chunk_size, equal_chunks
+from otdd_flash.labels.pairs import Progress
+
+
+def fidelities(
+    factors: Sequence[Tensor], pairs: Tensor, progress: Progress | None = None
+) -> Tensor:
+    """Nuclear norms (P,) of F_i F_j^T, differentiable in the factors.
+
+    Args:
+        factors: V matrices (r_c, d) float64.
+        pairs: (P, 2) int64 on the CPU, P >= 1.
+        progress: called with the number of pairs done and their total.
+    """
+    rows = torch.tensor([factor.shape[0] for factor in factors])
+    stacks, places = _stacked(factors, rows)
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, len(pairs))
+
+    device = factors[0].device
+    order, values = [], []
+    for (fewer, more), positions, chosen in _groups_of_equal_shape(rows, pairs):
+        local = places[chosen].to(device)
+        order.append(positions)
+        values.append(_Fidelities.apply(stacks[fewer], stacks[more], local, report))
+    back = torch.argsort(torch.cat(order))
+    return torch.cat(values)[back.to(device)]
+
+
+def _stacked(factors: Sequence[Tensor], rows: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+    """Factors of r rows as one (k, r, d) for every r, and the place of every class in its own."""
+    stacks = {}
+    places = torch.empty_like(rows)
+    for count in torch.unique(rows).tolist():
+        members = torch.nonzero(rows == count).squeeze(1)
+        stacks[count] = torch.stack([factors[index] for index in members.tolist()])
+        places[members] = torch.arange(len(members))
+    return stacks, places
+
+
+def _groups_of_equal_shape(
+    rows: Tensor, pairs: Tensor
+) -> Iterator[tuple[tuple[int, int], Tensor, Tensor]]:
+    """For every two numbers of rows: the positions of their pairs, and these, fewer rows first.
+
+    The number of groups depends on the sizes of classes, not on how many there are.
+    """
+    swap = rows[pairs[:, 0]] > rows[pairs[:, 1]]
+    pairs = torch.where(swap.unsqueeze(1), pairs.flip(1), pairs)
+    fewer, more = rows[pairs].unbind(1)
+    base = int(rows.max()) + 1
+    keys, inverse, counts = torch.unique(
+        fewer * base + more, return_inverse=True, return_counts=True
+    )
+    groups = torch.split(torch.argsort(inverse, stable=True), counts.tolist())
+    for key, positions in zip(keys.tolist(), groups, strict=True):
+        yield divmod(key, base), positions, pairs[positions]
+
+
+class _Fidelities(torch.autograd.Function):
+    """||F_i G_j||_* for F (k, r, d), G (l, s, d) and indices (P, 2) of their matrices.
+
+    Only F and G are kept for the gradient; products and polar factors live for one chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, left: Tensor, right: Tensor, pairs: Tensor, report: Callable[[int], None]
+    ) -> Tensor:
+        ctx.save_for_backward(left, right, pairs)
+        values = left.new_empty(len(pairs))
+        start = 0
+        for count, chunk in equal_chunks(pairs, _chunk_size(left, right)):
+            first, second = chunk.unbind(1)
+            products = left.index_select(0, first) @ right.index_select(0, second).mT
+            if not by_products(products):
+                # LAPACK goes from matrix to matrix, and copies need not be decomposed.
+                products = products[:count]
+            values[start : start + count] = nuclear_norms(products)[:count]
+            start += count
+            report(count)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        left, right, pairs = ctx.saved_tensors
+        gradient_left, gradient_right = torch.zeros_like(left), torch.zeros_like(right)
+        size = _chunk_size(left, right)
+        for chunk, weights in zip(
+            torch.split(pairs, size), torch.split(gradient, size), strict=True
+        ):
+            first, second = chunk.unbind(1)
+            ours, theirs = left.index_select(0, first), right.index_select(0, second)
+            polar = polar_factors(ours @ theirs.mT) * weights.reshape(-1, 1, 1)
+            gradient_left.index_add_(0, first, polar @ theirs)
+            gradient_right.index_add_(0, second, polar.mT @ ours)
+        return gradient_left, gradient_right, None, None
+
+
+def _chunk_size(left: Tensor, right: Tensor) -> int:
+    rows, more_rows, dim = left.shape[1], right.shape[1], left.shape[2]
+    # The two factors, and the product with what its decomposition needs beside it.
+    return chunk_size((rows + more_rows) * dim + 3 * rows * more_rows, left.device)

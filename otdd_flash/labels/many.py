@@ -1,0 +1,265 @@
+"""Class-to-class distances W over the classes of several datasets, measured once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.labels.classes import merge_identical, pool
+from otdd_flash.labels.measuring import measure_pairs
+from otdd_flash.labels.metric import LabelMetric
+from otdd_flash.labels.npz_file import read_arrays, write_arrays
+from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs
+from otdd_flash.labels.small_classes import drop_small_classes
+from otdd_flash.labels.table import ClassDistances
+from otdd_flash.samples import LabeledSamples
+
+UNLABELLED_CLASS = "all"
+
+
+@dataclass(frozen=True, eq=False)
+class JointClassDistances:
+    """Squared 2-Wasserstein distances between all classes of K datasets, ground cost ||.||^2.
+
+    Attributes:
+        full: (V, V) float64, V the number of classes in all; symmetric, 0 on the diagonal and
+            between classes of equal content.
+        datasets: K names, made distinct by numbers where datasets share one.
+        class_names: for each dataset the names of its classes, which are its rows of the table.
+        lower: (V, V) lower bounds, where a method gives them; else None.
+        upper: (V, V) upper bounds.
+    """
+
+    full: Tensor
+    datasets: tuple[str, ...]
+    class_names: tuple[tuple[str, ...], ...]
+    lower: Tensor | None = None
+    upper: Tensor | None = None
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """K + 1 row numbers: dataset k has the rows offsets[k] to offsets[k + 1]."""
+        return (0, *accumulate(len(names) for names in self.class_names))
+
+    def between(self, first: int, second: int) -> ClassDistances:
+        """The table of two of the datasets, by their places in the list.
+
+        Raises:
+            InputError: there is no such place.
+        """
+        for place in (first, second):
+            if not 0 <= place < len(self.datasets):
+                raise InputError(
+                    f"there is no dataset {place}; the table has {len(self.datasets)}, counted "
+                    f"from 0: {', '.join(self.datasets)}"
+                )
+        rows = torch.cat([torch.arange(*self.offsets[k : k + 2]) for k in (first, second)])
+        lower, upper = (
+            None if table is None else table[rows][:, rows] for table in (self.lower, self.upper)
+        )
+        return ClassDistances.from_full(
+            self.full[rows][:, rows],
+            len(self.class_names[first]),
+            self.class_names[first],
+            self.class_names[second],
+            lower=lower,
+            upper=upper,
+        )
+
+    def named_for(self, datasets: Sequence[LabeledSamples]) -> JointClassDistances:
+        """The table of the classes that these datasets have, dataset by dataset, class by name.
+
+        Raises:
+            InputError: there are more or fewer datasets, or one has a class without a row.
+        """
+        if len(datasets) != len(self.datasets):
+            raise InputError(
+                f"the given class distances are about {len(self.datasets)} datasets "
+                f"({', '.join(self.datasets)}), but there are {len(datasets)}"
+            )
+        rows: list[int] = []
+        for samples, known, start in zip(datasets, self.class_names, self.offsets, strict=False):
+            missing = [name for name in class_names(samples) if name not in known]
+            if missing:
+                raise InputError(
+                    f"the given class distances have no class {', '.join(missing[:12])} of "
+                    f"{samples.name}; they have {', '.join(known[:12])}"
+                )
+            rows += [start + known.index(name) for name in class_names(samples)]
+        bounds = (
+            None if table is None else table[rows][:, rows] for table in (self.lower, self.upper)
+        )
+        return _joint(datasets, self.full[rows][:, rows], *bounds)
+
+    def save(self, path: str | Path) -> None:
+        """Write an npz with keys full, offsets, datasets, class_names and, where known, bounds.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        parts = {
+            "full": self.full,
+            "offsets": self.offsets,
+            "datasets": self.datasets,
+            "class_names": [name for names in self.class_names for name in names],
+            "lower": self.lower,
+            "upper": self.upper,
+        }
+        write_arrays(path, {key: part for key, part in parts.items() if part is not None})
+
+    @classmethod
+    def load(cls, path: str | Path) -> JointClassDistances:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: the file is missing or unreadable, or not such a table.
+        """
+        needed = ("full", "offsets", "datasets", "class_names")
+        arrays = read_arrays(path, needed, "JointClassDistances.save")
+        names, datasets = (
+            tuple(str(name) for name in np.atleast_1d(arrays[key]))
+            for key in ("class_names", "datasets")
+        )
+        offsets = np.atleast_1d(arrays["offsets"]).tolist()
+        full, lower, upper = (
+            torch.as_tensor(arrays[key]).double() if key in arrays else None
+            for key in ("full", "lower", "upper")
+        )
+        assert full is not None
+        square = (len(names), len(names))
+        counted = offsets[-1] == len(names) and len(offsets) == len(datasets) + 1
+        if not counted or any(t is not None and t.shape != square for t in (full, lower, upper)):
+            raise InputError(
+                f"{path}: the tables, names and offsets do not count the same classes; "
+                "JointClassDistances.save writes such files"
+            )
+        groups = tuple(names[start:end] for start, end in pairwise(offsets))
+        return cls(full, datasets, groups, lower, upper)
+
+
+def class_distances(
+    datasets: Sequence[LabeledSamples],
+    labels: str | LabelMetric = "gaussian",
+    *,
+    min_class_size: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> JointClassDistances:
+    """Distances between all classes of several datasets, every pair of classes measured once.
+
+    Args:
+        datasets: K labelled datasets of one dimension.
+        labels: how to measure, a method's name or a `LabelMetric`; any method but `given`.
+        min_class_size: drop classes with fewer samples, with a notice.
+        cache_dir: keep distances in a database in this folder, by the classes' content, and do not
+            measure again what it holds; None keeps none.
+        progress: called with the number of pairs of classes done and their total.
+
+    Returns:
+        The whole table; `between(i, j)` is that of two of the datasets.
+
+    Raises:
+        InputError: not a list of datasets, labels are missing, the dimensions differ, or a class is
+            too small or too large for the method.
+    """
+    metric = LabelMetric.of(labels)
+    check_datasets(datasets)
+    kept = [drop_small_classes(samples, min_class_size) for samples in datasets]
+    return measure_all(kept, metric, cache_dir=cache_dir, progress=progress)
+
+
+def measure_all(
+    datasets: Sequence[LabeledSamples],
+    metric: LabelMetric,
+    *,
+    device: torch.device | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> JointClassDistances:
+    """`class_distances` of datasets in which every class has samples of positive weight.
+
+    With a `device`, measured there instead of where the samples are.
+
+    Raises:
+        InputError: as there, or a class is empty.
+    """
+    if metric.method == "given":
+        raise InputError(
+            "labels=given is the table of two datasets and measures nothing; choose a method, or "
+            "pass a table of class_distances([...]) on as class_distances="
+        )
+    if metric.method == "none":
+        count = sum(len(class_names(samples)) for samples in datasets)
+        return _joint(datasets, torch.zeros(count, count, dtype=torch.float64))
+    clouds, _ = pool([s if device is None else s.to(device) for s in datasets])
+    distinct, index = merge_identical(clouds)
+    pairs = all_pairs(len(distinct))
+    found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)
+    tables = [_table(values, pairs, len(distinct))[index][:, index] for values in _bounded(found)]
+    return _joint(datasets, *tables)
+
+
+def class_names(samples: LabeledSamples) -> tuple[str, ...]:
+    """The class names, of which unlabelled samples have one."""
+    return samples.class_names if samples.labels is not None else (UNLABELLED_CLASS,)
+
+
+def check_datasets(datasets: Sequence[LabeledSamples], at_least: int = 1) -> None:
+    """Raise an `InputError` unless this is a list of that many datasets."""
+    if not isinstance(datasets, Sequence):
+        raise InputError(
+            f"several datasets are given as a list, [source, target, ...], got "
+            f"{type(datasets).__name__}"
+        )
+    for place, samples in enumerate(datasets):
+        if not isinstance(samples, LabeledSamples):
+            raise InputError(
+                f"datasets must be LabeledSamples, but number {place} of the list is "
+                f"{type(samples).__name__}; otdd.embed(dataset, extractor) or "
+                "LabeledSamples.from_arrays makes them"
+            )
+    if len(datasets) < at_least:
+        raise InputError(
+            f"the list holds {len(datasets)} datasets, and at least {at_least} are needed"
+        )
+
+
+def _joint(
+    datasets: Sequence[LabeledSamples],
+    full: Tensor,
+    lower: Tensor | None = None,
+    upper: Tensor | None = None,
+) -> JointClassDistances:
+    names = tuple(class_names(samples) for samples in datasets)
+    return JointClassDistances(full, _distinct_names(datasets), names, lower, upper)
+
+
+def _distinct_names(datasets: Sequence[LabeledSamples]) -> tuple[str, ...]:
+    """The datasets' names, with their places behind those that several share."""
+    names = [samples.name for samples in datasets]
+    return tuple(
+        f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names)
+    )
+
+
+def _bounded(found: PairDistances) -> tuple[Tensor, ...]:
+    """Values, and bounds where they say more than the values."""
+    if torch.equal(found.lower, found.values) and torch.equal(found.upper, found.values):
+        return (found.values,)
+    return tuple(found)
+
+
+def _table(values: Tensor, pairs: Tensor, count: int) -> Tensor:
+    """(V, V), symmetric and zero on the diagonal, from one number per pair."""
+    table = torch.zeros(count, count, dtype=torch.float64)
+    one, two = pairs.unbind(1)
+    table[one, two] = table[two, one] = values
+    return table

@@ -1,0 +1,62 @@
+"""Tables of class distances as npz files, written whole or not at all."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from otdd_flash.errors import InputError
+from otdd_flash.files import replacing
+
+
+def write_arrays(path: str | Path, arrays: Mapping[str, Any]) -> None:
+    """Write named arrays; tensors, numbers and texts become NumPy's.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    # Through a handle, because numpy appends .npz to a path of any other ending.
+    with replacing(path) as partial, partial.open("wb") as file:
+        content: dict[str, Any] = {key: np.asarray(value) for key, value in arrays.items()}
+        np.savez(file, **content)
+
+
+def read_arrays(path: str | Path, needed: Sequence[str], writer: str) -> dict[str, Any]:
+    """All arrays of an npz file, by name.
+
+    Args:
+        path: the file.
+        needed: names that it has to have.
+        writer: what writes such files, for messages.
+
+    Raises:
+        InputError: the file is missing or unreadable, or lacks an array.
+    """
+    expected = f"class distances are an npz with arrays {_enumerated(needed)}, as {writer} writes"
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise InputError(f"{path} holds a single array; {expected}")
+        with archive:
+            arrays = {key: archive[key] for key in archive.files}
+    except FileNotFoundError:
+        raise InputError(f"no class distances at {path}: there is no such file") from None
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"cannot read class distances from {path} ({error}); {expected}") from None
+    missing = [key for key in needed if key not in arrays]
+    if missing:
+        raise InputError(
+            f"{path} has no array {', '.join(missing)} (it holds: "
+            f"{', '.join(arrays) or 'nothing'}); {expected}"
+        )
+    return arrays
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]

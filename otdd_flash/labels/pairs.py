@@ -1,0 +1,37 @@
+"""Pairs of classes, and what a method measures on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# progress(done, total): pairs measured, and pairs in all.
+Progress = Callable[[int, int], None]
+
+
+class PairDistances(NamedTuple):
+    """Squared distances of P pairs of classes, float64 on the CPU.
+
+    Attributes:
+        values: (P,) the distances.
+        lower: (P,) lower bounds; the values themselves where a method has no iteration to stop.
+        upper: (P,) upper bounds.
+    """
+
+    values: Tensor
+    lower: Tensor
+    upper: Tensor
+
+    @classmethod
+    def exactly(cls, values: Tensor) -> PairDistances:
+        """Distances without an interval."""
+        values = values.to("cpu", torch.float64)
+        return cls(values, values, values)
+
+
+def all_pairs(count: int) -> Tensor:
+    """(P, 2) int64: every unordered pair of `count` classes, the larger index first."""
+    return torch.tril_indices(count, count, offset=-1).T.contiguous()

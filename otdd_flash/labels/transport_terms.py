@@ -1,0 +1,96 @@
+"""OT_epsilon between many pairs of classes, as segmented problems.
+
+On a CUDA device Triton kernels iterate all pairs at once in float32; what float32 cannot bring to
+the tolerance, and everything on other devices, is solved in float64 in PyTorch. Which way a pair
+goes follows from its own classes, so its numbers do not depend on the pairs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from otdd_flash.devices import check_triton
+from otdd_flash.errors import InputError
+from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.stored_terms import solve_in_float64
+from otdd_flash.operators.segments import WeightedPoints
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.segmented import Finished, SegmentTerms
+from otdd_flash.solver.term import check_reachable
+
+if TYPE_CHECKING:
+    # Its kernels need Triton, which is not everywhere.
+    from otdd_flash.operators.class_pool import ClassPool
+
+
+class TermSolver:
+    """Solves the terms OT_epsilon between V classes, cost ||x - y||^2.
+
+    Args:
+        clouds: the classes.
+        epsilon: regularisation, in units of ||.||^2.
+        options: when a solve stops.
+    """
+
+    def __init__(
+        self, clouds: Sequence[ClassCloud], epsilon: float, options: SolverOptions
+    ) -> None:
+        self._epsilon, self._options = epsilon, options
+        self._classes = [WeightedPoints(cloud.points.detach(), cloud.masses) for cloud in clouds]
+        self._pool: ClassPool | None = None
+        if kernels_run_on(clouds[0].points.device):
+            from otdd_flash.operators.class_pool import ClassPool
+
+            self._pool = ClassPool(self._classes)
+
+    def solve(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
+        """The terms of P pairs.
+
+        Args:
+            pairs: (P, 2) int64 on the CPU; all pairs are of a class with itself, or none is.
+            finished: told how many more pairs are done.
+
+        Returns:
+            (P,) float64 each, on the CPU.
+
+        Raises:
+            InputError: rounding alone exceeds the tolerance even in float64.
+        """
+        if self._pool is None:
+            terms = self._in_float64(pairs, finished)
+        else:
+            from otdd_flash.labels.kernel_terms import solve_in_kernels
+
+            terms = solve_in_kernels(self._pool, pairs, self._epsilon, self._options, finished)
+            left = torch.nonzero(self._out_of_reach(terms)).squeeze(1)
+            if len(left):
+                for known, new in zip(terms, self._in_float64(pairs[left]), strict=True):
+                    known[left] = new
+        lost = self._out_of_reach(terms)
+        if bool(lost.any()):
+            floor = float(terms.rounding[lost].max())
+            check_reachable(self._options.tolerance, floor, self._epsilon, torch.float64)
+        return terms
+
+    def _in_float64(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
+        return solve_in_float64(self._classes, pairs, self._epsilon, self._options, finished)
+
+    def _out_of_reach(self, terms: SegmentTerms) -> Tensor:
+        """Terms (P,) that rounding alone keeps from the tolerance."""
+        tolerance = self._options.tolerance
+        return (terms.marginal_error > tolerance) & (2 * terms.rounding > tolerance)
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether Triton kernels can run on a device."""
+    if device.type != "cuda":
+        return False
+    try:
+        check_triton(device)
+    except InputError:
+        return False
+    return True

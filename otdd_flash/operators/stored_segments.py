@@ -1,0 +1,164 @@
+"""Transport problems of one padded shape whose costs are stored, in float64 and plain PyTorch.
+
+What a row of scores gives must not depend on where the row lies. So all reductions run along rows
+(a column's scores are copied into a row first), and the exponential is `exp`, which unlike `exp2`
+is the same function at the end of a tensor as in its middle. Below -700 it is cut off: there it is
+slow, and adds nothing to a sum that contains 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.segments import Segments, Update, WeightedPoints, relaxed
+from otdd_flash.operators.tiled import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
+
+# Stands for log(0): finite, so that differences of two of them are 0 and not NaN.
+LOG_ZERO = -1e30
+LEAST_EXPONENT = -700.0
+
+# Padded sizes are multiples of it, so that rows are whole vectors.
+SIZE_STEP = 16
+
+
+class StoredSegments:
+    """S problems of cost ||x - y||^2 in float64, padded to one shape (n, m).
+
+    Memory: 8 S n m bytes.
+
+    Args:
+        sides: of each problem, its rows' cloud and its columns'; twice the same object in all of
+            them for clouds with themselves.
+        shape: (n, m), at least the sizes of any of them, multiples of `SIZE_STEP`.
+    """
+
+    dtype = torch.float64
+
+    def __init__(
+        self, sides: Sequence[tuple[WeightedPoints, WeightedPoints]], shape: tuple[int, int]
+    ) -> None:
+        self.symmetric = sides[0][0] is sides[0][1]
+        device = sides[0][0].points.device
+        self.costs = torch.zeros((len(sides), *shape), dtype=self.dtype, device=device)
+        facts = torch.stack([_fill(self.costs[k], *pair) for k, pair in enumerate(sides)])
+        self.mean_cost, self.cost_spread, self.cost_error = facts.unbind(1)
+        self.offset = torch.zeros_like(self.mean_cost)
+        self.masses = [
+            torch.stack([_padded(pair[side].masses, shape[side]) for pair in sides])
+            for side in ((0,) if self.symmetric else (0, 1))
+        ]
+        self.potentials = [torch.zeros_like(masses) for masses in self.masses]
+
+    @property
+    def steps_between_looks(self) -> int:
+        """1 where looking costs nothing."""
+        return 8 if self.costs.is_cuda else 1
+
+    def coarse(self, tolerance: float) -> Segments:
+        """The same with sums of stored exponentials."""
+        from otdd_flash.operators.anchored_segments import AnchoredSegments
+
+        return AnchoredSegments(self, tolerance)
+
+    def other(self, side: int) -> int:
+        """The side whose potentials an update of `side` reads."""
+        return 0 if self.symmetric else 1 - side
+
+    def update(self, side: int, epsilon: Tensor, relaxation: Tensor, active: Tensor) -> Update:
+        """Move the potentials of one side towards their softmin."""
+        chosen = torch.arange(len(self.costs), device=self.costs.device)
+        logs = torch.empty_like(self.masses[side])
+        for segments, rows, scores in self.shifted_scores(side, chosen, epsilon, logs):
+            logs[segments, rows] += scores.sum(-1).log_()
+        softmin = -epsilon[:, None] * logs
+        before, masses = self.potentials[side], self.masses[side]
+        self.potentials[side], seen = relaxed(before, softmin, masses, epsilon, relaxation, active)
+        return seen
+
+    def shifted_scores(
+        self, side: int, chosen: Tensor, epsilon: Tensor, highest: Tensor
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield tiles of exp(log b_j + (g_j - C_ij) / epsilon - h_i), h_i its largest logarithm.
+
+        Args:
+            side: whose softmin it is; for columns, C and the rest are transposed.
+            chosen: (S',) int64, of the problems.
+            epsilon: (S',), of the chosen.
+            highest: (S', n), overwritten with h.
+
+        Yields:
+            Which of the chosen and which of their rows, and the tile (., ., m) of them, in a buffer
+            that the next one overwrites.
+        """
+        other = self.other(side)
+        logs = self.masses[other][chosen].log().clamp_min(LOG_ZERO)
+        term = logs + self.potentials[other][chosen] / epsilon[:, None]
+        inverse = (-1 / epsilon)[:, None, None]
+        costs = self.costs if side == 0 else self.costs.mT
+        size = (len(chosen), *costs.shape[1:])
+        for segments, rows, scratch in tiles(size, self.dtype, costs.device):
+            few = chosen[segments]
+            part = costs[few] if len(few) > 1 else costs[int(few[0])].unsqueeze(0)
+            torch.mul(part[:, rows], inverse[segments], out=scratch)
+            scratch += term[segments, None, :]
+            top = scratch.amax(-1, keepdim=True)
+            highest[segments, rows] = top.squeeze(-1)
+            yield segments, rows, scratch.sub_(top).clamp_min_(LEAST_EXPONENT).exp_()
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with some segments."""
+        self.costs = moved(self.costs, order)
+        self.masses = [values[order] for values in self.masses]
+        self.potentials = [values[order] for values in self.potentials]
+        self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
+        self.cost_error, self.offset = self.cost_error[order], self.offset[order]
+
+
+def moved(values: Tensor, order: Tensor) -> Tensor:
+    """Rows `order` of a large tensor within its own memory: only those not in place are copied."""
+    places = torch.arange(len(order), device=order.device)
+    free = torch.nonzero(order != places).squeeze(1)
+    values[free] = values[order[free]]
+    return values[: len(order)]
+
+
+def tiles(
+    size: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Cut (S, n, m) into cache-sized tiles of whole problems, or of rows of one, with scratch."""
+    count, n, m = size
+    budget = TILE_ELEMENTS_GPU if device.type == "cuda" else TILE_ELEMENTS_CPU
+    together, height = max(1, min(count, budget // (n * m))), max(1, min(n, budget // m))
+    scratch = torch.empty(together * height * m, dtype=dtype, device=device)
+    for first in range(0, count, together):
+        segments = slice(first, min(first + together, count))
+        for top in range(0, n, height):
+            rows = slice(top, min(top + height, n))
+            shape = (segments.stop - first, rows.stop - top, m)
+            yield segments, rows, scratch[: shape[0] * shape[1] * m].view(shape)
+
+
+def _fill(out: Tensor, rows: WeightedPoints, columns: WeightedPoints) -> Tensor:
+    """Write the costs of one problem; returns their mean, spread and rounding error.
+
+    Both clouds are centred by the columns' mean, so that products lose few of float64's digits, and
+    of a class of one sample none.
+    """
+    points = columns.points.double()
+    centre = columns.masses @ points
+    y = points - centre
+    x = y if rows is columns else rows.points.double() - centre
+    squares_x, squares_y = x.square().sum(1), y.square().sum(1)
+    cost = torch.addmm(squares_y, x, y.T, alpha=-2).add_(squares_x[:, None])
+    out[: cost.shape[0], : cost.shape[1]] = cost
+    reach = (squares_x.max().sqrt() + squares_y.max().sqrt()).square()
+    error = reach * (torch.finfo(torch.float64).eps / 2 * (3 + math.sqrt(x.shape[1])))
+    return torch.stack((rows.masses @ cost @ columns.masses, cost.max() - cost.min(), error))
+
+
+def _padded(masses: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(masses, (0, size - len(masses)))

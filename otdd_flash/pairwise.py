@@ -1,0 +1,220 @@
+"""The Optimal Transport Dataset Distances between all pairs of several labelled datasets.
+
+    S_epsilon(x, y) = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2
+
+A self term depends on one dataset and its block of W alone, so that K datasets cost K self terms
+and K (K - 1) / 2 cross terms, and the table W over all their classes is measured once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+
+from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.extractors import check_same_dimension
+from otdd_flash.labels import JointClassDistances, LabelMetric, drop_small_classes
+from otdd_flash.labels.many import check_datasets, measure_all
+from otdd_flash.labels.pairs import Progress
+from otdd_flash.operators.build import (
+    ComputeOptions,
+    GroundCost,
+    check_resources,
+    labelled_cost,
+)
+from otdd_flash.pairwise_result import PairwiseResult, gather
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.options import SolverOptions, check_epsilon
+from otdd_flash.solver.problem import Problem
+
+
+def pairwise_distances(
+    datasets: Sequence[LabeledSamples],
+    *,
+    epsilon: float = 0.1,
+    epsilon_relative: float | None = None,
+    labels: str | LabelMetric = "gaussian",
+    class_distances: JointClassDistances | None = None,
+    min_class_size: int | None = None,
+    lambda_x: float = 0.5,
+    lambda_y: float = 0.5,
+    solver: SolverOptions | None = None,
+    compute: ComputeOptions | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    class_progress: Progress | None = None,
+    progress: Progress | None = None,
+) -> PairwiseResult:
+    """Compare several labelled datasets, each with each.
+
+    Every number is that of `dataset_distance` between the same two datasets, the earlier one as the
+    source, at the same epsilon.
+
+    Args:
+        datasets: K >= 2 labelled datasets of one dimension, on one device.
+        epsilon: entropic regularisation of all pairs, in units of the cost.
+        epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
+            different datasets; replaces `epsilon`.
+        labels: how distances between classes are measured, a method's name or a `LabelMetric`.
+        class_distances: a table to use instead of measuring one, of `otdd.class_distances` on the
+            same datasets or on those of which they are subsets; classes are matched by name.
+        min_class_size: drop classes with fewer samples, with a notice.
+        lambda_x: weight of the squared distance between features.
+        lambda_y: weight of the squared distance between classes.
+        solver: when to stop.
+        compute: where and how passes run.
+        cache_dir: keep distances between classes in a database in this folder, by the classes'
+            content, and do not measure again what it holds; None keeps none.
+        class_progress: called as class_progress(pairs of classes measured, their total).
+        progress: called as progress(terms solved, their total).
+
+    Raises:
+        InputError: what was asked for cannot be met; the message says what to change.
+        ConvergenceError: `solver.require_convergence` is set and a term stopped early.
+
+    Warns:
+        NotConvergedWarning: a term stopped early.
+    """
+    check_epsilon("epsilon", epsilon)
+    if epsilon_relative is not None:
+        check_epsilon("epsilon_relative", epsilon_relative)
+    cost, compute = GroundCost(lambda_x, lambda_y), compute or ComputeOptions()
+    options, metric = solver or SolverOptions(), LabelMetric.of(labels)
+    check_datasets(datasets, at_least=2)
+    for samples in datasets[1:]:
+        check_same_dimension(datasets[0], samples)
+        check_one_device(datasets[0].features.device, samples.features.device)
+    datasets = [drop_small_classes(samples, min_class_size) for samples in datasets]
+    # Before class distances, which can take longer than all else.
+    device = resolve_device(compute.device)
+    for one, two in combinations(datasets, 2):
+        check_resources(one, two, compute, device)
+
+    started = time.perf_counter()
+    table = _table(datasets, metric, class_distances, device, cache_dir, class_progress)
+    measured = time.perf_counter()
+    if epsilon_relative is not None:
+        epsilon = epsilon_relative * _mean_cost(datasets, table, cost, device)
+    found = _Solves(datasets, table, epsilon, cost, compute, options, progress).run()
+    solved = time.perf_counter()
+    return gather(
+        found,
+        datasets,
+        table,
+        cost=cost,
+        compute=compute,
+        tolerance=options.tolerance,
+        method=metric.method if class_distances is None else "given",
+        seconds={"class_distances": measured - started, "solve": solved - measured},
+    )
+
+
+def _table(
+    datasets: Sequence[LabeledSamples],
+    metric: LabelMetric,
+    given: JointClassDistances | None,
+    device: torch.device,
+    cache_dir: str | os.PathLike[str] | None,
+    progress: Progress | None,
+) -> JointClassDistances:
+    if given is None:
+        return measure_all(datasets, metric, device=device, cache_dir=cache_dir, progress=progress)
+    if not isinstance(given, JointClassDistances):
+        raise InputError(
+            f"class_distances must come from otdd.class_distances([...]), got "
+            f"{type(given).__name__}; dataset_distance takes the table of two datasets"
+        )
+    return given.named_for(datasets)
+
+
+def _mean_cost(
+    datasets: Sequence[LabeledSamples],
+    table: JointClassDistances,
+    cost: GroundCost,
+    device: torch.device,
+) -> float:
+    """The mean cost over all pairs of different datasets."""
+    means: list[float] = [
+        labelled_cost(datasets[i], datasets[j], table.between(i, j).xy, cost, device).mean_cost
+        for i, j in combinations(range(len(datasets)), 2)
+    ]
+    mean = sum(means, 0.0) / len(means)
+    if not mean > 0:
+        raise InputError("epsilon_relative needs a positive mean cost; here it is 0: set epsilon")
+    return mean
+
+
+class _Solves:
+    """The terms of all pairs, each solved once."""
+
+    def __init__(
+        self,
+        datasets: Sequence[LabeledSamples],
+        table: JointClassDistances,
+        epsilon: float,
+        cost: GroundCost,
+        compute: ComputeOptions,
+        options: SolverOptions,
+        progress: Progress | None,
+    ) -> None:
+        self.datasets, self.table, self.epsilon = datasets, table, epsilon
+        self.cost, self.compute, self.options = cost, compute, options
+        self.device, self.progress = resolve_device(compute.device), progress
+        self.found: dict[tuple[int, int], Divergence] = {}
+
+    def run(self) -> dict[tuple[int, int], Divergence]:
+        """The divergence of every pair (i, j), i <= j; of a dataset from itself it is 0.
+
+        Raises:
+            ConvergenceError: convergence is required and a term stopped early.
+        """
+        for j in range(len(self.datasets)):
+            target = self.datasets[j].to(self.device)
+            self._keep(j, j, self._problem(target, target, j, j).solve(self.options))
+            for i in range(j):
+                self._keep(i, j, self._compare(self.datasets[i].to(self.device), target, i, j))
+        late = [pair for pair, divergence in self.found.items() if not divergence.converged]
+        if late:
+            warnings.warn(self._message(late), NotConvergedWarning, stacklevel=3)
+        return self.found
+
+    def _compare(
+        self, source: LabeledSamples, target: LabeledSamples, i: int, j: int
+    ) -> Divergence:
+        """A cross term, with the self terms that are there."""
+        problem = self._problem(source, target, i, j)
+        if problem.identical:
+            return self.found[j, j]
+        cross = problem.solve(self.options, debias=False)
+        return replace(cross, xx=self.found[i, i].xx, yy=self.found[j, j].xx)
+
+    def _problem(self, source: LabeledSamples, target: LabeledSamples, i: int, j: int) -> Problem:
+        classes = self.table.between(i, j).full
+        return Problem(source, target, self.epsilon, classes, self.cost, self.compute)
+
+    def _keep(self, i: int, j: int, divergence: Divergence) -> None:
+        self.found[i, j] = divergence
+        if not divergence.converged and self.options.require_convergence:
+            raise ConvergenceError(self._message([(i, j)]))
+        if self.progress is not None:
+            count = len(self.datasets)
+            self.progress(len(self.found), count * (count + 1) // 2)
+
+    def _message(self, late: Sequence[tuple[int, int]]) -> str:
+        names = self.table.datasets
+        pairs = [f"{names[i]} and {names[j] if i < j else 'itself'}" for i, j in late]
+        error = max(self.found[pair].marginal_error for pair in late)
+        more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
+        return (
+            f"not converged after {self.options.max_iterations} iterations between "
+            f"{'; '.join(pairs[:5])}{more}: marginal error up to {error:.2e} against "
+            f"solver.tolerance={self.options.tolerance:g}; the bounds still hold. Raise "
+            "solver.max_iterations or epsilon"
+        )

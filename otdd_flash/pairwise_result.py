@@ -1,0 +1,195 @@
+"""What comparing several datasets returns: the distances with bounds, and how to keep them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.json_file import write_json
+from otdd_flash.labels import JointClassDistances
+from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.result import SUMMARY_FILE, versions
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.divergence import Divergence
+
+TABLE_FILE = "class_distances.npz"
+MATRICES = ("values", "lower", "upper", "marginal_errors")
+
+
+class ComparedPair(NamedTuple):
+    """The distance between two of several datasets.
+
+    Attributes:
+        source: the name of the earlier dataset.
+        target: the name of the later one.
+        value: S_epsilon, in units of the cost.
+        lower: a lower bound of it.
+        upper: an upper bound.
+        marginal_error: the largest of the three terms'.
+        converged: whether all three reached the tolerance.
+    """
+
+    source: str
+    target: str
+    value: float
+    lower: float
+    upper: float
+    marginal_error: float
+    converged: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PairwiseResult:
+    """The distances between K datasets, each with each.
+
+    Attributes:
+        values: (K, K) float64, S_epsilon in units of the cost; symmetric, 0 on the diagonal.
+        lower: (K, K) lower bounds.
+        upper: (K, K) upper bounds; every interval holds S_epsilon.
+        marginal_errors: (K, K) the largest L1 marginal error of a pair's three terms; on the
+            diagonal that of the self term.
+        class_distances: W over the classes of all datasets.
+        epsilon: the regularisation of all pairs, in units of the cost.
+        tolerance: the marginal error at which solves stopped.
+        details: what else result.json says.
+    """
+
+    values: Tensor
+    lower: Tensor
+    upper: Tensor
+    marginal_errors: Tensor
+    class_distances: JointClassDistances = field(kw_only=True)
+    epsilon: float = field(kw_only=True)
+    tolerance: float = field(kw_only=True)
+    details: Mapping[str, Any] = field(kw_only=True)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The datasets, in the order of rows and columns; with their places where two share one."""
+        return self.class_distances.datasets
+
+    @property
+    def converged(self) -> Tensor:
+        """(K, K) bool, whether all terms of a pair reached the tolerance."""
+        return self.marginal_errors <= self.tolerance
+
+    @property
+    def method(self) -> str:
+        """How class distances were measured."""
+        return str(self.details["labels"])
+
+    def pairs(self) -> tuple[ComparedPair, ...]:
+        """One row for every pair of different datasets, the nearest first."""
+        count = len(self.names)
+        rows = [
+            ComparedPair(
+                self.names[i],
+                self.names[j],
+                value=float(self.values[i, j]),
+                lower=float(self.lower[i, j]),
+                upper=float(self.upper[i, j]),
+                marginal_error=float(self.marginal_errors[i, j]),
+                converged=bool(self.converged[i, j]),
+            )
+            for i, j in combinations(range(count), 2)
+        ]
+        return tuple(sorted(rows, key=lambda row: row.value))
+
+    def summary(self) -> dict[str, Any]:
+        """The content of result.json."""
+        return {
+            "datasets": list(self.names),
+            **{key: getattr(self, key).tolist() for key in MATRICES},
+            "converged": self.converged.tolist(),
+            "epsilon": self.epsilon,
+            "tolerance": self.tolerance,
+            **self.details,
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write the directory `path`: result.json, and W as class_distances.npz.
+
+        Returns:
+            The directory.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        path = Path(path)
+        # A directory that holds result.json is complete: it goes first and comes last.
+        (path / SUMMARY_FILE).unlink(missing_ok=True)
+        self.class_distances.save(path / TABLE_FILE)
+        write_json(path / SUMMARY_FILE, self.summary())
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> PairwiseResult:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: the directory holds no complete result.
+        """
+        path = Path(path)
+        try:
+            content = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
+            del content["datasets"], content["converged"]
+            return cls(
+                *(torch.tensor(content.pop(key), dtype=torch.float64) for key in MATRICES),
+                class_distances=JointClassDistances.load(path / TABLE_FILE),
+                epsilon=float(content.pop("epsilon")),
+                tolerance=float(content.pop("tolerance")),
+                details=content,
+            )
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"no complete result in {path} ({error}); PairwiseResult.save writes "
+                f"{SUMMARY_FILE} and {TABLE_FILE} there"
+            ) from error
+
+
+def gather(
+    found: Mapping[tuple[int, int], Divergence],
+    datasets: Sequence[LabeledSamples],
+    table: JointClassDistances,
+    *,
+    tolerance: float,
+    cost: GroundCost,
+    compute: ComputeOptions,
+    method: str,
+    seconds: Mapping[str, float],
+) -> PairwiseResult:
+    """The result of K datasets, from the divergences of their pairs (i, j), i <= j."""
+    count = len(datasets)
+    numbers = torch.zeros(len(MATRICES), count, count, dtype=torch.float64)
+    for (i, j), one in found.items():
+        row = torch.tensor((one.value, *one.bounds, one.marginal_error), dtype=torch.float64)
+        numbers[:, i, j] = numbers[:, j, i] = row
+    some = found[0, 1]
+    details = {
+        "classes": [list(names) for names in table.class_names],
+        "n": [len(samples) for samples in datasets],
+        "d": datasets[0].dim,
+        "labels": method,
+        **asdict(cost),
+        "fingerprints": [samples.fingerprint for samples in datasets],
+        "seconds": dict(seconds),
+        "versions": versions(),
+        "device": str(some.xy.f.device),
+        "backend": some.backend,
+        "precision": compute.precision,
+    }
+    return PairwiseResult(
+        *numbers,
+        class_distances=table,
+        epsilon=some.xy.epsilon,
+        tolerance=tolerance,
+        details=details,
+    )

@@ -1,0 +1,103 @@
+"""The distances between several datasets: a table to print, csv files and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from otdd_flash.errors import choose
+from otdd_flash.report.class_order import ORDERS, class_orders
+from otdd_flash.report.class_pictures import draw_joint_class_distances
+from otdd_flash.report.console import interval
+from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
+from otdd_flash.report.heat_maps import heat_map
+from otdd_flash.report.page import INK, shorten
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from otdd_flash.pairwise_result import PairwiseResult
+
+LONGEST_NAME = 32
+
+
+def pairwise_table(result: PairwiseResult) -> Table:
+    """The distances with their bounds, the nearest pair first; red where not converged."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"distances between {len(result.names)} datasets, epsilon {result.epsilon:.6g}"
+    table = Table("", "", "distance", "marginal error", title=title, title_justify="left")
+    for pair in result.pairs():
+        table.add_row(
+            *(escape(shorten(name, LONGEST_NAME)) for name in (pair.source, pair.target)),
+            interval(pair.value, pair.lower, pair.upper),
+            f"{pair.marginal_error:.1e}" + ("" if pair.converged else " NOT CONVERGED"),
+            style="" if pair.converged else "bold red",
+        )
+    return table
+
+
+def write_pairwise_report(
+    result: PairwiseResult, directory: str | Path, *, order: str = "given"
+) -> list[Path]:
+    """Write distances.csv and .png, and class_distances.csv and .png.
+
+    distances.csv has one line per pair of datasets, the nearest first, with bounds; the pictures
+    are tables of all datasets and of all their classes. There are no class distances to show where
+    none were measured (method `none`).
+
+    Args:
+        result: of `pairwise_distances`.
+        directory: made if it does not exist.
+        order: how pictures order the datasets, and the classes of each, one of `ORDERS`; tables
+            keep the given order.
+
+    Returns:
+        The files written.
+
+    Raises:
+        InputError: the directory cannot be written, or no such order.
+    """
+    choose("order", order, ORDERS)
+    directory = Path(directory)
+    written = [directory / "distances.csv", directory / "distances.png"]
+    pairs = result.pairs()
+    write_table_csv(written[0], pairs[0]._fields, pairs)
+    _draw_distances(result, written[1], order)
+    if result.method != "none":
+        written += _write_class_distances(result, directory, order)
+    return written
+
+
+def _draw_distances(result: PairwiseResult, path: Path, order: str) -> None:
+    # A divergence is like a squared distance.
+    (places,) = class_orders(result.values, [len(result.names)], order)
+    names = [result.names[place] for place in places]
+    groups = [("datasets", len(names))]
+    heat_map(
+        result.values[places][:, places],
+        names,
+        names,
+        path,
+        title=f"Distances between {len(names)} datasets",
+        value_label="dataset distance, in units of the cost",
+        row_groups=groups,
+        column_groups=groups,
+        row_colors=[INK],
+        column_colors=[INK],
+    )
+
+
+def _write_class_distances(result: PairwiseResult, directory: Path, order: str) -> list[Path]:
+    table = result.class_distances
+    csv, png = directory / "class_distances.csv", directory / "class_distances.png"
+    names = [
+        f"{dataset}:{name}"
+        for dataset, classes in zip(result.names, table.class_names, strict=True)
+        for name in classes
+    ]
+    write_matrix_csv(csv, table.full, names, names, corner="class")
+    orders = class_orders(table.full, [len(classes) for classes in table.class_names], order)
+    draw_joint_class_distances(table.full, table.class_names, result.names, png, orders=orders)
+    return [csv, png]

@@ -1,0 +1,116 @@
+"""The segmented kernels compile for the cards that they are written for, and fit them.
+
+Under the interpreter there is nothing to compile, so the test runs this file as a script, without.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from otdd_flash.kernels.tiling import Tile
+
+ROOT = Path(__file__).resolve().parents[2]
+# Compute capability, shared memory, and the tiles that large and small classes get.
+CARDS = {
+    "A100": (80, 166_912, {128: Tile(128, 32, 8, 3, False), 64: Tile(64, 32, 8, 3, False)}),
+    "RTX 4090": (89, 101_376, {128: Tile(128, 32, 8, 3, False), 64: Tile(64, 32, 8, 3, False)}),
+    "H200": (90, 232_448, {128: Tile(256, 64, 8, 4, True), 64: Tile(64, 64, 4, 3, True)}),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_kernels_compile_and_fit(name):
+    capability, shared, tiles = CARDS[name]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, __file__, str(capability), json.dumps(tiles)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for taken in json.loads(done.stdout.splitlines()[-1]):
+        assert taken["shared"] <= shared
+        assert taken["stack"] == 0
+
+
+def argument_type(name: str, height: int, tile: Tile) -> str:
+    if name in ("x", "y"):
+        rows = height if name == "x" else tile.columns
+        return f"tensordesc<fp16[{rows}, {tile.depth}]>" if tile.descriptors else "*fp16"
+    types = {
+        "programs_ptr": "*i32",
+        "segments_ptr": "*i64",
+        "active_ptr": "*i8",
+        "masses_ptr": "*fp64",
+        "seen_ptr": "*fp64",
+        "n": "i32",
+    }
+    return types.get(name, "*fp32")
+
+
+def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[str, int]:
+    import triton
+    import triton.backends.nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else argument_type(name, height, tile)
+        for name in names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*")
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, values, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": tile.warps},
+    )
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack is not None
+    return {"shared": compiled.metadata.shared, "stack": int(stack[1])}
+
+
+def main() -> None:
+    from otdd_flash.kernels.segmented_step import RANGE_COLUMNS, segmented_step_kernel
+    from otdd_flash.kernels.segmented_update import BLOCK, segmented_update_kernel
+
+    capability = int(sys.argv[1])
+    taken = []
+    for height, values in json.loads(sys.argv[2]).items():
+        tile = Tile(*values)
+        for parts in (1, 3):
+            constants = {
+                "DIM": 512,
+                "PARTS": parts,
+                "BLOCK_M": int(height),
+                "BLOCK_N": tile.columns,
+                "BLOCK_K": tile.depth,
+                "RANGE": RANGE_COLUMNS // tile.columns,
+                "STAGES": tile.stages,
+                "DESCRIPTORS": tile.descriptors,
+            }
+            taken.append(needs(segmented_step_kernel, constants, int(height), tile, capability))
+    constants = {"LN_2": 0.7, "BLOCK": BLOCK}
+    taken.append(needs(segmented_update_kernel, constants, 0, tile._replace(warps=4), capability))
+    sys.stdout.write(json.dumps(taken) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Class distances between more than two datasets: one table, cut, named, saved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import otdd_flash as otdd
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.labels.many import JointClassDistances, class_distances
+from otdd_flash.labels.methods import LabelMetric
+from otdd_flash.samples import LabeledSamples
+
+
+@pytest.fixture
+def datasets(blobs):
+    return [
+        blobs(sizes, 3, k, name=f"set {k}") for k, sizes in enumerate([(4, 5), (6,), (3, 4, 5)])
+    ]
+
+
+@pytest.mark.parametrize("labels", ["gaussian", LabelMetric("sinkhorn", epsilon=1.0)])
+def test_saved_tables_load_again(datasets, labels, tmp_path):
+    table = otdd.class_distances(datasets, labels)
+    table.save(tmp_path / "table.w")
+    loaded = JointClassDistances.load(tmp_path / "table.w")
+    assert (loaded.datasets, loaded.class_names) == (table.datasets, table.class_names)
+    assert loaded.offsets == (0, 2, 3, 6)
+    assert torch.equal(loaded.full, table.full)
+    assert (loaded.lower is None) == (labels == "gaussian")
+    if loaded.lower is not None:
+        assert torch.equal(loaded.lower, table.lower)
+        assert torch.equal(loaded.upper, table.upper)
+        assert torch.equal(
+            loaded.between(2, 0).upper, table.between(0, 2).upper.roll((3, 3), (0, 1))
+        )
+
+
+def test_one_dataset_has_a_table_too(datasets):
+    table = class_distances(datasets[2:])
+    assert table.full.shape == (3, 3)
+    assert torch.equal(table.between(0, 0).xy, table.full)
+
+
+def test_equal_classes_of_several_datasets_are_measured_once(datasets):
+    one, two, _ = datasets
+    heard: list[tuple[int, int]] = []
+    table = class_distances([one, two, one, one], progress=lambda *event: heard.append(event))
+    assert heard[-1] == (3, 3)
+    assert torch.equal(table.between(0, 2).xy, table.between(0, 0).xx)
+    assert float(table.between(0, 3).xy.diagonal().abs().max()) == 0
+
+
+def test_shared_names_are_told_apart_by_place(datasets):
+    one, two, _ = datasets
+    assert class_distances([one, two, one]).datasets == ("set 0 (0)", "set 1", "set 0 (2)")
+
+
+def test_small_classes_go_as_between_two_datasets(blobs):
+    datasets = [blobs((4, 1), 3, name="left"), blobs((5,), 3, 1), blobs((1, 6), 3, 2)]
+    with pytest.raises(InputError, match="has 1 sample, and an unbiased covariance needs 2"):
+        class_distances(datasets)
+    with pytest.warns(DataNotice, match="fewer than 2"):
+        table = class_distances(datasets, min_class_size=2)
+    assert table.class_names == (("0",), ("0",), ("1",))
+
+
+def test_unlabelled_data_are_one_class_without_distances(datasets):
+    cells = LabeledSamples(torch.eye(3), None, (), name="cells")
+    table = class_distances([cells, datasets[0]], "none")
+    assert table.class_names == (("all",), ("0", "1"))
+    assert not table.full.any()
+    with pytest.raises(InputError, match="cells has no labels"):
+        class_distances([cells, datasets[0]])
+
+
+def test_a_table_is_taken_by_class_names(datasets):
+    table = class_distances(datasets)
+    some = [datasets[0].keep_classes([1]), datasets[1], datasets[2].keep_classes([2, 0])]
+    part = table.named_for(some)
+    assert part.class_names == (("1",), ("0",), ("2", "0"))
+    rows = [1, 2, 5, 3]
+    assert torch.equal(part.full, table.full[rows][:, rows])
+    renamed = LabeledSamples(datasets[1].features, datasets[1].labels, ("owl",), name="zoo")
+    with pytest.raises(InputError, match="no class owl of zoo; they have 0"):
+        table.named_for([datasets[0], renamed, datasets[2]])
+    with pytest.raises(InputError, match=r"about 3 datasets .*, but there are 2"):
+        table.named_for(datasets[:2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None,), "given as a list.* got NoneType"),
+        (([],), "holds 0 datasets, and at least 1"),
+        ((["mnist"],), r"number 0 of the list is str; otdd.embed"),
+        (([np.eye(3)],), "number 0 of the list is ndarray"),
+    ],
+)
+def test_what_is_not_a_list_of_datasets_is_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        class_distances(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ("gauss", "unknown labels method 'gauss'"),
+        (7, "labels must be one of gaussian, .* got int"),
+        ("given", "labels=given needs a table"),
+    ],
+)
+def test_unknown_methods_are_refused(datasets, labels, message):
+    with pytest.raises(InputError, match=message):
+        class_distances(datasets, labels)
+
+
+def test_impossible_lists_are_refused(datasets, blobs):
+    with pytest.raises(InputError, match="got LabeledSamples"):
+        class_distances(datasets[0])
+    with pytest.raises(InputError, match="set 0 has 3 features and wide has 5"):
+        class_distances([*datasets, blobs((4,), 5, name="wide")])
+    table = class_distances(datasets)
+    with pytest.raises(InputError, match="class_distances="):
+        class_distances(datasets, LabelMetric("given", given=table.between(0, 1)))
+    for place in (3, -1):
+        with pytest.raises(InputError, match=rf"no dataset {place}; the table has 3"):
+            table.between(0, place)
+
+
+def test_unreadable_tables_are_input_errors(datasets, tmp_path):
+    class_distances(datasets).between(0, 1).save(tmp_path / "two.npz")
+    table = class_distances(datasets)
+    content = {"full": table.full[:4], "offsets": table.offsets, "datasets": table.datasets}
+    np.savez(tmp_path / "cut.npz", **content, class_names=[n for g in table.class_names for n in g])
+    for name, message in {
+        "none.npz": "no such file",
+        "two.npz": r"no array full, offsets, datasets, class_names \(it holds: xx",
+        "cut.npz": "do not count the same classes",
+    }.items():
+        with pytest.raises(InputError, match=message) as caught:
+            JointClassDistances.load(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)

@@ -1,0 +1,143 @@
+"""Class distances in kernels, from end to end: in the interpreter, and larger ones on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sinkhorn_cases import make_clouds
+
+from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.labels import kernel_terms, sinkhorn_pairs, transport_terms
+from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def in_kernels(monkeypatch):
+    """On a CPU too; gives a switch, on or off, that can also forbid the way out to float64."""
+    solve = transport_terms.solve_in_float64
+
+    def refuse(*_):
+        raise AssertionError("solved in float64")
+
+    def switch(on, *, only=False):
+        monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: on)
+        monkeypatch.setattr(transport_terms, "solve_in_float64", refuse if only else solve)
+
+    switch(True)
+    return switch
+
+
+def on_device(clouds):
+    return [
+        ClassCloud(
+            cloud.name,
+            cloud.points.to(DEVICE),
+            None if cloud.weights is None else cloud.weights.to(DEVICE),
+        )
+        for cloud in clouds
+    ]
+
+
+def test_kernels_agree_with_float64(in_kernels):
+    """Of small classes alone, and between them and larger ones."""
+    clouds = on_device(make_clouds((1, 20, 70, 5), dim=4, weighted=True))
+    pairs = all_pairs(4)
+    in_kernels(True, only=True)
+    found = sinkhorn_distances(clouds, pairs, 1.0)
+    in_kernels(False)
+    expected = sinkhorn_distances(clouds, pairs, 1.0, 1e-9)
+    assert bool((found.lower <= expected.upper).all())
+    assert bool((found.upper >= expected.lower).all())
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-5)
+
+
+def test_a_pair_does_not_depend_on_the_others_to_the_last_bit(in_kernels):
+    clouds = on_device(make_clouds((1, 20, 70, 5), dim=4, weighted=True))
+    pairs = all_pairs(4)
+    together = sinkhorn_distances(clouds, pairs, 2.0)
+    for chosen in (torch.tensor([4]), torch.tensor([5, 1])):
+        apart = sinkhorn_distances(clouds, pairs[chosen], 2.0)
+        for one, two in zip(together, apart, strict=True):
+            assert torch.equal(one[chosen], two)
+
+
+def test_what_does_not_fit_the_memory_at_once_is_solved_in_parts(in_kernels, monkeypatch):
+    clouds = on_device(make_clouds((3, 20, 5), dim=4))
+    together = sinkhorn_distances(clouds, all_pairs(3), 2.0)
+    solved = []
+    solve = kernel_terms.solve_cross_terms
+
+    def counting(segments, *args):
+        solved.append(len(segments.mean_cost))
+        return solve(segments, *args)
+
+    monkeypatch.setattr(kernel_terms, "solve_cross_terms", counting)
+    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: 5000)
+    parts = sinkhorn_distances(clouds, all_pairs(3), 2.0)
+    assert len(solved) > 1
+    assert sum(solved) == 3
+    for one, two in zip(together, parts, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(("epsilon", "tolerance"), [(2.0, 1e-8), (1e-5, 1e-3)])
+def test_what_float32_cannot_reach_is_solved_in_float64(in_kernels, epsilon, tolerance):
+    clouds = on_device(make_clouds((3, 9, 5), dim=2, spread=0.3))
+    found = sinkhorn_distances(clouds, all_pairs(3), epsilon, tolerance)
+    in_kernels(False)
+    expected = sinkhorn_distances(clouds, all_pairs(3), epsilon, tolerance)
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
+def test_stopping_early_is_said(in_kernels, monkeypatch):
+    options = sinkhorn_pairs.SolverOptions
+    monkeypatch.setattr(
+        sinkhorn_pairs,
+        "SolverOptions",
+        lambda tolerance: options(tolerance=tolerance, max_iterations=3),
+    )
+    clouds = on_device(make_clouds((3, 20, 5), dim=4))
+    with pytest.warns(NotConvergedWarning, match=r"after 3 iterations for .*class \d against"):
+        found = sinkhorn_distances(clouds, all_pairs(3), 0.3)
+    assert bool((found.lower <= found.upper).all())
+
+
+# Sizes, dimension, epsilon and spread of classes; the last ones take several ranges of columns.
+LARGE = [
+    ([900, 1000, 1100, 64, 1], 784, 0.1, 0.3),
+    ([64] * 60 + [50, 3, 1], 512, 0.1, 0.3),
+    ([5000, 4500, 2100, 700], 64, 0.1, 1.0),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sizes", "dim", "epsilon", "spread"), LARGE)
+def test_large_problems_agree_with_float64(in_kernels, sizes, dim, epsilon, spread):
+    clouds = on_device(make_clouds(sizes, dim, weighted=True, spread=spread))
+    pairs = all_pairs(len(sizes))
+    in_kernels(True, only=True)
+    found = sinkhorn_distances(clouds, pairs, epsilon)
+    in_kernels(False)
+    expected = sinkhorn_distances(clouds, pairs, epsilon, 1e-5)
+    assert bool((found.lower <= expected.upper).all())
+    assert bool((found.upper >= expected.lower).all())
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(("sizes", "dim", "epsilon", "spread"), LARGE)
+def test_large_pairs_do_not_depend_on_the_others(in_kernels, kernels, sizes, dim, epsilon, spread):
+    in_kernels(kernels, only=kernels)
+    clouds = on_device(make_clouds(sizes, dim, weighted=True, spread=spread))
+    pairs = all_pairs(len(sizes))
+    together = sinkhorn_distances(clouds, pairs, epsilon)
+    for chosen in (torch.tensor([0]), torch.arange(len(pairs))[1::3].flip(0)):
+        apart = sinkhorn_distances(clouds, pairs[chosen], epsilon)
+        for one, two in zip(together, apart, strict=True):
+            assert torch.equal(one[chosen], two)

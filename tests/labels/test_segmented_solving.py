@@ -1,0 +1,206 @@
+"""The segmented solver: agreement with the solvers of one problem, stopping, and work done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sinkhorn_cases import cost_of, make_clouds
+
+from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.labels.stored_terms import padded_size, solve_in_float64
+from otdd_flash.operators import anchored_segments, stored_segments
+from otdd_flash.operators.segments import WeightedPoints
+from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.stored_segments import StoredSegments
+from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.segmented_cross import solve_cross_terms
+from otdd_flash.solver.segmented_self import solve_self_terms
+from otdd_flash.solver.symmetric import solve_symmetric
+
+
+def weighted_points(clouds):
+    return [WeightedPoints(cloud.points, cloud.masses) for cloud in clouds]
+
+
+def operator_of(one, two):
+    return StoredOperator.from_cost(cost_of(one, two), one.masses, two.masses)
+
+
+@pytest.fixture
+def clouds():
+    return make_clouds((3, 30, 17, 45), dim=5, weighted=True, spread=1.5)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 50.0])
+def test_terms_are_those_of_single_problems(clouds, epsilon):
+    options = SolverOptions(tolerance=1e-8)
+    pairs = all_pairs(4)
+    cross = solve_in_float64(weighted_points(clouds), pairs, epsilon, options)
+    itself = torch.arange(4)[:, None].expand(-1, 2)
+    own = solve_in_float64(weighted_points(clouds), itself, epsilon, options)
+    for k, cloud in enumerate(clouds):
+        expected = solve_symmetric(operator_of(cloud, cloud), epsilon, options)
+        assert float(own.value[k]) == pytest.approx(expected.value, rel=1e-7, abs=1e-8)
+    for index, (i, j) in enumerate(pairs.tolist()):
+        expected = solve_alternating(operator_of(clouds[i], clouds[j]), epsilon, options)
+        assert float(cross.value[index]) == pytest.approx(expected.value, rel=1e-7, abs=1e-8)
+    for terms in (own, cross):
+        assert float(terms.marginal_error.max()) <= 1e-8
+        assert bool((terms.upper - terms.lower < 1e-6).all())
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-3])
+def test_the_marginal_error_is_that_of_the_certified_plan(clouds, tolerance):
+    """Known here from the potentials: an exact row update, then the columns' masses."""
+    epsilon, options = 0.1, SolverOptions(tolerance=tolerance)
+    sides = [tuple(weighted_points([clouds[1], clouds[3]]))]
+    segments = StoredSegments(sides, (32, 48))
+    kept = []
+    keep = segments.keep
+    segments.keep = lambda order: (kept.append(segments.potentials), keep(order))
+    term = solve_cross_terms(segments, epsilon, options)
+    f = kept[0][0][0, :30]
+    a, b, cost = clouds[1].masses, clouds[3].masses, cost_of(clouds[1], clouds[3])
+    # The g before the last update is not kept, but f = T(g) has made the plan's mass 1.
+    g = -epsilon * torch.logsumexp(a.log()[:, None] + (f[:, None] - cost) / epsilon, 0)
+    assert float(a @ f + b @ g) >= float(term.value) - 1e-12
+    assert float(a @ f + b @ g) <= float(term.upper)
+    assert 0 < float(term.marginal_error) <= tolerance
+
+
+def test_over_relaxation_takes_a_fraction_of_the_iterations(clouds):
+    options = SolverOptions(tolerance=1e-3)
+    pairs = torch.tensor([[1, 2], [3, 1], [3, 2]])
+    terms = solve_in_float64(weighted_points(clouds), pairs, 0.02, options)
+    plain = [
+        solve_alternating(operator_of(clouds[i], clouds[j]), 0.02, options).iterations
+        for i, j in pairs.tolist()
+    ]
+    assert sum(plain) > 3 * int(terms.iterations.sum())
+
+
+def count_work(monkeypatch):
+    """Scores that softmins have read, by what holds them."""
+    read = {"anchored": 0, "stored": 0}
+    for name, module in (("anchored", anchored_segments), ("stored", stored_segments)):
+        tiles = module.tiles
+
+        def counting(size, *args, name=name, tiles=tiles):
+            read[name] += size[0] * size[1] * size[2]
+            return tiles(size, *args)
+
+        monkeypatch.setattr(module, "tiles", counting)
+    return read
+
+
+def test_a_pair_that_is_done_costs_nothing_more(clouds, monkeypatch):
+    """The work on three pairs at once is that on each alone, though one takes far less."""
+    points = weighted_points(clouds)
+    easy = WeightedPoints(points[1].points * 1e-3, points[1].masses)
+    hard = WeightedPoints(points[2].points * 4, points[2].masses)
+    sides = [
+        (easy, easy._replace(points=easy.points * 2)),
+        (points[1], hard),
+        (hard, points[2]),
+    ]
+    options = SolverOptions(tolerance=1e-3)
+    work, iterations = [], []
+    for chosen in (sides, sides[:1], sides[1:2], sides[2:]):
+        with monkeypatch.context() as patch:
+            read = count_work(patch)
+            terms = solve_cross_terms(StoredSegments(chosen, (32, 32)), 0.1, options)
+            work.append(read)
+            iterations.append(terms.iterations.tolist())
+    assert iterations[0] == [iterations[k][0] for k in (1, 2, 3)]
+    assert min(iterations[0][1:]) > 5 * iterations[0][0]
+    for name in ("anchored", "stored"):
+        assert work[0][name] == sum(read[name] for read in work[1:])
+
+
+@pytest.mark.parametrize("far", [1.0, 19.0, 200.0])
+@pytest.mark.parametrize("side", [0, 1])
+def test_anchors_follow_the_potentials(clouds, side, far):
+    """However far those went since the anchor was taken, in units of epsilon."""
+    points = weighted_points(clouds)
+    epsilon = torch.tensor([0.1, 0.7], dtype=torch.float64)
+    plain, active = torch.ones_like(epsilon), torch.ones(2, dtype=torch.bool)
+    stored = StoredSegments([(points[3], points[1]), (points[1], points[2])], (48, 32))
+    anchored = stored.coarse(1e-3)
+    anchored.update(side, epsilon, plain, active)
+    draw = torch.Generator().manual_seed(0)
+    moved = torch.randn(stored.potentials[1 - side].shape, generator=draw, dtype=torch.float64)
+    stored.potentials[1 - side] += far * epsilon[:, None] * moved.sign()
+    anchored.update(side, epsilon, plain, active)
+    found = stored.potentials[side].clone()
+    stored.update(side, epsilon, plain, active)
+    error = ((found - stored.potentials[side]) / epsilon[:, None])[stored.masses[side] > 0]
+    assert float(error.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("function", [torch.exp, torch.log, torch.log1p])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_function_has_the_same_bits_at_the_end_of_a_tensor(function, dtype):
+    """What the updates rely on, and `exp2` does not do; three threads end in mid-vector."""
+    draw = torch.Generator().manual_seed(0)
+    values = torch.rand(100_003, generator=draw, dtype=dtype) * 30
+    values = -values if function is torch.exp else values
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        whole = function(values)
+    finally:
+        torch.set_num_threads(threads)
+    pieces = torch.cat([function(piece) for piece in values.split(1001)])
+    assert torch.equal(whole, pieces)
+
+
+def test_most_scores_are_multiplied_not_exponentiated(clouds, monkeypatch):
+    read = count_work(monkeypatch)
+    solve_in_float64(weighted_points(clouds), torch.tensor([[3, 1]]), 0.02, SolverOptions())
+    assert read["anchored"] > 4 * read["stored"] > 0
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_iterations_are_limited(clouds, iterations):
+    options = SolverOptions(1e-12, iterations)
+    points = weighted_points(clouds)
+    for solve, sides in (
+        (solve_cross_terms, [(points[1], points[2])]),
+        (solve_self_terms, [(points[1], points[1])]),
+    ):
+        terms = solve(StoredSegments(sides, (32, 32)), 0.1, options)
+        assert int(terms.iterations) == iterations
+
+
+def test_finished_segments_are_told_once(clouds):
+    told = []
+    points = weighted_points(clouds)
+    sides = [(points[i], points[j]) for i, j in all_pairs(4).tolist()]
+    solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, SolverOptions(), told.append)
+    assert sum(told) == 6
+    assert min(told) > 0
+
+
+def test_tight_tolerances_are_reached_at_small_and_large_epsilon(clouds):
+    points, pairs = weighted_points(clouds), all_pairs(4)
+    for epsilon in (0.1, 1e3):
+        terms = solve_in_float64(points, pairs, epsilon, SolverOptions(tolerance=1e-11))
+        assert float(terms.marginal_error.max()) <= 1e-11
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 63, 64, 65, 128, 129, 1000, 5421, 100_001])
+def test_padding_follows_from_the_size_and_is_moderate(size):
+    padded = padded_size(size)
+    assert padded % 16 == 0
+    assert size <= padded < max(1.25 * size, size + 16)
+    assert padded_size(padded) == padded
+
+
+def test_tiles_smaller_than_one_problem_change_nothing(clouds, monkeypatch):
+    points, pairs = weighted_points(clouds), all_pairs(4)
+    expected = solve_in_float64(points, pairs, 0.1, SolverOptions())
+    monkeypatch.setattr(stored_segments, "TILE_ELEMENTS_CPU", 100)
+    found = solve_in_float64(points, pairs, 0.1, SolverOptions())
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one, two)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from otdd_flash.labels.table import NearestClass
+from otdd_flash.report.nearest_classes import MOST_ROWS, nearest_table, write_nearest_csv
+
+
+def rows(sources: int, targets: int) -> list[NearestClass]:
+    return [
+        NearestClass(side, f"{side[0]} {k}", "cat, [red]", k / 3)
+        for side, count in (("source", sources), ("target", targets))
+        for k in range(count)
+    ]
+
+
+def shown(sources: int, targets: int) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(nearest_table(rows(sources, targets)))
+    return console.export_text()
+
+
+def test_the_file_holds_every_class_at_full_precision(tmp_path: Path) -> None:
+    write_nearest_csv(rows(2, 30), tmp_path / "n.csv")
+    with (tmp_path / "n.csv").open(newline="") as lines:
+        header, *body = csv.reader(lines)
+    assert header == ["side", "class", "nearest", "squared_distance"]
+    assert len(body) == 32
+    assert body[1][:3] == ["source", "s 1", "cat, [red]"]
+    assert float(body[1][3]) == 1 / 3
+
+
+def test_both_directions_are_shown_side_by_side() -> None:
+    text = shown(2, 3)
+    for fact in ("source", "nearest target", "target", "nearest source", "cat, [red]", "0.3333"):
+        assert fact in text
+    (line,) = [line for line in text.splitlines() if "t 1" in line]
+    assert "s 1" in line
+    assert "s 2" not in text
+    assert "more classes" not in text
+
+
+def test_many_classes_are_left_to_the_file() -> None:
+    text = shown(MOST_ROWS + 5, 3)
+    assert f"s {MOST_ROWS - 1} " in text
+    assert f"s {MOST_ROWS} " not in text
+    assert "5 more classes in nearest_classes.csv" in text
+
+
+def test_long_names_fit_the_terminal() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(nearest_table([NearestClass("source", "x" * 200, "y" * 200, 1.0)]))
+    assert max(map(len, console.export_text().splitlines())) <= 80

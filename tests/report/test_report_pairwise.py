@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from otdd_flash.errors import InputError
+from otdd_flash.pairwise import pairwise_distances
+from otdd_flash.pairwise_result import PairwiseResult
+from otdd_flash.report import pairwise_report
+from otdd_flash.report.pairwise_report import pairwise_table, write_pairwise_report
+from otdd_flash.samples import LabeledSamples
+
+
+def blobs(seed: int, shift: float) -> LabeledSamples:
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.arange(20) % 2)
+    points = torch.from_numpy(rng.normal(size=(20, 3)) + shift).float()
+    return LabeledSamples(points, torch.from_numpy(labels), ("a", "b"), name=f"[{seed}]")
+
+
+@pytest.fixture(scope="module")
+def result() -> PairwiseResult:
+    shifts = (0.0, 5.0, 0.3, 5.3)
+    return pairwise_distances([blobs(k, shift) for k, shift in enumerate(shifts)], epsilon=3.0)
+
+
+@pytest.mark.parametrize("order", ["given", "hierarchical"])
+def test_a_report_has_all_its_files(result: PairwiseResult, tmp_path: Path, order: str) -> None:
+    written = write_pairwise_report(result, tmp_path / "run", order=order)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in written}
+    for path in written:
+        if path.suffix == ".png":
+            with Image.open(path) as image:
+                image.verify()
+    with (tmp_path / "run" / "distances.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == 6
+    assert [float(row["value"]) for row in rows] == [pair.value for pair in result.pairs()]
+    assert {row["converged"] for row in rows} == {"true"}
+    with (tmp_path / "run" / "class_distances.csv").open(newline="") as lines:
+        header, *body = csv.reader(lines)
+    assert header[:3] == ["class", "[0]:a", "[0]:b"]
+    assert [[float(cell) for cell in row[1:]] for row in body] == (
+        result.class_distances.full.tolist()
+    )
+
+
+def test_pictures_show_near_datasets_side_by_side(
+    result: PairwiseResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = {}
+
+    def draw(matrix, rows, columns, path, **_) -> None:
+        drawn[path.name] = matrix, rows, columns
+
+    monkeypatch.setattr(pairwise_report, "heat_map", draw)
+    write_pairwise_report(result, tmp_path, order="hierarchical")
+    matrix, rows, columns = drawn["distances.png"]
+    assert rows == columns
+    assert sorted(rows[:2]) in (["[0]", "[2]"], ["[1]", "[3]"])
+    places = [result.names.index(name) for name in rows]
+    assert torch.equal(matrix, result.values[places][:, places])
+
+
+def test_the_table_shows_values_with_bounds(result: PairwiseResult) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(pairwise_table(result))
+    text = console.export_text()
+    lines = [line for line in text.splitlines() if "[0]" in line or "[1]" in line]
+    assert len(lines) == 5
+    assert "NOT CONVERGED" not in text
+    assert "epsilon 3" in text
+
+
+def test_an_unknown_order_is_refused(result: PairwiseResult, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"unknown order 'best'; choose one of: given"):
+        write_pairwise_report(result, tmp_path, order="best")
+    assert not list(tmp_path.iterdir())

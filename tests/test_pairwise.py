@@ -1,0 +1,249 @@
+"""Several datasets, each with each: the numbers of single comparisons, every term solved once."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import otdd_flash as otdd
+from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
+from otdd_flash.operators.build import ComputeOptions, GroundCost, labelled_cost
+from otdd_flash.otdd import dataset_distance
+from otdd_flash.pairwise import pairwise_distances
+from otdd_flash.pairwise_result import PairwiseResult
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver import divergence
+from otdd_flash.solver.options import SolverOptions
+
+
+def clusters(size, seed, *, dim=3, classes=3, weights=None):
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.arange(size) % classes)
+    features = 2 * rng.normal(size=(classes, dim))[labels] + rng.normal(size=(size, dim))
+    names = tuple("abcdefgh"[:classes])
+    return LabeledSamples(
+        torch.from_numpy(features).float(),
+        torch.from_numpy(labels),
+        names,
+        weights,
+        name=f"set {seed}",
+    )
+
+
+@pytest.fixture
+def datasets():
+    weights = torch.rand(24, generator=torch.manual_seed(0))
+    weights[::5] = 0
+    return [
+        clusters(31, 0),
+        clusters(24, 1, classes=2, weights=weights),
+        clusters(27, 2, classes=4),
+    ]
+
+
+@pytest.fixture
+def solves(monkeypatch):
+    """How many self terms and how many cross terms were solved."""
+    counts = {"solve_symmetric": 0, "solve_alternating": 0}
+
+    def counting(name):
+        solve = getattr(divergence, name)
+
+        def run(*args, **kwargs):
+            counts[name] += 1
+            return solve(*args, **kwargs)
+
+        monkeypatch.setattr(divergence, name, run)
+
+    for name in counts:
+        counting(name)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"epsilon": 0.5},
+        {"epsilon": 3.0, "labels": otdd.LabelMetric("sinkhorn", epsilon=1.0)},
+        {"epsilon": 0.5, "labels": "none", "lambda_x": 1.3, "lambda_y": 0.2},
+        {"epsilon": 0.5, "compute": ComputeOptions(precision="double")},
+        {"epsilon": 3.0, "solver": SolverOptions(tolerance=2e-5)},
+    ],
+    ids=["plain", "sinkhorn", "none", "double", "tight"],
+)
+def test_every_number_is_that_of_a_single_comparison(datasets, options):
+    result = pairwise_distances(datasets, **options)
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        single = dataset_distance(datasets[i], datasets[j], **options)
+        for table, number in (
+            (result.values, single.value),
+            (result.lower, single.bounds[0]),
+            (result.upper, single.bounds[1]),
+            (result.marginal_errors, single.divergence.marginal_error),
+        ):
+            assert float(table[i, j]) == float(table[j, i]) == number
+        assert bool(result.converged[i, j]) == single.converged
+        assert torch.equal(result.class_distances.between(i, j).full, single.class_distances.full)
+    for table in (result.values, result.lower, result.upper):
+        assert not table.diagonal().any()
+
+
+def test_every_term_is_solved_once(datasets, solves):
+    heard: list[tuple[int, int]] = []
+    pairwise_distances(
+        [*datasets, clusters(20, 3)], epsilon=0.5, progress=lambda *event: heard.append(event)
+    )
+    assert solves == {"solve_symmetric": 4, "solve_alternating": 6}
+    assert heard == [(done, 10) for done in range(1, 11)]
+
+
+def test_identical_datasets_are_at_exactly_zero(datasets, solves):
+    one, two, _ = datasets
+    copy = LabeledSamples(one.features.clone(), one.labels, one.class_names, name=one.name)
+    result = pairwise_distances([one, two, copy], epsilon=0.5)
+    assert result.names == ("set 0 (0)", "set 1", "set 0 (2)")
+    for table in (result.values, result.lower, result.upper):
+        assert float(table[0, 2]) == 0
+    assert float(result.lower[1, 0]) <= float(result.values[1, 2]) <= float(result.upper[1, 0])
+    assert solves == {"solve_symmetric": 3, "solve_alternating": 2}
+
+
+def test_epsilon_can_be_relative_to_the_mean_cost_of_all_pairs(datasets):
+    result = pairwise_distances(datasets, epsilon_relative=0.1)
+    cpu = torch.device("cpu")
+    means = [
+        labelled_cost(
+            datasets[i], datasets[j], result.class_distances.between(i, j).xy, GroundCost(), cpu
+        ).mean_cost
+        for i, j in ((0, 1), (0, 2), (1, 2))
+    ]
+    assert result.epsilon == pytest.approx(0.1 * sum(means) / 3, rel=1e-12)
+    # Between two datasets it is that of a single comparison.
+    pair = pairwise_distances(datasets[:2], epsilon_relative=0.1)
+    assert pair.epsilon == dataset_distance(*datasets[:2], epsilon_relative=0.1).epsilon
+
+
+def test_class_distances_are_measured_once_and_kept(datasets, tmp_path):
+    heard: list[tuple[int, int]] = []
+
+    def progress(*event):
+        heard.append(event)
+
+    pairwise_distances(datasets, epsilon=0.5, cache_dir=tmp_path, class_progress=progress)
+    assert heard[-1] == (36, 36)
+    heard.clear()
+    pairwise_distances(datasets, epsilon=0.5, cache_dir=tmp_path, class_progress=progress)
+    assert heard == [(36, 36)]
+
+
+def test_a_table_can_be_given(datasets):
+    table = otdd.class_distances(datasets, "means")
+    result = pairwise_distances(datasets, epsilon=0.5, class_distances=table)
+    assert result.method == "given"
+    assert torch.equal(
+        result.values, pairwise_distances(datasets, epsilon=0.5, labels="means").values
+    )
+    # Subsets take the distances between whole classes.
+    some = [samples.take(torch.arange(12)) for samples in datasets]
+    part = pairwise_distances(some, epsilon=0.5, class_distances=table)
+    assert torch.equal(part.class_distances.full, table.full)
+
+
+def test_pairs_are_listed_from_the_nearest(datasets):
+    result = pairwise_distances(datasets, epsilon=0.5)
+    rows = result.pairs()
+    assert [row.value for row in rows] == sorted(result.values[[0, 0, 1], [1, 2, 2]].tolist())
+    assert all(row.lower <= row.value <= row.upper for row in rows)
+    assert {(row.source, row.target) for row in rows} == {
+        ("set 0", "set 1"),
+        ("set 0", "set 2"),
+        ("set 1", "set 2"),
+    }
+
+
+def test_saved_results_load_again(datasets, tmp_path):
+    result = pairwise_distances(datasets, epsilon=0.5)
+    assert result.save(tmp_path / "run") == tmp_path / "run"
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "result.json",
+        "class_distances.npz",
+    }
+    content = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert content["datasets"] == ["set 0", "set 1", "set 2"]
+    assert content["values"] == result.values.tolist()
+    assert content["converged"] == [[True] * 3] * 3
+    loaded = PairwiseResult.load(tmp_path / "run")
+    assert loaded.summary() == result.summary()
+    assert torch.equal(loaded.class_distances.full, result.class_distances.full)
+    (tmp_path / "run" / "class_distances.npz").unlink()
+    with pytest.raises(InputError, match=r"no complete result in .*run"):
+        PairwiseResult.load(tmp_path / "run")
+    with pytest.raises(InputError, match="no complete result"):
+        PairwiseResult.load(tmp_path)
+
+
+def test_small_classes_are_dropped_from_all(datasets):
+    extra = torch.cat((datasets[0].features, torch.ones(1, 3)))
+    labels = torch.cat((datasets[0].labels, torch.tensor([3])))
+    lonely = LabeledSamples(extra, labels, ("a", "b", "c", "d"), name="lonely")
+    with pytest.raises(InputError, match="'d' of lonely has 1 sample"):
+        pairwise_distances([lonely, *datasets[1:]])
+    with pytest.warns(DataNotice, match=r"d \(1\)"):
+        result = pairwise_distances([lonely, *datasets[1:]], epsilon=0.5, min_class_size=2)
+    assert torch.equal(result.values, pairwise_distances(datasets, epsilon=0.5).values)
+
+
+def test_stopping_early_is_said_once_with_names(datasets):
+    early = SolverOptions(tolerance=1e-4, max_iterations=2)
+    with pytest.warns(NotConvergedWarning) as said:
+        result = pairwise_distances(datasets, epsilon=0.05, solver=early)
+    assert len(said) == 1
+    assert "set 0 and set 1" in str(said[0].message)
+    assert "after 2 iterations" in str(said[0].message)
+    assert not result.converged[0, 1]
+    required = SolverOptions(tolerance=1e-4, max_iterations=2, require_convergence=True)
+    with pytest.raises(ConvergenceError, match=r"set 1 and itself.*solver.tolerance=0.0001"):
+        pairwise_distances(datasets, epsilon=0.05, solver=required)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epsilon": -1.0}, "epsilon must be positive and finite, got -1"),
+        ({"epsilon_relative": 0.0}, "epsilon_relative must be positive and finite, got 0"),
+        ({"labels": "gauss"}, "unknown labels method 'gauss'"),
+        ({"labels": "given"}, "labels=given needs a table"),
+        ({"lambda_x": -1.0}, "lambda_x"),
+        ({"compute": ComputeOptions(device="nothing")}, "'nothing'"),
+        ({"solver": SolverOptions(tolerance=1e-12)}, "too tight for float32"),
+    ],
+)
+def test_impossible_requests_are_refused(datasets, options, message):
+    with pytest.raises(InputError, match=message):
+        pairwise_distances(datasets, **options)
+
+
+def test_impossible_lists_are_refused(datasets):
+    for wrong, message in (
+        (datasets[:1], "holds 1 datasets, and at least 2"),
+        (datasets[0], "given as a list"),
+        ([datasets[0], "usps"], "number 1 of the list is str"),
+        ([datasets[0], clusters(20, 5, dim=4)], r"3 .*4|4 .*3"),
+        (
+            [datasets[0], LabeledSamples(torch.eye(3), None, (), name="cells")],
+            "cells has no labels",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            pairwise_distances(wrong)
+    table = otdd.class_distances(datasets)
+    with pytest.raises(InputError, match=r"must come from otdd.class_distances.*ClassDistances"):
+        pairwise_distances(datasets, class_distances=table.between(0, 1))
+    with pytest.raises(InputError, match="about 3 datasets"):
+        pairwise_distances(datasets[:2], class_distances=table)
+    point = LabeledSamples(torch.ones(1, 2), None, ())
+    with pytest.raises(InputError, match="positive mean cost"):
+        pairwise_distances([point, point], labels="none", epsilon_relative=0.1)
