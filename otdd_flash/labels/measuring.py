@@ -23,7 +23,8 @@ from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 
 # A method prepares all classes of a part before its first pair: with so many pairs per class it
-# takes some 5% longer than all at once, and a run that is killed loses one part.
+# takes some 5% longer than all at once, and a run that is killed loses one part. A GPU takes
+# seconds for whole tables, and has them in one part.
 PAIRS_PER_CLASS = 4
 # A write takes some milliseconds; exact distances may come by the hundred per second.
 SECONDS_BETWEEN_WRITES = 1.0
@@ -90,7 +91,8 @@ def measure_pairs(
         cache.keep(recipe, classes, pairs[positions], distances)
 
     missing = torch.nonzero(unknown).squeeze(1)
-    at_once = PAIRS_PER_CLASS * len(clouds)
+    on_gpu = clouds[0].points.device.type == "cuda"
+    at_once = len(missing) if on_gpu else PAIRS_PER_CLASS * len(clouds)
     measured = _measured(clouds, pairs, missing, metric, at_once, progress)
     return _joined(_told(measured, keep), len(pairs), Part(known, found))
 

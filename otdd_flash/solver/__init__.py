@@ -5,4 +5,6 @@ term; `sweep` and `late_reader` let both run without waiting for the device; `ce
 bounds from potentials; `term` what a solve returns; `divergence` the debiased combination;
 `problem` two clouds and their three terms; `gradient` derivatives of a solved term and of the
 divergence; `clouds` and, for autograd, `loss` the entry points.
+
+`segmented` solves many problems side by side, `segmented_cross` and `segmented_self` are its rules.
 """
