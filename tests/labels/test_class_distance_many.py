@@ -9,7 +9,7 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels.many import JointClassDistances, class_distances
-from otdd_flash.labels.methods import LabelMetric
+from otdd_flash.labels.methods import LabelMetric, measure_classes
 from otdd_flash.samples import LabeledSamples
 
 
@@ -142,3 +142,14 @@ def test_unreadable_tables_are_input_errors(datasets, tmp_path):
         with pytest.raises(InputError, match=message) as caught:
             JointClassDistances.load(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["gaussian", "sinkhorn", "exact", "means", "upper_bound"])
+def test_a_gpu_measures_what_the_processor_does(method, blobs):
+    pair = blobs((30, 50), 5), blobs((40, 70, 20), 5, 1, weights=np.arange(130) % 4)
+    metric = LabelMetric(method, epsilon=1.0, tolerance=1e-5)
+    expected = measure_classes(*pair, metric)
+    got = measure_classes(*pair, metric, device=torch.device("cuda"))
+    assert got.full.device.type == "cpu"
+    torch.testing.assert_close(got.full, expected.full, rtol=1e-4, atol=1e-5)
