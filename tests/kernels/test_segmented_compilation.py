@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,9 +53,7 @@ def argument_type(name: str, height: int, tile: Tile) -> str:
 
 
 def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[str, int]:
-    import triton
-    import triton.backends.nvidia
-    from triton.backends.compiler import GPUTarget
+    from compile_kernels import resources
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
@@ -71,20 +67,7 @@ def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[s
         if signature[name].startswith("*")
     }
     values = {(names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, values, aligned),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tile.warps},
-    )
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    stack = re.search(r"STACK:(\d+)", usage)
-    assert stack is not None
-    return {"shared": compiled.metadata.shared, "stack": int(stack[1])}
+    return resources(ASTSource(kernel, signature, values, aligned), capability, tile.warps)
 
 
 def main() -> None:
