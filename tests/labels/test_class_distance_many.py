@@ -148,7 +148,8 @@ def test_unreadable_tables_are_input_errors(datasets, tmp_path):
 @pytest.mark.parametrize("method", ["gaussian", "sinkhorn", "exact", "means", "upper_bound"])
 def test_a_gpu_measures_what_the_processor_does(method, blobs):
     pair = blobs((30, 50), 5), blobs((40, 70, 20), 5, 1, weights=np.arange(130) % 4)
-    metric = LabelMetric(method, epsilon=1.0, tolerance=1e-5)
+    # Ten times above what float32 potentials on the card can settle to at these costs.
+    metric = LabelMetric(method, epsilon=1.0, tolerance=1e-4)
     expected = measure_classes(*pair, metric)
     got = measure_classes(*pair, metric, device=torch.device("cuda"))
     assert got.full.device.type == "cpu"
