@@ -1,0 +1,200 @@
+"""A residual network that learned where the particles of a flow went."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from otdd_flash.devices import resolve_device
+from otdd_flash.errors import InputError
+from otdd_flash.files import replacing
+from otdd_flash.flows.maps.base import check_dimension, check_same_particles
+from otdd_flash.flows.maps.classes import class_indices
+from otdd_flash.flows.maps.training import Examples, build_network, draw_weights, train
+from otdd_flash.samples import LabeledSamples
+
+# Points that go through the network together.
+ROWS_AT_ONCE = 16384
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualMap:
+    """z + reach h((z - centre) / spread, class of z), h a network of fully connected layers.
+
+    Right for any flow, also with momentum. One spread serves all features, since the flow's cost
+    weighs them alike too.
+
+    Attributes:
+        network: h, float32; its inputs are d features, then one per class.
+        centre: (d,) float64, mean of the particles at the start.
+        spread: root mean square of the particles' features around it.
+        reach: root mean square of the particles' displacements per feature.
+        class_names: of classes with mass among the particles; none for unlabelled ones.
+    """
+
+    network: nn.Sequential
+    centre: Tensor
+    spread: float
+    reach: float
+    class_names: tuple[str, ...]
+
+    @classmethod
+    def fit(
+        cls,
+        before: LabeledSamples,
+        after: LabeledSamples,
+        *,
+        hidden: int = 256,
+        layers: int = 3,
+        epochs: int = 200,
+        seed: int = 0,
+        device: str = "auto",
+    ) -> ResidualMap:
+        """Train a map on the particles of a flow; each counts as much as its mass.
+
+        Before training it is the identity. A tenth of the particles is held out and decides which
+        epoch is kept. The same seed gives the same map on the same device.
+
+        Args:
+            before: the n particles before the first step.
+            after: the same particles, row by row, after the last.
+            hidden: width of the layers.
+            layers: how many of that width.
+            epochs: passes over the particles, at most.
+            seed: of first weights, of what is held out and of the batches.
+            device: where to train, and where the map runs.
+
+        Raises:
+            InputError: the two are not of one shape, a size is not positive, or there is no such
+                device.
+        """
+        check_same_particles(before, after)
+        for name, value, least in (
+            ("hidden", hidden, 1),
+            ("layers", layers, 1),
+            ("epochs", epochs, 0),
+        ):
+            if value < least:
+                raise InputError(f"{name} must be at least {least}, got {value}")
+        where = resolve_device(device)
+        carriers = torch.nonzero(before.masses > 0).squeeze(1)
+        displacement = (after.features.to(before.features) - before.features)[carriers].double()
+        before = _without_empty_classes(before.take(carriers))
+        start, masses = before.features.double(), before.masses
+        centre = masses @ start
+        spread, reach = (
+            float((masses @ rows.square().mean(1)).sqrt()) or 1.0
+            for rows in (start - centre, displacement)
+        )
+        generator = torch.Generator().manual_seed(seed)
+        sizes = (before.dim + len(before.class_names), *[hidden] * layers, before.dim)
+        network = build_network(sizes)
+        draw_weights(network, generator)
+        fitted = cls(network.to(where), centre.to(where), spread, reach, before.class_names)
+        examples = Examples(
+            fitted._inputs(before),
+            (displacement / reach).to(where, torch.float32),
+            (masses * len(before)).to(where, torch.float32),
+        )
+        train(network, examples, epochs, generator)
+        return fitted
+
+    @torch.no_grad()
+    def __call__(self, samples: LabeledSamples) -> LabeledSamples:
+        """The samples moved, their labels matched by class name.
+
+        Raises:
+            InputError: another dimension, a class that had no mass among the particles, or no
+                labels where the particles had some.
+        """
+        check_dimension(samples, len(self.centre))
+        inputs = torch.split(self._inputs(samples), ROWS_AT_ONCE)
+        displacement = torch.cat([self.network(rows) for rows in inputs]) * self.reach
+        return replace(samples, features=samples.features + displacement.to(samples.features))
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file, whole or not at all.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        from safetensors.torch import save
+
+        tensors = {f"network.{name}": value for name, value in self.network.state_dict().items()}
+        tensors["centre"] = self.centre
+        layout = {"spread": self.spread, "reach": self.reach, "class_names": self.class_names}
+        on_cpu = {name: value.cpu().contiguous() for name, value in tensors.items()}
+        with replacing(path) as partial:
+            partial.write_bytes(save(on_cpu, metadata={"residual_map": json.dumps(layout)}))
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: str = "auto") -> ResidualMap:
+        """Read what `save` wrote; the map runs on the device.
+
+        Raises:
+            InputError: the file holds no residual map, or there is no such device.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        where = resolve_device(device)
+        try:
+            with safe_open(path, framework="pt") as file:
+                layout = json.loads(file.metadata()["residual_map"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            centre = tensors.pop("centre")
+            state = {name.removeprefix("network."): value for name, value in tensors.items()}
+            network = build_network(_sizes(state))
+            network.load_state_dict(state)
+            names = tuple(layout["class_names"])
+            moved = network.to(where), centre.to(where)
+            return cls(*moved, layout["spread"], layout["reach"], names)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            RuntimeError,
+            SafetensorError,
+        ) as error:
+            raise InputError(
+                f"no residual map in {path} ({error}); ResidualMap.save writes one"
+            ) from error
+
+    def _inputs(self, samples: LabeledSamples) -> Tensor:
+        """What the network sees of k samples, (k, d + classes) float32 on its device."""
+        centred = (samples.features.to(self.centre) - self.centre) / self.spread
+        if not self.class_names:
+            return centred.float()
+        if samples.labels is None:
+            raise InputError(
+                f"{samples.name} has no labels, but this map was trained with the classes "
+                f"{', '.join(self.class_names)}; label the samples, or fit a map to particles "
+                "without labels"
+            )
+        labels = class_indices(samples, self.class_names).to(centred.device)
+        one_hot = nn.functional.one_hot(labels, len(self.class_names))
+        return torch.cat((centred, one_hot), 1).float()
+
+
+def _without_empty_classes(particles: LabeledSamples) -> LabeledSamples:
+    if particles.labels is None:
+        return particles
+    return particles.keep_classes(torch.unique(particles.labels).tolist())
+
+
+def _sizes(state: dict[str, Tensor]) -> tuple[int, ...]:
+    """Widths of inputs, layers and outputs, from the weights in the order of the layers."""
+    matrices = [state[name] for name in sorted(state, key=_position) if name.endswith("weight")]
+    return (matrices[0].shape[1], *[matrix.shape[0] for matrix in matrices])
+
+
+def _position(name: str) -> int:
+    return int(name.split(".")[0])

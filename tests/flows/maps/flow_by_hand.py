@@ -1,0 +1,87 @@
+"""A flow as short as it can be written, and the velocity fields that it went through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.flows.maps import EntropicMap, VelocityField
+from otdd_flash.labels import measure_classes
+from otdd_flash.operators.build import labelled_cost
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.gradient import DivergenceGradient
+from otdd_flash.solver.problem import Problem
+
+DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
+
+
+@dataclass(frozen=True)
+class HandFlow:
+    """Where the particles began and ended, and what moved them."""
+
+    before: LabeledSamples
+    after: LabeledSamples
+    fields: list[VelocityField]
+    step_sizes: list[float]
+
+    @property
+    def entropic(self) -> EntropicMap:
+        return EntropicMap(self.fields, self.step_sizes)
+
+
+def class_table(source: LabeledSamples, target: LabeledSamples) -> Tensor:
+    """W of gaussian classes; 0 without labels."""
+    if source.labels is None:
+        return torch.zeros(2, 2, dtype=torch.float64)
+    metric = otdd.LabelMetric.of("gaussian")
+    return measure_classes(source, target, metric, device=torch.device("cpu")).full
+
+
+def resolved_epsilon(
+    source: LabeledSamples, target: LabeledSamples, relative: float, cost: otdd.GroundCost
+) -> float:
+    """Epsilon as a multiple of the mean cost."""
+    block = class_table(source, target)[: source.class_total, source.class_total :]
+    device = torch.device("cpu")
+    return relative * labelled_cost(source, target, block, cost, device).mean_cost
+
+
+def euler_flow(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    *,
+    epsilon: float,
+    steps: int,
+    step_size: float = 0.2,
+    cost: otdd.GroundCost | None = None,
+    compute: otdd.ComputeOptions = DOUBLE,
+    tolerance: float = 1e-6,
+) -> HandFlow:
+    """x <- x - tau (1 / a) dS/dx with the solver's own gradient; W is measured at every step."""
+    options = otdd.SolverOptions(tolerance=tolerance)
+    particles, fields, solved = source, [], None
+    for _ in range(steps):
+        table = class_table(particles, target)
+        problem = Problem(particles, target, epsilon, table, cost, compute)
+        gradient = DivergenceGradient(problem, frozenset({"x"}))
+        solved = problem.solve(options, start=_potentials(solved), solved=gradient)
+        fields.append(VelocityField.of(problem, solved))
+        velocity = gradient.total["x"] / particles.masses.unsqueeze(1)
+        moved = particles.features - step_size * velocity.to(particles.features)
+        particles = replace(particles, features=moved)
+    return HandFlow(source, particles, fields, [step_size] * steps)
+
+
+def _potentials(solved: Divergence | None) -> dict[str, Tensor] | None:
+    return None if solved is None else {name: term.g for name, term in solved.terms.items()}
+
+
+def digits(split: str, count: int, *, rotate: float = 0.0) -> LabeledSamples:
+    """Bundled digits as float64 vectors (count, 64) of values in [0, 1]."""
+    loaded = otdd.load("digits", split=split, max_samples=count, rotate=rotate)
+    samples = otdd.embed(loaded, otdd.extractors.pixels())
+    return replace(samples, features=samples.features.double())
