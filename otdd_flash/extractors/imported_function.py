@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-
-FORM = "package.module:function or package.module.function"
+from otdd_flash.importing import import_callable
 
 
 @dataclass(frozen=True)
@@ -62,27 +60,4 @@ def from_callable(path: str | Callable[[Any], Any]) -> ImportedFunction:
     if callable(path):
         name = getattr(path, "__qualname__", type(path).__qualname__)
         return ImportedFunction(path, f"{getattr(path, '__module__', '')}.{name}")
-    module_name, _, attributes = path.partition(":")
-    if not attributes:
-        module_name, _, attributes = path.rpartition(".")
-    if not module_name or not attributes:
-        raise InputError(f"extractor.path must be {FORM}, got {path!r}")
-    function = _import_module(module_name, path)
-    for attribute in attributes.split("."):
-        if not hasattr(function, attribute):
-            raise InputError(f"extractor.path={path}: {module_name} has no {attributes}")
-        function = getattr(function, attribute)
-    if not callable(function):
-        raise InputError(f"extractor.path={path} is not callable: {type(function).__name__}")
-    return ImportedFunction(function, path)
-
-
-def _import_module(name: str, path: str) -> Any:
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        # A module missing inside the user's own file is reported under its own name.
-        raise InputError(
-            f"extractor.path={path}: no module named {error.name!r}; give {FORM}, with its folder "
-            "on PYTHONPATH"
-        ) from None
+    return ImportedFunction(import_callable(path, "extractor.path"), path)

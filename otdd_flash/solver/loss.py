@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions, GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Start, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
+from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.problem import Problem
 
@@ -108,27 +108,7 @@ def sinkhorn_loss(
     _along_simplex(gradient.total, source, target)
     parts = tuple(gradient.total.values())
     wanted = (inputs[key] for key in gradient.total)
-    return cast(Tensor, _KnownGradient.apply(value, parts, *wanted))
-
-
-class _KnownGradient(torch.autograd.Function):
-    """A value whose derivatives are known already: backward only scales them."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*gradients)
-        ctx.kinds = [(tensor.dtype, tensor.device) for tensor in inputs]
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        # Scaled first: gradients in a half type may be too small without the loss scale.
-        scaled = (
-            (scale.to(gradient.device, gradient.dtype) * gradient).to(dtype=dtype, device=device)
-            for gradient, (dtype, device) in zip(ctx.saved_tensors, ctx.kinds, strict=True)
-        )
-        return None, None, *scaled
+    return cast(Tensor, KnownGradient.apply(value, parts, *wanted))
 
 
 def _needs(inputs: dict[Input, Any]) -> Needs:

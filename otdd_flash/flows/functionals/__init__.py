@@ -1,0 +1,39 @@
+"""What may be added to the divergence that a flow descends.
+
+    F(x) = S_epsilon(x, target) + sum_k w_k F_k(x),      dx_i / dt = -(1 / a_i) dF / dx_i
+
+The three kinds of energy of gradient flows in probability space (Alvarez-Melis & Fusi 2021, Dataset
+Dynamics via Gradient Flows in Probability Space), for particles x_i of mass a_i and class l_i:
+
+    potential    sum_i a_i V(x_i, l_i)                norm, affine_norm, hyperplane_margin,
+                                                      coordinate_collapse
+    interaction  sum_ij a_i a_j W(x_i, l_i, x_j, l_j) class_repulsion
+    internal     int rho log rho                      entropy, by noise
+
+and any function of the user's. `build_functionals` reads them from a configuration,
+`value_and_velocity` evaluates them, `noise_temperature` says how much noise a step adds.
+"""
+
+from otdd_flash.flows.functionals.affine_norm import AffineNorm
+from otdd_flash.flows.functionals.base import Functional, WeightedFunctional
+from otdd_flash.flows.functionals.build import build_functionals
+from otdd_flash.flows.functionals.class_repulsion import ClassRepulsion
+from otdd_flash.flows.functionals.coordinate_collapse import CoordinateCollapse
+from otdd_flash.flows.functionals.entropy import Entropy
+from otdd_flash.flows.functionals.hyperplane_margin import HyperplaneMargin
+from otdd_flash.flows.functionals.motion import noise_temperature, value_and_velocity
+from otdd_flash.flows.functionals.norm import Norm
+
+__all__ = [
+    "AffineNorm",
+    "ClassRepulsion",
+    "CoordinateCollapse",
+    "Entropy",
+    "Functional",
+    "HyperplaneMargin",
+    "Norm",
+    "WeightedFunctional",
+    "build_functionals",
+    "noise_temperature",
+    "value_and_velocity",
+]

@@ -1,0 +1,315 @@
+"""Every functional against its formula, its finite differences and its symmetries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from otdd_flash.errors import InputError
+from otdd_flash.flows.functionals import (
+    ClassRepulsion,
+    Entropy,
+    Functional,
+    Norm,
+    WeightedFunctional,
+    build_functionals,
+    class_repulsion,
+    noise_temperature,
+    value_and_velocity,
+)
+from otdd_flash.samples import LabeledSamples
+
+MATRIX = torch.linspace(-1, 2, 10, dtype=torch.float64).reshape(2, 5)
+NORMAL = [1.0, -2.0, 0.5, 0.0, 3.0]
+CENTRE = [1.0, 0.0, -1.0, 2.0, 0.5]
+SPECS: dict[str, dict[str, Any]] = {
+    "norm": {"name": "norm", "weight": 0.7},
+    "norm around a centre": {"name": "norm", "weight": 0.7, "centre": CENTRE},
+    "affine_norm": {"name": "affine_norm", "weight": 0.3, "matrix": MATRIX, "offset": [1.0, -1.0]},
+    "hyperplane_margin": {
+        "name": "hyperplane_margin",
+        "weight": 2.0,
+        "normal": NORMAL,
+        "signs": {"cat": 1, 3: -1},
+        "offset": 0.5,
+        "margin": 1.5,
+    },
+    "coordinate_collapse": {
+        "name": "coordinate_collapse",
+        "weight": -0.4,
+        "coordinates": [0, 3],
+        "value": 0.25,
+    },
+    "class_repulsion": {"name": "class_repulsion", "weight": 1.5, "radius": 1.2},
+    "class_repulsion of automatic radius": {"name": "class_repulsion", "weight": 1.5},
+}
+
+
+def dense_value(name: str, x: Tensor, labels: Tensor, a: Tensor) -> float:
+    """The formula of a functional, point by point."""
+    value = 0.0
+    for i in range(len(x)):
+        point = x[i]
+        match name:
+            case "norm":
+                v = point.dot(point) / 2
+            case "norm around a centre":
+                v = (point - torch.tensor(CENTRE)).square().sum() / 2
+            case "affine_norm":
+                v = (MATRIX @ point - torch.tensor([1.0, -1.0])).square().sum() / 2
+            case "hyperplane_margin":
+                side = {0: 1, 1: None, 2: -1}[int(labels[i])]
+                distance = point.dot(torch.tensor(NORMAL, dtype=torch.float64)) - 0.5
+                v = 0.0 if side is None else max(0.0, 1.5 - side * float(distance))
+            case "coordinate_collapse":
+                v = ((point[0] - 0.25) ** 2 + (point[3] - 0.25) ** 2) / 2
+            case _:
+                others = [j for j in range(len(x)) if labels[j] != labels[i]]
+                v = sum(a[j] * torch.exp(-(point - x[j]).square().sum() / 2.88) for j in others)
+        value += float(a[i]) * float(v)
+    return value
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if "automatic" not in name])
+def test_values_are_those_of_the_formulas(make_cloud: Any, name: str) -> None:
+    cloud = make_cloud()
+    values, _ = evaluate(cloud, SPECS[name])
+    expected = SPECS[name]["weight"] * dense_value(name, cloud.features, cloud.labels, cloud.masses)
+    assert values == pytest.approx({SPECS[name]["name"]: expected}, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_velocities_are_finite_differences_over_masses(make_cloud: Any, name: str) -> None:
+    cloud = make_cloud()
+    terms = build_functionals([SPECS[name]], cloud)
+    _, velocity = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    assert velocity.abs().max() > 0.01
+    step = 1e-5
+    for i, k in ((0, 0), (5, 3), (10, 4), (31, 1), (32, 2)):
+        ends = []
+        for sign in (1, -1):
+            moved = cloud.features.clone()
+            moved[i, k] += sign * step
+            values, _ = value_and_velocity(terms, moved, cloud.labels, cloud.masses)
+            ends.append(sum(values.values()))
+        difference = (ends[0] - ends[1]) / (2 * step) / float(cloud.masses[i])
+        assert float(velocity[i, k]) == pytest.approx(difference, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_points_without_mass_neither_act_nor_move(make_cloud: Any, name: str) -> None:
+    cloud = make_cloud()
+    terms = build_functionals([SPECS[name]], cloud)
+    value, velocity = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    assert torch.equal(velocity[2], torch.zeros(5, dtype=torch.float64))
+    elsewhere = cloud.features.clone()
+    elsewhere[2] = 0.3
+    moved = value_and_velocity(terms, elsewhere, cloud.labels, cloud.masses)
+    assert moved[0] == pytest.approx(value, rel=1e-13)
+    torch.testing.assert_close(moved[1], velocity)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_order_of_points_does_not_matter(make_cloud: Any, name: str) -> None:
+    cloud = make_cloud()
+    order = torch.randperm(len(cloud), generator=torch.Generator().manual_seed(1))
+    value, velocity = evaluate(cloud, SPECS[name])
+    shuffled_value, shuffled = evaluate(cloud.take(order), SPECS[name])
+    assert shuffled_value == pytest.approx(value, rel=1e-12)
+    torch.testing.assert_close(shuffled, velocity[order])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_float32_points_keep_their_type(make_cloud: Any, name: str) -> None:
+    cloud = make_cloud()
+    terms = build_functionals([SPECS[name]], cloud)
+    value, velocity = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    single, rough = value_and_velocity(terms, cloud.features.float(), cloud.labels, cloud.masses)
+    assert rough.dtype == torch.float32
+    assert single == pytest.approx(value, rel=1e-5)
+    torch.testing.assert_close(rough, velocity.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n", "tile"), [(33, 1), (33, 100), (33, 33 * 33), (33, 33 * 32), (1, 4), (3, 2)]
+)
+def test_repulsion_in_tiles_of_any_size(
+    make_cloud: Any, monkeypatch: pytest.MonkeyPatch, n: int, tile: int
+) -> None:
+    cloud = make_cloud(33).take(torch.arange(n))
+    terms = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(0.8)),)
+    whole = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    monkeypatch.setattr(class_repulsion, "TILE", tile)
+    tiled = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    assert tiled[0] == pytest.approx(whole[0], rel=1e-13)
+    torch.testing.assert_close(tiled[1], whole[1])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_repulsion_never_holds_all_pairs(make_cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cloud = make_cloud(500, 3)
+    monkeypatch.setattr(class_repulsion, "TILE", 5000)
+    terms = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(1.0)),)
+    with LargestTensor() as largest:
+        value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    assert largest.elements == 5000
+
+
+def test_repulsion_of_two_points_has_a_closed_form() -> None:
+    points = torch.tensor([[100.0, 0.0], [101.0, 0.0]])
+    masses = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    term = WeightedFunctional("repulsion", 1.0, ClassRepulsion(2.0))
+    values, velocity = value_and_velocity((term,), points, torch.tensor([0, 1]), masses)
+    kernel = math.exp(-1 / 8)
+    assert values["repulsion"] == pytest.approx(2 * 0.25 * 0.75 * kernel, rel=1e-6)
+    # dF / dx_0 = 2 a_0 a_1 k (x_1 - x_0) / s^2: against it, x_0 moves away from x_1.
+    expected = torch.tensor([[2 * 0.75 * kernel / 4, 0.0], [-2 * 0.25 * kernel / 4, 0.0]])
+    torch.testing.assert_close(velocity, expected, rtol=1e-5, atol=0)
+
+
+def test_repulsion_does_not_depend_on_the_origin(make_cloud: Any) -> None:
+    cloud = make_cloud()
+    term = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(1.0)),)
+    # Exact in float32, so that only the centring can keep the digits.
+    points = (cloud.features * 64).round() / 64
+    near = value_and_velocity(term, points.float(), cloud.labels, cloud.masses)
+    far = value_and_velocity(term, points.float() + 4096, cloud.labels, cloud.masses)
+    assert far[0] == pytest.approx(near[0], rel=1e-5)
+    torch.testing.assert_close(far[1], near[1], rtol=1e-4, atol=1e-5)
+
+
+def test_automatic_radius_is_the_median_distance_between_classes() -> None:
+    points = torch.tensor([[0.0], [1.0], [4.0], [9.0]])
+    cloud = LabeledSamples(points, torch.tensor([0, 0, 1, 1]), ("a", "b"))
+    (term,) = build_functionals([{"name": "class_repulsion", "weight": 1.0}], cloud)
+    # Distances 4, 9, 3 and 8; the lower of the two in the middle.
+    assert term.function == ClassRepulsion(4.0)
+
+
+def test_automatic_radius_comes_from_a_sample_that_is_always_the_same(
+    make_cloud: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloud = make_cloud(200)
+    whole = class_repulsion.median_radius(cloud)
+    monkeypatch.setattr(class_repulsion, "SAMPLED", 60)
+    state = torch.get_rng_state()
+    sampled = class_repulsion.median_radius(cloud)
+    assert sampled == class_repulsion.median_radius(cloud) != whole
+    assert sampled == pytest.approx(whole, rel=0.1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_automatic_radius_ignores_points_without_mass(make_cloud: Any) -> None:
+    cloud = make_cloud(12)
+    cloud.features[2] = 1e6
+    without = cloud.take(torch.tensor([i for i in range(12) if i != 2]))
+    assert class_repulsion.median_radius(cloud) == class_repulsion.median_radius(without)
+
+
+def test_margin_of_a_separated_class_is_free() -> None:
+    spec = {"name": "hyperplane_margin", "weight": 1.0, "normal": [1.0], "signs": {"a": 1, "b": -1}}
+    cloud = LabeledSamples(
+        torch.tensor([[1.5], [-3.0], [0.5], [0.5]]), torch.tensor([0, 1, 0, 1]), ("a", "b")
+    )
+    values, velocity = evaluate(cloud, spec)
+    assert values == pytest.approx({"hyperplane_margin": (0.5 + 1.5) / 4})
+    # Against it, class a moves up and class b down.
+    assert velocity.flatten().tolist() == [0.0, 0.0, -1.0, 1.0]
+
+
+def test_terms_add_up_and_noise_is_apart(make_cloud: Any) -> None:
+    cloud = make_cloud()
+    specs = [SPECS["norm"], {"name": "entropy", "weight": 0.2}, SPECS["class_repulsion"]]
+    terms = build_functionals([*specs, {"name": "entropy", "weight": 0.05}], cloud)
+    assert noise_temperature(terms) == pytest.approx(0.25)
+    assert noise_temperature(terms[:1]) == 0
+    values, velocity = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    assert list(values) == ["norm", "class_repulsion"]
+    parts = [evaluate(cloud, SPECS[name])[1] for name in values]
+    torch.testing.assert_close(velocity, parts[0] + parts[1])
+    none, still = value_and_velocity((), cloud.features, cloud.labels, cloud.masses)
+    assert none == {}
+    assert torch.equal(still, torch.zeros_like(cloud.features))
+
+
+def test_nothing_is_left_in_autograd(make_cloud: Any) -> None:
+    cloud = make_cloud()
+    points = cloud.features.clone().requires_grad_()
+    term = WeightedFunctional("norm", 1.0, Norm())
+    with torch.no_grad():
+        _, velocity = value_and_velocity((term,), points, None, cloud.masses)
+    assert not velocity.requires_grad
+    assert points.grad is None
+
+
+@pytest.mark.parametrize(
+    ("weight", "function", "message"),
+    [
+        (math.nan, Norm(), "finite number, got nan"),
+        (math.inf, Norm(), "finite number, got inf"),
+        ("1", Norm(), "finite number, got '1'"),
+        (True, Norm(), "finite number, got True"),
+        (-0.1, Entropy(), "must not be negative, got -0.1"),
+    ],
+)
+def test_bad_weights_are_refused(weight: Any, function: Functional | Entropy, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        WeightedFunctional("this", weight, function)
+
+
+def test_names_must_differ(make_cloud: Any) -> None:
+    cloud = make_cloud()
+    terms = (WeightedFunctional("norm", 1.0, Norm()),) * 2
+    with pytest.raises(InputError, match="distinct names"):
+        value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+
+
+@pytest.mark.parametrize("name", ["hyperplane_margin", "class_repulsion"])
+def test_labels_are_needed_where_classes_are(make_cloud: Any, name: str) -> None:
+    cloud = make_cloud()
+    terms = build_functionals([SPECS[name]], cloud)
+    with pytest.raises(InputError, match=f"{name} needs labelled particles"):
+        value_and_velocity(terms, cloud.features, None, cloud.masses)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, labels, a: x.sum(1), r"return a 0-dim tensor, got \(33,\)"),
+        (lambda x, labels, a: 1.0, "return a 0-dim tensor, got float"),
+        (lambda x, labels, a: x.sum() / 0, "inf; it must be finite"),
+        (lambda x, labels, a: x.detach().sum(), "tensor without gradient"),
+        (lambda x, labels, a: torch.ones((), requires_grad=True) * 2, "does not depend on points"),
+        (lambda x, labels, a: (x[3] - x[3]).square().sum().sqrt(), "not finite at 1 of 33"),
+    ],
+)
+def test_what_is_no_functional_is_refused(
+    make_cloud: Any, function: Callable[..., Any], message: str
+) -> None:
+    cloud = make_cloud()
+    with pytest.raises(InputError, match=f"functional mine.*{message}"):
+        value_and_velocity(
+            (WeightedFunctional("mine", 1.0, function),), cloud.features, None, cloud.masses
+        )
+
+
+def evaluate(cloud: LabeledSamples, spec: dict[str, Any]) -> tuple[dict[str, float], Tensor]:
+    terms = build_functionals([spec], cloud)
+    return value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
