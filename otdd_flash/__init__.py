@@ -4,6 +4,7 @@ The way of the data:
 
     load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
                                                       -> pairwise_distances -> PairwiseResult
+                                                      -> gradient_flow -> FlowResult
 
 Conventions, the same everywhere:
 
@@ -22,6 +23,10 @@ from otdd_flash import extractors
 from otdd_flash.data.registry import load
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
 from otdd_flash.extractors import embed
+from otdd_flash.flows.checkpoint import Checkpoints
+from otdd_flash.flows.result import FlowResult
+from otdd_flash.flows.run import gradient_flow
+from otdd_flash.flows.stepping import Stepping
 from otdd_flash.labels import (
     ClassDistances,
     JointClassDistances,
@@ -40,11 +45,13 @@ from otdd_flash.solver.options import SolverOptions
 from otdd_flash.version import __version__
 
 __all__ = [
+    "Checkpoints",
     "ClassDistances",
     "ComputeOptions",
     "ConvergenceError",
     "DataNotice",
     "DistanceResult",
+    "FlowResult",
     "GroundCost",
     "InputError",
     "JointClassDistances",
@@ -53,11 +60,13 @@ __all__ = [
     "NotConvergedWarning",
     "PairwiseResult",
     "SolverOptions",
+    "Stepping",
     "__version__",
     "class_distances",
     "dataset_distance",
     "embed",
     "extractors",
+    "gradient_flow",
     "load",
     "pairwise_distances",
     "sinkhorn",

@@ -14,7 +14,6 @@ import time
 from dataclasses import replace
 
 from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.errors import InputError
 from otdd_flash.extractors import check_same_dimension
 from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
 from otdd_flash.labels.pairs import Progress as PairProgress
@@ -22,7 +21,7 @@ from otdd_flash.operators.build import (
     ComputeOptions,
     GroundCost,
     check_resources,
-    labelled_cost,
+    relative_epsilon,
 )
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
@@ -107,11 +106,7 @@ def dataset_distance(
     )
     measured = time.perf_counter()
     if epsilon_relative is not None:
-        epsilon = epsilon_relative * labelled_cost(source, target, table.xy, cost, device).mean_cost
-        if not epsilon > 0:
-            raise InputError(
-                "epsilon_relative needs a positive mean cost; here it is 0: set epsilon"
-            )
+        epsilon = relative_epsilon(epsilon_relative, source, target, table.xy, cost, device)
     divergence = sinkhorn_divergence(
         source,
         target,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -64,3 +65,73 @@ class Trajectory:
     steps: Tensor
     points: Tensor
     labels: Tensor | None
+
+
+class Moment(NamedTuple):
+    """What a step saw, on the CPU: enough to tell what it would have done to any other point.
+
+    Attributes:
+        step_size: time that the step moved forward.
+        features: (n, d) of the particles.
+        table: W (V_x + V_y, V_x + V_y).
+        g: (m,) potential of the cross term, in units of the cost.
+        f: (n,) potential of the particles' self term.
+    """
+
+    step_size: float
+    features: Tensor
+    table: Tensor
+    g: Tensor
+    f: Tensor
+
+
+class Recorder:
+    """Keeps a thinned trajectory: at most `most` moments, evenly spread however long the flow is.
+
+    Whenever the room is full every second moment goes and the distance between moments doubles.
+    What is kept after k steps depends on k alone, not on how many will follow.
+
+    Args:
+        rows: (k,) which particles to follow.
+        most: moments to keep, at least 4.
+    """
+
+    def __init__(self, rows: Tensor, most: int) -> None:
+        self.rows, self._most = rows, most
+        self.every = 1
+        self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def wants(self, step: int) -> bool:
+        """Whether the particles after `step` steps are to be kept."""
+        return step % self.every == 0
+
+    def keep(self, step: int, points: Tensor, labels: Tensor | None) -> None:
+        """Keep the followed rows of points (n, d) and labels (n,)."""
+        self._kept[step] = self._followed(points, labels)
+        while len(self._kept) > self._most:
+            self.every *= 2
+            self._kept = {k: seen for k, seen in self._kept.items() if k % self.every == 0}
+
+    def trajectory(self, step: int, points: Tensor, labels: Tensor | None) -> Trajectory:
+        """What has been kept, and the end."""
+        kept = {**self._kept, step: self._followed(points, labels)}
+        steps = sorted(kept)
+        seen = [kept[k][1] for k in steps]
+        return Trajectory(
+            self.rows,
+            torch.tensor(steps),
+            torch.stack([kept[k][0] for k in steps]),
+            None if labels is None else torch.stack([part for part in seen if part is not None]),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """All of it."""
+        return {"rows": self.rows, "every": self.every, "kept": dict(self._kept)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.rows, self.every, self._kept = state["rows"], state["every"], dict(state["kept"])
+
+    def _followed(self, points: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        rows = self.rows.to(points.device)
+        return points[rows].cpu(), None if labels is None else labels[rows].cpu()

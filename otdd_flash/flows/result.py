@@ -1,12 +1,28 @@
-"""What a flow returns: the adapted dataset, and how it came about."""
+"""What a flow returns: the adapted dataset, how it came about, and how to keep it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from otdd_flash.flows.history import StepRecord, Trajectory
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError, choose
+from otdd_flash.files import replacing
+from otdd_flash.flows.history import Moment, StepRecord, Trajectory
+from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
+from otdd_flash.flows.maps.field import VelocityField
+from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances
+from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.result import SUMMARY_FILE, TENSOR_FILE, versions
 from otdd_flash.samples import LabeledSamples
+
+MAPS = ("entropic", "nearest", "residual")
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,15 +30,18 @@ class FlowResult:
     """A dataset that was moved towards another.
 
     Attributes:
-        source: the n particles before the first step, in the space in which they move.
-        target: the m points they moved towards, in the space of features.
+        source: the n particles before the first step.
+        target: the m points they moved towards, in the same space.
         samples: the n particles after the last step, with their labels and weights: row i was row
             i of `source`.
         history: one record per step, and one of the end.
         trajectory: positions of some particles on the way.
-        class_distances: W at the end.
-        mode: how the flow moved.
+        class_distances: W as the last evaluation saw it; in mode `augmented`, that of the start.
+        settings: what the flow depended on, by the keys of the command line.
+        moments: what every step saw, if it was kept.
+        compute: where and how passes ran, and will run for maps.
         stopped_by: `steps`, `tolerance` or `interrupted`.
+        seconds: wall time of the preparation and of the flow.
     """
 
     source: LabeledSamples
@@ -31,5 +50,213 @@ class FlowResult:
     history: tuple[StepRecord, ...]
     trajectory: Trajectory
     class_distances: ClassDistances
-    mode: str
+    settings: Mapping[str, Any]
+    moments: tuple[Moment, ...]
+    compute: ComputeOptions
     stopped_by: str
+    seconds: Mapping[str, float]
+
+    @property
+    def mode(self) -> str:
+        """What moved: `features`, `attached`, `joint` or `augmented`."""
+        return str(self.settings["flow.mode"])
+
+    @property
+    def converged(self) -> bool:
+        """Whether every solve of the flow reached its tolerance."""
+        return all(record.converged for record in self.history)
+
+    def map(self, kind: str = "nearest", **options: Any) -> FlowMap:
+        """The flow as a map of new points: a callable from samples to samples.
+
+        Args:
+            kind: `entropic` follows the velocity of every step (needs `keep_moments`); `nearest`
+                takes the displacement of the nearest particle; `residual` trains a network on all
+                displacements.
+            options: of `EntropicMap`, `NearestParticleMap` or `ResidualMap.fit`.
+
+        Raises:
+            InputError: no such map, or the flow was none that an entropic map can follow.
+        """
+        choose("map", kind, MAPS)
+        if kind == "nearest":
+            return NearestParticleMap(self.source, self.samples, **options)
+        if kind == "residual":
+            return ResidualMap.fit(self.source, self.samples, **options)
+        self._check_entropic()
+        sizes = [moment.step_size for moment in self.moments]
+        fields = [self._field(moment) for moment in self.moments]
+        return EntropicMap(fields, sizes, self.settings["flow.box"], **options)
+
+    def summary(self, **more: Any) -> dict[str, Any]:
+        """The content of result.json; `more` replaces or adds keys."""
+        first, last = self.history[0], self.history[-1]
+        content = {
+            "source": self.source.name,
+            "target": self.target.name,
+            "value": last.divergence,
+            "bounds": [last.lower, last.upper],
+            "start": {"value": first.divergence, "bounds": [first.lower, first.upper]},
+            "objective": {"start": first.objective, "end": last.objective},
+            "steps": last.step,
+            "stopped_by": self.stopped_by,
+            "converged": self.converged,
+            "marginal_error": max(record.marginal_error for record in self.history),
+            "epsilon": self.settings["epsilon"],
+            "seconds": dict(self.seconds),
+            "n": len(self.source),
+            "m": len(self.target),
+            "d": self.source.dim,
+            "classes": {
+                "source": list(self.source.class_names),
+                "target": list(self.target.class_names),
+            },
+            "subset_hash": {"source": self.source.subset_hash, "target": self.target.subset_hash},
+            "history": [asdict(record) for record in self.history],
+            "settings": dict(self.settings),
+            "compute": asdict(self.compute),
+            "versions": versions(),
+            "config": None,
+        }
+        return {**content, **more}
+
+    def save(self, path: str | Path, **more: Any) -> Path:
+        """Write the directory `path`: result.json to read, result.safetensors with everything.
+
+        Args:
+            path: made if it does not exist; its earlier result is replaced.
+            **more: keys to add to result.json.
+
+        Returns:
+            The directory.
+        """
+        from safetensors.torch import save_file
+
+        path, summary = Path(path), self.summary(**more)
+        with replacing(path / TENSOR_FILE) as partial:
+            save_file(self._tensors(), partial, metadata={"summary": json.dumps(summary)})
+        write_json(path / SUMMARY_FILE, summary)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> FlowResult:
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: the directory holds no complete result of a flow.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = Path(path)
+        try:
+            with safe_open(path / TENSOR_FILE, framework="pt") as file:
+                summary = json.loads(file.metadata()["summary"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return _restored(summary, tensors)
+        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+            raise InputError(
+                f"no complete result of a flow in {path} ({error}); FlowResult.save writes "
+                f"{TENSOR_FILE} there, and so does the command with save_result=true"
+            ) from error
+
+    def _check_entropic(self) -> None:
+        """Refuse flows whose steps were more than the field of the divergence."""
+        settings, reasons = self.settings, []
+        if not self.moments:
+            reasons.append("keep_moments=true keeps what it needs, and was not set")
+        if settings["flow.mode"] != "features":
+            reasons.append(f"flow.mode={settings['flow.mode']} moves more than points")
+        if not settings["flow.plain"]:
+            reasons.append("only flow.optimizer=sgd without options, noise or minibatches")
+        if settings["flow.functionals"]:
+            reasons.append("flow.functionals move particles too")
+        if settings["flow.space"] != "features":
+            reasons.append("points moved in another space than that of features")
+        if reasons:
+            raise InputError(
+                f"an entropic map cannot follow this flow: {'; '.join(reasons)}. The maps nearest "
+                "and residual take any flow"
+            )
+
+    def _field(self, moment: Moment) -> VelocityField:
+        return VelocityField(
+            LabeledSamples(
+                moment.features, self.source.labels, self.source.class_names, self.source.weights
+            ),
+            self.target,
+            moment.table,
+            moment.g,
+            moment.f,
+            self.settings["epsilon"],
+            GroundCost(self.settings["lambda_x"], self.settings["lambda_y"]),
+            self.compute,
+        )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        parts: dict[str, Tensor | None] = {}
+        for side in ("source", "target", "samples"):
+            samples: LabeledSamples = getattr(self, side)
+            parts |= {f"{side}.{key}": getattr(samples, key) for key in SAMPLE_PARTS}
+        parts |= {f"trajectory.{key}": getattr(self.trajectory, key) for key in TRAJECTORY_PARTS}
+        parts |= {f"W.{key}": getattr(self.class_distances, key) for key in ("xx", "xy", "yy")}
+        for k, moment in enumerate(self.moments):
+            named = moment._asdict()
+            size = torch.tensor(named.pop("step_size"), dtype=torch.float64)
+            parts |= {f"moment.{k}.step_size": size}
+            parts |= {f"moment.{k}.{key}": part for key, part in named.items()}
+        # Cloned: safetensors refuses two names for one storage.
+        return {
+            key: part.detach().cpu().contiguous().clone()
+            for key, part in parts.items()
+            if part is not None
+        }
+
+
+SAMPLE_PARTS = ("features", "labels", "weights")
+TRAJECTORY_PARTS = ("rows", "steps", "points", "labels")
+
+
+def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult:
+    names, hashes = summary["classes"], summary["subset_hash"]
+    sides = {
+        key: LabeledSamples(
+            tensors[f"{key}.features"],
+            tensors.get(f"{key}.labels"),
+            tuple(names[side]),
+            tensors.get(f"{key}.weights"),
+            name=summary[side],
+            subset_hash=hashes[side],
+        )
+        for key, side in (("source", "source"), ("target", "target"), ("samples", "source"))
+    }
+    moments: list[Moment] = []
+    while (start := f"moment.{len(moments)}.") + "step_size" in tensors:
+        parts = {key: tensors[start + key] for key in Moment._fields}
+        moments.append(Moment(float(parts.pop("step_size")), **parts))
+    settings = dict(summary["settings"])
+    if settings["flow.box"] is not None:
+        settings["flow.box"] = tuple(settings["flow.box"])
+    return FlowResult(
+        sides["source"],
+        sides["target"],
+        sides["samples"],
+        tuple(StepRecord(**record) for record in summary["history"]),
+        Trajectory(
+            tensors["trajectory.rows"],
+            tensors["trajectory.steps"],
+            tensors["trajectory.points"],
+            tensors.get("trajectory.labels"),
+        ),
+        ClassDistances(
+            tensors["W.xx"],
+            tensors["W.xy"],
+            tensors["W.yy"],
+            tuple(names["source"]) or None,
+            tuple(names["target"]) or None,
+        ),
+        settings,
+        tuple(moments),
+        ComputeOptions(**{**summary["compute"], "device": "auto"}),
+        summary["stopped_by"],
+        summary["seconds"],
+    )

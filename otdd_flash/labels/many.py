@@ -17,7 +17,7 @@ from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.metric import LabelMetric
 from otdd_flash.labels.npz_file import read_arrays, write_arrays
-from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs
+from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
 from otdd_flash.labels.small_classes import drop_small_classes
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.samples import LabeledSamples
@@ -203,7 +203,9 @@ def measure_all(
     distinct, index = merge_identical(clouds)
     pairs = all_pairs(len(distinct))
     found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)
-    tables = [_table(values, pairs, len(distinct))[index][:, index] for values in _bounded(found)]
+    tables = [
+        symmetric_table(values, pairs, len(distinct))[index][:, index] for values in _bounded(found)
+    ]
     return _joint(datasets, *tables)
 
 
@@ -255,11 +257,3 @@ def _bounded(found: PairDistances) -> tuple[Tensor, ...]:
     if torch.equal(found.lower, found.values) and torch.equal(found.upper, found.values):
         return (found.values,)
     return tuple(found)
-
-
-def _table(values: Tensor, pairs: Tensor, count: int) -> Tensor:
-    """(V, V), symmetric and zero on the diagonal, from one number per pair."""
-    table = torch.zeros(count, count, dtype=torch.float64)
-    one, two = pairs.unbind(1)
-    table[one, two] = table[two, one] = values
-    return table

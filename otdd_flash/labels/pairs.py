@@ -35,3 +35,13 @@ class PairDistances(NamedTuple):
 def all_pairs(count: int) -> Tensor:
     """(P, 2) int64: every unordered pair of `count` classes, the larger index first."""
     return torch.tril_indices(count, count, offset=-1).T.contiguous()
+
+
+def symmetric_table(values: Tensor, pairs: Tensor, count: int) -> Tensor:
+    """(V, V), symmetric and zero on the diagonal, from one number for each of P pairs (P, 2).
+
+    On the values' device and differentiable in them; pairs that are not listed are 0.
+    """
+    one, two = pairs.to(values.device).unbind(1)
+    table = values.new_zeros(count, count)
+    return table.index_put((torch.cat((one, two)), torch.cat((two, one))), torch.cat((values,) * 2))

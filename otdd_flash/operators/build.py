@@ -167,6 +167,25 @@ def labelled_cost(
     )
 
 
+def relative_epsilon(
+    multiple: float,
+    source: LabeledSamples,
+    target: LabeledSamples,
+    class_distances: Tensor,
+    weights: GroundCost,
+    device: torch.device,
+) -> float:
+    """A regularisation given as a multiple of the mean cost, in units of the cost.
+
+    Raises:
+        InputError: the mean cost is 0.
+    """
+    cost = labelled_cost(source, target, class_distances, weights, device)
+    if not cost.mean_cost > 0:
+        raise InputError("epsilon_relative needs a positive mean cost; here it is 0: set epsilon")
+    return float(multiple * cost.mean_cost)
+
+
 def _use_triton(compute: ComputeOptions, device: torch.device) -> bool:
     """Whether half-steps run in Triton; an impossible request is refused, never replaced."""
     cuda, double = device.type == "cuda", compute.precision == "double"

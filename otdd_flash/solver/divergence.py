@@ -16,10 +16,13 @@ from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.symmetric import solve_symmetric
 from otdd_flash.solver.term import TransportTerm
 
-# solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
 # Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
 Start = Mapping[str, Tensor]
 
+# Self terms "xx" and "yy" that have been solved before, of the same cloud at the same cost.
+Known = Mapping[str, TransportTerm]
+
+# solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
 Solved = Callable[[str, Operator, TransportTerm], None]
 
 
@@ -106,6 +109,7 @@ def solve_divergence(
     *,
     debias: bool = True,
     start: Start | None = None,
+    known: Known | None = None,
     progress: Progress | None = None,
     solved: Solved | None = None,
 ) -> Divergence:
@@ -118,19 +122,21 @@ def solve_divergence(
         options: when each term stops.
         debias: False leaves the self terms out.
         start: potentials to start from at this epsilon, without scaling.
+        known: self terms to take as they are.
         progress: told of every iteration.
-        solved: called after each term as solved(name, operator, term).
+        solved: called after each term that is solved here, as solved(name, operator, term).
     """
     operator = operators("xy")
     cells = operator.shape[0] * operator.shape[1]
     backend = operator.backend
-    start = start or {}
+    start, self_terms = start or {}, dict(known or {})
     xy = solve_alternating(operator, epsilon, options, start=start.get("xy"), progress=progress)
     if solved is not None:
         solved("xy", operator, xy)
     passes = float(xy.passes)
-    self_terms: dict[str, TransportTerm] = {}
     for name in ("xx", "yy") if debias else ():
+        if name in self_terms:
+            continue
         del operator
         operator = operators(name)
         term = solve_symmetric(

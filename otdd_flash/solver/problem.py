@@ -21,6 +21,7 @@ from otdd_flash.operators.memory import within_memory
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import (
     Divergence,
+    Known,
     Solved,
     Start,
     solve_divergence,
@@ -118,12 +119,14 @@ class Problem:
         *,
         debias: bool = True,
         start: Start | None = None,
+        known: Known | None = None,
         progress: Progress | None = None,
         solved: Solved | None = None,
     ) -> Divergence:
         """The divergence, or without `debias` the cross term alone.
 
-        Clouds of equal fingerprint are one cloud: a single self term.
+        Clouds of equal fingerprint are one cloud: a single self term. `known` holds self terms that
+        need no solve: the caller answers for their being of these clouds at this cost.
 
         Raises:
             InputError: the backend cannot run on the device, or the memory is short: seen before
@@ -152,6 +155,7 @@ class Problem:
                 options,
                 debias=debias,
                 start=start,
+                known=known,
                 progress=progress,
                 solved=solved,
             )

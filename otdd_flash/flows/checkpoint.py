@@ -1,0 +1,92 @@
+"""Checkpoints of a flow: one file, whole or not at all, that a later run goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otdd_flash.errors import InputError
+from otdd_flash.files import replacing
+from otdd_flash.flows.history import Moment, StepRecord
+from otdd_flash.labels import ClassDistances
+from otdd_flash.solver.term import TransportTerm
+
+FILE = "checkpoint.pt"
+
+# What a state holds beside tensors, numbers, texts and containers.
+TYPES: list[Any] = [ClassDistances, Moment, StepRecord, TransportTerm]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a flow keeps its state, and how often.
+
+    Args:
+        folder: gets one file, `checkpoint.pt`.
+        every: steps between two writes; the end of a flow is always written.
+        resume: go on from the file instead of starting.
+
+    Raises:
+        InputError: `every` is not positive.
+    """
+
+    folder: Path
+    every: int = 10
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+        if self.every < 1:
+            raise InputError(f"flow.checkpoint_every must be positive, got {self.every}")
+
+    def save(self, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Write a state, and the settings that it belongs to.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        with replacing(self.folder / FILE) as partial:
+            torch.save({"settings": dict(settings), "state": dict(state)}, partial)
+
+    def load(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        """The state last written, its tensors where they were or on `device`.
+
+        Raises:
+            InputError: there is no checkpoint, it cannot be read, or it belongs to other settings:
+                the message names the first key that changed.
+        """
+        path = self.folder / FILE
+        if not path.exists():
+            raise InputError(
+                f"flow.resume=true, but there is no {path}; give the folder of the run to go on "
+                "with as hydra.run.dir=FOLDER, or leave flow.resume out"
+            )
+        try:
+            with torch.serialization.safe_globals(TYPES):
+                content = torch.load(path, map_location=_on(device), weights_only=True)
+            before, state = content["settings"], content["state"]
+        except Exception as error:
+            raise InputError(
+                f"{path} cannot be read ({error}); leave flow.resume out to start again"
+            ) from error
+        for key in [*settings, *before]:
+            now, then = settings.get(key), before.get(key)
+            if now != then:
+                raise InputError(
+                    f"flow.resume=true, but {key} was {then} in the run of {path} and is {now} "
+                    f"now; set {key} as it was, or start again without flow.resume"
+                )
+        return dict(state)
+
+
+def _on(device: torch.device) -> Any:
+    """Leave what was on the CPU there; everything else goes to `device`."""
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device)
+
+    return place

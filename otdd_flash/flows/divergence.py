@@ -1,0 +1,102 @@
+"""S_epsilon between moving particles and a fixed target, with its gradient, solved step after step.
+
+The target's self term is solved once. The other two terms start from the potentials of the step
+before, which are near the new ones as long as a step is small.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.operators.build import GroundCost
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.divergence import Divergence, report_convergence
+from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Needs
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.term import TransportTerm
+
+
+class Batch(NamedTuple):
+    """A part of both sides: rows (b,) of the particles and of the target."""
+
+    particles: Tensor
+    target: Tensor
+
+
+class TargetDivergence:
+    """The divergence from a fixed target.
+
+    Args:
+        setting: regularisation, tolerance and where to compute.
+        target: the target, if not that of the setting.
+        cost: weights of the ground cost, if not those of the setting.
+    """
+
+    def __init__(
+        self,
+        setting: FlowSetting,
+        target: LabeledSamples | None = None,
+        cost: GroundCost | None = None,
+    ) -> None:
+        self._setting = setting
+        self._target = setting.target if target is None else target
+        self._cost = cost or setting.cost
+        self._self_term: TransportTerm | None = None
+        self._potentials: dict[str, Tensor] = {}
+
+    def __call__(
+        self,
+        particles: LabeledSamples,
+        table: Tensor | None,
+        needs: Needs,
+        batch: Batch | None = None,
+    ) -> tuple[Divergence, Gradient]:
+        """Solve, and differentiate by `needs`, of which "x" is that of the particles.
+
+        Args:
+            particles: n points.
+            table: W (V_x + V_y, V_x + V_y), of which only the rows of the particles' classes may
+                change from call to call; None is 0.
+            needs: inputs of the divergence, as in `DivergenceGradient`.
+            batch: solve between these rows only, from nothing; the gradient then is (b, d).
+
+        Raises:
+            ConvergenceError: the solver's options require convergence, and a term stopped early.
+        """
+        setting, target = self._setting, self._target
+        if batch is not None:
+            particles, target = particles.take(batch.particles), target.take(batch.target)
+        problem = Problem(particles, target, setting.epsilon, table, self._cost, setting.compute)
+        gradient = DivergenceGradient(problem, needs)
+        with torch.no_grad():
+            solved = problem.solve(
+                setting.solver,
+                start=None if batch is not None else self._potentials,
+                known=None if batch is not None else self._known(),
+                progress=setting.progress,
+                solved=gradient if needs else None,
+            )
+        if setting.solver.require_convergence:
+            report_convergence(solved, setting.solver)
+        if batch is None and not solved.identical:
+            assert solved.xx is not None
+            self._self_term = solved.yy
+            self._potentials = {"xy": solved.xy.g, "xx": solved.xx.f}
+        return solved, gradient.total
+
+    def state(self) -> dict[str, Tensor | TransportTerm]:
+        """What the next solve starts from."""
+        return {**self._potentials, **self._known()}
+
+    def restore(self, state: dict[str, Tensor | TransportTerm]) -> None:
+        """Go on from what `state` gave."""
+        self._potentials = {key: part for key, part in state.items() if isinstance(part, Tensor)}
+        term = state.get("yy")
+        self._self_term = term if isinstance(term, TransportTerm) else None
+
+    def _known(self) -> dict[str, TransportTerm]:
+        return {} if self._self_term is None else {"yy": self._self_term}

@@ -1,0 +1,294 @@
+"""The loop of a flow: evaluate, record, step, until done."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.flows.checkpoint import Checkpoints
+from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.functionals import (
+    WeightedFunctional,
+    noise_temperature,
+    value_and_velocity,
+)
+from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
+from otdd_flash.flows.modes import Mode
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.flows.space import Space
+from otdd_flash.flows.stepping import Stepper, Stepping, generator, normal_like
+from otdd_flash.solver.divergence import Divergence
+
+# An objective this many mean costs above 0 has left the way down: a step overshoots.
+DIVERGED = 10.0
+
+# What random numbers are for.
+PERTURBATION, LANGEVIN, MINIBATCH = range(3)
+
+# Parts of a state whose tensors a step overwrites.
+IN_PLACE = ("variables", "optimizer")
+
+
+class OvershotError(Exception):
+    """The last step left particles or an objective that are not finite, or far too large."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoopOptions:
+    """What a loop does beside descending.
+
+    Attributes:
+        steps: to take in all.
+        stepping: how.
+        functionals: what the objective has beside the divergence.
+        tolerance: stop once a step changes the objective by less than this share of its first
+            value; None never.
+        seed: of every draw.
+        checkpoints: where the state is kept; None nowhere.
+        settings: what a checkpoint belongs to.
+        keep_moments: keep what every step saw, n (d + 2) + m numbers each.
+        progress: told of every record.
+        stop: asked after every evaluation whether to end here.
+    """
+
+    steps: int
+    stepping: Stepping
+    functionals: Sequence[WeightedFunctional]
+    tolerance: float | None
+    seed: int
+    checkpoints: Checkpoints | None
+    settings: Mapping[str, Any]
+    keep_moments: bool
+    progress: Callable[[StepRecord], None] | None
+    stop: Callable[[], bool] | None
+
+
+class _Here(NamedTuple):
+    """What an evaluation found, with the features (n, d) it was made at."""
+
+    record: StepRecord
+    velocities: dict[str, Tensor]
+    features: Tensor
+    divergence: Divergence
+
+
+class Loop:
+    """A flow under way.
+
+    Args:
+        points: (n, p) the particles at the start, in the space in which they move; kept as it is.
+        setting: the problem.
+        mode: what moves.
+        space: from points to features.
+        mean_cost: of the start, the scale on which an objective counts as run away.
+        recorder: keeps the trajectory.
+        options: the rest.
+
+    Attributes:
+        points: (n, p) where the particles are.
+        step: steps taken.
+        history: a record of each, and of the end.
+        moments: what every step saw, where that is kept.
+        stopped_by: why the loop ended.
+    """
+
+    def __init__(
+        self,
+        points: Tensor,
+        setting: FlowSetting,
+        mode: Mode,
+        space: Space,
+        mean_cost: float,
+        recorder: Recorder,
+        options: LoopOptions,
+    ) -> None:
+        self.points, self.mode = points.clone(), mode
+        self.step, self.stopped_by = 0, "steps"
+        self.history: list[StepRecord] = []
+        self.moments: list[Moment] = []
+        self._setting, self._space, self._options = setting, space, options
+        self._recorder = recorder
+        self._limit = DIVERGED * mean_cost
+        self._variables = {"points": self.points, **mode.variables}
+        temperature = noise_temperature(options.functionals)
+        self._stepper = Stepper(self._variables, options.stepping, options.steps, temperature)
+
+    def run(self) -> None:
+        """Go on to the end.
+
+        Raises:
+            InputError: a step overshot; the loop is back at the last good state.
+        """
+        good: dict[str, Any] | None = None
+        while True:
+            started = time.perf_counter()
+            if self._recorder.wants(self.step):
+                self._recorder.keep(self.step, self.points, self.mode.labels())
+            before = self.state()
+            try:
+                here = self._evaluate()
+            except OvershotError as error:
+                if good is None:
+                    raise InputError(f"the flow cannot start: {error}") from None
+                self.restore(good)
+                self._save(good)
+                raise InputError(self._what_to_lower(error)) from None
+            stopped_by = self._reason_to_stop(here.record)
+            if stopped_by is not None:
+                self.stopped_by = stopped_by
+                self._tell(replace(here.record, step_size=0.0), started)
+                self._save(before)
+                return
+            # The tensors of `before` change in place from here on.
+            good = {**before, **copy.deepcopy({key: before[key] for key in IN_PLACE})}
+            self._take_step(here)
+            self._tell(here.record, started)
+            checkpoints = self._options.checkpoints
+            if checkpoints is not None and self.step % checkpoints.every == 0:
+                self._save(self.state())
+
+    def trajectory(self) -> Trajectory:
+        """Where the followed particles have been, up to now."""
+        return self._recorder.trajectory(self.step, self.points, self.mode.labels())
+
+    def state(self) -> dict[str, Any]:
+        """All that the rest of the flow depends on; tensors are the loop's own."""
+        return {
+            "step": self.step,
+            "variables": dict(self._variables),
+            "optimizer": self._stepper.state(),
+            "mode": self.mode.state(),
+            "recorder": self._recorder.state(),
+            "history": tuple(self.history),
+            "moments": tuple(self.moments),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.step = state["step"]
+        for name, tensor in self._variables.items():
+            tensor.copy_(state["variables"][name])
+        self._stepper.restore(state["optimizer"])
+        self.mode.restore(state["mode"])
+        self._recorder.restore(state["recorder"])
+        self.history, self.moments = list(state["history"]), list(state["moments"])
+
+    def _evaluate(self) -> _Here:
+        """The objective and what makes it fall, where the particles are.
+
+        Raises:
+            OvershotError: something is not finite, or the objective has run away.
+        """
+        options, setting = self._options, self._setting
+        if not all(bool(torch.isfinite(part).all()) for part in self._variables.values()):
+            raise OvershotError("values that are not finite")
+        points = self.points
+        if options.stepping.noise > 0:
+            noise = normal_like(points, self._draw(PERTURBATION))
+            points = points + options.stepping.noise * noise
+        features = self._space.features(points)
+        if not bool(torch.isfinite(features).all()):
+            raise OvershotError("features that are not finite")
+        solved, by_features, by_variables = self.mode.evaluate(features, self.step, self._batch())
+        # Some modes read labels off particles, which takes time.
+        labels = self.mode.labels() if options.functionals else None
+        values, extra = value_and_velocity(
+            options.functionals, points, labels, setting.source.masses
+        )
+        velocity = self._space.pull_back(points, by_features) + extra
+        objective = solved.value + sum(values.values())
+        if not math.isfinite(objective) or not bool(torch.isfinite(velocity).all()):
+            raise OvershotError("an objective or gradient that is not finite")
+        if not options.functionals and solved.value > self._limit:
+            raise OvershotError(f"a divergence of {solved.value:.4g}, far above its start")
+        record = self._record(objective, solved, values, velocity)
+        return _Here(record, {"points": velocity, **by_variables}, features, solved)
+
+    def _record(
+        self, objective: float, solved: Divergence, values: dict[str, float], velocity: Tensor
+    ) -> StepRecord:
+        options, masses = self._options, self._setting.source.masses
+        speeds = velocity.double().square().sum(1)
+        return StepRecord(
+            step=self.step,
+            objective=objective,
+            divergence=solved.value,
+            lower=solved.bounds[0],
+            upper=solved.bounds[1],
+            functionals=values,
+            gradient_norm=float((masses @ speeds).sqrt()),
+            step_size=options.stepping.step_size_at(self.step, options.steps),
+            iterations=solved.xy.iterations,
+            marginal_error=solved.marginal_error,
+            converged=solved.converged,
+            seconds=0.0,
+        )
+
+    def _reason_to_stop(self, record: StepRecord) -> str | None:
+        options = self._options
+        if self.step >= options.steps:
+            return "steps"
+        if options.stop is not None and options.stop():
+            return "interrupted"
+        if options.tolerance is not None and self.history:
+            change = abs(record.objective - self.history[-1].objective)
+            if change <= options.tolerance * abs(self.history[0].objective):
+                return "tolerance"
+        return None
+
+    def _take_step(self, here: _Here) -> None:
+        if self._options.keep_moments:
+            self._keep_moment(here)
+        self._stepper.step(here.velocities, self.step, self._draw(LANGEVIN))
+        self.step += 1
+
+    def _tell(self, record: StepRecord, started: float) -> None:
+        record = replace(record, seconds=time.perf_counter() - started)
+        self.history.append(record)
+        if self._options.progress is not None:
+            self._options.progress(record)
+
+    def _keep_moment(self, here: _Here) -> None:
+        solved = here.divergence
+        own = solved.xy if solved.xx is None else solved.xx
+        self.moments.append(
+            Moment(
+                here.record.step_size,
+                here.features.cpu().clone(),
+                self.mode.class_distances.full,
+                solved.xy.g.cpu(),
+                own.f.cpu(),
+            )
+        )
+
+    def _save(self, state: Mapping[str, Any]) -> None:
+        if self._options.checkpoints is not None:
+            self._options.checkpoints.save(state, self._options.settings)
+
+    def _batch(self) -> Batch | None:
+        size = self._options.stepping.minibatch
+        if size is None:
+            return None
+        draw, sides = self._draw(MINIBATCH), (self._setting.source, self._setting.target)
+        rows = (torch.randperm(len(side), generator=draw)[:size].sort().values for side in sides)
+        return Batch(*(part.to(self.points.device) for part in rows))
+
+    def _draw(self, purpose: int) -> torch.Generator:
+        return generator(self._options.seed, self.step, purpose)
+
+    def _what_to_lower(self, error: OvershotError) -> str:
+        options = self._options
+        saved = ""
+        if options.checkpoints is not None:
+            saved = f"; the state before that step is in {options.checkpoints.folder}"
+        lower = [f"flow.step_size={options.stepping.step_size:g}"]
+        lower += [f"the weight {part.weight:g} of {part.name}" for part in options.functionals]
+        return f"step {self.step} of the flow led to {error}: lower {' or '.join(lower)}{saved}"

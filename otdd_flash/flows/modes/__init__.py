@@ -1,0 +1,38 @@
+"""What moves in a flow: one mode a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from otdd_flash.errors import choose
+from otdd_flash.flows.modes.attached import AttachedMode
+from otdd_flash.flows.modes.augmented import augmented_mode
+from otdd_flash.flows.modes.base import Evaluation, Mode
+from otdd_flash.flows.modes.features import FeaturesMode
+from otdd_flash.flows.modes.joint import JointMode
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.labels import ClassDistances
+
+__all__ = ["MODES", "Evaluation", "Mode", "build_mode", "check_mode"]
+
+MODES: dict[str, Callable[[FlowSetting, ClassDistances], Mode]] = {
+    "features": FeaturesMode,
+    "attached": AttachedMode,
+    "joint": JointMode,
+    "augmented": augmented_mode,
+}
+
+
+def check_mode(name: str) -> None:
+    """Raise an `InputError` that lists the modes unless this is one."""
+    choose("flow.mode", name, tuple(MODES))
+
+
+def build_mode(name: str, setting: FlowSetting, table: ClassDistances) -> Mode:
+    """The mode of a name, at the start of its flow.
+
+    Raises:
+        InputError: no such mode, or it does not work with how class distances are measured.
+    """
+    check_mode(name)
+    return MODES[name](setting, table)

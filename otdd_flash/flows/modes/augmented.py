@@ -1,0 +1,153 @@
+"""Mode `augmented`: every particle carries a Gaussian of its own, and labels are read off them.
+
+dx_i / dt = -(1 / a_i) dS/dx_i,   dm_i / dt = -(1 / a_i) dS/dm_i,   dF_i / dt = -(1 / a_i) dS/dF_i
+
+C_ij = lambda_x ||x_i - y_j||^2 + lambda_y (||m_i - m_l||^2 + Bures^2(F_i^T F_i, F_l^T F_l))
+
+with l the class of y_j. A particle starts with the mean and spread of its class. The jointly driven
+flow with variable labels (jd-vl) of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient
+Flows in Probability Space: particles of one class may part, and `labels` clusters their Gaussians
+by k-means that starts at the centres of the classes they had, so that a class keeps its name.
+
+With diagonal covariances (labels.diagonal) or means alone the cost is the squared Euclidean
+distance of the vectors (sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) s), for any n. With full
+covariances every particle is a class of its own: n factors (r, d) and n^2 distances between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.flows.clustering import recluster
+from otdd_flash.flows.divergence import Batch, TargetDivergence
+from otdd_flash.flows.gaussians import Gaussians
+from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_method
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.labels import ClassDistances
+from otdd_flash.operators.build import GroundCost
+from otdd_flash.operators.memory import free_memory, readable_bytes
+from otdd_flash.samples import LabeledSamples
+
+METHODS = ("gaussian", "means")
+
+# Arrays like the factors that an evaluation holds: they, their gradient, stacks, polar factors.
+COPIES = 6
+
+
+class AugmentedMode(Mode):
+    """See the module; `variables` holds `means` (n, d) and `spreads` (n, r, d) or (n, d).
+
+    Raises:
+        InputError: class distances are not measured by `gaussian` or `means`.
+    """
+
+    def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
+        require_method("augmented", setting, METHODS)
+        super().__init__(setting, table)
+        labels = setting.source.labels
+        assert labels is not None
+        self._started_as = labels
+        self._target = Gaussians.of(setting.target, setting.metric)
+        self._start(Gaussians.of(setting.source, setting.metric))
+
+    def labels(self) -> Tensor:
+        """The clusters of the particles' Gaussians, numbered as the classes they began as."""
+        return recluster(Gaussians.from_variables(self.variables), self._started_as)
+
+    def _start(self, classes: Gaussians) -> None:
+        self.variables = classes.take(self._started_as).variables
+
+
+class EuclideanAugmentedMode(AugmentedMode):
+    """With diagonal covariances or without any: transport of vectors of up to 3 d features."""
+
+    def _start(self, classes: Gaussians) -> None:
+        super()._start(classes)
+        setting, labels = self._setting, self._setting.target.labels
+        assert labels is not None
+        vectors = self._vectors(setting.target.features, self._target.take(labels).variables)
+        target = LabeledSamples(vectors, None, (), setting.target.weights)
+        self._divergence = TargetDivergence(setting, target, GroundCost(1.0, 0.0))
+
+    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
+        """The divergence of the vectors, by their parts."""
+        moving = {
+            key: part.detach().requires_grad_()
+            for key, part in {"features": features, **self.variables}.items()
+        }
+        points = moving.pop("features")
+        vectors = self._vectors(points, moving)
+        source = self._setting.source
+        particles = LabeledSamples(vectors.detach(), None, (), source.weights)
+        solved, gradient = self._divergence(particles, None, frozenset({"x"}), batch)
+        velocity = self._feature_velocity(gradient["x"], batch)
+        by_features, *parts = torch.autograd.grad(vectors, [points, *moving.values()], velocity)
+        return Evaluation(solved, by_features, dict(zip(moving, parts, strict=True)))
+
+    def _vectors(self, features: Tensor, gaussians: Mapping[str, Tensor]) -> Tensor:
+        """(sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) |s|), (n, up to 3 d)."""
+        cost = self._setting.cost
+        parts = [cost.lambda_x**0.5 * features, cost.lambda_y**0.5 * gaussians["means"]]
+        if "spreads" in gaussians:
+            parts.append(cost.lambda_y**0.5 * gaussians["spreads"].abs())
+        return torch.cat([part.to(features) for part in parts], 1)
+
+
+class FullAugmentedMode(AugmentedMode):
+    """With full covariances: every particle is a class of its own.
+
+    Raises:
+        InputError: the factors of all particles and their distances do not fit into memory.
+    """
+
+    def _start(self, classes: Gaussians) -> None:
+        _check_memory(classes, self._setting)
+        super()._start(classes)
+        count = len(self._started_as)
+        self._own_classes = torch.arange(count, device=self._setting.device)
+        self._own_names = tuple(map(str, range(count)))
+
+    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
+        """The divergence at the distances of the particles' Gaussians, by all variables."""
+        weights = self._setting.source.weights
+        particles = LabeledSamples(features, self._own_classes, self._own_names, weights)
+        moving = {key: part.detach().requires_grad_() for key, part in self.variables.items()}
+        table = Gaussians.from_variables(moving).table(self._target, self.class_distances.yy)
+        solved, gradient = self._divergence(
+            particles, table.detach(), frozenset({"x", "classes"}), batch
+        )
+        parts = torch.autograd.grad(table, list(moving.values()), gradient["classes"].to(table))
+        masses = self._masses(batch)
+        velocities = (per_mass(part, masses) for part in parts)
+        return Evaluation(
+            solved,
+            self._feature_velocity(gradient["x"], batch),
+            dict(zip(moving, velocities, strict=True)),
+        )
+
+
+def augmented_mode(setting: FlowSetting, table: ClassDistances) -> AugmentedMode:
+    """The form of the mode that the covariances allow."""
+    full = setting.metric.method == "gaussian" and not setting.metric.diagonal
+    return (FullAugmentedMode if full else EuclideanAugmentedMode)(setting, table)
+
+
+def _check_memory(classes: Gaussians, setting: FlowSetting) -> None:
+    """Refuse full covariances of all particles where they do not fit."""
+    assert classes.spreads is not None
+    count = len(setting.source)
+    factors = count * classes.spreads[0].nbytes
+    table = (count + setting.target.class_total) ** 2 * classes.spreads.itemsize
+    needed, free = COPIES * (factors + table), free_memory(setting.device)
+    if needed > free:
+        rows, dim = classes.spreads.shape[1:]
+        raise InputError(
+            f"flow.mode=augmented with full covariances gives each of {count:,} particles a factor "
+            f"of {rows} x {dim} and takes about {needed:,} bytes ({readable_bytes(needed)}); "
+            f"{readable_bytes(free)} are free on {setting.device}. Use labels.diagonal=true, "
+            "labels=means, fewer samples (max_samples) or fewer dimensions (extractor.pca)"
+        )

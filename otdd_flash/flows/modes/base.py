@@ -1,0 +1,98 @@
+"""What a mode of a flow is: which variables move beside the features, and how fast."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.flows.divergence import Batch, TargetDivergence
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.labels import ClassDistances
+from otdd_flash.solver.divergence import Divergence
+
+
+class Evaluation(NamedTuple):
+    """A divergence, and the direction in which every variable makes it grow fastest.
+
+    Attributes:
+        divergence: S_epsilon of the particles and the target.
+        features: (n, d) = (1 / a_i) dS / dx_i; 0 for particles without mass.
+        variables: likewise for the mode's own variables, each divided by the mass it stands for.
+    """
+
+    divergence: Divergence
+    features: Tensor
+    variables: dict[str, Tensor]
+
+
+class Mode(ABC):
+    """One way to let a labelled dataset flow; by default labels and their distances stay.
+
+    Args:
+        setting: the problem.
+        table: W of the particles at the start and the target.
+
+    Attributes:
+        variables: what moves beside the features, by name; the stepper changes them in place.
+        class_distances: W as the last evaluation saw it.
+    """
+
+    def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
+        self.variables: dict[str, Tensor] = {}
+        self.class_distances = table
+        self._setting, self._divergence = setting, TargetDivergence(setting)
+
+    @abstractmethod
+    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
+        """The divergence of particles with features (n, d) before step `step`.
+
+        With a batch, that of its rows; velocities of features are 0 elsewhere.
+
+        Raises:
+            ConvergenceError: a term stopped early and the solver's options require convergence.
+        """
+
+    def labels(self) -> Tensor | None:
+        """The particles' class indices (n,), or None for unlabelled ones."""
+        return self._setting.source.labels
+
+    def state(self) -> dict[str, Any]:
+        """What the next evaluation needs and `variables` does not hold."""
+        return {"table": self.class_distances, "divergence": self._divergence.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+        self.class_distances = state["table"]
+        self._divergence.restore(state["divergence"])
+
+    def _masses(self, batch: Batch | None) -> Tensor:
+        """The particles' masses (n,) in a solve; those of a batch's rows sum to 1."""
+        masses = self._setting.source.masses
+        return masses if batch is None else masses / masses[batch.particles].sum()
+
+    def _feature_velocity(self, gradient: Tensor, batch: Batch | None) -> Tensor:
+        """(1 / a_i) dS / dx_i (n, d) from a solve's dS / dx_i, (b, d) of a batch's rows."""
+        if batch is not None:
+            rows = gradient.new_zeros(len(self._setting.source), gradient.shape[1])
+            gradient = rows.index_copy_(0, batch.particles, gradient)
+        return per_mass(gradient, self._masses(batch))
+
+
+def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
+    """(1 / a_i) dS / dz_i for rows z_i: steps along it do not depend on n; 0 where a_i is 0."""
+    inverse = torch.where(masses > 0, 1 / masses, 0).to(gradient)
+    return gradient * inverse.reshape(-1, *(1,) * (gradient.ndim - 1))
+
+
+def require_method(mode: str, setting: FlowSetting, methods: tuple[str, ...]) -> None:
+    """Raise an `InputError` unless class distances are measured in one of these ways."""
+    if setting.metric.method not in methods:
+        raise InputError(
+            f"flow.mode={mode} works with labels={' and labels='.join(methods)}, got "
+            f"labels={setting.metric.method}; flow.mode=features takes any method"
+        )

@@ -1,0 +1,32 @@
+"""Mode `features`: the points move, class distances follow them as constants.
+
+dx_i / dt = -(1 / a_i) dS_epsilon(x, y; W) / dx_i,    W = W(x), measured every `refresh` steps
+
+The feature-driven flow (fd) of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in
+Probability Space: a particle keeps its label, and a class is where its particles are. How W changes
+with x is not differentiated; mode `attached` does that.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from otdd_flash.flows.class_table import remeasured
+from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.modes.base import Evaluation, Mode
+
+
+class FeaturesMode(Mode):
+    """See the module."""
+
+    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
+        """The divergence at the class distances of now, or of the last refresh."""
+        setting, particles = self._setting, self._setting.at(features)
+        # Step 0 has the table that the flow began with.
+        if step > 0 and step % setting.refresh == 0:
+            self.class_distances = remeasured(
+                particles, setting.target, setting.metric, self.class_distances
+            )
+        table = self.class_distances.full
+        solved, gradient = self._divergence(particles, table, frozenset({"x"}), batch)
+        return Evaluation(solved, self._feature_velocity(gradient["x"], batch), {})

@@ -1,0 +1,67 @@
+"""Mode `joint`: points, class means and class covariances move as independent variables.
+
+dx_i / dt = -(1 / a_i) dS/dx_i,   dm_k / dt = -(1 / A_k) dS/dm_k,   dF_k / dt = -(1 / A_k) dS/dF_k
+
+with A_k the mass of class k and W_kl = ||m_k - m_l||^2 + Bures^2(F_k^T F_k, F_l^T F_l). Labels
+stay. The jointly driven flow with fixed labels (jd-fl) of Alvarez-Melis and Fusi 2021, Dataset Dynamics
+via Gradient Flows in Probability Space: every particle is a pair of a point and a Gaussian, and the
+particles of a class share theirs, which therefore moves by the mean of their velocities. Factors
+keep covariances positive semi-definite, and the flow of F is that of F^T F in the Bures metric.
+With `labels.diagonal`, F_k is a vector of standard deviations; with labels=means there is none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.gaussians import Gaussians
+from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_method
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.labels import ClassDistances
+
+METHODS = ("gaussian", "means")
+
+
+class JointMode(Mode):
+    """See the module; `variables` holds `means` (V, d) and `spreads` (V, r, d) or (V, d).
+
+    Raises:
+        InputError: class distances are not measured by `gaussian` or `means`.
+    """
+
+    def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
+        require_method("joint", setting, METHODS)
+        super().__init__(setting, table)
+        gaussians = Gaussians.of(setting.source, setting.metric)
+        self._target = Gaussians.of(setting.target, setting.metric)
+        self.variables = gaussians.variables
+
+    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
+        """The divergence at the distances of the moving Gaussians, by all variables."""
+        setting, before = self._setting, self.class_distances
+        moving = {key: part.detach().requires_grad_() for key, part in self.variables.items()}
+        table = Gaussians.from_variables(moving).table(self._target, before.yy)
+        self.class_distances = ClassDistances.from_full(
+            table, before.xx.shape[0], before.names_x, before.names_y
+        )
+        solved, gradient = self._divergence(
+            setting.at(features), table.detach(), frozenset({"x", "classes"}), batch
+        )
+        parts = torch.autograd.grad(table, list(moving.values()), gradient["classes"].to(table))
+        masses = self._class_masses(batch)
+        velocities = (per_mass(part, masses) for part in parts)
+        return Evaluation(
+            solved,
+            self._feature_velocity(gradient["x"], batch),
+            dict(zip(moving, velocities, strict=True)),
+        )
+
+    def _class_masses(self, batch: Batch | None) -> Tensor:
+        """The mass A_k (V,) of every class in a solve."""
+        labels, masses = self._setting.source.labels, self._masses(batch)
+        assert labels is not None
+        if batch is not None:
+            labels, masses = labels[batch.particles], masses[batch.particles]
+        return torch.bincount(labels, weights=masses, minlength=len(self.variables["means"]))

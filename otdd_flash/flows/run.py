@@ -1,0 +1,302 @@
+"""The gradient flow of the dataset distance: from two datasets to an adapted one.
+
+dx_i / dt = -(1 / a_i) dF / dx_i,      F = S_epsilon(x, target) + sum_k w_k F_k(x)
+
+after Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in Probability Space.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otdd_flash.data.subset import stratified_rows
+from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.extractors import check_same_dimension
+from otdd_flash.flows.checkpoint import Checkpoints
+from otdd_flash.flows.functionals import WeightedFunctional, build_functionals
+from otdd_flash.flows.history import Recorder, StepRecord
+from otdd_flash.flows.loop import Loop, LoopOptions
+from otdd_flash.flows.modes import build_mode, check_mode
+from otdd_flash.flows.result import FlowResult
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.flows.space import FeatureSpace, Space
+from otdd_flash.flows.stepping import TO_THE_END, Stepping
+from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
+from otdd_flash.labels.pairs import Progress as PairProgress
+from otdd_flash.operators.build import ComputeOptions, GroundCost, relative_epsilon
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
+
+# Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
+FOLLOWED, MOMENTS = 200, 32
+
+
+def gradient_flow(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    *,
+    steps: int = 20,
+    mode: str = "features",
+    stepping: Stepping | None = None,
+    functionals: Sequence[Mapping[str, Any] | WeightedFunctional] = (),
+    space: Space | None = None,
+    refresh: int = 1,
+    tolerance: float | None = None,
+    epsilon: float = 0.1,
+    epsilon_relative: float | None = None,
+    labels: str | LabelMetric = "gaussian",
+    class_distances: ClassDistances | None = None,
+    min_class_size: int | None = None,
+    lambda_x: float = 0.5,
+    lambda_y: float = 0.5,
+    solver: SolverOptions | None = None,
+    compute: ComputeOptions | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    checkpoints: Checkpoints | None = None,
+    seed: int = 0,
+    keep_moments: bool = False,
+    progress: Callable[[StepRecord], None] | None = None,
+    solver_progress: Progress | None = None,
+    class_progress: PairProgress | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> FlowResult:
+    """Move a labelled dataset towards another.
+
+    Args:
+        source: n points, which the flow copies.
+        target: m points in the same space.
+        steps: to take.
+        mode: what moves: `features`, `attached`, `joint` or `augmented`; `otdd_flash.flows.modes`
+            gives the equations.
+        stepping: step size, optimiser, schedule, box, noise and minibatches.
+        functionals: weighted terms beside the divergence, such as {"name": "norm", "weight": 0.1};
+            `build_functionals` tells what there is.
+        space: from points to the features that transport sees, of both sides; by default the points
+            are the features.
+        refresh: steps between two measurements of class distances (mode `features`).
+        tolerance: stop once a step changes the objective by less than this share of its first
+            value; None takes all steps.
+        epsilon: entropic regularisation, in units of the cost.
+        epsilon_relative: the same as a multiple of the mean cost at the start; replaces `epsilon`.
+        labels: how distances between classes are measured, a method's name or a `LabelMetric`.
+        class_distances: a table to use instead, which then stays as it is.
+        min_class_size: drop classes with fewer samples, with a notice.
+        lambda_x: weight of the squared distance between features.
+        lambda_y: weight of the squared distance between classes.
+        solver: when the solve of a step stops.
+        compute: where and how passes run.
+        cache_dir: where class distances of the start are looked up and kept; None: nowhere.
+        checkpoints: where to keep the state, and whether to go on from it.
+        seed: of every random draw.
+        keep_moments: keep what every step saw, so that the result carries the flow over to new
+            points by its entropic map; n (d + 2) + m numbers a step.
+        progress: called with the record of every step, and of the end.
+        solver_progress: called as solver_progress(term, iteration, marginal error).
+        class_progress: called as class_progress(pairs of classes measured, their total).
+        stop: asked before every step whether to end here.
+
+    Returns:
+        The adapted dataset, in the space of `source`, and how it came about.
+
+    Raises:
+        InputError: what was asked for cannot be met, or a step overshot: the message says what to
+            change.
+        ConvergenceError: `solver.require_convergence` is set and a solve stopped early.
+
+    Warns:
+        NotConvergedWarning: a solve stopped before its tolerance.
+    """
+    started = time.perf_counter()
+    compute, solver = compute or ComputeOptions(), solver or SolverOptions()
+    stepping, space, cost = (
+        stepping or Stepping(),
+        space or FeatureSpace(),
+        GroundCost(lambda_x, lambda_y),
+    )
+    metric = LabelMetric.of(labels)
+    if class_distances is not None:
+        metric = replace(metric, method="given", given=class_distances)
+    _check_numbers(steps, refresh, tolerance, epsilon, epsilon_relative)
+    check_mode(mode)
+    check_same_dimension(source, target)
+    check_one_device(source.features.device, target.features.device)
+    device = resolve_device(compute.device)
+    points = drop_small_classes(source, min_class_size).to(device)
+    goal = drop_small_classes(target, min_class_size).to(device)
+    start, end = (replace(side, features=space.features(side.features)) for side in (points, goal))
+    table = measure_classes(
+        start, end, metric, device=device, cache_dir=cache_dir, progress=class_progress
+    )
+    mean_cost = relative_epsilon(1.0, start, end, table.xy, cost, device)
+    if epsilon_relative is not None:
+        epsilon = epsilon_relative * mean_cost
+    setting = FlowSetting(
+        start, end, metric, epsilon, cost, solver, compute, device, refresh, solver_progress
+    )
+    terms = _built(functionals, points)
+    settings = {
+        **_data_settings(points, goal, setting),
+        **_flow_settings(mode, stepping, functionals, steps, refresh, space),
+        "flow.keep_moments": keep_moments,
+        "seed": seed,
+    }
+    recorder = Recorder(_followed(points, seed), MOMENTS)
+    loop = Loop(
+        points.features,
+        setting,
+        build_mode(mode, setting, table),
+        space,
+        mean_cost,
+        recorder,
+        LoopOptions(
+            steps=steps,
+            stepping=stepping,
+            functionals=terms,
+            tolerance=tolerance,
+            seed=seed,
+            checkpoints=checkpoints,
+            settings=settings,
+            keep_moments=keep_moments,
+            progress=progress,
+            stop=stop,
+        ),
+    )
+    if checkpoints is not None and checkpoints.resume:
+        loop.restore(checkpoints.load(settings, device))
+        if loop.step > steps:
+            raise InputError(
+                f"the run in {checkpoints.folder} has taken {loop.step} steps already; give a "
+                f"flow.steps of that or more, got {steps}"
+            )
+    prepared = time.perf_counter()
+    loop.run()
+    _report_convergence(loop.history, solver)
+    moved = replace(
+        points.to("cpu"),
+        features=loop.points.cpu(),
+        labels=None if points.labels is None else loop.mode.labels(),
+        subset_hash=points.subset_hash,
+    )
+    return FlowResult(
+        points.to("cpu"),
+        goal.to("cpu"),
+        moved,
+        tuple(loop.history),
+        loop.trajectory(),
+        loop.mode.class_distances,
+        settings,
+        tuple(loop.moments),
+        compute,
+        loop.stopped_by,
+        {"prepare": prepared - started, "flow": time.perf_counter() - prepared},
+    )
+
+
+def _check_numbers(
+    steps: int,
+    refresh: int,
+    tolerance: float | None,
+    epsilon: float,
+    epsilon_relative: float | None,
+) -> None:
+    if steps < 1:
+        raise InputError(f"flow.steps must be positive, got {steps}")
+    if refresh < 1:
+        raise InputError(f"flow.refresh must be positive, got {refresh}; 1 measures at every step")
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise InputError(
+            f"flow.tolerance must lie in (0, 1), a share of the first objective, got {tolerance}"
+        )
+    check_epsilon("epsilon", epsilon)
+    if epsilon_relative is not None:
+        check_epsilon("epsilon_relative", epsilon_relative)
+
+
+def _built(
+    functionals: Sequence[Mapping[str, Any] | WeightedFunctional], start: LabeledSamples
+) -> tuple[WeightedFunctional, ...]:
+    """Terms as they are, and those that configurations describe."""
+    described = [part for part in functionals if not isinstance(part, WeightedFunctional)]
+    ready = [part for part in functionals if isinstance(part, WeightedFunctional)]
+    return (*build_functionals(described, start), *ready)
+
+
+def _data_settings(
+    points: LabeledSamples, goal: LabeledSamples, setting: FlowSetting
+) -> dict[str, Any]:
+    """What a flow's problem is, by the keys of the command line."""
+    metric, compute = setting.metric, setting.compute
+    return {
+        "source": points.fingerprint,
+        "target": goal.fingerprint,
+        **{
+            f"labels.{key}": getattr(metric, key)
+            for key in ("method", "unbiased", "diagonal", "epsilon")
+        },
+        "epsilon": setting.epsilon,
+        **asdict(setting.cost),
+        "solver.tolerance": setting.solver.tolerance,
+        "solver.max_iterations": setting.solver.max_iterations,
+        "backend": compute.backend,
+        "precision": compute.precision,
+    }
+
+
+def _flow_settings(
+    mode: str,
+    stepping: Stepping,
+    functionals: Sequence[Mapping[str, Any] | WeightedFunctional],
+    steps: int,
+    refresh: int,
+    space: Space,
+) -> dict[str, Any]:
+    """How a flow moves, by the keys of the command line; its length where that matters."""
+    settings = {
+        "flow.mode": mode,
+        **{f"flow.{key}": value for key, value in asdict(stepping).items()},
+        "flow.functionals": [
+            f"{part.weight} {part.name}" if isinstance(part, WeightedFunctional) else dict(part)
+            for part in functionals
+        ],
+        "flow.refresh": refresh,
+        "flow.space": space.key,
+        "flow.plain": stepping.plain,
+    }
+    if stepping.schedule in TO_THE_END:
+        settings["flow.steps"] = steps
+    return settings
+
+
+def _followed(points: LabeledSamples, seed: int) -> Tensor:
+    """Which particles the trajectory follows (k,): all classes in proportion."""
+    count = len(points)
+    if count <= FOLLOWED:
+        return torch.arange(count)
+    draw = np.random.default_rng(seed)
+    if points.labels is None or points.class_total > FOLLOWED:
+        return torch.from_numpy(np.sort(draw.permutation(count)[:FOLLOWED]))
+    return torch.from_numpy(stratified_rows(points.labels.cpu().numpy(), FOLLOWED, draw))
+
+
+def _report_convergence(history: Sequence[StepRecord], solver: SolverOptions) -> None:
+    late = [record for record in history if not record.converged]
+    if late:
+        worst = max(record.marginal_error for record in late)
+        warnings.warn(
+            f"not converged after {solver.max_iterations} iterations in {len(late)} of "
+            f"{len(history)} evaluations: marginal error up to {worst:.2e} against "
+            f"solver.tolerance={solver.tolerance:g}; the bounds still hold. Raise "
+            "solver.max_iterations or epsilon",
+            NotConvergedWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,46 @@
+"""What stays the same during a flow: the two datasets, the cost, and how it is solved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from otdd_flash.labels import LabelMetric
+from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.options import Progress, SolverOptions
+
+
+@dataclass(frozen=True, eq=False)
+class FlowSetting:
+    """The problem that a flow descends.
+
+    Attributes:
+        source: features, labels and weights of the n particles at the start, on the device.
+        target: the m points they move towards, on the device.
+        metric: how class distances are measured.
+        epsilon: regularisation, in units of the cost.
+        cost: weights of the ground cost.
+        solver: when a solve stops.
+        compute: where and how passes run.
+        device: where everything is.
+        refresh: steps between two measurements of class distances.
+        progress: told of every iteration of every solve.
+    """
+
+    source: LabeledSamples
+    target: LabeledSamples
+    metric: LabelMetric
+    epsilon: float
+    cost: GroundCost
+    solver: SolverOptions
+    compute: ComputeOptions
+    device: torch.device
+    refresh: int = 1
+    progress: Progress | None = None
+
+    def at(self, features: Tensor) -> LabeledSamples:
+        """The particles with features (n, d)."""
+        return replace(self.source, features=features, subset_hash=None)
