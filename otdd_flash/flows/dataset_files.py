@@ -95,6 +95,18 @@ def eight_bit_images(features: Tensor, image_shape: ImageShape) -> NDArray[np.ui
         image_shape: (c, h, w).
 
     Raises:
+        InputError: as for `check_image_shape`.
+    """
+    check_image_shape(features, image_shape)
+    levels = (features.detach().cpu().clamp(0, 1) * 255).round().byte().numpy()
+    images: NDArray[np.uint8] = np.moveaxis(levels.reshape(-1, *image_shape), 1, 3)
+    return images[..., 0] if image_shape[0] == 1 else images
+
+
+def check_image_shape(features: Tensor, image_shape: ImageShape) -> None:
+    """Refuse a shape (c, h, w) that rows of `features` do not have.
+
+    Raises:
         InputError: rows do not have that many values, or c is neither 1 nor 3.
     """
     c, h, w = image_shape
@@ -103,9 +115,6 @@ def eight_bit_images(features: Tensor, image_shape: ImageShape) -> NDArray[np.ui
             f"rows of {features.shape[1]} values are no images of shape {(c, h, w)}; give the "
             "(channels, height, width) of one row, with 1 or 3 channels"
         )
-    levels = (features.detach().cpu().clamp(0, 1) * 255).round().byte().numpy()
-    images: NDArray[np.uint8] = np.moveaxis(levels.reshape(-1, c, h, w), 1, 3)
-    return images[..., 0] if c == 1 else images
 
 
 def _png(image: NDArray[np.uint8]) -> bytes:

@@ -93,12 +93,8 @@ def _draw_divergence(axes: Axes, steps: Array, history: Sequence[StepRecord]) ->
     early = ~np.array([record.converged for record in history])
     if early.any():
         text = "not converged: only the bounds hold"
-        style: dict[str, Any] = {
-            "markersize": 6,
-            "markerfacecolor": "white",
-            "markeredgecolor": SOURCE_COLOR,
-        }
-        axes.plot(steps[early], divergence[early], "o", label=text, **style)
+        style = _line(1) | {"markerfacecolor": "white", "markersize": 6, "linestyle": ""}
+        axes.plot(steps[early], divergence[early], color=SOURCE_COLOR, label=text, **style)
     axes.fill_between(
         steps, lower, upper, color=SOURCE_COLOR, alpha=0.2, linewidth=0, label="its bounds"
     )

@@ -87,7 +87,7 @@ def draw_paths(
         _draw_class(axes, paths)
     _draw_class_names(figure, axes, classes, marked)
     write_title(figure, axes, f"{source.name} on its way to {target.name}")
-    _explain(figure, axes, classes, source, goal)
+    _explain(figure, axes, classes, source, _about(goal, target, bool(marked)))
     save_picture(figure, path)
 
 
@@ -157,25 +157,32 @@ def _draw_class_names(
     draw_names(figure, axes, [*names, *marked], np.concatenate(segments))
 
 
+def _about(goal: Side | None, target: LabeledSamples, marked: bool) -> str:
+    name = shorten(target.name, LONGEST_DATASET)
+    if goal is None:
+        return f"{name} lies in another space and is not shown"
+    return f"{name} ({goal.size:,} samples)" + (", and the means of its classes" if marked else "")
+
+
 def _explain(
     figure: Figure,
     axes: Axes,
     classes: Sequence[ClassPaths],
     source: LabeledSamples,
-    goal: Side | None,
+    about_target: str,
 ) -> None:
     from matplotlib.lines import Line2D
 
     shown, total = sum(len(paths.lines) for paths in classes), source.class_total
     part = "" if len(classes) == total else f" ({len(classes)} of {total} shown)"
-    mean = "their mean" if source.labels is None else f"mean of a class{part}"
-    texts = [f"path of a particle from ○ to ● ({shown:,} of {len(source):,} shown)", mean]
+    texts = [
+        f"path of a particle from ○ to ● ({shown:,} of {len(source):,} shown)",
+        "their mean" if source.labels is None else f"mean of a class{part}",
+        about_target,
+    ]
     handles = [
         Line2D([], [], color=INK, linewidth=0.7, alpha=0.6),
         Line2D([], [], color=INK, linewidth=2.6),
+        Line2D([], [], color=TARGET_INK, marker="^", linestyle="none"),
     ]
-    if goal is not None:
-        means = ", and the means of its classes" if any(goal.class_names) else ""
-        texts.append(f"{shorten(goal.name, LONGEST_DATASET)} ({goal.size:,} samples){means}")
-        handles.append(Line2D([], [], color=TARGET_INK, marker="^", linestyle="none"))
     write_legend(figure, axes, handles, texts)
