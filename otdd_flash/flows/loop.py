@@ -98,6 +98,7 @@ class Loop:
         history: a record of each, and of the end.
         moments: what every step saw, where that is kept.
         stopped_by: why the loop ended.
+        ran_on: the device of the last solve, and the way its passes ran.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Loop:
         options: LoopOptions,
     ) -> None:
         self.points, self.mode = points.clone(), mode
-        self.step, self.stopped_by = 0, "steps"
+        self.step, self.stopped_by, self.ran_on = 0, "steps", ""
         self.history: list[StepRecord] = []
         self.moments: list[Moment] = []
         self._setting, self._space, self._options = setting, space, options
@@ -141,6 +142,7 @@ class Loop:
                 self.restore(good)
                 self._save(good)
                 raise InputError(self._what_to_lower(error)) from None
+            self.ran_on = f"{here.divergence.xy.f.device}, {here.divergence.backend}"
             stopped_by = self._reason_to_stop(here.record)
             if stopped_by is not None:
                 self.stopped_by = stopped_by

@@ -18,7 +18,15 @@ from otdd_flash.errors import InputError
 
 
 class Space(Protocol):
-    """What a flow asks of the space of its particles."""
+    """What a flow asks of the space of its particles.
+
+    Attributes:
+        key: equal for two spaces only if they give equal features.
+    """
+
+    @property
+    def key(self) -> str:
+        """What a resumed flow compares."""
 
     def features(self, points: Tensor) -> Tensor:
         """phi(points) (n, d) of the particles (n, p), without gradient."""
@@ -30,6 +38,8 @@ class Space(Protocol):
 @dataclass(frozen=True)
 class FeatureSpace:
     """Particles are features themselves: phi is the identity."""
+
+    key: str = "features"
 
     def features(self, points: Tensor) -> Tensor:
         """The points."""
@@ -53,6 +63,7 @@ class ImageSpace:
             by itself and always alike: no dropout, no statistics of the batch.
         shape: (c, h, w).
         chunk: images at a time.
+        key: identifies the network.
 
     Raises:
         InputError: a shape or a chunk that is not positive.
@@ -61,6 +72,7 @@ class ImageSpace:
     network: Callable[[Tensor], Tensor]
     shape: tuple[int, int, int]
     chunk: int = 256
+    key: str = "images"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
