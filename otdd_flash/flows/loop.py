@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -149,10 +148,12 @@ class Loop:
                 self._tell(replace(here.record, step_size=0.0), started)
                 self._save(before)
                 return
-            # The tensors of `before` change in place from here on.
-            good = {**before, **copy.deepcopy({key: before[key] for key in IN_PLACE})}
+            # On the CPU, where it is in nobody's way: a step overwrites these tensors.
+            good = {**before, **_copied({key: before[key] for key in IN_PLACE})}
             self._take_step(here)
             self._tell(here.record, started)
+            # The next evaluation needs the memory.
+            del here
             checkpoints = self._options.checkpoints
             if checkpoints is not None and self.step % checkpoints.every == 0:
                 self._save(self.state())
@@ -200,12 +201,12 @@ class Loop:
         if not bool(torch.isfinite(features).all()):
             raise OvershotError("features that are not finite")
         solved, by_features, by_variables = self.mode.evaluate(features, self.step, self._batch())
-        # Some modes read labels off particles, which takes time.
-        labels = self.mode.labels() if options.functionals else None
-        values, extra = value_and_velocity(
-            options.functionals, points, labels, setting.source.masses
-        )
-        velocity = self._space.pull_back(points, by_features) + extra
+        velocity = self._space.pull_back(points, by_features)
+        values: dict[str, float] = {}
+        if options.functionals:
+            masses, labels = setting.source.masses, self.mode.labels()
+            values, extra = value_and_velocity(options.functionals, points, labels, masses)
+            velocity = velocity + extra
         objective = solved.value + sum(values.values())
         if not math.isfinite(objective) or not bool(torch.isfinite(velocity).all()):
             raise OvershotError("an objective or gradient that is not finite")
@@ -218,7 +219,7 @@ class Loop:
         self, objective: float, solved: Divergence, values: dict[str, float], velocity: Tensor
     ) -> StepRecord:
         options, masses = self._options, self._setting.source.masses
-        speeds = velocity.double().square().sum(1)
+        speeds = torch.linalg.vector_norm(velocity, dim=1).double().square()
         return StepRecord(
             step=self.step,
             objective=objective,
@@ -294,3 +295,15 @@ class Loop:
         lower = [f"flow.step_size={options.stepping.step_size:g}"]
         lower += [f"the weight {part.weight:g} of {part.name}" for part in options.functionals]
         return f"step {self.step} of the flow led to {error}: lower {' or '.join(lower)}{saved}"
+
+
+def _copied(state: Any) -> Any:
+    """A nest of containers with CPU copies of its tensors."""
+    match state:
+        case Tensor():
+            return state.detach().to("cpu", copy=True)
+        case dict():
+            return {key: _copied(part) for key, part in state.items()}
+        case list():
+            return [_copied(part) for part in state]
+    return state
