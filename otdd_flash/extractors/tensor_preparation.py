@@ -4,7 +4,7 @@ timm and torchvision resize, crop, divide by 255 and normalise PIL images. Their
 too, antialiased and differentiable. PIL works in 8 bits, so the results differ:
 
     rounding     PIL rounds the resized image to 8 bits; here nothing is rounded, or there would be
-                 no gradient: up to 1 / 255 where the image is resized bilinearly;
+                 no gradient: about 1 / 255 where the image is resized bilinearly;
     overshoot    bicubic resizing leaves [0, 1] beside edges; PIL cuts that off after the rows and
                  again after the columns, here it is cut off once, after both.
 

@@ -107,7 +107,7 @@ class ImageSpace:
                     "the network carries no gradient from features to pixels; compute features by "
                     "torch operations, without detach, no_grad or numpy"
                 )
-            (pulled[rows],) = torch.autograd.grad(features, images, gradient[rows].to(features))
+            (pulled[rows],) = torch.autograd.grad(features, images, gradient[rows])
         return pulled
 
     def _chunks(self, points: Tensor) -> Iterator[slice]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor
 
@@ -74,14 +75,27 @@ def test_networks_agree_but_for_eight_bits(factory: Any, model: str, images: np.
     assert (features - own).norm(dim=1).max() < 0.2 * torch.pdist(own).min()
 
 
-@pytest.mark.parametrize(("factory", "model"), [NETWORKS[0], NETWORKS[3]], ids=["timm", "tv"])
-def test_bilinear_preparation_differs_by_rounding_alone(factory: Any, model: str) -> None:
-    transform = network(factory, model).prepare.transform
-    own = torch.stack([network(factory, model).prepare(image) for image in colour()])
-    prepared = tensor_preparation(transform)(as_tensors(colour()))
-    # One of 255 levels, over the smallest deviation that a channel is divided by.
-    deviation = 0.5 if model == "test_resnet" else 0.224
-    assert (prepared - own).abs().max() < 1.01 / 255 / deviation
+def smooth() -> np.ndarray:
+    """Waves without edges, which no resizing carries beyond [0, 1]."""
+    x = np.linspace(0, 6, 50)[None, :, None, None]
+    y = np.linspace(0, 4, 45)[None, None, :, None]
+    return (127 + 100 * np.sin(x + y + np.arange(3))).astype(np.uint8)
+
+
+@pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC"])
+@pytest.mark.parametrize(("resize", "crop"), [(20, 16), (45, 40), (64, 70)])
+def test_preparation_differs_by_rounding_alone(mode: str, resize: int, crop: int) -> None:
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms._presets import ImageClassification
+
+    chosen = InterpolationMode[mode]
+    transform = ImageClassification(crop_size=crop, resize_size=resize, interpolation=chosen)
+    own = transform(Image.fromarray(smooth()[0]))
+    prepared = tensor_preparation(transform)(as_tensors(smooth()))[0]
+    assert prepared.shape == (3, crop, crop)
+    # 1.2 of 255 levels, over the deviation that each channel is divided by.
+    levels = (prepared - own).abs().amax((1, 2)) * torch.tensor(transform.std) * 255
+    assert levels.max() < 1.2
 
 
 DOUBLE_CASES = [
@@ -149,6 +163,17 @@ def test_callables_are_taken_as_they_are() -> None:
     with pytest.raises(InputError, match=r"Sequential is in training mode.*call \.eval\(\)"):
         differentiable(from_callable(module), (1, 2, 2))
     assert differentiable(from_callable(module.eval()), (1, 2, 2)) is module
+
+
+def test_networks_compute_in_their_own_precision() -> None:
+    features = differentiable(network(timm, "test_resnet"), (3, 20, 24))
+    images = as_tensors(colour())
+    doubled = images.double().requires_grad_()
+    value = features(doubled)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, features(images), rtol=1e-4, atol=1e-5)
+    (gradient,) = torch.autograd.grad(value.sum(), doubled)
+    assert gradient.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
