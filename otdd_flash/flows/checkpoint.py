@@ -89,6 +89,6 @@ def _on(device: torch.device) -> Any:
     def place(storage: Any, location: str) -> Any:
         if location == "cpu" or device.type == "cpu":
             return storage
-        return storage.cuda(device)
+        return storage.cuda(device.index)
 
     return place

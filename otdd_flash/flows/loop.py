@@ -149,7 +149,7 @@ class Loop:
                 self._save(before)
                 return
             # On the CPU, where it is in nobody's way: a step overwrites these tensors.
-            good = {**before, **_copied({key: before[key] for key in IN_PLACE})}
+            good = {**before, **_copied({key: before[key] for key in IN_PLACE}, good)}
             self._take_step(here)
             self._tell(here.record, started)
             # The next evaluation needs the memory.
@@ -297,13 +297,24 @@ class Loop:
         return f"step {self.step} of the flow led to {error}: lower {' or '.join(lower)}{saved}"
 
 
-def _copied(state: Any) -> Any:
-    """A nest of containers with CPU copies of its tensors."""
+def _copied(state: Any, into: Any = None) -> Any:
+    """A nest of containers with CPU copies of its tensors.
+
+    Args:
+        state: the nest.
+        into: an earlier copy, whose memory is used again where it fits: memory that a GPU can
+            write to at full speed takes long to get.
+    """
     match state:
         case Tensor():
-            return state.detach().to("cpu", copy=True)
+            fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (
+                state.shape,
+                state.dtype,
+            )
+            if not fits:
+                into = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
+            return into.copy_(state.detach())
         case dict():
-            return {key: _copied(part) for key, part in state.items()}
-        case list():
-            return [_copied(part) for part in state]
+            known = into if isinstance(into, dict) else {}
+            return {key: _copied(part, known.get(key)) for key, part in state.items()}
     return state
