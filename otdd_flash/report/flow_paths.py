@@ -17,6 +17,7 @@ from otdd_flash.report.flow_class_paths import (
     against_steps,
     class_paths,
 )
+from otdd_flash.report.flow_particles import evenly
 from otdd_flash.report.page import INK, save_picture, shorten
 from otdd_flash.report.plane_frame import (
     axis_name,
@@ -39,6 +40,8 @@ ROWS_FITTED = 5000
 TARGET_GREY, TARGET_INK = "0.72", "0.35"
 STEPS_HEIGHT = 4.6  # inches
 LONGEST_DATASET = 60
+# Of the means, as far as names have to avoid them.
+CORNERS = 10
 
 
 def draw_paths(
@@ -153,7 +156,8 @@ def _draw_class_names(
 ) -> None:
     """Name the particles' classes at the ends of their means, and then the target's."""
     names = [PointName(c.name, tuple(c.mean[-1]), c.color) for c in classes if c.name]
-    segments = [np.stack([c.mean[:-1], c.mean[1:]], axis=1) for c in classes]
+    means = [c.mean[evenly(len(c.mean), CORNERS)] for c in classes]
+    segments = [np.stack([mean[:-1], mean[1:]], axis=1) for mean in means]
     draw_names(figure, axes, [*names, *marked], np.concatenate(segments))
 
 
