@@ -86,6 +86,15 @@ def test_a_mean_counts_its_particles_by_weight(figures: list[Figure], tmp_path: 
     np.testing.assert_allclose(mean.get_xydata(), 0.25 * lines[0] + 0.75 * lines[1], atol=1e-6)
 
 
+def test_particles_without_mass_are_drawn_where_no_others_were_kept(
+    figures: list[Figure], tmp_path: Path
+) -> None:
+    flow = straight_flow(classes=2, d=3, n=5, keep=4)
+    weights = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
+    draw(replace(flow, source=replace(flow.source, weights=weights)), tmp_path / "p.png")
+    assert [len(lines) for lines in thin_lines(figures[0])] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("classes", "d", "steps", "n"),
     [
@@ -191,6 +200,8 @@ def test_classes_have_equal_shares_as_far_as_they_go() -> None:
     assert torch.bincount(labels[chosen]).tolist() == [10, 10, 0, 10, 0, 2]
     assert labels[chosen].tolist() == [0] * 10 + [1] * 10 + [3] * 10 + [5] * 2
     assert len(set(chosen.tolist())) == 32
+    fewer = evenly_over_classes(labels, 152, 31)
+    assert torch.bincount(labels[fewer]).tolist() == [10, 10, 0, 9, 0, 2]
     assert labels[evenly_over_classes(labels, 152, 2)].tolist() == [0, 5]
     assert evenly_over_classes(labels, 152, 1000).size == 152
     assert evenly_over_classes(None, 9, 3).tolist() == [0, 4, 8]
