@@ -11,7 +11,6 @@ import torch
 
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.report.flow_class_paths import (
-    MOST_CLASSES,
     Array,
     ClassPaths,
     against_steps,
@@ -40,6 +39,8 @@ ROWS_FITTED = 5000
 TARGET_GREY, TARGET_INK = "0.72", "0.35"
 STEPS_HEIGHT = 4.6  # inches
 LONGEST_DATASET = 60
+# With more classes of the target, their names would cover those of the particles.
+MOST_TARGET_NAMES = 12
 # Of the means, as far as names have to avoid them.
 CORNERS = 10
 
@@ -120,7 +121,7 @@ def _draw_target(axes: Axes, goal: Side | None) -> list[PointName]:
         return []
     x, y = goal.points.T
     axes.scatter(x, y, s=14, c=TARGET_GREY, marker="^", alpha=0.6, linewidths=0, zorder=1)
-    if not any(goal.class_names) or len(goal.class_names) > MOST_CLASSES:
+    if not any(goal.class_names) or len(goal.class_names) > MOST_TARGET_NAMES:
         return []
     x, y = goal.centroids.T
     axes.scatter(x, y, s=60, c=TARGET_INK, marker="^", edgecolors="white", zorder=4.2)
