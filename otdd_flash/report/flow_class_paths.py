@@ -59,6 +59,8 @@ def class_paths(
     places = plane.project(trajectory.points.reshape(s * k, d)).numpy().reshape(s, k, 2)
     rows = trajectory.rows.cpu()
     masses = source.masses.cpu()[rows].numpy()
+    if not masses.any():
+        masses = np.ones(k)
     index = np.zeros(k, np.int64) if source.labels is None else source.labels.cpu()[rows].numpy()
     totals = np.bincount(index, masses)
     heaviest = [c for c in np.argsort(-totals, kind="stable")[:MOST_CLASSES] if totals[c] > 0]

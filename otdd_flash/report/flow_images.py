@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 Images = NDArray[np.uint8]
 MOST_ROWS, MOST_STEPS, NEIGHBOURS = 12, 8, 2
 # Inches.
-CELL, GAP, BREAK, SIDE, TOP, BOTTOM = 0.78, 0.05, 0.3, 1.3, 0.85, 0.15
-LONGEST_NAME, LONGEST_DATASET = 14, 24
+CELL, GAP, BREAK, MARGIN, TOP, BOTTOM = 0.78, 0.05, 0.3, 0.1, 0.72, 0.1
+LONGEST_NAME = 16
 TITLE_POINTS, LABEL_POINTS = 12.0, 9.0
 
 
@@ -67,23 +67,35 @@ def draw_images(
     along = [eight_bit_images(trajectory.points[k, chosen], image_shape) for k in moments]
     found = _nearest(trajectory.points[-1, chosen], target)
     like = [eight_bit_images(target.features[rows], image_shape) for rows in found.T]
-    page = _ImagePage(len(chosen), len(along), len(like), CELL * image_shape[1] / image_shape[2])
+    names = _class_names(source, trajectory.rows[chosen.to(trajectory.rows.device)])
+    resembled = _class_names(target, found[:, 0]) if like else []
+    height = CELL * image_shape[1] / image_shape[2]
+    page = _ImagePage(len(chosen), len(along), len(like), height, _room(names), _room(resembled))
     for column, images in enumerate([*along, *like]):
         page.draw_column(column, images)
     for column, k in enumerate(moments):
         step = int(trajectory.steps[k])
         page.head(column, str(step) if column else f"step {step}", "center", INK)
-    if labels is not None:
-        names = [source.class_names[k] for k in labels[chosen].tolist()]
-        page.name_rows(names, SIDE - 0.1, "right", SOURCE_COLOR)
     if like:
-        text = f"nearest in {shorten(target.name, LONGEST_DATASET)}"
-        page.head(len(along), text, "left", TARGET_COLOR)
-    if like and target.labels is not None:
-        names = [target.class_names[k] for k in target.labels[found[:, 0]].tolist()]
-        page.name_rows(names, page.width - SIDE + 0.1, "left", TARGET_COLOR)
+        page.head(len(along), "nearest in the target", "left", TARGET_COLOR)
+    page.name_rows(names, "right", SOURCE_COLOR)
+    page.name_rows(resembled, "left", TARGET_COLOR)
     page.title(f"{source.name} on its way to {target.name}")
     save_picture(page.figure, path)
+
+
+def _class_names(samples: LabeledSamples, rows: Tensor) -> list[str]:
+    """Shortened names of the classes of some rows; none where there are no labels."""
+    if samples.labels is None:
+        return []
+    labels = samples.labels[rows.to(samples.labels.device)].tolist()
+    return [shorten(samples.class_names[label], LONGEST_NAME) for label in labels]
+
+
+def _room(names: Sequence[str]) -> float:
+    """Inches that names beside the images need."""
+    page = new_figure()
+    return 2 * MARGIN + max((measure(page, name, LABEL_POINTS)[0] for name in names), default=0.0)
 
 
 def _nearest(points: Tensor, target: LabeledSamples) -> Tensor:
@@ -101,19 +113,21 @@ class _ImagePage:
     The columns of steps and those of neighbours are a little apart.
     """
 
-    def __init__(self, rows: int, steps: int, neighbours: int, height: float) -> None:
-        self.steps, self.cell_height = steps, height
-        self.width = self._left(steps + neighbours) - GAP + SIDE
+    def __init__(
+        self, rows: int, steps: int, neighbours: int, height: float, left: float, right: float
+    ) -> None:
+        self.steps, self.height, self.left, self.right = steps, height, left, right
+        self.width = self._left(steps + neighbours) - GAP + right
         page = (self.width, TOP + rows * (height + GAP) + BOTTOM)
         self.figure: Figure = new_figure(*page)
         self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set_axis_off()
 
     def _left(self, column: int) -> float:
-        return SIDE + column * (CELL + GAP) + BREAK * (column >= self.steps)
+        return self.left + column * (CELL + GAP) + BREAK * (column >= self.steps)
 
     def _top(self, row: int) -> float:
-        return TOP + row * (self.cell_height + GAP)
+        return TOP + row * (self.height + GAP)
 
     def draw_column(self, column: int, images: Images) -> None:
         """Draw one image per row."""
@@ -127,7 +141,7 @@ class _ImagePage:
                 vmax=255,
                 interpolation="nearest",
                 aspect="auto",
-                extent=(left, left + CELL, top + self.cell_height, top),
+                extent=(left, left + CELL, top + self.height, top),
             )
         # Every image moves the limits to itself.
         width, height = self.figure.get_size_inches()
@@ -138,20 +152,18 @@ class _ImagePage:
         x = self._left(column) + (CELL / 2 if side == "center" else 0)
         self._write(x, TOP - 0.06, text, LABEL_POINTS, color, ha=side, va="bottom")
 
-    def name_rows(
-        self, names: Sequence[str], x: float, side: Literal["left", "right"], color: str
-    ) -> None:
-        """Write a name beside each row, reading away from or towards `x`."""
+    def name_rows(self, names: Sequence[str], side: Literal["left", "right"], color: str) -> None:
+        """Write a name beside each row, right-aligned before the images or left-aligned behind."""
+        x = self.left - MARGIN if side == "right" else self.width - self.right + MARGIN
         for row, name in enumerate(names):
-            middle = self._top(row) + self.cell_height / 2
-            text = shorten(name, LONGEST_NAME)
-            self._write(x, middle, text, LABEL_POINTS, color, ha=side, va="center")
+            middle = self._top(row) + self.height / 2
+            self._write(x, middle, name, LABEL_POINTS, color, ha=side, va="center")
 
     def title(self, text: str) -> None:
         """Write the title, shortened to what there is room for."""
-        room = self.width - SIDE
+        room = self.width - self.left
         shown = fit(text, room, lambda part: measure(self.figure, part, TITLE_POINTS)[0])
-        self._write(SIDE, 0.16, shown, TITLE_POINTS, INK, ha="left", va="top")
+        self._write(self.left, 0.14, shown, TITLE_POINTS, INK, ha="left", va="top")
 
     def _write(self, x: float, y: float, text: str, points: float, color: str, **at: Any) -> None:
         self.axes.text(x, y, text, fontsize=points, color=color, **at, **name_style())

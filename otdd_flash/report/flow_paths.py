@@ -11,12 +11,12 @@ import torch
 
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.report.flow_class_paths import (
-    MOST_CLASSES,
     Array,
     ClassPaths,
     against_steps,
     class_paths,
 )
+from otdd_flash.report.flow_particles import evenly
 from otdd_flash.report.page import INK, save_picture, shorten
 from otdd_flash.report.plane_frame import (
     axis_name,
@@ -39,6 +39,10 @@ ROWS_FITTED = 5000
 TARGET_GREY, TARGET_INK = "0.72", "0.35"
 STEPS_HEIGHT = 4.6  # inches
 LONGEST_DATASET = 60
+# With more classes of the target, their names would cover those of the particles.
+MOST_TARGET_NAMES = 12
+# Of the means, as far as names have to avoid them.
+CORNERS = 10
 
 
 def draw_paths(
@@ -117,7 +121,7 @@ def _draw_target(axes: Axes, goal: Side | None) -> list[PointName]:
         return []
     x, y = goal.points.T
     axes.scatter(x, y, s=14, c=TARGET_GREY, marker="^", alpha=0.6, linewidths=0, zorder=1)
-    if not any(goal.class_names) or len(goal.class_names) > MOST_CLASSES:
+    if not any(goal.class_names) or len(goal.class_names) > MOST_TARGET_NAMES:
         return []
     x, y = goal.centroids.T
     axes.scatter(x, y, s=60, c=TARGET_INK, marker="^", edgecolors="white", zorder=4.2)
@@ -153,7 +157,8 @@ def _draw_class_names(
 ) -> None:
     """Name the particles' classes at the ends of their means, and then the target's."""
     names = [PointName(c.name, tuple(c.mean[-1]), c.color) for c in classes if c.name]
-    segments = [np.stack([c.mean[:-1], c.mean[1:]], axis=1) for c in classes]
+    means = [c.mean[evenly(len(c.mean), CORNERS)] for c in classes]
+    segments = [np.stack([mean[:-1], mean[1:]], axis=1) for mean in means]
     draw_names(figure, axes, [*names, *marked], np.concatenate(segments))
 
 
