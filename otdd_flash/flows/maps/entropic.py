@@ -25,9 +25,8 @@ class EntropicMap:
         fields: one per step. Taken one after another, so they may be loaded when asked for.
         step_sizes: tau_k, one per step, as long as `fields`.
         box: (lo, hi), to which every coordinate is clamped after each step, as in the flow.
-        mass: what a new point has of all mass, in [0, 1); None is the share of one more particle
-            beside n equal ones with mass, 1 / (n + 1). With 0 it is a particle that no particle feels, not
-            even itself.
+        mass: what a new point has of all mass, in [0, 1); None is 1 / (n + 1), the share of one
+            more particle beside n with mass. With 0 no particle feels it, nor does it itself.
 
     Raises:
         InputError: no steps, not one size per step, a size that is not finite, an empty box, or a
