@@ -48,7 +48,12 @@ def test_one_more_particle_is_felt_as_in_a_flow_that_has_it() -> None:
     source, target = digits("train", 61), digits("test", 60, rotate=90)
     inside, outside = torch.arange(60), torch.tensor([60])
     features_alone = otdd.GroundCost(0.5, 0.0)
-    settings: dict[str, Any] = {"epsilon": 0.5, "steps": 4, "cost": features_alone, "compute": DOUBLE}
+    settings: dict[str, Any] = {
+        "epsilon": 0.5,
+        "steps": 4,
+        "cost": features_alone,
+        "compute": DOUBLE,
+    }
     source, target = replace(source, labels=None), replace(target, labels=None)
     flow = euler_flow(source.take(inside), target, **settings)
     truth = euler_flow(source, target, **settings).after.take(outside)
@@ -79,21 +84,18 @@ def test_unlabelled_points_are_of_the_class_of_their_nearest_particle(held_out: 
     assert torch.equal(moved.features, entropic(close).features)
 
 
-def test_the_class_of_an_unlabelled_point_is_chosen_once() -> None:
-    """Two classes whose particles change places: the first step decides."""
-    west = LabeledSamples(torch.tensor([[-1.0], [1.0]]), torch.tensor([0, 1]), ("w", "e"))
-    target = LabeledSamples(torch.tensor([[3.0], [-3.0]]), torch.tensor([0, 1]), ("w", "e"))
-    table = torch.tensor([[0, 100.0], [100.0, 0]]).double().repeat(2, 2)
-    fields, particles = [], west
-    for _ in range(8):
-        problem = Problem(particles, target, 0.1, table, None, DOUBLE)
-        field = VelocityField.of(problem, problem.solve(otdd.SolverOptions(1e-8)))
-        fields.append(field)
-        particles = replace(
-            particles, features=particles.features - 0.3 * field.velocity(particles)
-        )
-    point = LabeledSamples(torch.tensor([[-0.9]]), None, ())
-    assert float(EntropicMap(fields, [0.3] * 8)(point).features) > 2.5
+def test_the_class_of_an_unlabelled_point_is_chosen_before_the_first_step() -> None:
+    """Two classes that change places between the steps, and whose targets lie far apart."""
+    before = LabeledSamples(torch.tensor([[-1.0], [1.0]]), torch.tensor([0, 1]), ("west", "east"))
+    target = replace(before, features=5 * before.features)
+    table = torch.tensor([[0, 100.0], [100.0, 0]], dtype=torch.float64).repeat(2, 2)
+    problem = Problem(before, target, 0.1, table, None, DOUBLE)
+    first = VelocityField.of(problem, problem.solve(otdd.SolverOptions(1e-8)))
+    second = replace(first, particles=replace(before, features=-before.features))
+    entropic = EntropicMap([first, second], [0.1, 0.1])
+    point = LabeledSamples(torch.tensor([[-0.5]]), None, ())
+    west = LabeledSamples(point.features, torch.tensor([0]), ("west",))
+    assert torch.equal(entropic(point).features, entropic(west).features)
 
 
 def test_a_box_holds_after_every_step(held_out: HeldOut) -> None:
