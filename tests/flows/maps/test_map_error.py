@@ -27,11 +27,11 @@ def test_it_is_0_for_the_truth_and_1_for_the_identity() -> None:
 
 
 def test_it_is_a_root_mean_square_by_mass() -> None:
-    samples, truth = two(0, 1, (1, 3)), two(2, 1)
+    samples, truth = two(0, 1, (1, 3)), two(2, 2)
     off = lambda given: replace(given, features=given.features + 1.0)  # noqa: E731
-    # Errors 1 and 1, distances 2 and 0: (1 / 4 + 3 / 4) over 4 / 4.
-    assert relative_error(off, samples, truth) == pytest.approx(1.0)
-    assert relative_error(off, two(0, 1), truth) == pytest.approx(0.5**0.5)
+    # Errors 1 and 0, distances 2 and 1.
+    assert relative_error(off, samples, truth) == pytest.approx((1 / 7) ** 0.5)
+    assert relative_error(off, two(0, 1), truth) == pytest.approx((1 / 5) ** 0.5)
 
 
 def test_a_truth_that_tells_nothing_is_refused() -> None:

@@ -11,6 +11,7 @@ import torch
 from flow_by_hand import HeldOut
 
 from otdd_flash.errors import InputError
+from otdd_flash.flows import maps
 from otdd_flash.flows.maps import ResidualMap, relative_error
 from otdd_flash.samples import LabeledSamples
 
@@ -152,7 +153,7 @@ def test_a_file_that_holds_no_map_is_refused(tmp_path: Path) -> None:
         ResidualMap.fit(*turned(), **SHORT).save(tmp_path / "file" / "map.safetensors")
 
 
-def test_all_but_the_features_stays() -> None:
+def test_all_but_the_features_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = turned()
     residual = ResidualMap.fit(before, after, **SHORT)
     samples = replace(before, features=before.features.double(), name="new")
@@ -160,7 +161,9 @@ def test_all_but_the_features_stays() -> None:
     assert moved.name == "new"
     assert moved.class_names == NAMES
     assert moved.features.dtype == torch.float64
-    # Row by row: what else is in the batch does not matter.
+    # Row by row: what else is in the batch does not matter, nor how the rows are chunked.
+    monkeypatch.setattr(maps.residual, "ROWS_AT_ONCE", 50)
+    torch.testing.assert_close(residual(samples).features, moved.features)
     rows = torch.arange(7).flip(0)
     torch.testing.assert_close(residual(samples.take(rows)).features, moved.features[rows])
 
