@@ -3,10 +3,11 @@
 dx_i / dt = -(1 / a_i) dS/dx_i,   dm_k / dt = -(1 / A_k) dS/dm_k,   dF_k / dt = -(1 / A_k) dS/dF_k
 
 with A_k the mass of class k and W_kl = ||m_k - m_l||^2 + Bures^2(F_k^T F_k, F_l^T F_l). Labels
-stay. The jointly driven flow with fixed labels (jd-fl) of Alvarez-Melis and Fusi 2021, Dataset Dynamics
-via Gradient Flows in Probability Space: every particle is a pair of a point and a Gaussian, and the
-particles of a class share theirs, which therefore moves by the mean of their velocities. Factors
-keep covariances positive semi-definite, and the flow of F is that of F^T F in the Bures metric.
+stay. The jointly driven flow with fixed labels (jd-fl) of Alvarez-Melis and Fusi 2021, Dataset
+Dynamics via Gradient Flows in Probability Space: every particle is a pair of a point and a
+Gaussian, and the particles of a class share theirs, which therefore moves by the mean of their
+velocities. Factors keep covariances positive semi-definite, and the flow of F is that of F^T F in
+the Bures metric.
 With `labels.diagonal`, F_k is a vector of standard deviations; with labels=means there is none.
 """
 
@@ -59,9 +60,11 @@ class JointMode(Mode):
         )
 
     def _class_masses(self, batch: Batch | None) -> Tensor:
-        """The mass A_k (V,) of every class in a solve."""
-        labels, masses = self._setting.source.labels, self._masses(batch)
+        """The mass A_k (V,) of every class, that of particles outside the batch included.
+
+        They rest, and a class moves by the mean of all its particles.
+        """
+        labels = self._setting.source.labels
         assert labels is not None
-        if batch is not None:
-            labels, masses = labels[batch.particles], masses[batch.particles]
-        return torch.bincount(labels, weights=masses, minlength=len(self.variables["means"]))
+        classes = len(self.variables["means"])
+        return torch.bincount(labels, weights=self._masses(batch), minlength=classes)
