@@ -76,8 +76,10 @@ class Checkpoints:
                 content = torch.load(path, map_location=_on(device), weights_only=True)
             before, free, state = (content[key] for key in ("settings", "may_change", "state"))
         except Exception as error:
+            # What torch says of it is long, and advises to run code that a file may hold.
             raise InputError(
-                f"{path} cannot be read ({error}); leave flow.resume out to start again"
+                f"{path} is damaged, or no checkpoint of a flow; leave flow.resume out to start "
+                "again"
             ) from error
         for key in [*settings, *before]:
             now, then = settings.get(key), before.get(key)
