@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,20 @@ class Checkpoints:
         if self.every < 1:
             raise InputError(f"flow.checkpoint_every must be positive, got {self.every}")
 
-    def save(self, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Write a state, and the settings that it belongs to.
+    def save(
+        self,
+        state: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        may_change: Sequence[str] = (),
+    ) -> None:
+        """Write a state, the settings that it belongs to, and which of them may change.
 
         Raises:
             InputError: the file cannot be written.
         """
         with replacing(self.folder / FILE) as partial:
-            torch.save({"settings": dict(settings), "state": dict(state)}, partial)
+            content = {"settings": dict(settings), "may_change": [*may_change], "state": {**state}}
+            torch.save(content, partial)
 
     def load(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """The state last written, its tensors on `device`, or on the CPU where they were there.
@@ -68,14 +74,16 @@ class Checkpoints:
         try:
             with torch.serialization.safe_globals(TYPES):
                 content = torch.load(path, map_location=_on(device), weights_only=True)
-            before, state = content["settings"], content["state"]
+            before, free, state = (content[key] for key in ("settings", "may_change", "state"))
         except Exception as error:
+            # What torch says of it is long, and advises to run code that a file may hold.
             raise InputError(
-                f"{path} cannot be read ({error}); leave flow.resume out to start again"
+                f"{path} is damaged, or no checkpoint of a flow; leave flow.resume out to start "
+                "again"
             ) from error
         for key in [*settings, *before]:
             now, then = settings.get(key), before.get(key)
-            if now != then:
+            if now != then and key not in free:
                 raise InputError(
                     f"flow.resume=true, but {key} was {then} in the run of {path} and is {now} "
                     f"now; set {key} as it was, or start again without flow.resume"

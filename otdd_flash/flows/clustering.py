@@ -8,7 +8,7 @@ from torch import Tensor
 from otdd_flash.flows.gaussians import Gaussians
 
 
-def recluster(gaussians: Gaussians, labels: Tensor) -> Tensor:
+def recluster(gaussians: Gaussians, labels: Tensor, masses: Tensor) -> Tensor:
     """Class indices (n,) of particles, by k-means over their Gaussians.
 
     It starts at the centres of the classes `labels`, so that a cluster keeps the number of the
@@ -17,14 +17,17 @@ def recluster(gaussians: Gaussians, labels: Tensor) -> Tensor:
 
     Args:
         gaussians: of n particles.
-        labels: (n,) what they were.
+        labels: (n,) what they were; every class among them has mass.
+        masses: (n,) of the particles; one without mass joins the nearest cluster.
     """
     from sklearn.cluster import KMeans
 
-    vectors = _vectors(gaussians).cpu()
+    vectors, masses = _vectors(gaussians).cpu(), masses.cpu()
     classes, places = torch.unique(labels.cpu(), return_inverse=True)
-    centres = torch.stack([vectors[places == place].mean(0) for place in range(len(classes))])
-    found = KMeans(len(classes), init=centres.numpy(), n_init=1).fit_predict(vectors.numpy())
+    members = torch.nn.functional.one_hot(places).to(masses) * masses[:, None]
+    centres = (members / members.sum(0)).T @ vectors
+    kmeans = KMeans(len(classes), init=centres.numpy(), n_init=1)
+    found = kmeans.fit_predict(vectors.numpy(), sample_weight=masses.numpy())
     new: Tensor = classes[torch.from_numpy(found).long()]
     return new.to(labels.device)
 

@@ -88,12 +88,12 @@ class Moment(NamedTuple):
 class Recorder:
     """Keeps a thinned trajectory: at most `most` moments, evenly spread however long the flow is.
 
-    Whenever the room is full every second moment goes and the distance between moments doubles.
-    What is kept after k steps depends on k alone, not on how many will follow.
+    Whenever the room is full, but for the end, every second moment goes and the distance between
+    moments doubles. What is kept after k steps depends on k alone, not on how many will follow.
 
     Args:
         rows: (k,) which particles to follow.
-        most: moments to keep, at least 4.
+        most: moments to keep, at least 2.
     """
 
     def __init__(self, rows: Tensor, most: int) -> None:
@@ -108,7 +108,7 @@ class Recorder:
     def keep(self, step: int, points: Tensor, labels: Tensor | None) -> None:
         """Keep the followed rows of points (n, d) and labels (n,)."""
         self._kept[step] = self._followed(points, labels)
-        while len(self._kept) > self._most:
+        while len(self._kept) >= self._most:
             self.every *= 2
             self._kept = {k: seen for k, seen in self._kept.items() if k % self.every == 0}
 

@@ -26,7 +26,8 @@ from otdd_flash.flows.space import Space
 from otdd_flash.flows.stepping import Stepper, Stepping, generator, normal_like
 from otdd_flash.solver.divergence import Divergence
 
-# An objective this many mean costs above 0 has left the way down: a step overshoots.
+# A mean cost of this many times that of the start: steps overshoot. A flow on its way down ends at
+# about twice it at most: that of particles which began as one point and spread over the target.
 DIVERGED = 10.0
 
 # What random numbers are for.
@@ -34,10 +35,6 @@ PERTURBATION, LANGEVIN, MINIBATCH = range(3)
 
 # Parts of a state whose tensors a step overwrites.
 IN_PLACE = ("variables", "optimizer")
-
-
-class OvershotError(Exception):
-    """The last step left particles or an objective that are not finite, or far too large."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +84,7 @@ class Loop:
         setting: the problem.
         mode: what moves.
         space: from points to features.
-        mean_cost: of the start, the scale on which an objective counts as run away.
+        mean_cost: of the start, the scale on which particles count as run away.
         recorder: keeps the trajectory.
         options: the rest.
 
@@ -116,7 +113,7 @@ class Loop:
         self.moments: list[Moment] = []
         self._setting, self._space, self._options = setting, space, options
         self._recorder = recorder
-        self._limit = DIVERGED * mean_cost
+        self._mean_cost = mean_cost
         self._variables = {"points": self.points, **mode.variables}
         temperature = noise_temperature(options.functionals)
         self._stepper = Stepper(self._variables, options.stepping, options.steps, temperature)
@@ -125,7 +122,8 @@ class Loop:
         """Go on to the end.
 
         Raises:
-            InputError: a step overshot; the loop is back at the last good state.
+            InputError: no evaluation is possible where a step has led; the loop is back at the last
+                good state, and that is saved.
         """
         good: dict[str, Any] | None = None
         while True:
@@ -135,12 +133,12 @@ class Loop:
             before = self.state()
             try:
                 here = self._evaluate()
-            except OvershotError as error:
+            except InputError as error:
                 if good is None:
-                    raise InputError(f"the flow cannot start: {error}") from None
+                    raise
                 self.restore(good)
-                self._save(good)
-                raise InputError(self._what_to_lower(error)) from None
+                self._save(good, may_change=("flow.step_size",))
+                raise InputError(self._what_to_lower(error)) from error
             self.ran_on = f"{here.divergence.xy.f.device}, {here.divergence.backend}"
             stopped_by = self._reason_to_stop(here.record)
             if stopped_by is not None:
@@ -188,18 +186,19 @@ class Loop:
         """The objective and what makes it fall, where the particles are.
 
         Raises:
-            OvershotError: something is not finite, or the objective has run away.
+            InputError: something is not finite, particles have run away, or no solve is possible.
         """
         options, setting = self._options, self._setting
         if not all(bool(torch.isfinite(part).all()) for part in self._variables.values()):
-            raise OvershotError("values that are not finite")
+            raise InputError("particles have values that are not finite")
         points = self.points
         if options.stepping.noise > 0:
             noise = normal_like(points, self._draw(PERTURBATION))
             points = points + options.stepping.noise * noise
         features = self._space.features(points)
         if not bool(torch.isfinite(features).all()):
-            raise OvershotError("features that are not finite")
+            raise InputError("particles have features that are not finite")
+        self._check_nearness(setting.mean_cost(features, self.mode.class_distances))
         solved, by_features, by_variables = self.mode.evaluate(features, self.step, self._batch())
         velocity = self._space.pull_back(points, by_features)
         values: dict[str, float] = {}
@@ -209,11 +208,18 @@ class Loop:
             velocity = velocity + extra
         objective = solved.value + sum(values.values())
         if not math.isfinite(objective) or not bool(torch.isfinite(velocity).all()):
-            raise OvershotError("an objective or gradient that is not finite")
-        if not options.functionals and solved.value > self._limit:
-            raise OvershotError(f"a divergence of {solved.value:.4g}, far above its start")
+            raise InputError("the objective or its gradient is not finite")
+        self._check_nearness(solved.value)
         record = self._record(objective, solved, values, velocity)
         return _Here(record, {"points": velocity, **by_variables}, features, solved)
+
+    def _check_nearness(self, cost: float) -> None:
+        """Refuse a cost far above that of the start; functionals may well lead that far."""
+        if not self._options.functionals and not cost <= DIVERGED * self._mean_cost:
+            raise InputError(
+                f"particles are at a mean cost of {cost:.4g} from the target, and began at "
+                f"{self._mean_cost:.4g}"
+            )
 
     def _record(
         self, objective: float, solved: Divergence, values: dict[str, float], velocity: Tensor
@@ -261,40 +267,49 @@ class Loop:
 
     def _keep_moment(self, here: _Here) -> None:
         solved = here.divergence
-        own = solved.xy if solved.xx is None else solved.xx
+        assert solved.xx is not None
         self.moments.append(
             Moment(
                 here.record.step_size,
                 here.features.cpu().clone(),
                 self.mode.class_distances.full,
                 solved.xy.g.cpu(),
-                own.f.cpu(),
+                solved.xx.f.cpu(),
             )
         )
 
-    def _save(self, state: Mapping[str, Any]) -> None:
+    def _save(self, state: Mapping[str, Any], may_change: Sequence[str] = ()) -> None:
         if self._options.checkpoints is not None:
-            self._options.checkpoints.save(state, self._options.settings)
+            self._options.checkpoints.save(state, self._options.settings, may_change)
 
     def _batch(self) -> Batch | None:
         size = self._options.stepping.minibatch
         if size is None:
             return None
         draw, sides = self._draw(MINIBATCH), (self._setting.source, self._setting.target)
-        rows = (torch.randperm(len(side), generator=draw)[:size].sort().values for side in sides)
-        return Batch(*(part.to(self.points.device) for part in rows))
+        massive = (side.masses.nonzero().squeeze(1) for side in sides)
+        return Batch(*(_some(rows, size, draw) for rows in massive))
 
     def _draw(self, purpose: int) -> torch.Generator:
         return generator(self._options.seed, self.step, purpose)
 
-    def _what_to_lower(self, error: OvershotError) -> str:
+    def _what_to_lower(self, error: InputError) -> str:
         options = self._options
-        saved = ""
-        if options.checkpoints is not None:
-            saved = f"; the state before that step is in {options.checkpoints.folder}"
         lower = [f"flow.step_size={options.stepping.step_size:g}"]
         lower += [f"the weight {part.weight:g} of {part.name}" for part in options.functionals]
-        return f"step {self.step} of the flow led to {error}: lower {' or '.join(lower)}{saved}"
+        advice = f"lower {' or '.join(lower)} and start again"
+        if options.checkpoints is not None:
+            advice += (
+                f", or go on from before that step, which {options.checkpoints.folder} holds, by "
+                "flow.resume=true with a lower flow.step_size"
+            )
+        return f"the flow cannot go on after step {self.step}: {error}; {advice}"
+
+
+def _some(rows: Tensor, size: int, draw: torch.Generator) -> Tensor:
+    """`size` of the rows, or all if there are fewer, in their order."""
+    chosen = torch.randperm(len(rows), generator=draw)[:size].sort().values
+    return rows[chosen.to(rows.device)]
 
 
 def _copied(state: Any, into: Any = None) -> Any:

@@ -12,12 +12,14 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash.cache import content_hash
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.errors import InputError, NotConvergedWarning
@@ -137,15 +139,14 @@ def gradient_flow(
     table = measure_classes(
         start, end, metric, device=device, cache_dir=cache_dir, progress=class_progress
     )
-    mean_cost = relative_epsilon(1.0, start, end, table.xy, cost, device)
     if epsilon_relative is not None:
-        epsilon = epsilon_relative * mean_cost
+        epsilon = relative_epsilon(epsilon_relative, start, end, table.xy, cost, device)
     setting = FlowSetting(
         start, end, metric, epsilon, cost, solver, compute, device, refresh, solver_progress
     )
     terms = _built(functionals, points)
     settings = {
-        **_data_settings(points, goal, setting),
+        **_data_settings(points, goal, setting, table),
         **_flow_settings(mode, stepping, functionals, steps, refresh, space),
         "flow.keep_moments": keep_moments,
         "seed": seed,
@@ -156,7 +157,7 @@ def gradient_flow(
         setting,
         build_mode(mode, setting, table),
         space,
-        mean_cost,
+        setting.mean_cost(start.features, table),
         recorder,
         LoopOptions(
             steps=steps,
@@ -233,7 +234,7 @@ def _built(
 
 
 def _data_settings(
-    points: LabeledSamples, goal: LabeledSamples, setting: FlowSetting
+    points: LabeledSamples, goal: LabeledSamples, setting: FlowSetting, table: ClassDistances
 ) -> dict[str, Any]:
     """What a flow's problem is, by the keys of the command line."""
     metric, compute = setting.metric, setting.compute
@@ -242,8 +243,9 @@ def _data_settings(
         "target": goal.fingerprint,
         **{
             f"labels.{key}": getattr(metric, key)
-            for key in ("method", "unbiased", "diagonal", "epsilon")
+            for key in ("method", "unbiased", "diagonal", "epsilon", "tolerance")
         },
+        "labels.given": content_hash({"W": table.full}) if metric.method == "given" else None,
         "epsilon": setting.epsilon,
         **asdict(setting.cost),
         "solver.tolerance": setting.solver.tolerance,
@@ -266,7 +268,9 @@ def _flow_settings(
         "flow.mode": mode,
         **{f"flow.{key}": value for key, value in asdict(stepping).items()},
         "flow.functionals": [
-            f"{part.weight} {part.name}" if isinstance(part, WeightedFunctional) else dict(part)
+            f"{part.weight} {part.name}"
+            if isinstance(part, WeightedFunctional)
+            else {key: _plain(value) for key, value in part.items()}
             for part in functionals
         ],
         "flow.refresh": refresh,
@@ -276,6 +280,13 @@ def _flow_settings(
     if stepping.schedule in TO_THE_END:
         settings["flow.steps"] = steps
     return settings
+
+
+def _plain(parameter: Any) -> Any:
+    """A parameter as JSON holds it: of arrays, the hash."""
+    if isinstance(parameter, Tensor | np.ndarray):
+        return content_hash({"array": torch.as_tensor(parameter)})
+    return str(parameter) if isinstance(parameter, Path) else parameter
 
 
 def _followed(points: LabeledSamples, seed: int) -> Tensor:

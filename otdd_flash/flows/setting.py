@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from otdd_flash.labels import LabelMetric
-from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.labels import ClassDistances, LabelMetric
+from otdd_flash.operators.build import ComputeOptions, GroundCost, labelled_cost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.options import Progress, SolverOptions
 
@@ -44,3 +44,9 @@ class FlowSetting:
     def at(self, features: Tensor) -> LabeledSamples:
         """The particles with features (n, d)."""
         return replace(self.source, features=features, subset_hash=None)
+
+    def mean_cost(self, features: Tensor, class_distances: ClassDistances) -> float:
+        """sum_ij a_i b_j C_ij of the particles with features (n, d), without any solve."""
+        between = class_distances.xy
+        cost = labelled_cost(self.at(features), self.target, between, self.cost, self.device)
+        return float(cost.mean_cost)

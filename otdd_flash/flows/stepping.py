@@ -65,11 +65,14 @@ class Stepping:
                 "point a tenth of its way"
             )
         choose("flow.schedule", self.schedule, tuple(SCHEDULES))
-        if self.box is not None and (len(self.box) != 2 or not self.box[0] < self.box[1]):
-            raise InputError(
-                f"flow.box must be two numbers [lowest, highest], the first below the second, "
-                f"got {list(self.box)}"
-            )
+        if self.box is not None:
+            if len(self.box) != 2 or not self.box[0] < self.box[1]:
+                raise InputError(
+                    f"flow.box must be two numbers [lowest, highest], the first below the second, "
+                    f"got {list(self.box)}"
+                )
+            # A list is as good, and is then the same setting.
+            object.__setattr__(self, "box", tuple(self.box))
         if not 0 <= self.noise < math.inf:
             raise InputError(f"flow.noise must not be negative, got {self.noise}")
         if self.minibatch is not None and self.minibatch < 1:

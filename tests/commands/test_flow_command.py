@@ -1,4 +1,4 @@
-"""`python -m otdd_flash.flow`: what it writes, how it is interrupted and goes on, what it refuses."""
+"""The flow command: what it writes, how it is interrupted and goes on, what it refuses."""
 
 from __future__ import annotations
 

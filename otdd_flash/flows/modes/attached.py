@@ -44,5 +44,8 @@ class AttachedMode(Mode):
             setting.at(features), table.detach(), frozenset({"x", "classes"}), batch
         )
         (through_classes,) = torch.autograd.grad(table, moving, gradient["classes"].to(table))
+        if batch is not None:
+            # Class distances depend on all particles, but those outside the batch rest.
+            through_classes = self._among_all(through_classes[batch.particles], batch)
         direct = self._feature_velocity(gradient["x"], batch)
         return Evaluation(solved, direct + per_mass(through_classes, setting.source.masses), {})

@@ -56,7 +56,8 @@ class AugmentedMode(Mode):
 
     def labels(self) -> Tensor:
         """The clusters of the particles' Gaussians, numbered as the classes they began as."""
-        return recluster(Gaussians.from_variables(self.variables), self._started_as)
+        gaussians = Gaussians.from_variables(self.variables)
+        return recluster(gaussians, self._started_as, self._setting.source.masses)
 
     def _start(self, classes: Gaussians) -> None:
         self.variables = classes.take(self._started_as).variables

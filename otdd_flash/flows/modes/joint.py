@@ -60,9 +60,11 @@ class JointMode(Mode):
         )
 
     def _class_masses(self, batch: Batch | None) -> Tensor:
-        """The mass A_k (V,) of every class in a solve."""
-        labels, masses = self._setting.source.labels, self._masses(batch)
+        """The mass A_k (V,) of every class, that of particles outside the batch included.
+
+        They rest, and a class moves by the mean of all its particles.
+        """
+        labels = self._setting.source.labels
         assert labels is not None
-        if batch is not None:
-            labels, masses = labels[batch.particles], masses[batch.particles]
-        return torch.bincount(labels, weights=masses, minlength=len(self.variables["means"]))
+        classes = len(self.variables["means"])
+        return torch.bincount(labels, weights=self._masses(batch), minlength=classes)

@@ -1,0 +1,114 @@
+"""Small datasets, flows between them, and what flows are compared by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.flows.gaussians import Gaussians
+from otdd_flash.flows.modes import Mode, build_mode
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.labels import measure_classes
+from otdd_flash.samples import LabeledSamples
+
+EPSILON = 1.0
+CPU = torch.device("cpu")
+DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
+TIGHT = otdd.SolverOptions(tolerance=1e-9)
+
+# Every mode, and the forms of covariance that change how it works.
+CASES: dict[str, dict[str, Any]] = {
+    f"{mode}, {kind}": {"mode": mode, "labels": metric}
+    for mode in ("features", "attached", "joint", "augmented")
+    for kind, metric in (
+        ("full", otdd.LabelMetric("gaussian", unbiased=False)),
+        ("diagonal", otdd.LabelMetric("gaussian", unbiased=False, diagonal=True)),
+        ("means", otdd.LabelMetric("means")),
+    )
+}
+
+
+def blobs(
+    n: int, d: int = 3, seed: int = 0, shift: float = 0.0, classes: int = 2
+) -> LabeledSamples:
+    """n float64 points of normal classes with means and spreads of their own."""
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.arange(n) % classes
+    centres = torch.randn(classes, d, generator=draw, dtype=torch.float64)
+    mixing = torch.randn(classes, d, d, generator=draw, dtype=torch.float64) / 2
+    normal = torch.randn(n, d, generator=draw, dtype=torch.float64)
+    points = centres[labels] + (normal.unsqueeze(1) @ mixing[labels]).squeeze(1) + shift
+    return LabeledSamples(points, labels, tuple("abcdef"[:classes]))
+
+
+def digits(split: str, count: int, *, rotate: float = 0.0, dtype: Any = torch.float64) -> Any:
+    """Bundled digits as vectors (count, 64) of values in [0, 1]."""
+    loaded = otdd.load("digits", split=split, max_samples=count, rotate=rotate)
+    samples = otdd.embed(loaded, otdd.extractors.pixels())
+    return replace(samples, features=samples.features.to(dtype))
+
+
+def flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd.FlowResult:
+    """A flow of 2 steps, solved tightly in float64, unless the options say otherwise."""
+    usual: dict[str, Any] = {
+        "steps": 2,
+        "epsilon": EPSILON,
+        "solver": TIGHT,
+        "compute": DOUBLE,
+        "stepping": otdd.Stepping(step_size=0.3),
+    }
+    return otdd.gradient_flow(source, target, **{**usual, **options})
+
+
+def setting_of(
+    source: LabeledSamples, target: LabeledSamples, metric: otdd.LabelMetric, **options: Any
+) -> FlowSetting:
+    """The problem of a flow as `flow` solves it."""
+    cost = options.pop("cost", otdd.GroundCost())
+    return FlowSetting(source, target, metric, EPSILON, cost, TIGHT, DOUBLE, CPU, **options)
+
+
+def mode_of(
+    name: str,
+    source: LabeledSamples,
+    target: LabeledSamples,
+    metric: otdd.LabelMetric,
+    **options: Any,
+) -> Mode:
+    """A mode at the start of its flow."""
+    table = measure_classes(source, target, metric, device=CPU)
+    return build_mode(name, setting_of(source, target, metric, **options), table)
+
+
+def divergence(source: LabeledSamples, target: LabeledSamples, table: Tensor | None) -> float:
+    """S_epsilon, solved from nothing."""
+    return otdd.sinkhorn_divergence(
+        source, target, epsilon=EPSILON, class_table=table, options=TIGHT, compute=DOUBLE
+    ).value
+
+
+def bures_table(first: Gaussians, second: Gaussians) -> Tensor:
+    """W between and within K and L Gaussians by roots of d x d covariances, (K + L, K + L)."""
+    means = torch.cat((first.means, second.means))
+    table = torch.cdist(means, means).square()
+    if first.spreads is None or second.spreads is None:
+        return table
+    roots = [_root(spread) for spread in (*first.spreads, *second.spreads)]
+    for i, one in enumerate(roots):
+        for j, other in enumerate(roots):
+            cross = torch.linalg.eigvalsh(one @ other @ other @ one).clamp_min(0).sqrt().sum()
+            table[i, j] += one.square().sum() + other.square().sum() - 2 * cross
+    return table
+
+
+def _root(spread: Tensor) -> Tensor:
+    """S^1/2 of a factor (r, d) or of standard deviations (d,)."""
+    if spread.ndim == 1:
+        return torch.diag(spread.abs())
+    values, vectors = torch.linalg.eigh(spread.T @ spread)
+    root: Tensor = vectors * values.clamp_min(0).sqrt() @ vectors.T
+    return root

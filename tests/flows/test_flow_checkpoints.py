@@ -1,0 +1,220 @@
+"""A flow that was interrupted goes on as if it had not been."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_flows import CASES, blobs, flow
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.flows.functionals import Norm, WeightedFunctional
+from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.stepping import Stepping
+
+SOURCE, TARGET = blobs(9), blobs(11, seed=1)
+# Loose solves: where a solve starts then shows in where it ends.
+LOOSE = {"solver": otdd.SolverOptions(tolerance=1e-2), "steps": 7}
+
+
+class Stop:
+    """Asks to end a flow before step `step`."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def told(history: tuple[StepRecord, ...]) -> list[StepRecord]:
+    return [replace(record, seconds=0.0) for record in history]
+
+
+def assert_same_flow(one: otdd.FlowResult, other: otdd.FlowResult) -> None:
+    """To the last bit, but for the time it took."""
+    assert one.samples.fingerprint == other.samples.fingerprint
+    assert told(one.history) == told(other.history)
+    assert torch.equal(one.trajectory.steps, other.trajectory.steps)
+    assert torch.equal(one.trajectory.points, other.trajectory.points)
+    assert torch.equal(one.class_distances.full, other.class_distances.full)
+    assert one.stopped_by == other.stopped_by
+    assert one.settings == other.settings
+    assert len(one.moments) == len(other.moments)
+    for moment, twin in zip(one.moments, other.moments, strict=True):
+        assert moment.step_size == twin.step_size
+        assert all(torch.equal(*parts) for parts in zip(moment[1:], twin[1:], strict=True))
+
+
+def stopped_and_resumed(folder: Path, step: int, **options: Any) -> otdd.FlowResult:
+    options = {**LOOSE, **options}
+    first = flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(folder), stop=Stop(step), **options)
+    assert first.stopped_by == "interrupted"
+    assert first.history[-1].step == step
+    steps: list[int] = []
+    resumed = flow(
+        SOURCE,
+        TARGET,
+        checkpoints=otdd.Checkpoints(folder, resume=True),
+        progress=lambda record: steps.append(record.step),
+        **options,
+    )
+    assert steps[0] == step
+    return resumed
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    **CASES,
+    "momentum": {"stepping": Stepping(0.1, optimizer_options={"momentum": 0.9})},
+    "adam": {"stepping": Stepping(0.1, "adam"), "mode": "joint"},
+    "noise": {"stepping": Stepping(0.1, noise=0.2)},
+    "minibatch": {"stepping": Stepping(0.1, minibatch=5), "labels": "means"},
+    "langevin": {"functionals": [{"name": "entropy", "weight": 0.1}]},
+    "refresh": {"refresh": 3},
+    "cosine": {"stepping": Stepping(0.1, schedule="cosine")},
+    "moments": {"keep_moments": True},
+    "no labels": {"labels": "none"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_an_interrupted_flow_ends_where_it_would_have(way: dict[str, Any], tmp_path: Path) -> None:
+    whole = flow(SOURCE, TARGET, **{**LOOSE, **way})
+    assert_same_flow(stopped_and_resumed(tmp_path, 4, **way), whole)
+
+
+@pytest.mark.parametrize("step", [0, 1, 6])
+def test_it_may_be_interrupted_at_any_step(step: int, tmp_path: Path) -> None:
+    assert_same_flow(stopped_and_resumed(tmp_path, step), flow(SOURCE, TARGET, **LOOSE))
+
+
+def test_a_finished_flow_may_be_continued_and_repeated(tmp_path: Path) -> None:
+    options = {**LOOSE, "stepping": Stepping(0.1, "adam")}
+    flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **options)
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    short = flow(SOURCE, TARGET, checkpoints=again, **options)
+    assert_same_flow(short, flow(SOURCE, TARGET, **options))
+    longer = {**options, "steps": 11}
+    assert_same_flow(
+        flow(SOURCE, TARGET, checkpoints=again, **longer), flow(SOURCE, TARGET, **longer)
+    )
+    with pytest.raises(InputError, match=r"taken 11 steps already.*flow.steps.*got 10"):
+        flow(SOURCE, TARGET, checkpoints=again, **{**options, "steps": 10})
+
+
+def test_a_checkpoint_is_written_every_so_many_steps_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(
+        otdd.Checkpoints, "save", lambda self, state, *rest: steps.append(state["step"])
+    )
+    flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, every=3), **LOOSE)
+    assert steps == [3, 6, 7]
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "source": {"source": blobs(9, seed=5)},
+    "target": {"target": blobs(11, seed=5)},
+    "labels.method": {"labels": "means"},
+    "labels.diagonal": {"labels": otdd.LabelMetric(diagonal=True)},
+    "labels.unbiased": {"labels": otdd.LabelMetric(unbiased=False)},
+    "epsilon": {"epsilon": 2.0},
+    "lambda_x": {"lambda_x": 0.6},
+    "lambda_y": {"lambda_y": 0.6},
+    "solver.tolerance": {"solver": otdd.SolverOptions(tolerance=2e-2)},
+    "solver.max_iterations": {"solver": otdd.SolverOptions(tolerance=1e-2, max_iterations=99)},
+    "precision": {"compute": otdd.ComputeOptions(device="cpu", precision="high")},
+    "seed": {"seed": 1},
+    "flow.mode": {"mode": "joint"},
+    "flow.step_size": {"stepping": Stepping(0.2)},
+    "flow.optimizer": {"stepping": Stepping(0.3, "adam")},
+    "flow.optimizer_options": {"stepping": Stepping(0.3, optimizer_options={"momentum": 0.1})},
+    "flow.schedule": {"stepping": Stepping(0.3, schedule="linear")},
+    "flow.box": {"stepping": Stepping(0.3, box=(0.0, 1.0))},
+    "flow.noise": {"stepping": Stepping(0.3, noise=0.1)},
+    "flow.minibatch": {"stepping": Stepping(0.3, minibatch=3)},
+    "flow.functionals": {"functionals": [{"name": "norm", "weight": 0.1}]},
+    "flow.refresh": {"refresh": 2},
+    "flow.keep_moments": {"keep_moments": True},
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_changed_setting_is_named_and_refused(key: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**LOOSE, "steps": 1, "source": SOURCE, "target": TARGET}
+    flow(checkpoints=otdd.Checkpoints(tmp_path), **options)
+    with pytest.raises(InputError, match=rf"flow.resume=true, but {key} was .* and is .* now"):
+        flow(checkpoints=otdd.Checkpoints(tmp_path, resume=True), **{**options, **CHANGES[key]})
+
+
+def test_a_schedule_that_ends_with_the_flow_fixes_its_length(tmp_path: Path) -> None:
+    options = {**LOOSE, "stepping": Stepping(0.1, schedule="linear")}
+    flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **options)
+    with pytest.raises(InputError, match=r"flow.steps was 7 .* and is 9 now"):
+        again = otdd.Checkpoints(tmp_path, resume=True)
+        flow(SOURCE, TARGET, checkpoints=again, **{**options, "steps": 9})
+
+
+def test_another_given_table_is_refused(tmp_path: Path) -> None:
+    table = otdd.class_distances([SOURCE, TARGET]).between(0, 1)
+    other = replace(table, xy=2 * table.xy)
+    flow(SOURCE, TARGET, class_distances=table, checkpoints=otdd.Checkpoints(tmp_path), **LOOSE)
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    flow(SOURCE, TARGET, class_distances=table, checkpoints=again, **LOOSE)
+    with pytest.raises(InputError, match="labels.given was"):
+        flow(SOURCE, TARGET, class_distances=other, checkpoints=again, **LOOSE)
+
+
+def test_functionals_with_arrays_are_compared_by_content(tmp_path: Path) -> None:
+    def settle(centre: Any, resume: bool) -> None:
+        spec = {"name": "norm", "weight": 0.1, "centre": centre}
+        checkpoints = otdd.Checkpoints(tmp_path, resume=resume)
+        flow(SOURCE, TARGET, functionals=[spec], checkpoints=checkpoints, **LOOSE)
+
+    settle(torch.zeros(3), resume=False)
+    settle(torch.zeros(3).numpy(), resume=True)
+    with pytest.raises(InputError, match="flow.functionals was"):
+        settle(torch.ones(3), resume=True)
+    ready = WeightedFunctional("norm", 0.1, Norm(None))
+    with pytest.raises(InputError, match="flow.functionals was"):
+        again = otdd.Checkpoints(tmp_path, resume=True)
+        flow(SOURCE, TARGET, functionals=[ready], checkpoints=again, **LOOSE)
+
+
+def test_resuming_needs_a_whole_checkpoint(tmp_path: Path) -> None:
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    with pytest.raises(InputError, match=r"flow.resume=true, but there is no .*checkpoint.pt"):
+        flow(SOURCE, TARGET, checkpoints=again)
+    flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **LOOSE)
+    file = tmp_path / "checkpoint.pt"
+    content = file.read_bytes()
+    for damaged in (content[: len(content) // 2], b"", b"no checkpoint"):
+        file.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"checkpoint.pt is damaged.*leave flow.resume"):
+            flow(SOURCE, TARGET, checkpoints=again, **LOOSE)
+
+
+def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    torch.save({"settings": {}, "state": Path("/")}, tmp_path / "checkpoint.pt")
+    with pytest.raises(InputError, match="checkpoint.pt is damaged"):
+        flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, resume=True))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot write .*checkpoint.pt"):
+        flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path / "file"), **LOOSE)
+    with pytest.raises(InputError, match="flow.checkpoint_every must be positive, got 0"):
+        otdd.Checkpoints(tmp_path, every=0)
+
+
+def test_lists_and_tuples_of_a_box_are_one_setting(tmp_path: Path) -> None:
+    for box, resume in (([-9.0, 9.0], False), ((-9.0, 9.0), True)):
+        checkpoints = otdd.Checkpoints(tmp_path, resume=resume)
+        flow(SOURCE, TARGET, stepping=Stepping(0.1, box=box), checkpoints=checkpoints, **LOOSE)

@@ -1,0 +1,250 @@
+"""Symmetries of flows, and how the modes are related."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_flows import CASES, blobs, bures_table, digits, divergence, flow, mode_of
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.flows.gaussians import Gaussians
+from otdd_flash.samples import LabeledSamples
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def assert_same_end(one: otdd.FlowResult, features: Tensor, labels: Tensor | None = None) -> None:
+    torch.testing.assert_close(one.samples.features, features, rtol=0, atol=1e-6)
+    if labels is not None:
+        assert torch.equal(one.samples.labels, labels)
+
+
+@every_case
+def test_weights_mean_as_many_points(case: dict[str, Any]) -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    times = torch.tensor([2, 1, 3, 1, 1, 2, 1, 1, 1])
+    repeated = source.take(torch.arange(9).repeat_interleave(times))
+    copies = flow(repeated, target, **case)
+    weighted = flow(replace(source, weights=times.double()), target, **case)
+    assert copies.samples.labels is not None
+    first = torch.cumsum(times, 0) - times
+    assert_same_end(weighted, copies.samples.features[first], copies.samples.labels[first])
+    assert weighted.history[-1].objective == pytest.approx(copies.history[-1].objective, abs=1e-8)
+
+
+@every_case
+def test_a_permuted_source_ends_permuted(case: dict[str, Any]) -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    straight, permuted = flow(source, target, **case), flow(source.take(order), target, **case)
+    assert straight.samples.labels is not None
+    assert_same_end(permuted, straight.samples.features[order], straight.samples.labels[order])
+
+
+@every_case
+def test_translating_both_sides_translates_the_path(case: dict[str, Any]) -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    offset = torch.tensor([20.0, -3.0, 1.0], dtype=torch.float64)
+    moved = [replace(side, features=side.features + offset) for side in (source, target)]
+    straight = flow(source, target, **case)
+    assert_same_end(flow(*moved, **case), straight.samples.features + offset)
+
+
+@every_case
+def test_a_dataset_does_not_move_towards_itself(case: dict[str, Any]) -> None:
+    source = blobs(9)
+    # Factors of one class lie on a kink of their distance, where rounding decides its direction.
+    result = flow(source, source, stepping=otdd.Stepping(step_size=0.1), **case)
+    assert_same_end(result, source.features, source.labels)
+    assert result.history[-1].divergence == pytest.approx(0, abs=1e-8)
+
+
+@every_case
+def test_particles_without_mass_rest_and_move_nobody(case: dict[str, Any]) -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    weights = torch.ones(9, dtype=torch.float64)
+    weights[4] = 0
+    there = torch.arange(9) != 4
+    with_ghost = flow(replace(source, weights=weights), target, **case)
+    without = flow(source.take(there.nonzero().squeeze(1)), target, **case)
+    assert torch.equal(with_ghost.samples.features[4], source.features[4])
+    torch.testing.assert_close(
+        with_ghost.samples.features[there], without.samples.features, rtol=0, atol=1e-6
+    )
+
+
+@every_case
+def test_the_objective_falls_on_digits(case: dict[str, Any]) -> None:
+    source, target = digits("train", 40), digits("test", 40, rotate=60)
+    result = flow(
+        source,
+        target,
+        epsilon=1.0,
+        solver=otdd.SolverOptions(),
+        stepping=otdd.Stepping(0.2),
+        **case,
+    )
+    objectives = [record.objective for record in result.history]
+    assert objectives == sorted(objectives, reverse=True)
+    assert objectives[-1] < 0.6 * objectives[0]
+    assert result.samples.class_names == source.class_names
+
+
+@every_case
+def test_every_record_is_the_divergence_solved_afresh(case: dict[str, Any]) -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    mode = mode_of(case["mode"], source, target, case["labels"])
+    theirs = Gaussians.of(target, case["labels"])
+    points = source.features.clone()
+    for step, record in enumerate(flow(source, target, **case).history):
+        particles = replace(source, features=points)
+        own = Gaussians.of(particles, case["labels"])
+        if mode.variables:
+            own = Gaussians.from_variables(mode.variables)
+        if case["mode"] == "augmented":
+            names = tuple(map(str, range(9)))
+            particles = LabeledSamples(points, torch.arange(9), names)
+        fresh = divergence(particles, target, bures_table(own, theirs))
+        assert record.divergence == pytest.approx(fresh, abs=1e-8)
+        evaluation = mode.evaluate(points, step)
+        points = points - 0.3 * evaluation.features
+        for name, velocity in evaluation.variables.items():
+            mode.variables[name] -= 0.3 * velocity
+
+
+def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    metric = otdd.LabelMetric("means")
+    cost = {"lambda_x": 0.7, "lambda_y": 0.2}
+    scale = torch.tensor([0.7, 0.2], dtype=torch.float64).sqrt().repeat_interleave(3)
+
+    def longer(samples: LabeledSamples) -> LabeledSamples:
+        assert samples.labels is not None
+        means = Gaussians.of(samples, metric).means[samples.labels]
+        vectors = torch.cat((samples.features, means), 1) * scale
+        return LabeledSamples(vectors, None, ())
+
+    augmented = flow(source, target, mode="augmented", labels=metric, **cost)
+    # Both halves of a vector are scaled, so that each has a step size of its own.
+    plain = longer(source)
+    for _ in range(2):
+        velocity = (
+            mode_of(
+                "features",
+                plain,
+                longer(target),
+                otdd.LabelMetric("none"),
+                cost=otdd.GroundCost(1.0, 0.0),
+            )
+            .evaluate(plain.features, 0)
+            .features
+        )
+        plain = replace(plain, features=plain.features - 0.3 * scale.square() * velocity)
+    assert_same_end(augmented, plain.features[:, :3] / scale[:3])
+
+
+@pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
+def test_full_covariances_without_correlations_are_diagonal_ones(mode: str) -> None:
+    results = [
+        flow(crosses(0), crosses(1), mode=mode, labels=otdd.LabelMetric(diagonal=diagonal), steps=2)
+        for diagonal in (False, True)
+    ]
+    if mode in ("features", "attached"):
+        # Points that move to a cloud of crosses get correlations after the first step.
+        results = [
+            flow(crosses(0), crosses(1), mode=mode, labels=metric, steps=1)
+            for metric in (otdd.LabelMetric(), otdd.LabelMetric(diagonal=True))
+        ]
+    full, diagonal = results
+    assert_same_end(full, diagonal.samples.features, diagonal.samples.labels)
+
+
+def crosses(seed: int) -> LabeledSamples:
+    """Two classes of points on axes through their mean: no feature correlates with another."""
+    draw = torch.Generator().manual_seed(seed)
+    points = []
+    for centre in torch.randn(2, 3, generator=draw, dtype=torch.float64):
+        arms = torch.diag(0.5 + torch.rand(3, generator=draw, dtype=torch.float64))
+        points += [centre + arms, centre - arms]
+    return LabeledSamples(torch.cat(points), torch.arange(12) // 6, ("a", "b"))
+
+
+def test_augmented_particles_take_the_class_of_where_they_go() -> None:
+    target = blobs(40)
+    assert target.labels is not None
+    apart = torch.tensor([[8.0, 0, 0], [-8.0, 0, 0]], dtype=torch.float64)[target.labels]
+    target = replace(target, features=target.features + apart)
+    wrong = target.labels.clone()
+    wrong[:6] = 1 - wrong[:6]
+    source = replace(target, features=target.features + 0.5, labels=wrong)
+    options = {"lambda_x": 1.0, "lambda_y": 0.1, "steps": 10, "stepping": otdd.Stepping(1.0)}
+    for metric in (case["labels"] for name, case in CASES.items() if "augmented" in name):
+        result = flow(source, target, mode="augmented", labels=metric, epsilon=2.0, **options)
+        assert torch.equal(result.samples.labels, target.labels), metric
+        assert torch.equal(result.trajectory.labels[0], wrong)
+
+
+@pytest.mark.parametrize("mode", ["features", "attached", "joint"])
+def test_other_modes_keep_labels(mode: str) -> None:
+    source = blobs(9)
+    assert torch.equal(flow(source, blobs(11, seed=1), mode=mode).samples.labels, source.labels)
+
+
+def test_class_distances_are_measured_every_refresh_steps() -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    mode = mode_of("features", source, target, otdd.LabelMetric(), refresh=3)
+    tables = []
+    points = source.features
+    for step in range(7):
+        points = points - 0.3 * mode.evaluate(points, step).features
+        tables.append(mode.class_distances.full)
+    changed = [not torch.equal(one, next_one) for one, next_one in zip(tables, tables[1:])]
+    assert changed == [False, False, True, False, False, True]
+
+
+def test_joint_ends_with_the_distances_of_its_moved_gaussians() -> None:
+    source, target, metric = blobs(9), blobs(11, seed=1), otdd.LabelMetric()
+    mode = mode_of("joint", source, target, metric)
+    result = flow(source, target, mode="joint", steps=1)
+    evaluation = mode.evaluate(source.features, 0)
+    moved = {name: part - 0.3 * evaluation.variables[name] for name, part in mode.variables.items()}
+    expected = bures_table(Gaussians.from_variables(moved), Gaussians.of(target, metric))
+    torch.testing.assert_close(result.class_distances.full, expected, rtol=0, atol=1e-7)
+    # They are no statistics of the points any more.
+    measured = Gaussians.of(result.samples, metric)
+    assert not torch.allclose(measured.spreads.mT @ measured.spreads, _covariances(moved))
+
+
+def _covariances(variables: dict[str, Tensor]) -> Tensor:
+    return variables["spreads"].mT @ variables["spreads"]
+
+
+@pytest.mark.parametrize("mode", ["attached", "joint", "augmented"])
+@pytest.mark.parametrize("method", ["upper_bound", "exact", "none"])
+def test_modes_name_the_label_methods_that_they_work_with(mode: str, method: str) -> None:
+    with pytest.raises(InputError, match=f"labels=gaussian and labels=means, got labels={method}"):
+        flow(blobs(9), blobs(11, seed=1), mode=mode, labels=method)
+
+
+@pytest.mark.parametrize("method", ["upper_bound", "exact", "none"])
+def test_features_move_at_any_label_method(method: str) -> None:
+    history = flow(blobs(9), blobs(11, seed=1), labels=method).history
+    assert history[-1].divergence < 0.7 * history[0].divergence
+
+
+def test_unlabelled_points_move_without_class_distances() -> None:
+    sides = [replace(side, labels=None) for side in (blobs(9), blobs(11, seed=1))]
+    result = flow(*sides, labels="none")
+    assert result.samples.labels is None and result.trajectory.labels is None
+    labelled = flow(blobs(9), blobs(11, seed=1), labels="none")
+    assert torch.equal(result.samples.features, labelled.samples.features)
+
+
+def test_an_unknown_mode_lists_the_known() -> None:
+    with pytest.raises(InputError, match=r"flow.mode 'feature'.*features, attached, joint, augm"):
+        flow(blobs(9), blobs(11), mode="feature")

@@ -1,0 +1,225 @@
+"""How a flow steps: optimisers, schedules, box, noise, Langevin, minibatches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_flows import DOUBLE, blobs, digits, flow, mode_of
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.stepping import Stepper, Stepping, generator, optimizers
+
+ZEROS = torch.zeros(4, 3, dtype=torch.float64)
+ONES = torch.ones(4, 3, dtype=torch.float64)
+
+
+def walk(stepping: Stepping, steps: int, temperature: float = 0.0, size: int = 4) -> torch.Tensor:
+    """Where points at 0 are after steps of the velocity 1."""
+    points = torch.zeros(size, 3, dtype=torch.float64)
+    stepper = Stepper({"points": points}, stepping, steps, temperature)
+    for step in range(steps):
+        stepper.step({"points": torch.ones_like(points)}, step, generator(0, step, 1))
+    return points
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes"),
+    [
+        ("constant", [0.4, 0.4, 0.4, 0.4]),
+        ("inverse_sqrt", [0.4, 0.4 / math.sqrt(2), 0.4 / math.sqrt(3), 0.2]),
+        ("linear", [0.4, 0.3, 0.2, 0.1]),
+        ("cosine", [0.4, 0.2 + 0.2 * math.sqrt(0.5), 0.2, 0.2 - 0.2 * math.sqrt(0.5)]),
+    ],
+)
+def test_schedules_have_their_values_and_steps_follow_them(
+    schedule: str, sizes: list[float]
+) -> None:
+    stepping = Stepping(0.4, schedule=schedule)
+    assert [stepping.step_size_at(k, 4) for k in range(4)] == pytest.approx(sizes)
+    torch.testing.assert_close(walk(stepping, 4), -sum(sizes) * ONES)
+    history = flow(blobs(9), blobs(9, seed=1), steps=4, stepping=stepping).history
+    assert [record.step_size for record in history] == pytest.approx([*sizes, 0.0])
+
+
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_every_optimiser_goes_down_by_its_name_in_any_case(name: str) -> None:
+    points = torch.full((4, 3), 2.0, dtype=torch.float64)
+    stepper = Stepper({"points": points}, Stepping(0.1, name.title()), 20, 0.0)
+    for step in range(20):
+        stepper.step({"points": points.clone()}, step, generator(0, step, 1))
+    assert bool((points < 2).all()) and bool((points > -0.5).all())
+    # No row depends on another, and all began as one.
+    assert bool((points == points[0, 0]).all())
+
+
+def test_options_reach_the_optimiser() -> None:
+    heavy = walk(Stepping(0.1, optimizer_options={"momentum": 0.5}), 3)
+    torch.testing.assert_close(heavy, -0.1 * (1 + 1.5 + 1.75) * ONES)
+
+
+def test_points_stay_in_the_box_whatever_moves_them() -> None:
+    box = (0.2, 0.7)
+    walked = walk(Stepping(0.1, box=box), 9, temperature=10.0)
+    assert walked.min() == 0.2 and walked.max() == 0.7
+    seen: list[torch.Tensor] = []
+    result = flow(
+        digits("train", 20),
+        digits("test", 20),
+        stepping=Stepping(0.5, optimizer="adam", box=box),
+        functionals=[{"name": "entropy", "weight": 0.1}],
+        steps=4,
+        epsilon=2.0,
+    )
+    seen = [*result.trajectory.points[1:], result.samples.features]
+    assert all(float(points.min()) >= 0.2 and float(points.max()) <= 0.7 for points in seen)
+
+
+def test_only_points_are_bound_by_the_box() -> None:
+    variables = {"points": ZEROS.clone(), "means": ZEROS.clone()}
+    stepper = Stepper(variables, Stepping(1.0, box=(-0.5, 0.5)), 1, 0.0)
+    stepper.step({"points": ONES, "means": ONES}, 0, generator(0, 0, 1))
+    assert torch.equal(variables["points"], -0.5 * ONES)
+    assert torch.equal(variables["means"], -ONES)
+
+
+def test_langevin_noise_has_the_variance_of_diffusion() -> None:
+    stepping = Stepping(0.1, schedule="inverse_sqrt")
+    points = walk(stepping, 4, temperature=0.3, size=20_000)
+    variance = sum(2 * 0.3 * stepping.step_size_at(k, 4) for k in range(4))
+    drift = -sum(stepping.step_size_at(k, 4) for k in range(4))
+    assert float(points.var()) == pytest.approx(variance, rel=0.03)
+    assert float(points.mean()) == pytest.approx(drift, abs=0.02)
+
+
+def test_an_entropy_functional_adds_that_noise_to_a_flow() -> None:
+    source, target = blobs(600, classes=1), blobs(9, seed=1, classes=1)
+    options = {"steps": 1, "labels": "none", "epsilon": 5.0}
+    still = flow(source, target, **options)
+    hot = flow(source, target, functionals=[{"name": "entropy", "weight": 0.4}], **options)
+    displacement = hot.samples.features - still.samples.features
+    assert float(displacement.square().mean()) == pytest.approx(2 * 0.4 * 0.3, rel=0.1)
+
+
+def test_seeds_and_steps_draw_different_noise() -> None:
+    draws = [
+        torch.randn(3, generator=generator(seed, step, purpose)).tolist()
+        for seed in (-1, 0, 1)
+        for step in (0, 1, 2)
+        for purpose in (0, 1, 2)
+    ]
+    assert len({tuple(draw) for draw in draws}) == 27
+
+
+def test_noise_moves_where_the_gradient_is_taken_and_not_the_points() -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    stepping = Stepping(0.3, noise=0.5)
+    noisy = flow(source, target, steps=1, stepping=stepping, seed=3)
+    draw = generator(3, 0, 0)
+    shaken = source.features + 0.5 * torch.randn(9, 3, generator=draw, dtype=torch.float64)
+    velocity = mode_of("features", source, target, otdd.LabelMetric()).evaluate(shaken, 0).features
+    moved = source.features - 0.3 * velocity
+    torch.testing.assert_close(noisy.samples.features, moved, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
+def test_only_rows_of_the_minibatch_move(mode: str) -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    result = flow(source, target, mode=mode, steps=1, stepping=Stepping(0.3, minibatch=4))
+    assert int((result.samples.features != source.features).any(1).sum()) == 4
+
+
+def test_a_minibatch_of_everything_is_no_minibatch() -> None:
+    source, target = blobs(9), blobs(11, seed=1)
+    whole = flow(source, target)
+    for mode in ("features", "attached", "joint", "augmented"):
+        whole = flow(source, target, mode=mode)
+        batch = flow(source, target, mode=mode, stepping=Stepping(0.3, minibatch=50))
+        difference = batch.samples.features - whole.samples.features
+        assert float(difference.abs().max()) < 1e-6, mode
+
+
+@pytest.mark.parametrize("mode", ["joint", "augmented"])
+def test_every_variable_moves_a_batch_share_of_its_way_on_average(mode: str) -> None:
+    """Particles of a batch take a whole step, the others none: variables must not overtake them."""
+    source = blobs(12)
+    # All target points in one place: what a particle does then hardly depends on its batch.
+    target = replace(blobs(12, seed=1), features=torch.full((12, 3), 6.0, dtype=torch.float64))
+    moving = mode_of(mode, source, target, otdd.LabelMetric("means"))
+    whole = moving.evaluate(source.features, 0).variables["means"]
+    total = torch.zeros_like(whole)
+    for rows in torch.arange(12).reshape(3, 4):
+        total += moving.evaluate(source.features, 0, Batch(rows, rows)).variables["means"]
+    torch.testing.assert_close(total, whole, rtol=0.15, atol=0.1)
+
+
+def test_minibatches_lead_where_the_whole_leads() -> None:
+    source, target = blobs(40), blobs(40, seed=1, shift=4.0)
+    # A batch of a quarter takes four steps for every step of the whole.
+    batches = flow(source, target, steps=24, stepping=Stepping(0.2, minibatch=10), labels="means")
+    whole = flow(source, target, steps=6, stepping=Stepping(0.2), labels="means")
+    travelled = whole.samples.features.mean(0) - source.features.mean(0)
+    went = batches.samples.features.mean(0) - source.features.mean(0)
+    assert float((went - travelled).norm() / travelled.norm()) < 0.15
+
+
+def test_minibatches_hold_only_particles_with_mass() -> None:
+    weights = torch.zeros(9, dtype=torch.float64)
+    weights[3:5] = 1
+    source = replace(blobs(9), weights=weights)
+    result = flow(source, blobs(9, seed=1), labels="means", stepping=Stepping(0.3, minibatch=1))
+    assert bool((result.samples.features != source.features).any())
+    assert torch.equal(result.samples.features[weights == 0], source.features[weights == 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_size": 0.0}, "flow.step_size must be positive.*got 0.0"),
+        ({"step_size": -1.0}, "flow.step_size must be positive.*got -1.0"),
+        ({"step_size": math.nan}, "flow.step_size must be positive.*got nan"),
+        ({"step_size": math.inf}, "flow.step_size must be positive.*got inf"),
+        ({"optimizer": "sdg"}, "flow.optimizer 'sdg'.*adam.*sgd"),
+        ({"optimizer": "lbfgs"}, "flow.optimizer 'lbfgs'"),
+        ({"optimizer_options": {"momentun": 1}}, "SGD.*momentun.*takes momentum, dampening"),
+        ({"optimizer_options": {"momentum": -1}}, "SGD.*momentum"),
+        ({"optimizer_options": {"lr": 1}}, "SGD.*'lr'"),
+        ({"schedule": "cosin"}, "flow.schedule 'cosin'.*constant, inverse_sqrt, linear, cosine"),
+        ({"box": (1.0, 0.0)}, r"flow.box .*got \[1.0, 0.0\]"),
+        ({"box": (0.5, 0.5)}, r"flow.box .*got \[0.5, 0.5\]"),
+        ({"box": (0.0, math.nan)}, r"flow.box .*got \[0.0, nan\]"),
+        ({"box": (0.0,)}, r"flow.box .*got \[0.0\]"),
+        ({"noise": -0.1}, "flow.noise must not be negative.*-0.1"),
+        ({"minibatch": 0}, "flow.minibatch must be positive.*got 0"),
+    ],
+)
+def test_bad_steppings_are_refused_with_their_value(options: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Stepping(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "flow.steps must be positive, got 0"),
+        ({"refresh": 0}, "flow.refresh must be positive, got 0"),
+        ({"tolerance": 0.0}, "flow.tolerance.*got 0.0"),
+        ({"tolerance": 1.0}, "flow.tolerance.*got 1.0"),
+        ({"epsilon": 0.0}, "epsilon must be positive.*got 0.0"),
+        ({"epsilon_relative": -1.0}, "epsilon_relative must be positive.*got -1.0"),
+    ],
+)
+def test_bad_flows_are_refused_with_their_value(options: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        flow(blobs(9), blobs(9, seed=1), **options)
+
+
+def test_float32_points_stay_float32() -> None:
+    sides = [replace(side, features=side.features.float()) for side in (blobs(9), blobs(11))]
+    result = flow(*sides, mode="joint", compute=DOUBLE)
+    assert result.samples.features.dtype == torch.float32
