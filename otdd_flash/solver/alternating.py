@@ -27,6 +27,9 @@ from otdd_flash.solver.term import TransportTerm, check_reachable
 
 LEVEL_TOLERANCE = 0.02
 
+# What a level takes, about.
+ITERATIONS_PER_LEVEL = 4
+
 
 def solve_alternating(
     operator: Operator,
@@ -100,7 +103,7 @@ def _descend(solve: Iteration, operator: Operator, track: Track) -> Track:
     levels = levels_above(solve.epsilon, operator.mean_cost)
     if not levels:
         return track
-    outlook = Outlook(solve.options.tolerance, most=2 * len(levels))
+    outlook = Outlook(solve.options.tolerance, most=ITERATIONS_PER_LEVEL * len(levels))
     track = solve.run(operator, solve.epsilon, track, outlook.poor)
     if solve.converged:
         return track

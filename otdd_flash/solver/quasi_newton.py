@@ -20,7 +20,7 @@ convergence proof of the plain iteration holds for the kept ones (Altschuler, We
 Near-linear time approximation algorithms for optimal transport via Sinkhorn iteration). One that is
 not kept is followed by plain updates, twice as many each time in a row: N of them are held up by no
 more than log2(N) rejections. Where a gain drowns in the rounding of the dual, the marginal error
-must not grow instead.
+must soon fall instead.
 
 All decisions stay on the device as tensors: a step never waits for the host and can be recorded.
 """
@@ -39,8 +39,9 @@ MEMORY = 10
 # What a difference of duals may be off by, in units of the unit roundoff times their sums.
 DUAL_ROUNDING = 4.0
 
-# How far the marginal error may grow over its lowest where the dual cannot tell.
+# How far the marginal error may grow over its lowest where the dual cannot tell, and for how long.
 GROWTH = 4.0
+PATIENCE = 10.0
 
 
 class Point(NamedTuple):
@@ -72,7 +73,8 @@ class Track(NamedTuple):
         candidate: (m,) column potential to look at next.
         steps: (MEMORY, m) last differences of g, the newest last; 0 where there is none yet.
         falls: (MEMORY, m) by how much r fell over them.
-        lowest: the lowest gap at this level.
+        lowest: the lowest gap since the last restart.
+        stale: iterations since it was found.
         plain: plain updates to come; the candidate is one if this is positive.
         penalty: how many follow the next rejection.
 
@@ -90,6 +92,7 @@ class Track(NamedTuple):
     steps: Tensor
     falls: Tensor
     lowest: Tensor
+    stale: Tensor
     plain: Tensor
     penalty: Tensor
 
@@ -99,7 +102,8 @@ def begin(f: Tensor, g: Tensor) -> Track:
     number = torch.zeros((), dtype=torch.float64, device=g.device)
     memory = torch.zeros((MEMORY, len(g)), dtype=torch.float64, device=g.device)
     numbers = (number - math.inf, number, number, number)
-    return Track(f, g, g, *numbers, g, memory, memory, number + math.inf, number, number + 1)
+    counters = (number + math.inf, number, number, number + 1)
+    return Track(f, g, g, *numbers, g, memory, memory, *counters)
 
 
 def restart(track: Track, candidate: Tensor) -> Track:
@@ -108,6 +112,7 @@ def restart(track: Track, candidate: Tensor) -> Track:
         candidate=candidate,
         dual=torch.full_like(track.dual, -math.inf),
         lowest=torch.full_like(track.lowest, math.inf),
+        stale=torch.zeros_like(track.stale),
         plain=torch.zeros_like(track.plain),
         penalty=torch.ones_like(track.penalty),
     )
@@ -122,34 +127,33 @@ def advance(track: Track, seen: Point, weights: Tensor, damping: float) -> Track
         weights: (m,) masses b, the metric.
         damping: the plain update is g + damping r.
     """
-    unit = torch.finfo(seen.g.dtype).eps / 2
-    rounding = unit * seen.size
+    rounding = torch.finfo(seen.g.dtype).eps / 2 * seen.size
     steps, falls = _learn(track, seen, weights, rounding)
-    forced = (track.plain > 0) | track.dual.isneginf()
-    kept = forced | _does_as_well(track, seen, DUAL_ROUNDING * rounding)
+    plain, lower = track.plain > 0, seen.gap < track.lowest
+    surplus = seen.dual - track.dual - track.gain
+    better = surplus > DUAL_ROUNDING * rounding
+    steady = (seen.gap <= GROWTH * track.lowest) & (track.stale < PATIENCE)
+    forced = plain | track.dual.isneginf()
+    kept = forced | better | ((surplus >= -DUAL_ROUNDING * rounding) & steady)
     point = Point(*(torch.where(kept, new, old) for new, old in zip(seen, track, strict=False)))
-    plain = torch.where(kept, (track.plain - 1).clamp_min(0), track.penalty)
-    penalty = torch.where(kept, track.penalty, 2 * track.penalty)
-    penalty = torch.where(kept & (track.plain == 0), (penalty / 2).clamp_min(1), penalty)
+    # Trust comes back with a step that certainly gained something.
+    forgiven = kept & ~plain & (better | lower)
+    penalty = torch.where(forgiven, (track.penalty / 2).clamp_min(1), track.penalty)
+    waits = torch.where(kept, (track.plain - 1).clamp_min(0), penalty)
     residual = point.updated.double() - point.g.double()
     learnt = _direction(residual, steps, falls, weights, damping)
-    usable = (plain == 0) & learnt.isfinite().all() & (weights > 0)
+    usable = (waits == 0) & learnt.isfinite().all() & (weights > 0)
     move = torch.where(usable, learnt, damping * residual)
     return Track(
         *point,
-        (point.g.double() + move).to(seen.g.dtype),
-        steps,
-        falls,
-        torch.minimum(track.lowest, point.gap),
-        plain,
-        penalty,
+        candidate=(point.g.double() + move).to(seen.g.dtype),
+        steps=steps,
+        falls=falls,
+        lowest=torch.minimum(track.lowest, point.gap),
+        stale=torch.where(kept & lower, 0, track.stale + 1),
+        plain=waits,
+        penalty=torch.where(kept, penalty, 2 * penalty),
     )
-
-
-def _does_as_well(track: Track, seen: Point, rounding: Tensor) -> Tensor:
-    surplus = seen.dual - track.dual - track.gain
-    steady = seen.gap <= GROWTH * track.lowest
-    return (surplus > rounding) | ((surplus >= -rounding) & steady)
 
 
 def _learn(track: Track, seen: Point, weights: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
