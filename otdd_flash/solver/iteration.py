@@ -71,9 +71,10 @@ class Iteration:
             InputError: rounding alone exceeds the tolerance at the final epsilon.
         """
         reader: LateReader[_Look] = LateReader()
+        before = self.iterations
         # The certificate is the last iteration.
         while (left := self.options.max_iterations - 1 - self.iterations) > 0:
-            count = min(left, steps_between_looks(operator))
+            count = min(left, steps_between_looks(operator, self.iterations - before))
             track = Track(*sweep(operator, self.step, level, track, count))
             self.iterations += count
             numbers = torch.stack((track.gap, track.size))
