@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +83,12 @@ def test_particles_without_mass_rest_and_move_nobody(case: dict[str, Any]) -> No
 def test_the_objective_falls_on_digits(case: dict[str, Any]) -> None:
     source, target = digits("train", 40), digits("test", 40, rotate=60)
     result = flow(
-        source, target, epsilon=1.0, solver=otdd.SolverOptions(), stepping=otdd.Stepping(0.2), **case
+        source,
+        target,
+        epsilon=1.0,
+        solver=otdd.SolverOptions(),
+        stepping=otdd.Stepping(0.2),
+        **case,
     )
     objectives = [record.objective for record in result.history]
     assert objectives == sorted(objectives, reverse=True)
@@ -128,13 +134,17 @@ def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
     # Both halves of a vector are scaled, so that each has a step size of its own.
     plain = longer(source)
     for _ in range(2):
-        velocity = mode_of(
-            "features",
-            plain,
-            longer(target),
-            otdd.LabelMetric("none"),
-            cost=otdd.GroundCost(1.0, 0.0),
-        ).evaluate(plain.features, 0).features
+        velocity = (
+            mode_of(
+                "features",
+                plain,
+                longer(target),
+                otdd.LabelMetric("none"),
+                cost=otdd.GroundCost(1.0, 0.0),
+            )
+            .evaluate(plain.features, 0)
+            .features
+        )
         plain = replace(plain, features=plain.features - 0.3 * scale.square() * velocity)
     assert_same_end(augmented, plain.features[:, :3] / scale[:3])
 
@@ -194,7 +204,7 @@ def test_class_distances_are_measured_every_refresh_steps() -> None:
     for step in range(7):
         points = points - 0.3 * mode.evaluate(points, step).features
         tables.append(mode.class_distances.full)
-    changed = [not torch.equal(one, next_one) for one, next_one in zip(tables, tables[1:])]
+    changed = [not torch.equal(one, next_one) for one, next_one in itertools.pairwise(tables)]
     assert changed == [False, False, True, False, False, True]
 
 
@@ -203,9 +213,7 @@ def test_joint_ends_with_the_distances_of_its_moved_gaussians() -> None:
     mode = mode_of("joint", source, target, metric)
     result = flow(source, target, mode="joint", steps=1)
     evaluation = mode.evaluate(source.features, 0)
-    moved = {
-        name: part - 0.3 * evaluation.variables[name] for name, part in mode.variables.items()
-    }
+    moved = {name: part - 0.3 * evaluation.variables[name] for name, part in mode.variables.items()}
     expected = bures_table(Gaussians.from_variables(moved), Gaussians.of(target, metric))
     torch.testing.assert_close(result.class_distances.full, expected, rtol=0, atol=1e-7)
     # They are no statistics of the points any more.
@@ -233,7 +241,8 @@ def test_features_move_at_any_label_method(method: str) -> None:
 def test_unlabelled_points_move_without_class_distances() -> None:
     sides = [replace(side, labels=None) for side in (blobs(9), blobs(11, seed=1))]
     result = flow(*sides, labels="none")
-    assert result.samples.labels is None and result.trajectory.labels is None
+    assert result.samples.labels is None
+    assert result.trajectory.labels is None
     labelled = flow(blobs(9), blobs(11, seed=1), labels="none")
     assert torch.equal(result.samples.features, labelled.samples.features)
 
