@@ -18,6 +18,7 @@ from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, Resi
 from otdd_flash.flows.maps.field import VelocityField
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances
+from otdd_flash.labels.methods import class_names
 from otdd_flash.operators.build import ComputeOptions, GroundCost
 from otdd_flash.result import SUMMARY_FILE, TENSOR_FILE, versions
 from otdd_flash.samples import LabeledSamples
@@ -254,8 +255,8 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
             tensors["W.xx"],
             tensors["W.xy"],
             tensors["W.yy"],
-            tuple(names["source"]) or None,
-            tuple(names["target"]) or None,
+            class_names(sides["source"]),
+            class_names(sides["target"]),
         ),
         settings,
         tuple(moments),

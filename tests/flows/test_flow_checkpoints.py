@@ -156,8 +156,8 @@ def test_a_changed_setting_is_named_and_refused(key: str, tmp_path: Path) -> Non
 def test_a_schedule_that_ends_with_the_flow_fixes_its_length(tmp_path: Path) -> None:
     options = {**LOOSE, "stepping": Stepping(0.1, schedule="linear")}
     flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **options)
+    again = otdd.Checkpoints(tmp_path, resume=True)
     with pytest.raises(InputError, match=r"flow.steps was 7 .* and is 9 now"):
-        again = otdd.Checkpoints(tmp_path, resume=True)
         flow(SOURCE, TARGET, checkpoints=again, **{**options, "steps": 9})
 
 
@@ -167,7 +167,7 @@ def test_another_given_table_is_refused(tmp_path: Path) -> None:
     flow(SOURCE, TARGET, class_distances=table, checkpoints=otdd.Checkpoints(tmp_path), **LOOSE)
     again = otdd.Checkpoints(tmp_path, resume=True)
     flow(SOURCE, TARGET, class_distances=table, checkpoints=again, **LOOSE)
-    with pytest.raises(InputError, match="labels.given was"):
+    with pytest.raises(InputError, match=r"labels.given was"):
         flow(SOURCE, TARGET, class_distances=other, checkpoints=again, **LOOSE)
 
 
@@ -179,11 +179,11 @@ def test_functionals_with_arrays_are_compared_by_content(tmp_path: Path) -> None
 
     settle(torch.zeros(3), resume=False)
     settle(torch.zeros(3).numpy(), resume=True)
-    with pytest.raises(InputError, match="flow.functionals was"):
+    with pytest.raises(InputError, match=r"flow.functionals was"):
         settle(torch.ones(3), resume=True)
     ready = WeightedFunctional("norm", 0.1, Norm(None))
-    with pytest.raises(InputError, match="flow.functionals was"):
-        again = otdd.Checkpoints(tmp_path, resume=True)
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    with pytest.raises(InputError, match=r"flow.functionals was"):
         flow(SOURCE, TARGET, functionals=[ready], checkpoints=again, **LOOSE)
 
 
@@ -202,7 +202,7 @@ def test_resuming_needs_a_whole_checkpoint(tmp_path: Path) -> None:
 
 def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     torch.save({"settings": {}, "state": Path("/")}, tmp_path / "checkpoint.pt")
-    with pytest.raises(InputError, match="checkpoint.pt is damaged"):
+    with pytest.raises(InputError, match=r"checkpoint.pt is damaged"):
         flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, resume=True))
 
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_clear_error(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot write .*checkpoint.pt"):
         flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path / "file"), **LOOSE)
-    with pytest.raises(InputError, match="flow.checkpoint_every must be positive, got 0"):
+    with pytest.raises(InputError, match=r"flow.checkpoint_every must be positive, got 0"):
         otdd.Checkpoints(tmp_path, every=0)
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def main(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def remains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What killed processes left, in a folder each."""
     root = tmp_path_factory.mktemp("killed")
     paths = [str(Path(otdd.__file__).parents[1]), str(Path(__file__).parent)]
@@ -96,7 +95,7 @@ def remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     command = [sys.executable, __file__, str(root)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    yield root
+    return root
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_class_distances_are_measured_every_refresh_steps() -> None:
     for step in range(7):
         points = points - 0.3 * mode.evaluate(points, step).features
         tables.append(mode.class_distances.full)
-    changed = [not torch.equal(one, next_one) for one, next_one in zip(tables, tables[1:])]
+    changed = [not torch.equal(one, next_one) for one, next_one in itertools.pairwise(tables)]
     assert changed == [False, False, True, False, False, True]
 
 
@@ -240,7 +241,8 @@ def test_features_move_at_any_label_method(method: str) -> None:
 def test_unlabelled_points_move_without_class_distances() -> None:
     sides = [replace(side, labels=None) for side in (blobs(9), blobs(11, seed=1))]
     result = flow(*sides, labels="none")
-    assert result.samples.labels is None and result.trajectory.labels is None
+    assert result.samples.labels is None
+    assert result.trajectory.labels is None
     labelled = flow(blobs(9), blobs(11, seed=1), labels="none")
     assert torch.equal(result.samples.features, labelled.samples.features)
 

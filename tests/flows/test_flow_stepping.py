@@ -53,7 +53,8 @@ def test_every_optimiser_goes_down_by_its_name_in_any_case(name: str) -> None:
     stepper = Stepper({"points": points}, Stepping(0.1, name.title()), 20, 0.0)
     for step in range(20):
         stepper.step({"points": points.clone()}, step, generator(0, step, 1))
-    assert bool((points < 2).all()) and bool((points > -0.5).all())
+    assert bool((points < 2).all())
+    assert bool((points > -0.5).all())
     # No row depends on another, and all began as one.
     assert bool((points == points[0, 0]).all())
 
@@ -66,8 +67,8 @@ def test_options_reach_the_optimiser() -> None:
 def test_points_stay_in_the_box_whatever_moves_them() -> None:
     box = (0.2, 0.7)
     walked = walk(Stepping(0.1, box=box), 9, temperature=10.0)
-    assert walked.min() == 0.2 and walked.max() == 0.7
-    seen: list[torch.Tensor] = []
+    assert walked.min() == 0.2
+    assert walked.max() == 0.7
     result = flow(
         digits("train", 20),
         digits("test", 20),
@@ -136,7 +137,6 @@ def test_only_rows_of_the_minibatch_move(mode: str) -> None:
 
 def test_a_minibatch_of_everything_is_no_minibatch() -> None:
     source, target = blobs(9), blobs(11, seed=1)
-    whole = flow(source, target)
     for mode in ("features", "attached", "joint", "augmented"):
         whole = flow(source, target, mode=mode)
         batch = flow(source, target, mode=mode, stepping=Stepping(0.3, minibatch=50))

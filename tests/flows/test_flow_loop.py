@@ -1,0 +1,272 @@
+"""The loop of a flow: what it records, why it stops, what it does when steps overshoot."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_flows import CPU, DOUBLE, TIGHT, blobs, digits, flow, mode_of, setting_of
+
+import otdd_flash as otdd
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.flows.divergence import TargetDivergence
+from otdd_flash.flows.functionals import Norm, WeightedFunctional
+from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.stepping import Stepping
+from otdd_flash.samples import LabeledSamples
+
+SOURCE, TARGET = blobs(9), blobs(11, seed=1)
+
+
+def test_there_is_one_record_per_step_and_one_of_the_end() -> None:
+    told: list[StepRecord] = []
+    result = flow(SOURCE, TARGET, steps=4, progress=told.append)
+    assert list(result.history) == told
+    assert [record.step for record in told] == [0, 1, 2, 3, 4]
+    assert [record.step_size for record in told] == [0.3, 0.3, 0.3, 0.3, 0.0]
+    assert all(record.lower <= record.divergence <= record.upper for record in told)
+    assert result.converged
+    assert result.stopped_by == "steps"
+    assert told[0].row()["objective"] == told[0].objective
+    start = mode_of("features", SOURCE, TARGET, otdd.LabelMetric()).evaluate(SOURCE.features, 0)
+    speed = (SOURCE.masses @ start.features.square().sum(1)).sqrt()
+    assert told[0].gradient_norm == pytest.approx(float(speed), rel=1e-6)
+
+
+def test_the_start_is_that_of_the_dataset_distance() -> None:
+    first = flow(SOURCE, TARGET, steps=1).history[0]
+    distance = otdd.dataset_distance(SOURCE, TARGET, epsilon=1.0, solver=TIGHT, compute=DOUBLE)
+    assert first.divergence == pytest.approx(distance.value, abs=1e-10)
+
+
+def test_an_objective_has_its_functionals_with_their_weights() -> None:
+    norm = {"name": "norm", "weight": 0.3}
+    twice = WeightedFunctional("twice", 2.0, Norm(None))
+    result = flow(SOURCE, TARGET, functionals=[norm, twice])
+    for record in result.history:
+        assert record.functionals["twice"] == pytest.approx(2 / 0.3 * record.functionals["norm"])
+        total = record.divergence + sum(record.functionals.values())
+        assert record.objective == pytest.approx(total, rel=1e-12)
+        assert record.row()["functional.norm"] == record.functionals["norm"]
+    assert result.history[0].functionals["norm"] == pytest.approx(
+        0.15 * float(SOURCE.features.square().sum(1).mean())
+    )
+
+
+def test_functionals_move_particles() -> None:
+    """From a dataset to itself only the norm moves: every step shrinks all points by its share."""
+    result = flow(SOURCE, SOURCE, steps=1, functionals=[{"name": "norm", "weight": 0.5}])
+    shrunk = (1 - 0.3 * 0.5) * SOURCE.features
+    torch.testing.assert_close(result.samples.features, shrunk, rtol=0, atol=1e-8)
+
+
+def test_a_flow_stops_once_steps_change_little() -> None:
+    whole = flow(SOURCE, TARGET, steps=30)
+    short = flow(SOURCE, TARGET, steps=30, tolerance=0.05)
+    assert short.stopped_by == "tolerance"
+    objectives = [record.objective for record in short.history]
+    changes = [abs(b - a) / objectives[0] for a, b in itertools.pairwise(objectives)]
+    assert changes[-1] <= 0.05 < min(changes[:-1])
+    at = short.history[-1].step
+    assert objectives == [record.objective for record in whole.history[: at + 1]]
+
+
+def test_a_tolerance_reached_is_reached_after_resuming_too(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 30, "tolerance": 0.05}
+    short = flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **options)
+    again = flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, resume=True), **options)
+    assert again.stopped_by == "tolerance"
+    assert again.samples.fingerprint == short.samples.fingerprint
+
+
+def test_a_stopped_flow_returns_where_it_is() -> None:
+    asked = iter([False, False, True])
+    stopped = flow(SOURCE, TARGET, steps=9, stop=lambda: next(asked))
+    whole = flow(SOURCE, TARGET, steps=2)
+    assert stopped.stopped_by == "interrupted"
+    assert stopped.samples.fingerprint == whole.samples.fingerprint
+    assert stopped.trajectory.steps.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
+def test_the_self_term_of_the_target_is_solved_once(mode: str) -> None:
+    solved: list[tuple[str, int]] = []
+    flow(
+        SOURCE,
+        TARGET,
+        mode=mode,
+        steps=4,
+        solver_progress=lambda term, iteration, error: solved.append((term, iteration)),
+    )
+    first = [term for term, iteration in solved if iteration == 1]
+    assert (first.count("xy"), first.count("xx"), first.count("yy")) == (5, 5, 1)
+
+
+def test_solves_start_where_the_last_ended() -> None:
+    source, target = digits("train", 40), digits("test", 40, rotate=60)
+    options = {"epsilon": 1.0, "labels": "means", "stepping": Stepping(0.02), "steps": 4}
+    warm = flow(source, target, solver=otdd.SolverOptions(1e-4), **options)
+    iterations = 0
+    mode = mode_of("features", source, target, otdd.LabelMetric("means"))
+    points = source.features
+    for step in range(1, 5):
+        points = points - 0.02 * mode.evaluate(points, step - 1).features
+        table = mode.class_distances.full
+        setting = replace(
+            setting_of(source, target, otdd.LabelMetric("means")),
+            solver=otdd.SolverOptions(1e-4),
+        )
+        cold, _ = TargetDivergence(setting)(setting.at(points), table, frozenset())
+        iterations += cold.xy.iterations
+    assert sum(record.iterations for record in warm.history[1:]) < 0.7 * iterations
+
+
+def test_a_target_divergence_forgets_nothing_between_targets_and_batches() -> None:
+    setting = setting_of(SOURCE, TARGET, otdd.LabelMetric("none"))
+    divergence = TargetDivergence(setting)
+    divergence(SOURCE, None, frozenset())
+    state = divergence.state()
+    fresh = TargetDivergence(setting)
+    fresh.restore(state)
+    assert {key: type(part) for key, part in fresh.state().items()} == {
+        key: type(part) for key, part in state.items()
+    }
+    restored, _ = fresh(SOURCE, None, frozenset())
+    again, _ = divergence(SOURCE, None, frozenset())
+    assert restored.value == again.value
+    assert restored.yy is state["yy"]
+
+
+OVERSHOOTS: dict[str, Stepping] = {
+    "fifty times too far": Stepping(50.0),
+    "adam": Stepping(1e6, "adam"),
+    "beyond float32": Stepping(3e38),
+    "beyond float32 in the square": Stepping(1e25),
+}
+
+
+@pytest.mark.parametrize("stepping", OVERSHOOTS.values(), ids=OVERSHOOTS)
+@pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_flow_that_overshoots_says_so_at_once(
+    dtype: torch.dtype, mode: str, stepping: Stepping
+) -> None:
+    sides = [replace(side, features=side.features.to(dtype)) for side in (SOURCE, TARGET)]
+    precision = "double" if dtype == torch.float64 else "high"
+    # As many iterations as a step needs, and far too few to solve for particles that ran away.
+    solver = otdd.SolverOptions(1e-3, max_iterations=500, require_convergence=True)
+    message = (
+        r"the flow cannot go on after step \d: particles .*; "
+        rf"lower flow.step_size={stepping.step_size:g} and start again"
+    ).replace("+", r"\+")
+    with pytest.raises(InputError, match=message) as raised:
+        flow(
+            *sides,
+            mode=mode,
+            steps=20,
+            stepping=stepping,
+            solver=solver,
+            compute=otdd.ComputeOptions(device="cpu", precision=precision),
+        )
+    assert "flow.resume" not in str(raised.value)
+
+
+def test_what_overshoots_goes_on_from_before_with_a_lower_step_size(tmp_path: Path) -> None:
+    few = flow(SOURCE, TARGET, steps=3)
+    # Four times too far: particles run away step by step.
+    wild, folder = Stepping(4.0), otdd.Checkpoints(tmp_path)
+    with pytest.raises(InputError, match=r"after step (\d).*flow.resume=true with a lower") as at:
+        flow(SOURCE, TARGET, steps=30, stepping=wild, checkpoints=folder)
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    with pytest.raises(InputError, match=r"flow.optimizer was SGD"):
+        flow(SOURCE, TARGET, steps=30, stepping=Stepping(0.3, "adam"), checkpoints=again)
+    told: list[StepRecord] = []
+    result = flow(SOURCE, TARGET, steps=30, checkpoints=again, progress=told.append)
+    assert f"after step {told[0].step}:" in str(at.value)
+    assert [record.step_size for record in result.history[: told[0].step]] == [4.0] * told[0].step
+    assert result.history[-1].objective < few.history[-1].objective
+    # What it wrote belongs to the new step size alone.
+    with pytest.raises(InputError, match=r"flow.step_size was 0.3"):
+        flow(SOURCE, TARGET, steps=30, stepping=wild, checkpoints=again)
+
+
+def test_functionals_that_blow_up_are_named(tmp_path: Path) -> None:
+    repelled = [{"name": "norm", "weight": -1e30}]
+    with pytest.raises(InputError, match=r"after step 0: .*or the weight -1e\+30 of norm") as error:
+        flow(
+            SOURCE,
+            TARGET,
+            steps=20,
+            functionals=repelled,
+            checkpoints=otdd.Checkpoints(tmp_path, every=1),
+        )
+    assert str(tmp_path) in str(error.value)
+    # The state it left is the one before the step that went wrong.
+    content = torch.load(tmp_path / "checkpoint.pt", weights_only=False)
+    assert content["state"]["step"] == 0
+    assert torch.equal(content["state"]["variables"]["points"], SOURCE.features)
+
+
+def test_functionals_may_lead_far_from_the_target() -> None:
+    """Far is no reason to stop where the objective asks for it."""
+    away = [{"name": "norm", "weight": 50.0, "centre": [40.0, 0.0, 0.0]}]
+    result = flow(SOURCE, TARGET, functionals=away, stepping=Stepping(0.018), steps=4)
+    assert result.history[-1].divergence > 100 * result.history[0].divergence
+    assert result.history[-1].objective < result.history[0].objective
+
+
+def test_particles_of_one_point_may_spread_over_the_target() -> None:
+    point = replace(SOURCE, features=TARGET.features.mean(0).expand(9, 3).clone())
+    draw = torch.Generator().manual_seed(0)
+    jitter = 1e-3 * torch.randn(9, 3, generator=draw, dtype=torch.float64)
+    point = replace(point, features=point.features + jitter)
+    result = flow(point, TARGET, steps=10, epsilon=0.2, solver=otdd.SolverOptions())
+    assert result.history[-1].divergence < 0.3 * result.history[0].divergence
+
+
+def test_a_solve_that_stops_early_is_reported_or_refused() -> None:
+    hasty = otdd.SolverOptions(tolerance=1e-6, max_iterations=3)
+    with pytest.warns(NotConvergedWarning, match="after 3 iterations in 3 of 3 evaluations"):
+        result = flow(SOURCE, TARGET, epsilon=0.05, solver=hasty)
+    assert not result.converged
+    with pytest.raises(ConvergenceError):
+        flow(SOURCE, TARGET, epsilon=0.05, solver=replace(hasty, require_convergence=True))
+
+
+def test_a_relative_epsilon_is_that_share_of_the_mean_cost() -> None:
+    result = flow(SOURCE, TARGET, epsilon_relative=0.2)
+    table = otdd.class_distances([SOURCE, TARGET]).between(0, 1)
+    setting = setting_of(SOURCE, TARGET, otdd.LabelMetric())
+    expected = 0.2 * setting.mean_cost(SOURCE.features, table)
+    assert result.settings["epsilon"] == pytest.approx(expected)
+    distances = torch.cdist(SOURCE.features, TARGET.features).square()
+    assert SOURCE.labels is not None
+    assert TARGET.labels is not None
+    dense = (distances + table.xy[SOURCE.labels][:, TARGET.labels]).mean() / 2
+    assert expected == pytest.approx(0.2 * float(dense))
+
+
+def test_what_is_given_stays_as_it_is() -> None:
+    before = [side.features.clone() for side in (SOURCE, TARGET)]
+    for mode in ("features", "attached", "joint", "augmented"):
+        flow(SOURCE, TARGET, mode=mode)
+    for side, features in zip((SOURCE, TARGET), before, strict=True):
+        assert torch.equal(side.features, features)
+
+
+def test_an_empty_or_small_class_leaves_before_the_flow() -> None:
+    assert SOURCE.labels is not None
+    source = replace(SOURCE, class_names=("a", "none", "b"), labels=2 * SOURCE.labels)
+    result = flow(source, TARGET, mode="joint")
+    assert result.samples.class_names == ("a", "b")
+    assert result.samples.fingerprint == flow(SOURCE, TARGET, mode="joint").samples.fingerprint
+
+
+def test_another_dimension_is_refused() -> None:
+    wide = LabeledSamples(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64), ("a",))
+    with pytest.raises(InputError, match="5"):
+        flow(wide.to(CPU), TARGET)

@@ -1,0 +1,167 @@
+"""What a flow returns: kept, read back, and followed by maps."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_flows import TIGHT, blobs, digits, flow
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.flows.functionals import Norm, WeightedFunctional
+from otdd_flash.flows.stepping import Stepping
+
+SOURCE, TARGET = blobs(9), blobs(11, seed=1)
+
+
+def assert_same_result(one: otdd.FlowResult, other: otdd.FlowResult) -> None:
+    for side in ("source", "target", "samples"):
+        mine, theirs = getattr(one, side), getattr(other, side)
+        assert mine.fingerprint == theirs.fingerprint
+        assert (mine.name, mine.subset_hash) == (theirs.name, theirs.subset_hash)
+    assert one.history == other.history
+    assert one.settings == other.settings
+    assert dict(one.seconds) == dict(other.seconds)
+    assert (one.stopped_by, one.compute) == (other.stopped_by, other.compute)
+    assert torch.equal(one.class_distances.full, other.class_distances.full)
+    assert one.class_distances.names_x == other.class_distances.names_x
+    for key in ("rows", "steps", "points", "labels"):
+        mine, theirs = getattr(one.trajectory, key), getattr(other.trajectory, key)
+        assert (mine is theirs is None) or torch.equal(mine, theirs)
+    for moment, twin in zip(one.moments, other.moments, strict=True):
+        assert moment.step_size == twin.step_size
+        assert all(torch.equal(*parts) for parts in zip(moment[1:], twin[1:], strict=True))
+
+
+AUTO = otdd.ComputeOptions(precision="double")
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"keep_moments": True},
+    "augmented": {"mode": "augmented"},
+    "joint in a box": {"mode": "joint", "stepping": Stepping(0.3, box=(-1.0, 1.0))},
+    "functionals": {"functionals": [{"name": "norm", "weight": 0.1, "centre": torch.ones(3)}]},
+    "functions": {"functionals": [WeightedFunctional("mine", 0.1, Norm(None))]},
+    "unlabelled": {"labels": "none", "source": replace(SOURCE, labels=None)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_result_comes_back_from_disk(kind: str, tmp_path: Path) -> None:
+    options = {"source": SOURCE, "target": TARGET, "compute": AUTO, **KINDS[kind]}
+    weights = torch.rand(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    options["source"] = replace(options["source"], weights=weights, name="mine", subset_hash="ab")
+    result = flow(**options)
+    assert result.save(tmp_path / "kept", config={"a": 1}) == tmp_path / "kept"
+    assert_same_result(otdd.FlowResult.load(tmp_path / "kept"), result)
+    summary = json.loads((tmp_path / "kept" / "result.json").read_text())
+    assert summary["config"] == {"a": 1}
+    assert summary["value"] == result.history[-1].divergence
+    assert summary["start"]["value"] == result.history[0].divergence
+    assert summary["steps"] == 2
+    assert summary["n"] == 9
+    assert summary["m"] == 11
+
+
+def test_arrays_of_functionals_are_told_by_their_hash() -> None:
+    def setting(centre: Any) -> Any:
+        spec = {"name": "norm", "weight": 0.1, "centre": centre}
+        return flow(SOURCE, TARGET, functionals=[spec]).settings["flow.functionals"][0]["centre"]
+
+    ones = setting(torch.ones(3))
+    assert isinstance(ones, str)
+    assert ones == setting(torch.ones(3).numpy()) != setting(torch.zeros(3))
+    assert setting([1.0, 1.0, 1.0]) == [1.0, 1.0, 1.0]
+
+
+def test_no_result_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no complete result of a flow in"):
+        otdd.FlowResult.load(tmp_path)
+    otdd.dataset_distance(SOURCE, TARGET).save(tmp_path)
+    with pytest.raises(InputError, match="no complete result of a flow in"):
+        otdd.FlowResult.load(tmp_path)
+    flow(SOURCE, TARGET).save(tmp_path)
+    file = tmp_path / "result.safetensors"
+    file.write_bytes(file.read_bytes()[:300])
+    with pytest.raises(InputError, match="no complete result of a flow in"):
+        otdd.FlowResult.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stepping": Stepping(0.3, schedule="inverse_sqrt"), "refresh": 2},
+        {"stepping": Stepping(0.5, box=(0.1, 0.8)), "labels": "means"},
+        {"labels": "none"},
+    ],
+    ids=["plain", "schedule and refresh", "box", "no labels"],
+)
+def test_the_entropic_map_takes_particles_where_the_flow_did(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    source, target = digits("train", 30), digits("test", 30, rotate=60)
+    result = flow(source, target, keep_moments=True, steps=4, epsilon=2.0, solver=TIGHT, **options)
+    result.save(tmp_path)
+    for kept in (result, otdd.FlowResult.load(tmp_path)):
+        mapped = kept.map("entropic", mass=0.0)(source)
+        torch.testing.assert_close(mapped.features, result.samples.features, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"keep_moments": False}, "keep_moments=true"),
+        ({"mode": "attached"}, "flow.mode=attached moves more than points"),
+        ({"stepping": Stepping(0.1, "adam")}, "only flow.optimizer=sgd without options"),
+        ({"stepping": Stepping(0.1, optimizer_options={"momentum": 0.5})}, "only flow.optimizer"),
+        ({"stepping": Stepping(0.1, noise=0.1)}, "only flow.optimizer=sgd"),
+        ({"stepping": Stepping(0.1, minibatch=20)}, "only flow.optimizer=sgd"),
+        ({"functionals": [{"name": "entropy", "weight": 0.1}]}, "flow.functionals move particles"),
+    ],
+)
+def test_the_entropic_map_refuses_what_it_cannot_follow(options: Any, reason: str) -> None:
+    result = flow(SOURCE, TARGET, **{"keep_moments": True, **options})
+    with pytest.raises(InputError, match=f"cannot follow this flow: {reason}.*nearest"):
+        result.map("entropic")
+
+
+def test_the_nearest_map_takes_particles_where_the_flow_did() -> None:
+    result = flow(SOURCE, TARGET, mode="joint")
+    mapped = result.map("nearest")(SOURCE)
+    torch.testing.assert_close(mapped.features, result.samples.features, rtol=0, atol=1e-10)
+    with pytest.raises(InputError, match=r"map 'next'.*entropic, nearest, residual"):
+        result.map("next")
+
+
+def test_samples_are_the_particles_in_their_rows() -> None:
+    source = replace(SOURCE, name="mine", weights=torch.arange(1, 10).double())
+    result = flow(source, TARGET)
+    assert result.source.fingerprint == source.fingerprint
+    assert result.target.fingerprint == TARGET.fingerprint
+    assert torch.equal(result.samples.weights, source.weights)
+    assert result.samples.class_names == source.class_names
+    assert result.samples.name == "mine"
+    end = result.trajectory.points[-1]
+    assert torch.equal(end, result.samples.features[result.trajectory.rows])
+    assert torch.equal(result.trajectory.points[0], source.features)
+    assert math.isfinite(sum(result.seconds.values()))
+
+
+def test_at_most_two_hundred_particles_are_followed_all_classes_in_proportion() -> None:
+    source, target = blobs(400, classes=4), blobs(9, seed=1)
+    for labels in (source.labels, None):
+        sides = [replace(source, labels=labels), replace(target, labels=None)]
+        if labels is not None:
+            sides[1] = target
+        result = flow(*sides, labels="none", epsilon=5.0, steps=1)
+        rows = result.trajectory.rows
+        assert len(rows) == 200
+        assert bool((rows.diff() > 0).all())
+        if labels is not None:
+            assert torch.equal(result.trajectory.labels[0], labels[rows])
+            assert torch.bincount(labels[rows]).tolist() == [50, 50, 50, 50]
