@@ -1,4 +1,4 @@
-"""What the solver asks of a cost: five operations, whatever holds the matrix.
+"""What the solver asks of a cost: six operations, whatever holds the matrix.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
@@ -80,6 +80,11 @@ class Operator(Protocol):
         ...
 
     @property
+    def mean_cost_error(self) -> float:
+        """Bound on its mean over an optimal plan between a and b."""
+        ...
+
+    @property
     def short_passes(self) -> bool:
         """Whether a pass runs on a GPU and takes less time than launching it, or not much more."""
         ...
@@ -118,4 +123,12 @@ class Operator(Protocol):
         self, f: Tensor, g: Tensor, epsilon: float, values: Tensor
     ) -> Applied:
         """P^T U (m, k) for U (n, k), and P^T 1 (m,)."""
+        ...
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64; takes less than a pass."""
+        ...
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
         ...

@@ -24,9 +24,16 @@ class StoredOperator(TiledOperator):
         cost_range: CostRange,
         mean_cost: float,
         cost_error: float,
+        mean_cost_error: float,
     ) -> None:
         super().__init__(
-            a, b, row_offset, cost_range=cost_range, mean_cost=mean_cost, cost_error=cost_error
+            a,
+            b,
+            row_offset,
+            cost_range=cost_range,
+            mean_cost=mean_cost,
+            cost_error=cost_error,
+            mean_cost_error=mean_cost_error,
         )
         self.scores = scores
 
@@ -42,6 +49,7 @@ class StoredOperator(TiledOperator):
             cost_range=CostRange(float(support.min()), float(support.max())),
             mean_cost=float(a @ cost.double() @ b),
             cost_error=0.0,
+            mean_cost_error=0.0,
         )
 
     @classmethod
@@ -58,12 +66,22 @@ class StoredOperator(TiledOperator):
             cost_range=operator.cost_range,
             mean_cost=operator.mean_cost,
             cost_error=operator.cost_error,
+            mean_cost_error=operator.mean_cost_error,
         )
 
     @property
     def backend(self) -> str:
         """How the scores are held."""
         return "torch, scores kept"
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64: one product with the scores."""
+        scores = torch.mv(self.scores, masses.to(self.dtype)).double()
+        return self.row_offset.double() * masses.sum() - scores
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        return self.row_offset.double() - self.scores.diagonal().double()
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the whole matrix as one block."""

@@ -43,6 +43,7 @@ class TiledOperator(ABC):
         cost_range: an interval that holds C on the support.
         mean_cost: sum_ij a_i b_j C_ij.
         cost_error: bound on the rounding error of a computed C_ij, in units of the cost.
+        mean_cost_error: bound on its mean over an optimal plan between a and b.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class TiledOperator(ABC):
         cost_range: CostRange,
         mean_cost: float,
         cost_error: float,
+        mean_cost_error: float,
     ) -> None:
         self.a, self.b = a, b
         self.row_offset = row_offset
         self.cost_range = cost_range
         self.mean_cost = mean_cost
         self.cost_error = cost_error
+        self.mean_cost_error = mean_cost_error
         self._log2_a = _log2_masses(a, row_offset.dtype)
         self._log2_b = _log2_masses(b, row_offset.dtype)
 
@@ -92,6 +95,14 @@ class TiledOperator(ABC):
     def refined(self) -> TiledOperator:
         """Itself: scores are computed in the precision of the potentials."""
         return self
+
+    @abstractmethod
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+
+    @abstractmethod
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
 
     @abstractmethod
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:

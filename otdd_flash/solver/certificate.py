@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.polytope import balanced_value, column_marginal, rounded_value
 
 SAFETY = 2.0
 
@@ -44,23 +45,29 @@ class Certificate(NamedTuple):
 
 
 def certify(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Certificate:
-    """One row update from g (m,), near f (n,), one column marginal: two passes."""
+    """One row update from g (m,), near f (n,), one column marginal, one rounding: three passes."""
     f = operator.softmin_rows(g, epsilon, f)
-    masses = column_marginal(operator.b, g, operator.softmin_columns(f, epsilon, g), epsilon)
-    gap, size, total, dual, swing = torch.stack(
+    updated = operator.softmin_columns(f, epsilon, g)
+    masses = column_marginal(operator.b, g, updated, epsilon)
+    gap, size, total, dual, swing, primal = torch.stack(
         (
             (masses - operator.b).abs().sum(),
             magnitude(operator, f, g),
             masses.sum(),
             operator.a @ f.double() + operator.b @ g.double(),
             oscillation(g, operator.b > 0),
+            rounded_value(operator, f, g, updated, epsilon),
         )
     ).tolist()
     value = dual + epsilon * (1 - total)
-    rounding = value_rounding(operator, size, epsilon)
-    error = gap + rounding_floor(operator, size, epsilon)
-    bounds = (value - rounding, value + error * (swing + cost_spread(operator)) / 2 + rounding)
-    return Certificate(f, g, value, bounds, error)
+    rounding = value_rounding(operator, size, gap, epsilon)
+    floor = rounding_floor(operator, size, epsilon)
+    error = gap + floor
+    upper = min(
+        value + error * (swing + cost_spread(operator)) / 2,
+        primal + SAFETY * floor * max(0.0, operator.mean_cost - value),
+    )
+    return Certificate(f, g, value, (value - rounding, max(value, upper) + rounding), error)
 
 
 def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
@@ -70,29 +77,24 @@ def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
     # Before the shift, as in the iteration that stopped on it.
     before = magnitude(operator, f, f)
     f = f - (epsilon / 2 * total.log()).to(f.dtype)
-    gap, size_before, size, dual, swing = torch.stack(
+    primal, change = balanced_value(operator, f, masses / total, epsilon)
+    gap, size_before, size, dual, swing, upper, share = torch.stack(
         (
             (masses / total - operator.a).abs().sum(),
             before,
             magnitude(operator, f, f),
             operator.a @ f.double(),
             oscillation(f, operator.a > 0),
+            primal,
+            change,
         )
     ).tolist()
     value = 2 * dual
-    rounding = value_rounding(operator, size, epsilon)
+    rounding = value_rounding(operator, size, gap, epsilon)
     error = gap + rounding_floor(operator, size_before, epsilon)
-    bounds = (value - rounding, value + error * (swing + cost_spread(operator)) + rounding)
+    upper = min(value + error * (swing + cost_spread(operator)), upper + rounding * share)
+    bounds = (value - rounding, max(value, upper) + rounding)
     return Certificate(f, f, value, bounds, error)
-
-
-def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
-    """Column sums b_j exp((g_j - T(f)_j) / epsilon) of the plan of (f, g), given T(f), float64.
-
-    The half-step that would update g thus yields the marginal of the plan before it, for free.
-    """
-    exponent = (g.double() - softmin.double()) / epsilon
-    return masses * torch.where(masses > 0, exponent, 0).exp()
 
 
 def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
@@ -110,10 +112,15 @@ def rounding_floor(operator: Operator, size: float, epsilon: float) -> float:
     return unit * ((size + 2 * operator.mean_cost) / epsilon + 4)
 
 
-def value_rounding(operator: Operator, size: float, epsilon: float) -> float:
-    """Bound on the floating-point error of a certified value, from the potentials' `magnitude`."""
+def value_rounding(operator: Operator, size: float, gap: float, epsilon: float) -> float:
+    """Bound on the floating-point error of a certified value.
+
+    Errors count by the mean over the plan, of the potentials' `magnitude` and of the costs, whose
+    mean is known for plans between a and b; `gap` is how far the plan is from being one.
+    """
     unit = torch.finfo(operator.dtype).eps / 2
-    return SAFETY * (operator.cost_error + unit * (size + 4 * epsilon))
+    cost_error = operator.mean_cost_error + gap * operator.cost_error
+    return SAFETY * (cost_error + unit * (size + 4 * epsilon))
 
 
 def oscillation(potential: Tensor, support: Tensor) -> Tensor:
