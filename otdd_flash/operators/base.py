@@ -76,12 +76,10 @@ class Operator(Protocol):
 
     @property
     def cost_error(self) -> float:
-        """Bound on the rounding error of a computed C_ij, in units of the cost."""
-        ...
+        """Bound on the rounding error of computed costs, in units of the cost.
 
-    @property
-    def mean_cost_error(self) -> float:
-        """Bound on its mean over an optimal plan between a and b."""
+        Taken as the mean over an optimal plan between a and b, by which its value moves.
+        """
         ...
 
     @property

@@ -53,8 +53,7 @@ class KernelOperator:
         parts, (x, y) = PARTS[precision], self._packed
         steps = x.coordinates.shape[1] * parts / PRODUCT_DEPTH
         unit = torch.finfo(self.dtype).eps / 2
-        self.cost_error = unit * (3 + steps) * self.cost_range.highest
-        self.mean_cost_error = unit * (6 + steps) * self.mean_cost
+        self.cost_error = unit * (6 + steps) * self.mean_cost
         self._rows = _side(x, cost.a, cost.lambda_x, parts)
         self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
         scale = 2 * cost.lambda_x * 2.0 ** (-2 * x.exponent)

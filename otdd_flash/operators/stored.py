@@ -24,16 +24,9 @@ class StoredOperator(TiledOperator):
         cost_range: CostRange,
         mean_cost: float,
         cost_error: float,
-        mean_cost_error: float,
     ) -> None:
         super().__init__(
-            a,
-            b,
-            row_offset,
-            cost_range=cost_range,
-            mean_cost=mean_cost,
-            cost_error=cost_error,
-            mean_cost_error=mean_cost_error,
+            a, b, row_offset, cost_range=cost_range, mean_cost=mean_cost, cost_error=cost_error
         )
         self.scores = scores
 
@@ -49,7 +42,6 @@ class StoredOperator(TiledOperator):
             cost_range=CostRange(float(support.min()), float(support.max())),
             mean_cost=float(a @ cost.double() @ b),
             cost_error=0.0,
-            mean_cost_error=0.0,
         )
 
     @classmethod
@@ -66,7 +58,6 @@ class StoredOperator(TiledOperator):
             cost_range=operator.cost_range,
             mean_cost=operator.mean_cost,
             cost_error=operator.cost_error,
-            mean_cost_error=operator.mean_cost_error,
         )
 
     @property

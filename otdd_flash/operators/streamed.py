@@ -37,8 +37,8 @@ class StreamedOperator(TiledOperator):
         x, y = cost.centred(dtype)
         # Of the rounded points, so that every cost is that of one cloud.
         squares_x, squares_y = (cost.lambda_x * squared_norms(points) for points in (x, y))
-        # A dot product of d terms, whose errors add up like a random walk, then three roundings. Mean
-        # costs hold ||x||^2 + ||y||^2 >= 2 x.y, but costs add it to what a score subtracts.
+        # A dot product of d terms, whose errors add up like a random walk, is 2 x.y <= ||x||^2 +
+        # ||y||^2, which the mean cost holds; three more roundings are of up to twice that.
         unit, growth = torch.finfo(dtype).eps / 2, math.sqrt(x.shape[1])
         super().__init__(
             cost.a,
@@ -46,8 +46,7 @@ class StreamedOperator(TiledOperator):
             squares_x.to(dtype),
             cost_range=cost.cost_range,
             mean_cost=cost.mean_cost,
-            cost_error=unit * (3 + growth) * cost.cost_range.highest,
-            mean_cost_error=unit * (6 + growth) * cost.mean_cost,
+            cost_error=unit * (6 + growth) * cost.mean_cost,
         )
         self._cost = cost
         self._points, self._labels, self._lambda_x = (x, y), cost.labels[0], cost.lambda_x

@@ -42,8 +42,7 @@ class TiledOperator(ABC):
         row_offset: (n,) with C_ij = row_offset_i - S_ij.
         cost_range: an interval that holds C on the support.
         mean_cost: sum_ij a_i b_j C_ij.
-        cost_error: bound on the rounding error of a computed C_ij, in units of the cost.
-        mean_cost_error: bound on its mean over an optimal plan between a and b.
+        cost_error: bound on the mean rounding error of computed costs, in units of the cost.
     """
 
     def __init__(
@@ -55,14 +54,12 @@ class TiledOperator(ABC):
         cost_range: CostRange,
         mean_cost: float,
         cost_error: float,
-        mean_cost_error: float,
     ) -> None:
         self.a, self.b = a, b
         self.row_offset = row_offset
         self.cost_range = cost_range
         self.mean_cost = mean_cost
         self.cost_error = cost_error
-        self.mean_cost_error = mean_cost_error
         self._log2_a = _log2_masses(a, row_offset.dtype)
         self._log2_b = _log2_masses(b, row_offset.dtype)
 

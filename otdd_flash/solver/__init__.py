@@ -2,9 +2,10 @@
 
 `options` when to stop; `alternating` the cross term and its epsilon schedule; `symmetric` a self
 term; `sweep` and `late_reader` let both run without waiting for the device; `certificate` value and
-bounds from potentials; `term` what a solve returns; `divergence` the debiased combination;
-`problem` two clouds and their three terms; `gradient` derivatives of a solved term and of the
-divergence; `clouds` and, for autograd, `loss` the entry points.
+bounds from potentials, `polytope` the plans that prove the upper ones; `term` what a solve returns;
+`divergence` the debiased combination; `problem` two clouds and their three terms; `gradient`
+derivatives of a solved term and of the divergence; `clouds` and, for autograd, `loss` the entry
+points.
 
 `segmented` solves many problems side by side, `segmented_cross` and `segmented_self` are its rules.
 """

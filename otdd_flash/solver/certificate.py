@@ -1,24 +1,34 @@
 """Value and two-sided bounds of a transport term from any potentials.
 
-Cross term. After a row update the plan has row sums a and total mass 1. Let c be its column sums
-and lower = <a, f> + <b, g>, a dual value. P is the optimal plan between a and c, whose value is
-<a, f> + <c, g>; the optimal value is convex in the second mass, with the optimal g* as subgradient:
+The value is the dual at the potentials, a lower bound. The upper bound is the lesser of two.
 
-    OT <= <a, f> + <c, g> + <g*, b - c> = lower + <g* - g, b - c>
-       <= lower + ||c - b||_1 (osc g* + osc g) / 2,        osc g* <= R,  R >= max C - min C.
+1. Primal: the value of a plan that has the marginals exactly. For a cross term that is the plan of
+   the potentials rounded onto the transport polytope, one pass more; for a self term the same plan
+   balanced on its diagonal, for free (`polytope` has both). It is near the value where epsilon is
+   not far above the costs.
 
-Self term with one potential. Shift f so that the plan has mass 1; with row sums r = column sums,
-lower = 2 <a, f> and both arguments move: OT <= lower + ||r - a||_1 (osc f + R).
+2. Oscillation. After a row update the plan has row sums a and total mass 1. Let c be its column
+   sums and lower = <a, f> + <b, g>. P is the optimal plan between a and c, whose value is <a, f> +
+   <c, g>; the optimal value is convex in the second mass, with the optimal g* as subgradient:
+
+       OT <= <a, f> + <c, g> + <g*, b - c> = lower + <g* - g, b - c>
+          <= lower + ||c - b||_1 (osc g* + osc g) / 2,        osc g* <= R,  R >= max C - min C.
+
+   Self term: shift f so that the plan has mass 1; with row sums r = column sums, lower = 2 <a, f>
+   and both arguments move: OT <= lower + ||r - a||_1 (osc f + R).
 
 Rounding. Potentials in floating point are still valid in the dual; what rounding spoils is the mass
 that we believe their plan to have. An error delta of every computed exponent moves the value by at
-most delta, and an exponent carries the error of its cost and of the potentials it was built from,
-so both ends move outwards by
+most the mean of delta, and an exponent carries the error of its cost and of the potentials it was
+built from, so both ends move outwards by
 
     SAFETY (cost_error + u (<a, |f|> + <b, |g|>) + 4 u epsilon),      u = unit roundoff.
 
-It also hides a part of the marginal error, and a mass that seems transported may have a long way to
-go: the upper bounds take the measured distances ||c - b||_1 and ||r - a||_1 plus `rounding_floor`.
+It also hides a part of the marginal error, `rounding_floor`, which the upper bounds have to pay
+for. (2) adds it to ||c - b||_1 or ||r - a||_1. It is spread over all points, so the rounded plan
+has to move that share of itself to the product a b^T, at SAFETY floor (mean C - value): by Jensen's
+inequality T(g)_i <= sum_j b_j (C_ij - g_j), so no point's share costs less than 0 and all add up to
+that. The balanced plan pays for the same error at the prices log (Q_ii / P_ii) of its diagonal.
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.polytope import balanced_value, column_marginal, rounded_value
+from otdd_flash.solver.polytope import balanced_value, filled_value
 
 SAFETY = 2.0
 
@@ -56,11 +66,11 @@ def certify(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Certifi
             masses.sum(),
             operator.a @ f.double() + operator.b @ g.double(),
             oscillation(g, operator.b > 0),
-            rounded_value(operator, f, g, updated, epsilon),
+            _rounded_value(operator, f, torch.minimum(g, updated), updated, epsilon),
         )
     ).tolist()
     value = dual + epsilon * (1 - total)
-    rounding = value_rounding(operator, size, gap, epsilon)
+    rounding = value_rounding(operator, size, epsilon)
     floor = rounding_floor(operator, size, epsilon)
     error = gap + floor
     upper = min(
@@ -90,11 +100,20 @@ def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
         )
     ).tolist()
     value = 2 * dual
-    rounding = value_rounding(operator, size, gap, epsilon)
+    rounding = value_rounding(operator, size, epsilon)
     error = gap + rounding_floor(operator, size_before, epsilon)
     upper = min(value + error * (swing + cost_spread(operator)), upper + rounding * share)
     bounds = (value - rounding, max(value, upper) + rounding)
     return Certificate(f, f, value, bounds, error)
+
+
+def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
+    """Column sums b_j exp((g_j - T(f)_j) / epsilon) of the plan of (f, g), given T(f), float64.
+
+    The half-step that would update g thus yields the marginal of the plan before it, for free.
+    """
+    exponent = (g.double() - softmin.double()) / epsilon
+    return masses * torch.where(masses > 0, exponent, 0).exp()
 
 
 def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
@@ -112,15 +131,10 @@ def rounding_floor(operator: Operator, size: float, epsilon: float) -> float:
     return unit * ((size + 2 * operator.mean_cost) / epsilon + 4)
 
 
-def value_rounding(operator: Operator, size: float, gap: float, epsilon: float) -> float:
-    """Bound on the floating-point error of a certified value.
-
-    Errors count by the mean over the plan, of the potentials' `magnitude` and of the costs, whose
-    mean is known for plans between a and b; `gap` is how far the plan is from being one.
-    """
+def value_rounding(operator: Operator, size: float, epsilon: float) -> float:
+    """Bound on the floating-point error of a certified value, from the potentials' `magnitude`."""
     unit = torch.finfo(operator.dtype).eps / 2
-    cost_error = operator.mean_cost_error + gap * operator.cost_error
-    return SAFETY * (cost_error + unit * (size + 4 * epsilon))
+    return SAFETY * (operator.cost_error + unit * (size + 4 * epsilon))
 
 
 def oscillation(potential: Tensor, support: Tensor) -> Tensor:
@@ -132,3 +146,18 @@ def oscillation(potential: Tensor, support: Tensor) -> Tensor:
 def cost_spread(operator: Operator) -> float:
     """R >= max C - min C over the support."""
     return operator.cost_range.highest - operator.cost_range.lowest
+
+
+def _rounded_value(
+    operator: Operator, f: Tensor, lowered: Tensor, updated: Tensor, epsilon: float
+) -> Tensor:
+    """Primal value of the plan of (f, g) rounded onto the transport polytope: one pass.
+
+    Columns with too much mass are scaled down to b, by lowering g to min(g, T(f)); rows, which were
+    exact, are then short of mass too.
+    """
+    columns = column_marginal(operator.b, lowered, updated, epsilon)
+    softmin = operator.softmin_rows(lowered, epsilon, f)
+    rows = column_marginal(operator.a, f, softmin, epsilon)
+    marginals = torch.minimum(rows, operator.a), columns
+    return filled_value(operator, (f, lowered), marginals, epsilon)

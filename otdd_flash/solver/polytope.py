@@ -15,60 +15,47 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator
 
-_TINY = torch.finfo(torch.float64).tiny
+# Keeps quotients and logarithms finite where there is no mass.
+TINY = torch.finfo(torch.float64).tiny
 
 
-def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
-    """Column sums b_j exp((g_j - T(f)_j) / epsilon) of the plan of (f, g), given T(f), float64.
-
-    The half-step that would update g thus yields the marginal of the plan before it, for free.
-    """
-    exponent = (g.double() - softmin.double()) / epsilon
-    return masses * torch.where(masses > 0, exponent, 0).exp()
-
-
-def rounded_value(
-    operator: Operator, f: Tensor, g: Tensor, updated: Tensor, epsilon: float
+def filled_value(
+    operator: Operator,
+    potentials: tuple[Tensor, Tensor],
+    marginals: tuple[Tensor, Tensor],
+    epsilon: float,
 ) -> Tensor:
-    """Primal value of the plan of f (n,) and g (m,) rounded onto the transport polytope; one pass.
+    """Primal value of a plan whose marginals are too small, filled up with a product.
 
-    After Altschuler, Weed & Rigollet 2017, Near-linear time approximation algorithms for optimal
-    transport via Sinkhorn iteration. The plan has row sums a. Columns with too much are scaled down
-    to b, which lowers g to g' = min(g, updated) and leaves the row sums a exp((f - T(g')) /
-    epsilon). With u and v the mass that rows and columns now miss, the rest is u v^T / t, of mass
-    t: all of <C, u v^T> comes from moments. KL is convex, and P' + u v^T / t is the mixture
-    (1 - t) P' / (1 - t) + t u v^T / t^2, so that its KL is at most that of P', which the potentials
-    know, and - (1 - t) log(1 - t) + sum u log(u / a) + sum v log(v / b) - 2 t log t.
+    This ends the rounding of Altschuler, Weed & Rigollet 2017, Near-linear time approximation
+    algorithms for optimal transport via Sinkhorn iteration. With u = a - r and v = b - c missing
+    and t their mass, the plan is P' + u v^T / t, a mixture of P' / (1 - t) and u v^T / t^2. By
+    convexity its KL is at most
+
+        sum P' log (P' / a b^T) - (1 - t) log(1 - t)
+            + sum u log(u / a) + sum v log(v / b) - 2 t log t.
 
     Args:
         operator: the cost (n, m) and the masses.
-        f: (n,) the softmin of g.
-        g: (m,).
-        updated: (m,) the softmin of f.
+        potentials: f' (n,) and g' (m,) of P'.
+        marginals: its row sums r <= a (n,) and column sums c <= b (m,), float64.
         epsilon: regularisation, in units of the cost.
 
     Returns:
         A number, float64.
     """
-    a, b = operator.a, operator.b
-    lowered = torch.minimum(g, updated)
-    columns = column_marginal(b, lowered, updated, epsilon)
-    softmin = operator.softmin_rows(lowered, epsilon, f)
-    rows = torch.minimum(column_marginal(a, f, softmin, epsilon), a)
-    # Both sums are one mass, but for rounding; only what both have is kept.
+    f, g = (potential.double() for potential in potentials)
+    rows, columns = marginals
+    # Both add up to one mass, but for rounding: only what both have is kept.
     kept = torch.minimum(rows.sum(), columns.sum())
-    rows = rows * (kept / rows.sum().clamp_min(_TINY))
-    columns = columns * (kept / columns.sum().clamp_min(_TINY))
-    short_rows, short_columns = a - rows, b - columns
-    missing = short_columns.sum()
-    filling = short_rows @ operator.expected_costs(short_columns / missing.clamp_min(_TINY))
-    divergence = (
-        _relative(short_rows, a)
-        + _relative(short_columns, b)
-        - 2 * torch.xlogy(missing, missing)
-        - torch.xlogy(kept, kept)
-    )
-    return rows @ f.double() + columns @ lowered.double() + filling + epsilon * divergence
+    rows = rows * (kept / rows.sum().clamp_min(TINY))
+    columns = columns * (kept / columns.sum().clamp_min(TINY))
+    u, v = operator.a - rows, operator.b - columns
+    missing = v.sum()
+    filling = u @ operator.expected_costs(v / missing.clamp_min(TINY))
+    entropy = _relative(u, operator.a) + _relative(v, operator.b)
+    entropy = entropy - torch.xlogy(kept, kept) - 2 * torch.xlogy(missing, missing)
+    return rows @ f + columns @ g + filling + epsilon * entropy
 
 
 def balanced_value(
@@ -99,17 +86,17 @@ def balanced_value(
     # Of a_i^2, which weighs a diagonal entry; 0 stands for points without mass.
     weights = torch.where(support, 2 * a.log(), 0)
     diagonal = torch.where(support, (weights + (doubled - costs) / epsilon).exp(), 0)
-    ratios = torch.where(support, a / (rows - diagonal / 2).clamp_min(_TINY), 1)
+    ratios = torch.where(support, a / (rows - diagonal / 2).clamp_min(TINY), 1)
     scale = ratios.min().clamp_max(1)
     kept = scale * diagonal
     balanced = (kept + (a - scale * rows)).clamp_min(0)
-    prices = costs + epsilon * (balanced.clamp_min(_TINY).log() - weights)
+    prices = costs + epsilon * (balanced.clamp_min(TINY).log() - weights)
     value = scale * (rows @ doubled) + epsilon * torch.xlogy(scale, scale)
     value = value + balanced @ prices - kept @ (doubled + epsilon * scale.log())
-    change = torch.log(balanced.clamp_min(_TINY) / kept.clamp_min(_TINY))
+    change = torch.log(balanced.clamp_min(TINY) / kept.clamp_min(TINY))
     return value, a @ change.abs()
 
 
 def _relative(part: Tensor, masses: Tensor) -> Tensor:
     """sum_i p_i log(p_i / a_i) of a part 0 <= p <= a."""
-    return torch.xlogy(part, part / masses.clamp_min(_TINY)).sum()
+    return torch.xlogy(part, part / masses.clamp_min(TINY)).sum()
