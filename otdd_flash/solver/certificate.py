@@ -82,15 +82,18 @@ def certify(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Certifi
 
 def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
     """The plan of one potential f (n,) between a cloud and itself: one pass."""
-    masses = column_marginal(operator.a, f, operator.softmin_rows(f, epsilon, f), epsilon)
-    total = masses.sum()
+    excess = (f.double() - operator.softmin_rows(f, epsilon, f).double()) / epsilon
+    logs = operator.a.log() + torch.where(operator.a > 0, excess, 0)
+    # A start may be any constant away, too far for the mass itself.
+    total = logs.logsumexp(0)
+    rows = (logs - total).exp()
     # Before the shift, as in the iteration that stopped on it.
     before = magnitude(operator, f, f)
-    f = f - (epsilon / 2 * total.log()).to(f.dtype)
-    primal, change = balanced_value(operator, f, masses / total, epsilon)
+    f = f - (epsilon / 2 * total).to(f.dtype)
+    primal, change = balanced_value(operator, f, rows, epsilon)
     gap, size_before, size, dual, swing, upper, share = torch.stack(
         (
-            (masses / total - operator.a).abs().sum(),
+            (rows - operator.a).abs().sum(),
             before,
             magnitude(operator, f, f),
             operator.a @ f.double(),
