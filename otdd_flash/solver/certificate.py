@@ -2,10 +2,10 @@
 
 The value is the dual at the potentials, a lower bound. The upper bound is the lesser of two.
 
-1. Primal: the value of a plan that has the marginals exactly. For a cross term that is the plan of
-   the potentials rounded onto the transport polytope, one pass more; for a self term the same plan
-   balanced on its diagonal, for free (`polytope` has both). It is near the value where epsilon is
-   not far above the costs.
+1. Primal: the value of a plan that has the marginals exactly. A cross term's is the plan of the
+   potentials rounded onto the transport polytope, for one more pass: it is off by about the missing
+   mass times mean C - value. A self term's is the plan of the potential balanced on its diagonal,
+   for free, and off in the second order only. `polytope` has both.
 
 2. Oscillation. After a row update the plan has row sums a and total mass 1. Let c be its column
    sums and lower = <a, f> + <b, g>. P is the optimal plan between a and c, whose value is <a, f> +
@@ -15,12 +15,13 @@ The value is the dual at the potentials, a lower bound. The upper bound is the l
           <= lower + ||c - b||_1 (osc g* + osc g) / 2,        osc g* <= R,  R >= max C - min C.
 
    Self term: shift f so that the plan has mass 1; with row sums r = column sums, lower = 2 <a, f>
-   and both arguments move: OT <= lower + ||r - a||_1 (osc f + R).
+   and both arguments move: OT <= lower + ||r - a||_1 (osc f + R). This is the lesser one where
+   epsilon is above the costs or nearly all mass is missing.
 
 Rounding. Potentials in floating point are still valid in the dual; what rounding spoils is the mass
-that we believe their plan to have. An error delta of every computed exponent moves the value by at
-most the mean of delta, and an exponent carries the error of its cost and of the potentials it was
-built from, so both ends move outwards by
+that we believe their plan to have. Errors of computed exponents move the value by at most their
+mean over an optimal plan, as OT with another cost C' is at most <P*, C' - C> above. An exponent
+carries the error of its cost and of the potentials it was built from, so both ends move outwards by
 
     SAFETY (cost_error + u (<a, |f|> + <b, |g|>) + 4 u epsilon),      u = unit roundoff.
 
