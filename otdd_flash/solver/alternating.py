@@ -74,7 +74,7 @@ def solve_alternating(
         certificate,
         epsilon,
         iterations=iterations,
-        passes=2 * iterations,
+        passes=2 * iterations + 1,
         tolerance=options.tolerance,
     )
 
