@@ -95,6 +95,6 @@ def _on(device: torch.device) -> Any:
     """Leave what was on the CPU there; everything else goes to `device`."""
 
     def place(storage: Any, location: str) -> Any:
-        return storage if location == "cpu" else storage.to(device)
+        return storage if location == "cpu" else storage.to(device=device)
 
     return place

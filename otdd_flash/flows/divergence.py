@@ -26,6 +26,10 @@ class Batch(NamedTuple):
     particles: Tensor
     target: Tensor
 
+    def only(self, rows: Tensor) -> Tensor:
+        """Of rows (n, d), one a particle, those of the batch; 0 for the others."""
+        return torch.zeros_like(rows).index_copy_(0, self.particles, rows[self.particles])
+
 
 class TargetDivergence:
     """The divergence from a fixed target.
@@ -94,7 +98,10 @@ class TargetDivergence:
 
     def restore(self, state: dict[str, Tensor | TransportTerm]) -> None:
         """Go on from what `state` gave."""
-        self._potentials = {key: part for key, part in state.items() if isinstance(part, Tensor)}
+        device = self._setting.device
+        self._potentials = {
+            key: part.to(device) for key, part in state.items() if isinstance(part, Tensor)
+        }
         term = state.get("yy")
         self._self_term = term if isinstance(term, TransportTerm) else None
 

@@ -12,6 +12,7 @@ from small_flows import CASES, blobs, flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.flows import checkpoint
 from otdd_flash.flows.functionals import Norm, WeightedFunctional
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
@@ -204,6 +205,15 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     torch.save({"settings": {}, "state": Path("/")}, tmp_path / "checkpoint.pt")
     with pytest.raises(InputError, match=r"checkpoint.pt is damaged"):
         flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, resume=True))
+
+
+def test_what_was_on_a_gpu_goes_to_the_device_of_now_and_the_rest_stays() -> None:
+    storage = torch.arange(3.0).untyped_storage()
+    assert checkpoint._on(torch.device("cuda"))(storage, "cpu") is storage
+    # Where there is no GPU the CPU is as good a place to go to.
+    placed = checkpoint._on(torch.device("cpu"))(storage, "cuda:1")
+    assert placed.device.type == "cpu"
+    assert placed.tolist() == storage.tolist()
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:

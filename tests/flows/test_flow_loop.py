@@ -18,6 +18,7 @@ from otdd_flash.flows.functionals import Norm, WeightedFunctional
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.term import TransportTerm
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
 
@@ -192,6 +193,47 @@ def test_what_overshoots_goes_on_from_before_with_a_lower_step_size(tmp_path: Pa
     # What it wrote belongs to the new step size alone.
     with pytest.raises(InputError, match=r"flow.step_size was 0.3"):
         flow(SOURCE, TARGET, steps=30, stepping=wild, checkpoints=again)
+
+
+def test_what_overshoots_leaves_the_state_of_a_flow_that_was_stopped_before(
+    tmp_path: Path,
+) -> None:
+    options = {
+        "mode": "joint",
+        "steps": 30,
+        "stepping": Stepping(3.5, optimizer_options={"momentum": 0.5}),
+        "solver": otdd.SolverOptions(1e-2),
+        "keep_moments": True,
+    }
+    left, stopped = otdd.Checkpoints(tmp_path / "left"), otdd.Checkpoints(tmp_path / "stopped")
+    with pytest.raises(InputError, match=r"cannot go on after step [1-9]:") as error:
+        flow(SOURCE, TARGET, checkpoints=left, **options)
+    step = int(str(error.value).split("after step ")[1].split(":")[0])
+    count = iter(range(30))
+    flow(SOURCE, TARGET, checkpoints=stopped, stop=lambda: next(count) == step, **options)
+    one, other = (
+        torch.load(kept.folder / "checkpoint.pt", weights_only=False)["state"]
+        for kept in (left, stopped)
+    )
+    assert flat(one) == flat(other)
+
+
+def flat(state: Any) -> Any:
+    """A state as plain numbers, without seconds."""
+    match state:
+        case torch.Tensor():
+            return state.tolist()
+        case StepRecord():
+            return replace(state, seconds=0.0)
+        case dict():
+            return {key: flat(part) for key, part in state.items()}
+        case tuple() | list():
+            return [flat(part) for part in state]
+        case otdd.ClassDistances():
+            return state.full.tolist()
+        case TransportTerm():
+            return flat(vars(state))
+    return state
 
 
 def test_functionals_that_blow_up_are_named(tmp_path: Path) -> None:

@@ -190,6 +190,16 @@ def test_augmented_particles_take_the_class_of_where_they_go() -> None:
         assert torch.equal(result.trajectory.labels[0], wrong)
 
 
+@pytest.mark.parametrize(("heavy", "expected"), [(1.0, [0, 0, 1, 1]), (40.0, [0, 1, 1, 1])])
+def test_labels_are_read_by_the_masses_of_particles(heavy: float, expected: list[int]) -> None:
+    labels = torch.tensor([0, 0, 1, 1])
+    weights = torch.tensor([heavy, 1.0, 1.0, 1.0], dtype=torch.float64)
+    source = replace(blobs(4, 1), labels=labels, weights=weights)
+    mode = mode_of("augmented", source, blobs(9, 1), otdd.LabelMetric("means"))
+    mode.variables["means"].copy_(torch.tensor([[0.0], [5.5], [10.0], [10.0]]))
+    assert mode.labels().tolist() == expected
+
+
 @pytest.mark.parametrize("mode", ["features", "attached", "joint"])
 def test_other_modes_keep_labels(mode: str) -> None:
     source = blobs(9)
