@@ -1,8 +1,9 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,19 +22,44 @@ def replacing(path: str | Path) -> Iterator[Path]:
         InputError: the folder or the file cannot be written.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    partial = _beside(path, "partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         os.replace(partial, path)
     except OSError as error:
-        raise InputError(
-            f"cannot write {path}: {error.strerror or error}; "
-            "free space there or choose another folder"
-        ) from error
+        raise _cannot_write(path, error) from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: str | Path) -> Iterator[Path]:
+    """Yield an empty temporary folder beside `path`; on success it becomes `path`, else it is gone.
+
+    What `path` was before stays until the new folder is complete, and is put back if the exchange
+    fails. No system call exchanges two folders everywhere: a process killed between the two renames
+    leaves the old one beside `path`, under a name that ends in `.old`.
+
+    Raises:
+        InputError: the folder or a file in it cannot be written.
+    """
+    path = Path(path)
+    partial, old = _beside(path, "partial"), _beside(path, "old")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if path.exists():
+            os.replace(path, old)
+        os.replace(partial, path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        if not path.exists() and old.exists():
+            os.replace(old, path)
+        for left in (partial, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -42,3 +68,14 @@ def write_text(path: str | Path, text: str) -> None:
     content = text.encode("utf-8", errors="backslashreplace")
     with replacing(path) as partial:
         partial.write_bytes(content)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A hidden name in the same folder that nothing else has."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.{ending}")
+
+
+def _cannot_write(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"cannot write {path}: {error.strerror or error}; free space there or choose another folder"
+    )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from otdd_flash.commands.messages import messages
+from otdd_flash.flows.history import StepRecord
 
 
 class Phases:
@@ -62,6 +63,19 @@ class Phases:
                 total=total,
                 note=f"{done:,} of {total:,}",
                 visible=done < total,
+            )
+        finally:
+            self._bars.remove_task(task)
+
+    @contextmanager
+    def flowing(self, steps: int) -> Iterator[Callable[[StepRecord], None]]:
+        """Show the steps of a flow: how many, and the objective so far."""
+        task = self._bars.add_task("flowing", total=steps, note="")
+        try:
+            yield lambda record: self._bars.update(
+                task,
+                completed=record.step,
+                note=f"step {record.step:,} of {steps:,}: objective {record.objective:.5g}",
             )
         finally:
             self._bars.remove_task(task)

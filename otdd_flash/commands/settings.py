@@ -58,6 +58,29 @@ class ReportSettings:
 
 
 @dataclass
+class FlowNode:
+    """How a flow moves."""
+
+    mode: str
+    steps: int
+    step_size: float
+    optimizer: str
+    optimizer_options: dict[str, Any] | None
+    schedule: str
+    box: Any
+    noise: float
+    minibatch: int | None
+    refresh: int
+    tolerance: float | None
+    functionals: list[dict[str, Any]]
+    space: str
+    image_size: int | None
+    checkpoint_every: int
+    resume: bool
+    keep_moments: bool
+
+
+@dataclass
 class DatasetPairSettings(RuntimeSettings):
     """Two datasets and how both are embedded."""
 

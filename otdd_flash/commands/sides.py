@@ -21,6 +21,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardize
 from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.pixel_values import PixelValues
 from otdd_flash.samples import LabeledSamples
 
 # Keys of an extractor's configuration that are arguments of `embed`.
@@ -38,11 +39,13 @@ class Sides:
         source: the samples that are compared.
         target: what they are compared with.
         whole: both datasets before `max_samples`, for class statistics; None unless asked for.
+        image_shape: (c, h, w) where features are the pixels of an image, and nothing else.
     """
 
     source: LabeledSamples
     target: LabeledSamples
     whole: tuple[LabeledSamples, LabeledSamples] | None
+    image_shape: tuple[int, int, int] | None
 
 
 def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool) -> Sides:
@@ -66,12 +69,15 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     if settings.extractor.get("pca") is not None:
         source, target = reduce_pca(source, target, settings.extractor["pca"], settings.seed)
     source, target = _label(nodes, source, target)
+    as_they_are = not standardised and settings.extractor.get("pca") is None
+    shape = _image_shape(extractor, loaded["source"]) if as_they_are else None
     if not whole:
-        return Sides(source, target, None)
+        return Sides(source, target, None, shape)
     return Sides(
         _subset(source, loaded["source"], chosen["source"]),
         _subset(target, loaded["target"], chosen["target"]),
         (source, target),
+        shape,
     )
 
 
@@ -158,6 +164,14 @@ def _clusters_like(other: LabeledSamples, node: dict[str, Any]) -> int | None:
     if node["pseudo_labels"] is not None and k is not None:
         return k
     return None if other.labels is None else other.class_total
+
+
+def _image_shape(extractor: Extractor, dataset: LabeledDataset) -> tuple[int, int, int] | None:
+    """(c, h, w) of what the pixels extractor gives; None for any other."""
+    if not isinstance(extractor, PixelValues):
+        return None
+    channels, height, width = extractor.images(dataset.inputs[:1]).shape[1:]
+    return channels, height, width
 
 
 def _subset(

@@ -33,16 +33,18 @@ def read_arrays(
         features: the npz key of the inputs (default `x`), or the columns of a table that are inputs
             (default: all columns but label and weights).
         label: the npz key (default `y`) or column of the labels; a table's label column is found by
-            its name or as its only text column.
+            its name or as its only text column. An npz key `class_names` names the classes that
+            integers under `y` number.
 
     Raises:
         InputError: a file, key or column is missing, unreadable or ambiguous; lengths disagree.
     """
     request.one_part()
     file = request.locate("path", path)
+    names: NDArray[Any] | None = None
     match file.suffix.lower():
         case ".npz":
-            inputs, labels, weights = _read_npz(file, features, label, request.weights)
+            inputs, labels, weights, names = _read_npz(file, features, label, request.weights)
         case ".npy":
             inputs, labels, weights = read_npy(file), None, None
         case ".csv" | ".parquet":
@@ -56,10 +58,15 @@ def read_arrays(
                 f"arrays cannot read {file}: its name must end in npz, npy, csv or parquet"
             )
     if labels_path is not None:
-        labels = read_npy(request.locate("labels_path", labels_path))
+        labels, names = read_npy(request.locate("labels_path", labels_path)), None
     inputs, modality = as_inputs(inputs, str(file))
     return LabeledDataset.from_raw(
-        inputs, labels, modality=modality, name=file.stem, weights=weights
+        inputs,
+        labels,
+        modality=modality,
+        name=file.stem,
+        class_names=None if names is None else names.tolist(),
+        weights=weights,
     )
 
 
@@ -72,7 +79,8 @@ def read_npy(path: Path) -> NDArray[Any]:
 
 def _read_npz(
     path: Path, features: str | Sequence[str] | None, label: str | None, weights: str | None
-) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
+) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None]:
+    """Inputs, labels, weights and class names."""
     if features is not None and not isinstance(features, str):
         raise InputError(f"features={list(features)}: an npz file has its inputs under one key")
     with reading(path), np.load(path, allow_pickle=False) as archive:
@@ -83,10 +91,13 @@ def _read_npz(
                 raise InputError(f"{path} has no key {key!r}; its keys are: {', '.join(keys)}")
             return np.asarray(archive[key])
 
-        has_labels = label is not None or "y" in keys
+        label = label or ("y" if "y" in keys else None)
+        labels = None if label is None else read(label)
+        named = label == "y" and "class_names" in keys and read("y").dtype.kind in "iu"
         weight_key = find_weights(keys, weights or ("w" if "w" in keys else None), str(path))
         return (
             read(features or "x"),
-            read(label or "y") if has_labels else None,
+            labels,
             None if weight_key is None else read(weight_key),
+            read("class_names") if named else None,
         )

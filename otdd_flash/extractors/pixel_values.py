@@ -34,26 +34,27 @@ class PixelValues:
     def images(self, batch: Any) -> Tensor:
         """The batch as (b, c, size, size), float32 in [0, 1]."""
         if isinstance(batch, np.ndarray) and batch.dtype != object:
-            return self._resized(unit_images(batch))
+            return self.resized(unit_images(batch))
         arrays = [image_array(item) for item in batch]
         if len({(array.shape, array.dtype) for array in arrays}) == 1:
-            return self._resized(unit_images(np.stack(arrays)))
-        images = [self._resized(unit_images(array[None])) for array in arrays]
+            return self.resized(unit_images(np.stack(arrays)))
+        images = [self.resized(unit_images(array[None])) for array in arrays]
         require_one_shape([tuple(image.shape[1:]) for image in images])
         return torch.cat(images)
 
-    def __call__(self, batch: Any) -> Tensor:
-        """Features (b, c * size * size), channel after channel, rows from the top."""
-        return self.images(batch).flatten(1)
-
-    def _resized(self, images: Tensor) -> Tensor:
+    def resized(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) in [0, 1] as (b, c or 1, size, size), differentiable."""
         if self.grayscale and images.shape[1] == 3:
-            images = torch.einsum("bchw,c->bhw", images, torch.tensor(LUMA))[:, None]
+            images = torch.einsum("bchw,c->bhw", images, images.new_tensor(LUMA))[:, None]
         if self.size is None or images.shape[2:] == (self.size, self.size):
             return images
         return functional.interpolate(
             images, size=(self.size, self.size), mode="bilinear", antialias=True
         )
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Features (b, c * size * size), channel after channel, rows from the top."""
+        return self.images(batch).flatten(1)
 
 
 def pixels(size: int | None = None, grayscale: bool = False) -> PixelValues:

@@ -59,7 +59,7 @@ class Checkpoints:
             torch.save(content, partial)
 
     def load(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """The state last written, its tensors where they were or on `device`.
+        """The state last written, its tensors on `device`, or on the CPU where they were there.
 
         Raises:
             InputError: there is no checkpoint, it cannot be read, or it belongs to other settings:
@@ -95,6 +95,8 @@ def _on(device: torch.device) -> Any:
     """Leave what was on the CPU there; everything else goes to `device`."""
 
     def place(storage: Any, location: str) -> Any:
-        return storage if location == "cpu" else storage.to(device=device)
+        if location == "cpu" or device.type == "cpu":
+            return storage
+        return storage.cuda(device.index)
 
     return place

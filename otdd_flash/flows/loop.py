@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -62,6 +61,7 @@ class Loop:
         history: a record of each, and of the end.
         moments: what every step saw, where that is kept.
         stopped_by: why the loop ended.
+        ran_on: the device of the last solve, and the way its passes ran.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Loop:
         options: LoopOptions,
     ) -> None:
         self.points, self.mode = points.clone(), mode
-        self.step, self.stopped_by = 0, "steps"
+        self.step, self.stopped_by, self.ran_on = 0, "steps", ""
         self.history: list[StepRecord] = []
         self.moments: list[Moment] = []
         self._setting, self._space, self._options = setting, space, options
@@ -109,16 +109,19 @@ class Loop:
                     f"the flow cannot go on after step {self.step}: {error}; "
                     f"{self._options.what_to_lower}"
                 ) from error
+            self.ran_on = f"{here.divergence.xy.f.device}, {here.divergence.backend}"
             stopped_by = self._reason_to_stop(here.record)
             if stopped_by is not None:
                 self.stopped_by = stopped_by
                 self._tell(replace(here.record, step_size=0.0), started)
                 self._save(before)
                 return
-            # The tensors of `before` change in place from here on.
-            good = {**before, **copy.deepcopy({key: before[key] for key in IN_PLACE})}
+            # On the CPU, where it is in nobody's way: a step overwrites these tensors.
+            good = {**before, **_copied({key: before[key] for key in IN_PLACE}, good)}
             self._take_step(here)
             self._tell(here.record, started)
+            # The next evaluation needs the memory.
+            del here
             checkpoints = self._options.checkpoints
             if checkpoints is not None and self.step % checkpoints.every == 0:
                 self._save(self.state())
@@ -168,13 +171,12 @@ class Loop:
         self._check_nearness(setting.mean_cost(features, self.mode.class_distances))
         batch = self._batch()
         solved, by_features, by_variables = self.mode.evaluate(features, self.step, batch)
-        # Some modes read labels off particles, which takes time.
-        labels = self.mode.labels() if options.functionals else None
-        values, extra = value_and_velocity(
-            options.functionals, points, labels, setting.source.masses
-        )
         velocity = self._space.pull_back(points, by_features)
-        velocity = velocity + (extra if batch is None else batch.only(extra))
+        values: dict[str, float] = {}
+        if options.functionals:
+            masses, labels = setting.source.masses, self.mode.labels()
+            values, extra = value_and_velocity(options.functionals, points, labels, masses)
+            velocity = velocity + (extra if batch is None else batch.only(extra))
         objective = solved.value + sum(values.values())
         if not math.isfinite(objective) or not bool(torch.isfinite(velocity).all()):
             raise InputError("the objective or its gradient is not finite")
@@ -194,7 +196,7 @@ class Loop:
         self, objective: float, solved: Divergence, values: dict[str, float], velocity: Tensor
     ) -> StepRecord:
         options, masses = self._options, self._setting.source.masses
-        speeds = velocity.double().square().sum(1)
+        speeds = torch.linalg.vector_norm(velocity, dim=1).double().square()
         return StepRecord(
             step=self.step,
             objective=objective,
@@ -267,3 +269,26 @@ def _some(rows: Tensor, size: int, draw: torch.Generator) -> Tensor:
     """`size` of the rows, or all if there are fewer, in their order."""
     chosen = torch.randperm(len(rows), generator=draw)[:size].sort().values
     return rows[chosen.to(rows.device)]
+
+
+def _copied(state: Any, into: Any = None) -> Any:
+    """A nest of containers with CPU copies of its tensors.
+
+    Args:
+        state: the nest.
+        into: an earlier copy, whose memory is used again where it fits: memory that a GPU can
+            write to at full speed takes long to get.
+    """
+    match state:
+        case Tensor():
+            fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (
+                state.shape,
+                state.dtype,
+            )
+            if not fits:
+                into = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
+            return into.copy_(state.detach())
+        case dict():
+            known = into if isinstance(into, dict) else {}
+            return {key: _copied(part, known.get(key)) for key, part in state.items()}
+    return state

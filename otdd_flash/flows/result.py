@@ -40,7 +40,8 @@ class FlowResult:
         class_distances: W as the last evaluation saw it; in mode `augmented`, that of the start.
         settings: what the flow depended on, by the keys of the command line.
         moments: what every step saw, if it was kept.
-        compute: where and how passes ran, and will run for maps.
+        compute: where and how passes were asked to run, and will run for maps.
+        ran_on: the device and the way passes ran.
         stopped_by: `steps`, `tolerance` or `interrupted`.
         seconds: wall time of the preparation and of the flow.
     """
@@ -54,6 +55,7 @@ class FlowResult:
     settings: Mapping[str, Any]
     moments: tuple[Moment, ...]
     compute: ComputeOptions
+    ran_on: str
     stopped_by: str
     seconds: Mapping[str, float]
 
@@ -116,6 +118,7 @@ class FlowResult:
             "history": [asdict(record) for record in self.history],
             "settings": dict(self.settings),
             "compute": asdict(self.compute),
+            "ran_on": self.ran_on,
             "versions": versions(),
             "config": None,
         }
@@ -258,6 +261,7 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         settings,
         tuple(moments),
         ComputeOptions(**{**summary["compute"], "device": "auto"}),
+        summary["ran_on"],
         summary["stopped_by"],
         summary["seconds"],
     )

@@ -198,6 +198,7 @@ def gradient_flow(
         settings,
         tuple(loop.moments),
         compute,
+        loop.ran_on,
         loop.stopped_by,
         {"prepare": prepared - started, "flow": time.perf_counter() - prepared},
     )

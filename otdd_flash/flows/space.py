@@ -1,22 +1,135 @@
-"""Placeholder until the space module lands."""
+"""Where particles move: among features, or among the images whose features a network computes.
 
-from typing import Protocol
+Transport compares features phi(x_i) (n, d) of particles x_i (n, p). By the chain rule the gradient
+of a loss by particle x_i is J_i^T g_i, with J_i = d phi / d x (d, p) at x_i, and g_i (d,) the
+gradient by its features.
+"""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
 from torch import Tensor
+
+from otdd_flash.errors import InputError
 
 
 class Space(Protocol):
-    key: str
+    """What a flow asks of the space of its particles.
 
-    def features(self, points: Tensor) -> Tensor: ...
-    def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor: ...
+    Attributes:
+        key: equal for two spaces only if they give equal features.
+    """
 
-
-class FeatureSpace:
-    key = "features"
+    @property
+    def key(self) -> str:
+        """What a resumed flow compares."""
 
     def features(self, points: Tensor) -> Tensor:
+        """phi(points) (n, d) of the particles (n, p), without gradient."""
+
+    def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
+        """J^T gradient (n, p), row by row, for a gradient (n, d) by the features of `points`."""
+
+
+@dataclass(frozen=True)
+class FeatureSpace:
+    """Particles are features themselves: phi is the identity."""
+
+    key: str = "features"
+
+    def features(self, points: Tensor) -> Tensor:
+        """The points."""
         return points
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient."""
         return gradient
+
+
+@dataclass(frozen=True)
+class ImageSpace:
+    """Particles are images, flattened: channel after channel, rows from the top, in [0, 1].
+
+    Images pass through the network chunk by chunk, once for the features and again for the
+    gradient: memory for activations is that of one chunk, whatever n.
+
+    Attributes:
+        network: images (b, c, h, w) to features (b, d), differentiable; such as
+            `otdd_flash.extractors.differentiable.differentiable` gives. It must treat every image
+            by itself and always alike: no dropout, no statistics of the batch.
+        shape: (c, h, w).
+        chunk: images at a time.
+        key: identifies the network.
+
+    Raises:
+        InputError: a shape or a chunk that is not positive.
+    """
+
+    network: Callable[[Tensor], Tensor]
+    shape: tuple[int, int, int]
+    chunk: int = 256
+    key: str = "images"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if len(self.shape) != 3 or not all(_positive(length) for length in self.shape):
+            raise InputError(f"shape must be (channels, height, width), got {self.shape}")
+        if not _positive(self.chunk):
+            raise InputError(f"chunk must be a positive number of images, got {self.chunk!r}")
+
+    def features(self, points: Tensor) -> Tensor:
+        """phi(points) (n, d) of the images (n, c h w), in the network's type.
+
+        Raises:
+            InputError: the points are no images of this shape, or what the network returns are no
+                features of them.
+        """
+        with torch.no_grad():
+            return torch.cat([self._forward(points[rows]) for rows in self._chunks(points)])
+
+    def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
+        """J^T gradient (n, c h w), in the type of `points`.
+
+        Raises:
+            InputError: as `features`; or the network carries no gradient.
+        """
+        pulled = torch.empty_like(points)
+        for rows in self._chunks(points):
+            images = points[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                features = self._forward(images)
+            if not features.requires_grad:
+                raise InputError(
+                    "the network carries no gradient from features to pixels; compute features by "
+                    "torch operations, without detach, no_grad or numpy"
+                )
+            (pulled[rows],) = torch.autograd.grad(features, images, gradient[rows])
+        return pulled
+
+    def _chunks(self, points: Tensor) -> Iterator[slice]:
+        c, h, w = self.shape
+        if points.ndim != 2 or points.shape[1] != c * h * w:
+            raise InputError(
+                f"points must be {c} x {h} x {w} images, flattened to (n, {c * h * w}), got "
+                f"{tuple(points.shape)}"
+            )
+        for start in range(0, len(points), self.chunk):
+            yield slice(start, start + self.chunk)
+
+    def _forward(self, points: Tensor) -> Tensor:
+        features: Any = self.network(points.reshape(-1, *self.shape))
+        if not isinstance(features, Tensor) or features.shape[:-1] != (len(points),):
+            got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            raise InputError(
+                f"the network must return one row of features per image, shape ({len(points)}, d), "
+                f"got {got}"
+            )
+        return features
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -21,6 +21,9 @@ from otdd_flash.labels.nuclear_norm import by_products, nuclear_norms, polar_fac
 from otdd_flash.labels.pair_chunks import chunk_size, equal_chunks
 from otdd_flash.labels.pairs import Progress
 
+# Of all products of a chunk together: enough to keep a GPU busy.
+FILLING_ENTRIES = 2**22
+
 
 def fidelities(
     factors: Sequence[Tensor], pairs: Tensor, progress: Progress | None = None
@@ -126,4 +129,6 @@ class _Fidelities(torch.autograd.Function):
 def _chunk_size(left: Tensor, right: Tensor) -> int:
     rows, more_rows, dim = left.shape[1], right.shape[1], left.shape[2]
     # The two factors, and the product with what its decomposition needs beside it.
-    return chunk_size((rows + more_rows) * dim + 3 * rows * more_rows, left.device)
+    size = chunk_size((rows + more_rows) * dim + 3 * rows * more_rows, left.device)
+    # A few large products fill a GPU, and what is filled up with copies is computed too.
+    return min(size, max(1, FILLING_ENTRIES // (rows * more_rows))) if left.is_cuda else size

@@ -1,4 +1,4 @@
-"""What the solver asks of a cost: five operations, whatever holds the matrix.
+"""What the solver asks of a cost: six operations, whatever holds the matrix.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
@@ -76,7 +76,10 @@ class Operator(Protocol):
 
     @property
     def cost_error(self) -> float:
-        """Bound on the rounding error of a computed C_ij, in units of the cost."""
+        """Bound on the rounding error of computed costs, in units of the cost.
+
+        Taken as the mean over an optimal plan between a and b, by which its value moves.
+        """
         ...
 
     @property
@@ -118,4 +121,12 @@ class Operator(Protocol):
         self, f: Tensor, g: Tensor, epsilon: float, values: Tensor
     ) -> Applied:
         """P^T U (m, k) for U (n, k), and P^T 1 (m,)."""
+        ...
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64; takes less than a pass."""
+        ...
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
         ...

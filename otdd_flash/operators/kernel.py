@@ -53,7 +53,7 @@ class KernelOperator:
         parts, (x, y) = PARTS[precision], self._packed
         steps = x.coordinates.shape[1] * parts / PRODUCT_DEPTH
         unit = torch.finfo(self.dtype).eps / 2
-        self.cost_error = unit * (3 + steps) * self.cost_range.highest
+        self.cost_error = unit * (6 + steps) * self.mean_cost
         self._rows = _side(x, cost.a, cost.lambda_x, parts)
         self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
         scale = 2 * cost.lambda_x * 2.0 ** (-2 * x.exponent)
@@ -119,6 +119,14 @@ class KernelOperator:
         """P^T U (m, k) for U (n, k), and P^T 1 (m,)."""
         sides = self._columns, self._rows, self._transposed
         return _applied(*sides, self.b, (g, f), epsilon, values, None)
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        return self.cost.expected_costs(masses)
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        return self.cost.own_costs()
 
     def _half_step(
         self,

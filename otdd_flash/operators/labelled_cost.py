@@ -90,6 +90,27 @@ class LabelledCost:
         """(n, m)."""
         return self.points[0].shape[0], self.points[1].shape[0]
 
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64: O((n + m) d), from q's moments."""
+        x, y = self.points
+        total, moment, squares = masses.sum(), torch.zeros_like(self.centre), masses.new_zeros(())
+        for rows, weights in zip(_chunks(y), _chunks(masses), strict=True):
+            centred = rows.double() - self.centre
+            moment += weights @ centred
+            squares += weights @ centred.square().sum(1)
+        found = []
+        for rows in _chunks(x):
+            centred = rows.double() - self.centre
+            found.append(total * centred.square().sum(1) - 2 * (centred @ moment) + squares)
+        classes = self.class_costs @ _mass_per_class(
+            masses, self.labels[1], self.class_costs.shape[1]
+        )
+        return self.lambda_x * torch.cat(found) + classes[self.labels[0]]
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) of a cloud with itself, float64."""
+        return self.class_costs[self.labels[0], self.labels[0]]
+
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both clouds minus the centre, subtracted in float64 and rounded once."""
         x = _centred(self.points[0], self.centre, dtype)

@@ -65,6 +65,15 @@ class StoredOperator(TiledOperator):
         """How the scores are held."""
         return "torch, scores kept"
 
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64: one product with the scores."""
+        scores = torch.mv(self.scores, masses.to(self.dtype)).double()
+        return self.row_offset.double() * masses.sum() - scores
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        return self.row_offset.double() - self.scores.diagonal().double()
+
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the whole matrix as one block."""
         yield 0, self.scores

@@ -37,14 +37,18 @@ class StreamedOperator(TiledOperator):
         x, y = cost.centred(dtype)
         # Of the rounded points, so that every cost is that of one cloud.
         squares_x, squares_y = (cost.lambda_x * squared_norms(points) for points in (x, y))
+        # A dot product of d terms, whose errors add up like a random walk, is 2 x.y <= ||x||^2 +
+        # ||y||^2, which the mean cost holds; three more roundings are of up to twice that.
+        unit, growth = torch.finfo(dtype).eps / 2, math.sqrt(x.shape[1])
         super().__init__(
             cost.a,
             cost.b,
             squares_x.to(dtype),
             cost_range=cost.cost_range,
             mean_cost=cost.mean_cost,
-            cost_error=_relative_error(x.shape[1], dtype) * cost.cost_range.highest,
+            cost_error=unit * (6 + growth) * cost.mean_cost,
         )
+        self._cost = cost
         self._points, self._labels, self._lambda_x = (x, y), cost.labels[0], cost.lambda_x
         self._bias = (-cost.class_costs[:, cost.labels[1]] - squares_y).to(dtype)
 
@@ -52,6 +56,14 @@ class StreamedOperator(TiledOperator):
     def backend(self) -> str:
         """How the scores are held."""
         return "torch, scores streamed"
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        return self._cost.expected_costs(masses)
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        return self._cost.own_costs()
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield S in blocks of rows, in a buffer that the next block overwrites."""
@@ -65,11 +77,3 @@ class StreamedOperator(TiledOperator):
             block = buffer[: rows.stop - start]
             torch.index_select(self._bias, 0, self._labels[rows], out=block)
             yield start, block.addmm_(x[rows], y.T, alpha=2 * self._lambda_x)
-
-
-def _relative_error(dim: int, dtype: torch.dtype) -> float:
-    """Relative error of a computed cost: a dot product of d terms, then three more roundings.
-
-    The rounding errors of d products add up like a random walk, hence sqrt(d) and not d.
-    """
-    return torch.finfo(dtype).eps / 2 * (3 + math.sqrt(dim))

@@ -42,7 +42,7 @@ class TiledOperator(ABC):
         row_offset: (n,) with C_ij = row_offset_i - S_ij.
         cost_range: an interval that holds C on the support.
         mean_cost: sum_ij a_i b_j C_ij.
-        cost_error: bound on the rounding error of a computed C_ij, in units of the cost.
+        cost_error: bound on the mean rounding error of computed costs, in units of the cost.
     """
 
     def __init__(
@@ -92,6 +92,14 @@ class TiledOperator(ABC):
     def refined(self) -> TiledOperator:
         """Itself: scores are computed in the precision of the potentials."""
         return self
+
+    @abstractmethod
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+
+    @abstractmethod
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
 
     @abstractmethod
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:

@@ -8,23 +8,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.report.class_moves import WORTH_SHOWING, Move, strongest_moves
-from otdd_flash.report.label_placement import place_labels
-from otdd_flash.report.page import (
-    DPI,
-    INK,
-    SOURCE_COLOR,
-    TARGET_COLOR,
-    fit,
-    measure,
-    name_style,
-    new_figure,
-    save_picture,
-    shorten,
+from otdd_flash.report.page import INK, SOURCE_COLOR, TARGET_COLOR, save_picture, shorten
+from otdd_flash.report.plane_frame import (
+    axis_name,
+    name_axes,
+    plane_frame,
+    write_legend,
+    write_title,
 )
+from otdd_flash.report.point_names import PointName, draw_names
 from otdd_flash.report.principal_plane import fit_plane
 from otdd_flash.report.projection_sides import Side, rows_with_mass, side_of
 from otdd_flash.samples import LabeledSamples
@@ -33,17 +28,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Array = NDArray[np.float64]
 ROWS_FITTED = 5000
 # With more classes a side, only the heaviest moves are drawn and only their ends marked and named.
 MOST_CLASSES, MOVES_OF_MANY, MOVES_AT_MOST = 20, 14, 40
-# Inches.
-WIDTH, LEAST_HEIGHT, MOST_HEIGHT = 8.6, 3.6, 7.4
-LEFT, RIGHT, TOP, BOTTOM = 0.75, 0.15, 0.5, 1.25
-LONGEST_LABEL, LONGEST_DATASET = 16, 60
-LABEL_POINTS, TITLE_POINTS = 9.0, 12.0
-# Pixels.
-MARKER_RADIUS, LEADER_FROM, SHORTEST_ARROW = 8.0, 24.0, 18.0
+LONGEST_DATASET = 60
+SHORTEST_ARROW = 18.0  # pixels
 
 
 def projection(
@@ -78,12 +67,8 @@ def projection(
     right = side_of(target, coupling.shape[1], plane, seed, TARGET_COLOR, "^")
     moves, marked = _moves_and_classes(coupling)
 
-    figure, axes = _frame([left.points, right.points], [left.centroids, right.centroids])
-    for axis, k in ((axes.xaxis, 0), (axes.yaxis, 1)):
-        share = plane.explained[k]
-        percent = f"{share:.1%}" if 0 < share < 0.01 else f"{share:.0%}"
-        text = f"principal axis {k + 1} ({percent} of the variance)"
-        axis.set_label_text(text, fontsize=9, color=INK)
+    figure, axes = plane_frame([left.points, right.points], [left.centroids, right.centroids])
+    name_axes(axes, axis_name(plane, 0), axis_name(plane, 1))
     for side, classes in zip((left, right), marked, strict=True):
         _draw_points(axes, side, classes)
     flat = plane.explained[1] < 1e-9
@@ -91,10 +76,7 @@ def projection(
     _draw_labels(figure, axes, (left, right), marked, moves, flat)
     _draw_legend(figure, axes, (left, right), _about(moves, coupling))
     title = f"{source.name} and {target.name} in their common principal plane"
-    text = fit(title, WIDTH, lambda shown: measure(figure, shown, TITLE_POINTS)[0])
-    height = figure.get_size_inches()[1]
-    place = (axes.get_position().x0, 1 - 0.15 / height)
-    figure.text(*place, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style())
+    write_title(figure, axes, title)
     save_picture(figure, path)
 
 
@@ -106,31 +88,6 @@ def _moves_and_classes(coupling: Tensor) -> tuple[list[Move], tuple[list[int], l
     # Between one class and one class everything moves: no arrow is needed to say so.
     moves = strongest_moves(coupling, MOVES_AT_MOST) if coupling.numel() > 1 else []
     return moves, (list(range(coupling.shape[0])), list(range(coupling.shape[1])))
-
-
-def _frame(clouds: Sequence[Array], centroids: Sequence[Array]) -> tuple[Figure, Axes]:
-    """A page with one scale in both directions, around all points but far outliers."""
-    points = np.concatenate(clouds)
-    low, high = np.quantile(points, [0.005, 0.995], axis=0)
-    reach = 0.25 * (high - low)
-    low, high = np.maximum(low - reach, points.min(0)), np.minimum(high + reach, points.max(0))
-    means = np.concatenate(centroids)
-    low, high = np.fmin(low, np.nanmin(means, 0)), np.fmax(high, np.nanmax(means, 0))
-    span = high - low if (high > low).any() else np.ones(2)
-    height = MOST_HEIGHT
-    if span[1] * WIDTH < span[0] * MOST_HEIGHT:
-        height = max(float(WIDTH * span[1] / span[0]), LEAST_HEIGHT)
-    half = 0.54 * max(span[0] / WIDTH, span[1] / height) * np.array([WIDTH, height])
-    centre = (low + high) / 2
-    page = (LEFT + WIDTH + RIGHT, BOTTOM + height + TOP)
-    figure = new_figure(*page)
-    axes = figure.add_axes((LEFT / page[0], BOTTOM / page[1], WIDTH / page[0], height / page[1]))
-    axes.set_xlim(centre[0] - half[0], centre[0] + half[0])
-    axes.set_ylim(centre[1] - half[1], centre[1] + half[1])
-    axes.ticklabel_format(scilimits=(-2, 4), useMathText=True)
-    axes.tick_params(labelsize=8, color="0.6", labelcolor=INK, length=3)
-    axes.spines[:].set_color("0.8")
-    return figure, axes
 
 
 def _draw_points(axes: Axes, side: Side, marked: Sequence[int]) -> None:
@@ -180,53 +137,22 @@ def _draw_labels(
     flat: bool,
 ) -> None:
     """Name class means in their dataset's colour, the heaviest first; the target's in italics."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patheffects import withStroke
-
-    pixels = [axes.transData.transform(side.centroids) for side in sides]
     named = [
-        (side, k, pixels[i][k])
+        (side, k)
         for i, side in enumerate(sides)
         for k in marked[i]
         if side.masses[k] > 0 and side.class_names[k]
     ]
     named.sort(key=lambda entry: -entry[0].masses[entry[1]])
-    texts = [shorten(side.class_names[k], LONGEST_LABEL) for side, k, _ in named]
-    sizes = [measure(figure, text, LABEL_POINTS, fontweight="bold") for text in texts]
-    anchors = np.array([where for *_, where in named]).reshape(-1, 2)
+    names = [
+        PointName(side.class_names[k], tuple(side.centroids[k]), side.color, side is sides[1])
+        for side, k in named
+    ]
+    ends = [(sides[0].centroids[m.source], sides[1].centroids[m.target]) for m in moves]
     x0, y0, x1, y1 = axes.get_window_extent().extents
-    spots = place_labels(
-        anchors,
-        DPI * np.array(sizes).reshape(-1, 2) + 3,
-        np.hstack([anchors - MARKER_RADIUS, anchors + MARKER_RADIUS]),
-        np.array([(pixels[0][m.source], pixels[1][m.target]) for m in moves]).reshape(-1, 2, 2),
-        # Points on a line have their arrows above it.
-        (x0, y0, x1, (y0 + y1) / 2 if flat else y1),
-    )
-    page = DPI * figure.get_size_inches()
-    for (side, _, anchor), text, spot in zip(named, texts, spots, strict=True):
-        if spot is None:
-            continue
-        x, y = np.array(spot.centre) / page
-        if spot.distance > LEADER_FROM:
-            start = anchor / page
-            figure.add_artist(
-                Line2D((start[0], x), (start[1], y), color=side.color, linewidth=0.7, zorder=4)
-            )
-        figure.text(
-            x,
-            y,
-            text,
-            fontsize=LABEL_POINTS,
-            fontweight="bold",
-            fontstyle="italic" if side is sides[1] else "normal",
-            color=side.color,
-            ha="center",
-            va="center",
-            zorder=6,
-            path_effects=[withStroke(linewidth=2.2, foreground="white")],
-            **name_style(),
-        )
+    # Points on a line have their arrows above it.
+    frame = (x0, y0, x1, (y0 + y1) / 2 if flat else y1)
+    draw_names(figure, axes, names, np.array(ends).reshape(-1, 2, 2), frame)
 
 
 def _about(moves: Sequence[Move], coupling: Tensor) -> str | None:
@@ -252,17 +178,4 @@ def _draw_legend(figure: Figure, axes: Axes, sides: tuple[Side, Side], about: st
     if about is not None:
         texts.append(about)
         handles.append(Line2D([], [], color=INK, marker=">", linewidth=1.8, markevery=[1]))
-    height = figure.get_size_inches()[1]
-    legend = figure.legend(
-        handles,
-        texts,
-        loc="upper left",
-        bbox_to_anchor=(axes.get_position().x0, (BOTTOM - 0.5) / height),
-        frameon=False,
-        fontsize=9,
-        borderpad=0,
-        borderaxespad=0,
-        labelcolor=INK,
-    )
-    for text in legend.get_texts():
-        text.set(**name_style())
+    write_legend(figure, axes, handles, texts)

@@ -1,10 +1,12 @@
 """Entropic optimal transport, solved to a marginal error and certified; written against `Operator`.
 
-`options` when to stop; `alternating` the cross term and its epsilon schedule; `symmetric` a self
-term; `sweep` and `late_reader` let both run without waiting for the device; `certificate` value and
-bounds from potentials; `term` what a solve returns; `divergence` the debiased combination;
-`problem` two clouds and their three terms; `gradient` derivatives of a solved term and of the
-divergence; `clouds` and, for autograd, `loss` the entry points.
+`options` when to stop; `alternating` the cross term, `levels` how it comes down to a small epsilon;
+`symmetric` a self term; `iteration` the loop of both, `quasi_newton` what makes it short; `sweep`
+and `late_reader` let it run without waiting for the device; `certificate` value and bounds from
+potentials, `polytope` the plans that prove the upper ones; `term` what a solve returns;
+`divergence` the debiased combination; `problem` two clouds and their three terms; `gradient`
+derivatives of a solved term and of the divergence; `clouds` and, for autograd, `loss` the entry
+points.
 
 `segmented` solves many problems side by side, `segmented_cross` and `segmented_self` are its rules.
 """

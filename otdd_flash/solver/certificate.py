@@ -1,24 +1,35 @@
 """Value and two-sided bounds of a transport term from any potentials.
 
-Cross term. After a row update the plan has row sums a and total mass 1. Let c be its column sums
-and lower = <a, f> + <b, g>, a dual value. P is the optimal plan between a and c, whose value is
-<a, f> + <c, g>; the optimal value is convex in the second mass, with the optimal g* as subgradient:
+The value is the dual at the potentials, a lower bound. The upper bound is the lesser of two.
 
-    OT <= <a, f> + <c, g> + <g*, b - c> = lower + <g* - g, b - c>
-       <= lower + ||c - b||_1 (osc g* + osc g) / 2,        osc g* <= R,  R >= max C - min C.
+1. Primal: the value of a plan that has the marginals exactly. A cross term's is the plan of the
+   potentials rounded onto the transport polytope, for one more pass: it is off by about the missing
+   mass times mean C - value. A self term's is the plan of the potential balanced on its diagonal,
+   for free, and off in the second order only. `polytope` has both.
 
-Self term with one potential. Shift f so that the plan has mass 1; with row sums r = column sums,
-lower = 2 <a, f> and both arguments move: OT <= lower + ||r - a||_1 (osc f + R).
+2. Oscillation. After a row update the plan has row sums a and total mass 1. Let c be its column
+   sums and lower = <a, f> + <b, g>. P is the optimal plan between a and c, whose value is <a, f> +
+   <c, g>; the optimal value is convex in the second mass, with the optimal g* as subgradient:
+
+       OT <= <a, f> + <c, g> + <g*, b - c> = lower + <g* - g, b - c>
+          <= lower + ||c - b||_1 (osc g* + osc g) / 2,        osc g* <= R,  R >= max C - min C.
+
+   Self term: shift f so that the plan has mass 1; with row sums r = column sums, lower = 2 <a, f>
+   and both arguments move: OT <= lower + ||r - a||_1 (osc f + R). This is the lesser one where
+   epsilon is above the costs or nearly all mass is missing.
 
 Rounding. Potentials in floating point are still valid in the dual; what rounding spoils is the mass
-that we believe their plan to have. An error delta of every computed exponent moves the value by at
-most delta, and an exponent carries the error of its cost and of the potentials it was built from,
-so both ends move outwards by
+that we believe their plan to have. Errors of computed exponents move the value by at most their
+mean over an optimal plan, as OT with another cost C' is at most <P*, C' - C> above. An exponent
+carries the error of its cost and of the potentials it was built from, so both ends move outwards by
 
     SAFETY (cost_error + u (<a, |f|> + <b, |g|>) + 4 u epsilon),      u = unit roundoff.
 
-It also hides a part of the marginal error, and a mass that seems transported may have a long way to
-go: the upper bounds take the measured distances ||c - b||_1 and ||r - a||_1 plus `rounding_floor`.
+It also hides a part of the marginal error, `rounding_floor`, which the upper bounds have to pay
+for. (2) adds it to ||c - b||_1 or ||r - a||_1. It is spread over all points, so the rounded plan
+has to move that share of itself to the product a b^T, at SAFETY floor (mean C - value): by Jensen's
+inequality T(g)_i <= sum_j b_j (C_ij - g_j), so no point's share costs less than 0 and all add up to
+that. The balanced plan pays for the same error at the prices log (Q_ii / P_ii) of its diagonal.
 """
 
 from __future__ import annotations
@@ -29,6 +40,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.polytope import balanced_value, filled_value
 
 SAFETY = 2.0
 
@@ -44,45 +56,58 @@ class Certificate(NamedTuple):
 
 
 def certify(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Certificate:
-    """One row update from g (m,), near f (n,), one column marginal: two passes."""
+    """One row update from g (m,), near f (n,), one column marginal, one rounding: three passes."""
     f = operator.softmin_rows(g, epsilon, f)
-    masses = column_marginal(operator.b, g, operator.softmin_columns(f, epsilon, g), epsilon)
-    gap, size, total, dual, swing = torch.stack(
+    updated = operator.softmin_columns(f, epsilon, g)
+    masses = column_marginal(operator.b, g, updated, epsilon)
+    gap, size, total, dual, swing, primal = torch.stack(
         (
             (masses - operator.b).abs().sum(),
             magnitude(operator, f, g),
             masses.sum(),
             operator.a @ f.double() + operator.b @ g.double(),
             oscillation(g, operator.b > 0),
+            _rounded_value(operator, f, torch.minimum(g, updated), updated, epsilon),
         )
     ).tolist()
     value = dual + epsilon * (1 - total)
     rounding = value_rounding(operator, size, epsilon)
-    error = gap + rounding_floor(operator, size, epsilon)
-    bounds = (value - rounding, value + error * (swing + cost_spread(operator)) / 2 + rounding)
-    return Certificate(f, g, value, bounds, error)
+    floor = rounding_floor(operator, size, epsilon)
+    error = gap + floor
+    upper = min(
+        value + error * (swing + cost_spread(operator)) / 2,
+        primal + SAFETY * floor * max(0.0, operator.mean_cost - value),
+    )
+    return Certificate(f, g, value, (value - rounding, max(value, upper) + rounding), error)
 
 
 def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
     """The plan of one potential f (n,) between a cloud and itself: one pass."""
-    masses = column_marginal(operator.a, f, operator.softmin_rows(f, epsilon, f), epsilon)
-    total = masses.sum()
+    excess = (f.double() - operator.softmin_rows(f, epsilon, f).double()) / epsilon
+    logs = operator.a.log() + torch.where(operator.a > 0, excess, 0)
+    # A start may be any constant away, too far for the mass itself.
+    total = logs.logsumexp(0)
+    rows = (logs - total).exp()
     # Before the shift, as in the iteration that stopped on it.
     before = magnitude(operator, f, f)
-    f = f - (epsilon / 2 * total.log()).to(f.dtype)
-    gap, size_before, size, dual, swing = torch.stack(
+    f = f - (epsilon / 2 * total).to(f.dtype)
+    primal, change = balanced_value(operator, f, rows, epsilon)
+    gap, size_before, size, dual, swing, upper, share = torch.stack(
         (
-            (masses / total - operator.a).abs().sum(),
+            (rows - operator.a).abs().sum(),
             before,
             magnitude(operator, f, f),
             operator.a @ f.double(),
             oscillation(f, operator.a > 0),
+            primal,
+            change,
         )
     ).tolist()
     value = 2 * dual
     rounding = value_rounding(operator, size, epsilon)
     error = gap + rounding_floor(operator, size_before, epsilon)
-    bounds = (value - rounding, value + error * (swing + cost_spread(operator)) + rounding)
+    upper = min(value + error * (swing + cost_spread(operator)), upper + rounding * share)
+    bounds = (value - rounding, max(value, upper) + rounding)
     return Certificate(f, f, value, bounds, error)
 
 
@@ -125,3 +150,18 @@ def oscillation(potential: Tensor, support: Tensor) -> Tensor:
 def cost_spread(operator: Operator) -> float:
     """R >= max C - min C over the support."""
     return operator.cost_range.highest - operator.cost_range.lowest
+
+
+def _rounded_value(
+    operator: Operator, f: Tensor, lowered: Tensor, updated: Tensor, epsilon: float
+) -> Tensor:
+    """Primal value of the plan of (f, g) rounded onto the transport polytope: one pass.
+
+    Columns with too much mass are scaled down to b, by lowering g to min(g, T(f)); rows, which were
+    exact, are then short of mass too.
+    """
+    columns = column_marginal(operator.b, lowered, updated, epsilon)
+    softmin = operator.softmin_rows(lowered, epsilon, f)
+    rows = column_marginal(operator.a, f, softmin, epsilon)
+    marginals = torch.minimum(rows, operator.a), columns
+    return filled_value(operator, (f, lowered), marginals, epsilon)

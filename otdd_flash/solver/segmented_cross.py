@@ -11,7 +11,7 @@ plain iterations falling by a factor 1 - eta each, over-relaxed ones take the or
 instead of 1 / eta. `operators.segments` says why they cannot diverge.
 
 A plain iteration measures the marginal error of a plan with exact row sums, and ends on the values
-and masses that the certificate of `certificate.certify` needs: certifying costs no further pass. An
+and masses that the oscillation bound of `certificate` needs: certifying costs no further pass. An
 over-relaxed iteration measures the error of a plan without exact rows, which is larger, 1 / (2 -
 omega) times where one slow mode is left. So a plain iteration is tried when it falls to eight times
 the tolerance, and if that was too early, when it has fallen by as much as was still missing.

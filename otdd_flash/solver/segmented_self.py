@@ -1,7 +1,7 @@
 """OT_epsilon of many clouds with themselves: averaged updates of one potential.
 
 As in `symmetric`, f <- (f + T(f)) / 2, an update of relaxation 1/2, converges in ten to twenty
-steps at any epsilon, and the certificate is that of `certificate.certify_self`, with one bound
+steps at any epsilon, and the bounds are those by oscillation of `certificate`, with one bound
 more: of a plan with row sums r and mass t, ||r / t - a||_1 <= ||r - a||_1 + |t - 1|.
 """
 

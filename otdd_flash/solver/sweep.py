@@ -17,7 +17,7 @@ from otdd_flash.operators.base import Operator
 State = tuple[Tensor, ...]
 Step = Callable[[Operator, float, State], State]
 
-# Steps between two looks at the marginals where passes are short.
+# Steps between two looks at the marginals where passes are short and recorded.
 SHORT_STEPS = 4
 
 # A graph takes about as long to record as this many steps, so it is not recorded before them.
@@ -43,9 +43,9 @@ def sweep(operator: Operator, step: Step, epsilon: float, state: State, count: i
     return recording.run(operator, step, epsilon, state, count)
 
 
-def steps_between_looks(operator: Operator) -> int:
-    """How many steps a sweep should take before its marginals are looked at."""
-    return SHORT_STEPS if operator.short_passes else 1
+def steps_between_looks(operator: Operator, taken: int) -> int:
+    """How many steps to take before the marginals are looked at, after `taken` at this epsilon."""
+    return SHORT_STEPS if operator.short_passes and taken >= STEPS_BEFORE_RECORDING else 1
 
 
 def _one_by_one(operator: Operator, step: Step, epsilon: float, state: State, count: int) -> State:

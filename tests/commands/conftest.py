@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 
 from otdd_flash.commands.outcome import Outcome
 from otdd_flash.commands.runner import run_command
-from otdd_flash.distance import main
+from otdd_flash.distance import main as distance
+from otdd_flash.flow import main as flow
 from otdd_flash.report import writing
 
 # A comparison that takes a tenth of a second, pictures aside.
@@ -62,18 +63,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def command(
+def ended(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., Ended]]:
-    """`command(*arguments)` runs `python -m otdd_flash.distance` on a small problem."""
+) -> Callable[..., Ended]:
+    """`ended(main, *arguments)` runs a command's entry point in this process."""
 
-    def run(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["distance.py", *_small(arguments)])
+    def run(main: Callable[[], None], *arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["command.py", *arguments])
         monkeypatch.setattr(Outcome, "exit_code", 0)
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as left:
             run_command(main)
         captured = capsys.readouterr()
-        return Ended(int(ended.value.code or 0), captured.out, captured.err)
+        return Ended(int(left.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def command(ended: Callable[..., Ended]) -> Callable[..., Ended]:
+    """`command(*arguments)` runs `python -m otdd_flash.distance` on a small problem."""
+    return lambda *arguments: ended(distance, *_small(arguments))
+
+
+@pytest.fixture
+def flow_command(ended: Callable[..., Ended]) -> Callable[..., Ended]:
+    """`flow_command(*arguments)` runs `python -m otdd_flash.flow` on a small problem."""
+
+    def run(*arguments: str) -> Ended:
+        # Steps that differ between runs of one test are the test's.
+        steps = () if any(a.startswith("flow.steps=") for a in arguments) else ("flow.steps=2",)
+        return ended(flow, *_small(arguments), *steps)
 
     return run
 
@@ -98,11 +117,11 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def composed() -> Callable[..., DictConfig]:
-    """`composed(*overrides)` is the configuration of a run."""
+    """`composed(*overrides)` is the configuration of a run, by default of a distance."""
 
-    def run(*overrides: str) -> DictConfig:
+    def run(*overrides: str, name: str = "distance") -> DictConfig:
         with initialize_config_module("otdd_flash.conf", version_base="1.3"):
-            return compose("distance", overrides=list(overrides))
+            return compose(name, overrides=list(overrides))
 
     return run
 

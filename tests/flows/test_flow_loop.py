@@ -126,7 +126,7 @@ def test_solves_start_where_the_last_ended() -> None:
     assert sum(record.iterations for record in warm.history[1:]) < 0.7 * iterations
 
 
-def test_a_target_divergence_forgets_nothing_between_targets_and_batches() -> None:
+def test_a_target_divergence_goes_on_from_its_state() -> None:
     setting = setting_of(SOURCE, TARGET, otdd.LabelMetric("none"))
     divergence = TargetDivergence(setting)
     divergence(SOURCE, None, frozenset())

@@ -63,6 +63,11 @@ def self_cost_of(case):
     )
 
 
+def largest_error(operator):
+    """Bound on the error of every computed cost, of which `cost_error` is the mean."""
+    return operator.cost_error * operator.cost_range.highest / max(operator.mean_cost, 1e-30)
+
+
 def dense_cost(operator):
     """The cost of the points that the kernel sees, (n, m) float64."""
     x, y = operator.seen_points()

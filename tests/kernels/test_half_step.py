@@ -13,19 +13,22 @@ from kernel_cases import (
     clouds,
     cost_of,
     dense_cost,
+    largest_error,
     potentials,
+    self_cost_of,
 )
 
 from otdd_flash.kernels.packed_points import MOST_PADDING, arrange, pack, power_of_two_scale
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS, BLOCK_ROWS
 from otdd_flash.operators import kernel as kernel_operator
-from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.build import ComputeOptions, GroundCost
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.problem import Problem
 
 
 def softmins(cost, masses, potential, epsilon):
@@ -39,7 +42,7 @@ def test_half_steps_are_exact_for_the_rounded_points(case, precision, epsilon):
     operator = KernelOperator(cost_of(case), precision)
     cost = dense_cost(operator)
     f, g = potentials(operator)
-    atol = operator.cost_error + 1e-6 * (float(cost.max()) + epsilon)
+    atol = largest_error(operator) + 1e-6 * (float(cost.max()) + epsilon)
     expected = softmins(cost, operator.b, g, epsilon)
     got = operator.softmin_rows(g, epsilon)
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
@@ -61,7 +64,7 @@ def test_a_guess_near_or_far_changes_nothing_but_the_way(case, distance, monkeyp
     offset = distance * EPSILON * torch.randn(operator.shape[0], generator=draw).to(DEVICE)
     guess = (expected + offset).float()
     got = operator.softmin_rows(g, EPSILON, guess)
-    atol = operator.cost_error + 1e-6 * (float(cost.max()) + EPSILON)
+    atol = largest_error(operator) + 1e-6 * (float(cost.max()) + EPSILON)
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
 
 
@@ -76,7 +79,7 @@ def test_refined_half_steps_are_those_of_the_original_points(case, precision):
     g = torch.randn(case[1], generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = streamed.softmin_rows(g, EPSILON)
     refined = operator.refined.softmin_rows(g, EPSILON)
-    atol = operator.refined.cost_error + streamed.cost_error
+    atol = largest_error(operator.refined) + largest_error(streamed)
     torch.testing.assert_close(refined, expected, rtol=0, atol=atol)
     assert operator.refined.refined.backend == operator.refined.backend
     if precision == "fast" and case != SMALL[0]:
@@ -165,6 +168,39 @@ def test_a_solve_in_triton_ends_on_the_original_points(epsilon):
     assert term.bounds[1] - term.bounds[0] < 0.02 * truth
     plan = reference.plan(cost, a, b, term.f.cpu(), term.g.cpu(), epsilon)
     assert float((plan.sum(0) - b).abs().sum()) <= term.marginal_error
+
+
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize("iterations", [1, 5, pytest.param(40, marks=pytest.mark.gpu)])
+def test_divergences_in_triton_hold_the_truth_at_every_stop(precision, iterations):
+    x, y, a, b, labels_x, labels_y, _ = clouds(20, 30, 3, 2, 2)
+    source, target = (
+        LabeledSamples(points, labels, ("0", "1"), masses)
+        for points, labels, masses in ((x, labels_x, a), (y, labels_y, b))
+    )
+    table = torch.rand(4, 4, generator=torch.Generator().manual_seed(0)).double() * 3
+    table = (table + table.T).fill_diagonal_(0)
+    compute = ComputeOptions(device=DEVICE.type, backend="triton", precision=precision)
+    options = SolverOptions(1e-3, max_iterations=iterations)
+    problem = Problem(source, target, 0.1, table, GroundCost(0.5, 1.0), compute)
+    found = problem.solve(options)
+    costs = (
+        reference.dense_cost(x, y, 0.5, table[:2, 2:], labels_x, labels_y),
+        reference.dense_cost(x, x, 0.5, table[:2, :2], labels_x, labels_x),
+        reference.dense_cost(y, y, 0.5, table[2:, 2:], labels_y, labels_y),
+    )
+    truth = reference.sinkhorn_divergence(costs, a, b, 0.1)
+    assert found.bounds[0] <= truth <= found.bounds[1]
+    assert found.bounds[1] - found.bounds[0] < {1: 4.0, 5: 0.3, 40: 3e-3}[iterations] * truth
+
+
+def test_expected_and_own_costs():
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    operator = KernelOperator(cost_of((33, 70, 3, 1, 70)), "high")
+    masses = torch.rand(70, generator=draw, device=DEVICE, dtype=torch.float64)
+    torch.testing.assert_close(operator.expected_costs(masses), dense_cost(operator) @ masses)
+    own = KernelOperator(self_cost_of((33, 70, 3, 5, 1)), "high")
+    torch.testing.assert_close(own.own_costs(), dense_cost(own).diagonal(), rtol=0, atol=1e-9)
 
 
 @pytest.mark.gpu

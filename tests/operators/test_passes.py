@@ -176,9 +176,37 @@ def test_computed_costs_are_within_the_stated_error(case: Case) -> None:
     computed = case.operator.row_offset.double().unsqueeze(1) - scores
     # A given matrix is taken as it is, in its own precision.
     truth = case.cost.to(case.operator.dtype).double()
-    unit = torch.finfo(case.operator.dtype).eps
-    error = float((computed - truth).abs().max())
-    assert error <= case.operator.cost_error + unit * float(truth.max())
+    _, f, g = reference.entropic_transport(truth, case.a, case.b, EPSILON, tolerance=1e-6)
+    plan = reference.plan(truth, case.a, case.b, f, g, EPSILON)
+    error = float((plan * (computed - truth).abs()).sum())
+    # Of the reference itself.
+    assert error <= case.operator.cost_error + 1e-15 * float(truth.max())
+
+
+def test_expected_costs(case: Case) -> None:
+    masses = torch.rand(case.b.shape, dtype=torch.float64)
+    got = case.operator.expected_costs(masses)
+    atol = case.atol * float(masses.sum())
+    torch.testing.assert_close(got, case.cost @ masses, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("size", [1, 33])
+def test_own_costs(held: str, dtype: torch.dtype, size: int) -> None:
+    draw = torch.Generator().manual_seed(size)
+    x, masses = torch.randn(size, 4, generator=draw) + 3, torch.ones(size).double() / size
+    labels = torch.randint(0, 3, (size,), generator=draw)
+    classes = torch.rand(3, 3, generator=draw).double()
+    labelled = LabelledCost(
+        x, x, masses, masses, labels_x=labels, labels_y=labels, class_costs=classes, lambda_x=0.5
+    )
+    operator: TiledOperator = StreamedOperator(labelled, dtype)
+    cost = reference.dense_cost(x, x, 0.5, classes, labels, labels)
+    if held == "stored":
+        operator = StoredOperator.keep(operator)
+    elif held == "given":
+        operator = StoredOperator.from_cost(cost.to(dtype), masses, masses)
+    atol = TOLERANCE[dtype] * float(cost.max())
+    torch.testing.assert_close(operator.own_costs(), cost.diagonal(), rtol=0, atol=atol)
 
 
 def test_far_from_the_origin_costs_keep_their_digits() -> None:

@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from otdd_flash.errors import InputError
+from otdd_flash.operators.build import ComputeOptions, GroundCost
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.operators.tiled import TiledOperator
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver import problem as solver_problem
 from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.certificate import cost_spread
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.symmetric import solve_symmetric
 from otdd_flash.solver.term import TransportTerm
@@ -42,8 +48,9 @@ class Problem:
     options: SolverOptions
     relative_epsilon: float
     warm: bool
+    stored: bool
 
-    def operator(self, left: Cloud, right: Cloud, block: Tensor) -> StreamedOperator:
+    def operator(self, left: Cloud, right: Cloud, block: Tensor) -> TiledOperator:
         cost = LabelledCost(
             left.points,
             right.points,
@@ -54,7 +61,8 @@ class Problem:
             class_costs=block,
             lambda_x=self.lambda_x,
         )
-        return StreamedOperator(cost, self.dtype)
+        streamed = StreamedOperator(cost, self.dtype)
+        return StoredOperator.keep(streamed) if self.stored else streamed
 
     def cost(self, left: Cloud, right: Cloud, block: Tensor) -> Tensor:
         return reference.dense_cost(
@@ -65,11 +73,11 @@ class Problem:
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    d, classes = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    d, classes = draw(st.sampled_from([1, 2, 5, 64])), draw(st.integers(1, 3))
     x, y = (
         _cloud(
             generator,
-            n=draw(st.integers(1, 16)),
+            n=draw(st.integers(1, 16) | st.just(40)),
             d=d,
             classes=classes,
             scale=draw(st.sampled_from([0.1, 1.0, 10.0])),
@@ -85,9 +93,13 @@ def problems(draw: st.DrawFn) -> Problem:
         (table + table.T).fill_diagonal_(0),
         lambda_x=draw(st.sampled_from([0.1, 0.5, 1.0])),
         dtype=draw(st.sampled_from([torch.float32, torch.float64])),
-        options=SolverOptions(1e-3, max_iterations=draw(st.sampled_from([1, 2, 5, 20, 2000]))),
-        relative_epsilon=10 ** draw(st.floats(-2.5, 0.5)),
+        options=SolverOptions(
+            draw(st.sampled_from([1e-2, 1e-3, 1e-4, 1e-5])),
+            max_iterations=draw(st.sampled_from([1, 2, 5, 20, 2000])),
+        ),
+        relative_epsilon=10 ** draw(st.floats(-2.5, 1)),
         warm=draw(st.booleans()),
+        stored=draw(st.booleans()),
     )
 
 
@@ -115,6 +127,17 @@ def contains(term: TransportTerm, truth: float) -> bool:
     return term.bounds[0] - slack <= truth <= term.bounds[1] + slack
 
 
+def is_never_wider_than_by_oscillation(
+    term: TransportTerm, operator: TiledOperator, share: float
+) -> bool:
+    """Whether the upper end is at most the value + share error (osc g + R), but for rounding."""
+    support = term.g[operator.b > 0]
+    reach = float(support.max() - support.min()) + cost_spread(operator)
+    rounding = term.value - term.bounds[0]
+    upper = term.value + share * term.marginal_error * reach + rounding
+    return term.value < term.bounds[1] <= upper + 1e-12 * abs(upper)
+
+
 def marginal_error(term: TransportTerm, cost: Tensor, a: Tensor, b: Tensor) -> float:
     """The larger of the two L1 errors of the returned potentials' plan, in float64."""
     plan = reference.plan(cost, a, b, term.f, term.g, term.epsilon)
@@ -139,6 +162,7 @@ def test_cross_terms(problem: Problem) -> None:
         assert "too tight" in str(error)  # noqa: PT017
         return
     assert contains(term, truth)
+    assert is_never_wider_than_by_oscillation(term, operator, 0.5)
     assert marginal_error(term, cost, x.masses, y.masses) <= term.marginal_error + 1e-9
 
 
@@ -160,26 +184,82 @@ def test_self_terms(problem: Problem) -> None:
         return
     assert term.f is term.g
     assert contains(term, truth)
+    assert is_never_wider_than_by_oscillation(term, operator, 1.0)
     assert marginal_error(term, cost, x.masses, x.masses) <= term.marginal_error + 1e-9
+
+
+@pytest.mark.parametrize("precision", ["fast", "high", "double"])
+@given(problem=problems())
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_divergences(precision: str, problem: Problem) -> None:
+    """The three terms' intervals together, at whatever iteration they stop."""
+    x, y, half = problem.x, problem.y, len(problem.table) // 2
+    names = tuple(map(str, range(half)))
+    source, target = (
+        LabeledSamples(cloud.points, cloud.labels, names, cloud.masses) for cloud in (x, y)
+    )
+    weights = GroundCost(problem.lambda_x, 1.0)
+    compute = ComputeOptions(device="cpu", precision=precision)
+    blocks = problem.table[:half, half:], problem.table[:half, :half], problem.table[half:, half:]
+    costs = tuple(
+        problem.cost(left, right, block)
+        for (left, right), block in zip(((x, y), (x, x), (y, y)), blocks, strict=True)
+    )
+    epsilon = problem.relative_epsilon * float(x.masses @ costs[0] @ y.masses)
+    truth = reference.sinkhorn_divergence(costs, x.masses, y.masses, epsilon)
+    whole = solver_problem.Problem(source, target, epsilon, problem.table, weights, compute)
+    try:
+        found = whole.solve(problem.options)
+    except InputError as error:
+        assert "too tight" in str(error)  # noqa: PT017
+        return
+    slack = REFERENCE_ERROR * (1 + abs(found.xy.value))
+    assert found.bounds[0] - slack <= truth <= found.bounds[1] + slack
+    assert found.bounds[0] < found.value < found.bounds[1]
+
+
+def two_clouds() -> tuple[StreamedOperator, StreamedOperator]:
+    """The cost between two overlapping clouds in ten dimensions, and of the first with itself."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(80, 10, generator=draw)
+    y = torch.randn(60, 10, generator=draw) + 1
+    sides = [(points, torch.full((len(points),), 1 / len(points)).double()) for points in (x, y)]
+    sides = [(points, masses / masses.sum()) for points, masses in sides]
+    labels = [torch.zeros(len(points), dtype=torch.int64) for points in (x, y)]
+    operators = []
+    for other in (1, 0):
+        (left, a), (right, b) = sides[0], sides[other]
+        cost = LabelledCost(
+            left,
+            right,
+            a,
+            b,
+            labels_x=labels[0],
+            labels_y=labels[other],
+            class_costs=torch.zeros(1, 1).double(),
+            lambda_x=0.5,
+        )
+        operators.append(StreamedOperator(cost, torch.float64))
+    return operators[0], operators[1]
 
 
 @pytest.mark.parametrize("iterations", [1, 10, 100])
 def test_intervals_shrink_as_iterations_are_spent(iterations: int) -> None:
     """An interval that held the truth by being infinite would pass the tests above."""
-    draw = torch.Generator().manual_seed(0)
-    x, y = torch.randn(40, 2, generator=draw), torch.randn(30, 2, generator=draw) + 1
-    uniform = torch.ones(40).double() / 40, torch.ones(30).double() / 30
-    cost = LabelledCost(
-        x,
-        y,
-        *uniform,
-        labels_x=torch.zeros(40, dtype=torch.int64),
-        labels_y=torch.zeros(30, dtype=torch.int64),
-        class_costs=torch.zeros(1, 1).double(),
-        lambda_x=0.5,
-    )
-    operator = StreamedOperator(cost, torch.float64)
+    operator, _ = two_clouds()
     options = SolverOptions(1e-10, max_iterations=iterations)
-    term = solve_alternating(operator, operator.mean_cost, options)
+    term = solve_alternating(operator, operator.mean_cost / 2, options)
     width = term.bounds[1] - term.bounds[0]
     assert width <= {1: 20.0, 10: 1e-2, 100: 1e-8}[iterations]
+
+
+@pytest.mark.parametrize("relative_epsilon", [0.01, 0.1, 0.3])
+def test_intervals_are_a_fraction_of_those_by_oscillation(relative_epsilon: float) -> None:
+    operator, own = two_clouds()
+    epsilon, options = relative_epsilon * operator.mean_cost, SolverOptions(1e-3)
+    cross = solve_alternating(operator, epsilon, options)
+    alone = solve_symmetric(own, epsilon, options)
+    for term, cost, share, fraction in ((cross, operator, 0.5, 0.15), (alone, own, 1.0, 0.01)):
+        swing = float(term.g.max() - term.g.min()) + cost_spread(cost)
+        width = term.bounds[1] - term.bounds[0]
+        assert width <= fraction * share * term.marginal_error * swing

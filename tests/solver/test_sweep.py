@@ -30,7 +30,16 @@ def test_a_sweep_takes_that_many_steps(count):
     assert torch.equal(after, torch.full((3,), 0.5 * count))
     assert torch.equal(before, after - 0.5)
     assert torch.equal(start[0], torch.zeros(3))
-    assert steps_between_looks(operator) == 1
+
+
+@pytest.mark.parametrize(
+    ("short", "taken", "steps"), [(True, 11, 1), (True, 12, 4), (False, 99, 1)]
+)
+def test_only_recorded_steps_are_looked_at_in_groups(short, taken, steps, monkeypatch):
+    masses = torch.ones(1).double()
+    monkeypatch.setattr(StoredOperator, "short_passes", short)
+    operator = StoredOperator.from_cost(torch.zeros(1, 1), masses, masses)
+    assert steps_between_looks(operator, taken) == steps
 
 
 def test_on_a_cpu_numbers_come_back_at_once():

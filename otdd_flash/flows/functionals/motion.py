@@ -79,7 +79,7 @@ def _check(name: str, value: Any) -> None:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"functional {name} must return a 0-dim tensor, got {got}")
     if not bool(torch.isfinite(value)):
-        raise InputError(f"functional {name} is {float(value)}; it must be finite")
+        raise InputError(f"functional {name} is {float(value.detach())}; it must be finite")
     if not value.requires_grad:
         raise InputError(
             f"functional {name} returns a tensor without gradient; compute it from points by torch "

@@ -26,8 +26,8 @@ class EntropicMap:
         step_sizes: tau_k, one per step, as long as `fields`.
         box: (lo, hi), to which every coordinate is clamped after each step, as in the flow.
         mass: what a new point has of all mass, in [0, 1); None is the share of one more particle
-            beside n equal ones with mass, 1 / (n + 1). With 0 it is a particle that no particle feels, not
-            even itself.
+            beside n equal ones with mass, 1 / (n + 1). With 0 it is a particle that no particle
+            feels, not even itself.
 
     Raises:
         InputError: no steps, not one size per step, a size that is not finite, an empty box, or a

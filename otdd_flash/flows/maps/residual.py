@@ -49,7 +49,7 @@ class ResidualMap:
         after: LabeledSamples,
         *,
         hidden: int = 256,
-        layers: int = 3,
+        layers: int = 2,
         epochs: int = 200,
         seed: int = 0,
         device: str = "auto",

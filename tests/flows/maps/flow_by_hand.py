@@ -33,6 +33,15 @@ class HandFlow:
         return EntropicMap(self.fields, self.step_sizes)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """A flow, and where points that it did not have go in a flow that had them too."""
+
+    flow: HandFlow
+    samples: LabeledSamples
+    truth: LabeledSamples
+
+
 def class_table(source: LabeledSamples, target: LabeledSamples) -> Tensor:
     """W of gaussian classes; 0 without labels."""
     if source.labels is None:

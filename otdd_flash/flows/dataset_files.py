@@ -1,0 +1,151 @@
+"""Adapted samples as files that this package and others read: npz, and a Hugging Face dataset."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.files import replacing_folder
+from otdd_flash.labels.npz_file import write_arrays
+from otdd_flash.samples import LabeledSamples
+
+ImageShape = tuple[int, int, int]
+# What `save_to_disk` of the datasets library always leaves in a folder.
+DATASET_MARK = "state.json"
+
+
+def write_npz(samples: LabeledSamples, path: str | Path) -> None:
+    """Write samples as an npz file that the source `arrays` reads.
+
+    Its keys are `x` (n, d), and where there are any `y` (n,) int64 class indices with `class_names`
+    (V,), and `w` (n,) float64 masses.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    arrays: dict[str, Any] = {"x": samples.features.detach().cpu()}
+    if samples.labels is not None:
+        arrays |= {"y": samples.labels.cpu(), "class_names": np.array(samples.class_names, str)}
+    if samples.weights is not None:
+        arrays["w"] = samples.weights.cpu()
+    write_arrays(path, arrays)
+
+
+def write_hugging_face(
+    samples: LabeledSamples, path: str | Path, image_shape: ImageShape | None = None
+) -> None:
+    """Write samples as a folder that `datasets.load_from_disk` and the source `huggingface` read.
+
+    Its columns are `features`, d numbers in the samples' own precision, and where there are any
+    `label`, a ClassLabel, and `weight`: masses are read with `weights=weight`, and beside them
+    vectors with `input=features`. With an image shape the column `image` is what readers find
+    first: 8-bit pictures, values outside [0, 1] clipped.
+
+    Args:
+        samples: pixel values in [0, 1], channel after channel, where an image shape is given.
+        path: the folder; one that holds a dataset already is replaced.
+        image_shape: (c, h, w) of one sample, c = 1 or 3.
+
+    Raises:
+        InputError: samples are no such images, something other than a dataset is at `path`, or it
+            cannot be written.
+    """
+    import datasets
+
+    path = Path(path)
+    if path.exists() and not (path / DATASET_MARK).is_file():
+        raise InputError(
+            f"{path} exists and is no dataset, so it is not replaced; choose another folder"
+        )
+    columns: dict[str, Any] = {}
+    types: dict[str, Any] = {}
+    if image_shape is not None:
+        images = eight_bit_images(samples.features, image_shape)
+        columns["image"] = [{"bytes": _png(image), "path": None} for image in images]
+        types["image"] = datasets.Image()
+    vectors = samples.features.detach().cpu().numpy()
+    columns["features"] = vectors
+    types["features"] = datasets.Sequence(datasets.Value(vectors.dtype.name), length=samples.dim)
+    if samples.labels is not None:
+        columns["label"] = samples.labels.cpu().numpy()
+        types["label"] = datasets.ClassLabel(names=_distinct(samples.class_names))
+    if samples.weights is not None:
+        columns["weight"] = samples.weights.cpu().numpy()
+        types["weight"] = datasets.Value("float64")
+    with _without_progress_bars():
+        table = datasets.Dataset.from_dict(columns, features=datasets.Features(types))
+        with replacing_folder(path) as partial:
+            table.save_to_disk(str(partial))
+
+
+def eight_bit_images(features: Tensor, image_shape: ImageShape) -> NDArray[np.uint8]:
+    """Pixel values (n, c * h * w) as 8-bit images (n, h, w), or (n, h, w, 3) for c = 3.
+
+    Args:
+        features: 0 is black and 1 is white; what lies outside is clipped, then rounded to 1 / 255.
+        image_shape: (c, h, w).
+
+    Raises:
+        InputError: as for `check_image_shape`.
+    """
+    check_image_shape(features, image_shape)
+    levels = (features.detach().cpu().clamp(0, 1) * 255).round().byte().numpy()
+    images: NDArray[np.uint8] = np.moveaxis(levels.reshape(-1, *image_shape), 1, 3)
+    return images[..., 0] if image_shape[0] == 1 else images
+
+
+def check_image_shape(features: Tensor, image_shape: ImageShape) -> None:
+    """Refuse a shape (c, h, w) that rows of `features` do not have.
+
+    Raises:
+        InputError: rows do not have that many values, or c is neither 1 nor 3.
+    """
+    c, h, w = image_shape
+    if c not in (1, 3) or features.shape[1] != c * h * w:
+        raise InputError(
+            f"rows of {features.shape[1]} values are no images of shape {(c, h, w)}; give the "
+            "(channels, height, width) of one row, with 1 or 3 channels"
+        )
+
+
+def _png(image: NDArray[np.uint8]) -> bytes:
+    sink = io.BytesIO()
+    Image.fromarray(image).save(sink, format="PNG")
+    return sink.getvalue()
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Class names as the datasets library accepts them: in UTF-8, and no two the same."""
+    taken: list[str] = []
+    for name in names:
+        # Lone surrogates, of undecodable file names, become escapes instead of an error.
+        text = distinct = name.encode("utf-8", "backslashreplace").decode()
+        repeats = 1
+        while distinct in taken:
+            repeats += 1
+            distinct = f"{text} ({repeats})"
+        taken.append(distinct)
+    return taken
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Commands draw their own progress; the library's bars would run through it."""
+    import datasets
+
+    silent = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not silent:
+            datasets.enable_progress_bars()

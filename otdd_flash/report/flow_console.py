@@ -1,0 +1,58 @@
+"""The short table that the flow command prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from otdd_flash.report.console import interval
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def flow_table(summary: Mapping[str, Any]) -> Table:
+    """The essentials of a flow's result.json in two columns.
+
+    Args:
+        summary: the content of result.json.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"{summary['source']} → {summary['target']}"
+    table = Table(show_header=False, title=escape(title), title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    start = summary["start"]
+    table.add_row("distance before", interval(start["value"], *start["bounds"]))
+    table.add_row("distance after", interval(summary["value"], *summary["bounds"]))
+    if not summary["converged"]:
+        table.add_row(
+            "NOT CONVERGED", "in every step; only the bounds can be trusted", style="bold red"
+        )
+    for name, text in _details(summary):
+        table.add_row(name, escape(text))
+    return table
+
+
+def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    settings, seconds = summary["settings"], summary["seconds"]
+    spent = ", ".join(f"{phase} {took:.2f}" for phase, took in seconds.items())
+    details = [
+        ("mode", str(settings["flow.mode"])),
+        ("steps", f"{summary['steps']}, stopped by {summary['stopped_by']}"),
+        ("step", f"{settings['flow.optimizer']}, {settings['flow.step_size']:g}"),
+    ]
+    if settings["flow.functionals"]:
+        objective = summary["objective"]
+        details.append(("objective", f"{objective['start']:.5g} → {objective['end']:.5g}"))
+    return [
+        *details,
+        ("epsilon", f"{summary['epsilon']:.6g}"),
+        ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} coordinates"),
+        ("class distances", str(settings["labels.method"])),
+        ("marginal error", f"{summary['marginal_error']:.2g}"),
+        ("seconds", f"{sum(seconds.values()):.2f} ({spent})"),
+        ("computed on", f"{summary['ran_on']}, {summary['compute']['precision']}"),
+    ]

@@ -1,0 +1,164 @@
+"""How a flow's distance to its target fell, step by step, and what each step took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from otdd_flash.flows.history import StepRecord
+from otdd_flash.report.page import (
+    INK,
+    SOURCE_COLOR,
+    TARGET_COLOR,
+    fit,
+    measure,
+    name_style,
+    new_figure,
+    save_picture,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Array = NDArray[np.float64]
+WIDTH, HEIGHT = 7.6, 6.6  # inches
+LEFT = 0.12
+TITLE_POINTS, LABEL_POINTS = 12.0, 9.0
+# A range this wide is easier to read on a logarithmic scale.
+LOGARITHMIC_FROM = 10.0
+# With more steps, dots would run into a thick line.
+MOST_DOTS, MOST_TICKS = 60, 16
+# Bounds further off than this are cut.
+FARTHEST_FACTOR = 3.0
+
+
+def draw_objective(history: Sequence[StepRecord], path: str | Path, title: str) -> None:
+    """Draw divergence and bounds against the step, and below gradient norm and iterations.
+
+    Where functionals take part the whole objective is drawn too. A scale is logarithmic where its
+    lines are positive and span a factor of ten; bounds may then leave it below.
+
+    Args:
+        history: at least one record.
+        path: the PNG file.
+        title: what the picture is of.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    figure = new_figure(WIDTH, HEIGHT)
+    shape = {"height_ratios": (4.2, 1.2, 1.2), "hspace": 0.16}
+    place = {"left": LEFT, "right": 0.975, "top": 0.925, "bottom": 0.085}
+    panels = figure.subplots(3, 1, sharex=True, gridspec_kw=shape | place)
+    for axes in panels:
+        axes.spines[:].set_color("0.8")
+        axes.grid(color="0.92", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(labelsize=8, color="0.6", labelcolor=INK, length=3)
+        axes.yaxis.set_label_coords(-0.09, 0.5)
+    steps = np.array([record.step for record in history])
+    _draw_divergence(panels[0], steps, history)
+    _draw_gradient(panels[1], steps, history)
+    _draw_iterations(panels[2], steps, history)
+    text = fit(title, 0.85 * WIDTH, lambda shown: measure(figure, shown, TITLE_POINTS)[0])
+    figure.text(LEFT, 0.975, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style())
+    save_picture(figure, path)
+
+
+def logarithmic(values: Array) -> bool:
+    """Whether finite values are positive and wide apart."""
+    finite = values[np.isfinite(values)]
+    if not len(finite) or finite.min() <= 0:
+        return False
+    return bool(finite.max() >= LOGARITHMIC_FROM * finite.min())
+
+
+def _draw_divergence(axes: Axes, steps: Array, history: Sequence[StepRecord]) -> None:
+    divergence, objective, lower, upper = (
+        np.array([getattr(record, name) for record in history], dtype=np.float64)
+        for name in ("divergence", "objective", "lower", "upper")
+    )
+    functionals = dict.fromkeys(name for record in history for name in record.functionals)
+    lines = np.concatenate([divergence, objective]) if functionals else divergence
+    lower, upper = _choose_scale(axes, lines, lower, upper)
+    text = f"dataset distance to the target: {divergence[0]:.4g} → {divergence[-1]:.4g}"
+    axes.plot(steps, divergence, color=SOURCE_COLOR, label=text, **_line(len(steps)))
+    if functionals:
+        text = f"objective: distance + {' + '.join(functionals)}"
+        axes.plot(steps, objective, color=TARGET_COLOR, linewidth=1.8, linestyle="--", label=text)
+    early = ~np.array([record.converged for record in history])
+    if early.any():
+        text = "not converged: only the bounds hold"
+        style = _line(1) | {"markerfacecolor": "white", "markersize": 6, "linestyle": ""}
+        axes.plot(steps[early], divergence[early], color=SOURCE_COLOR, label=text, **style)
+    axes.fill_between(
+        steps, lower, upper, color=SOURCE_COLOR, alpha=0.2, linewidth=0, label="its bounds"
+    )
+    axes.set_ylabel("in units of the cost", fontsize=LABEL_POINTS, color=INK)
+    legend = axes.legend(fontsize=LABEL_POINTS, labelcolor=INK, framealpha=0.9, edgecolor="none")
+    for shown in legend.get_texts():
+        shown.set(**name_style())
+
+
+def _draw_gradient(axes: Axes, steps: Array, history: Sequence[StepRecord]) -> None:
+    norms = np.array([record.gradient_norm for record in history], dtype=np.float64)
+    _choose_scale(axes, norms, norms, norms)
+    axes.plot(steps, norms, color=INK, **_line(len(steps)))
+    axes.set_ylabel("gradient\nnorm", fontsize=LABEL_POINTS, color=INK)
+
+
+def _draw_iterations(axes: Axes, steps: Array, history: Sequence[StepRecord]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    edges = np.append(steps - 0.5, steps[-1] + 0.5)
+    axes.stairs([record.iterations for record in history], edges, fill=True, color="0.65")
+    axes.set_ylabel("solver\niterations", fontsize=LABEL_POINTS, color=INK)
+    axes.set_xlabel("step", fontsize=LABEL_POINTS, color=INK)
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    if len(steps) <= MOST_TICKS:
+        axes.set_xticks(steps)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(MOST_TICKS, integer=True))
+    room = max(0.02 * (steps[-1] - steps[0]), 0.6)
+    axes.set_xlim(steps[0] - room, steps[-1] + room)
+
+
+def _line(count: int) -> dict[str, Any]:
+    return {"linewidth": 1.8, "markersize": 4, "marker": "o" if count <= MOST_DOTS else ""}
+
+
+def _choose_scale(axes: Axes, lines: Array, lower: Array, upper: Array) -> tuple[Array, Array]:
+    """Choose scale and limits by the lines; return the bounds, cut where they are far off.
+
+    A lower bound near or below 0 on a logarithmic scale, or an upper one of a solve that hardly
+    began, would flatten the lines.
+    """
+    finite = lines[np.isfinite(lines)]
+    low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
+    if logarithmic(lines):
+        axes.set_yscale("log")
+        _label_decades(axes, low, high)
+        least, most = low / FARTHEST_FACTOR, high * FARTHEST_FACTOR
+    else:
+        reach = 0.5 * (high - low) or 0.1 * abs(high) or 1.0
+        least, most = low - reach, high + reach
+    lower, upper = np.clip(lower, least, most), np.clip(upper, least, most)
+    scale = axes.yaxis.get_transform()
+    ends = scale.transform(np.array([min(low, np.nanmin(lower)), max(high, np.nanmax(upper))]))
+    room = 0.06 * (ends[1] - ends[0]) or 0.1 * abs(ends[1]) or 1.0
+    axes.set_ylim(*scale.inverted().transform(ends + np.array([-room, room])))
+    return lower, upper
+
+
+def _label_decades(axes: Axes, low: float, high: float) -> None:
+    """Plain numbers on a logarithmic axis, those between powers of ten where these are few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    between = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=between))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,0 +1,193 @@
+"""The paths that particles of a flow took, in the plane in which they and their target spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from otdd_flash.flows.history import Trajectory
+from otdd_flash.report.flow_class_paths import (
+    Array,
+    ClassPaths,
+    against_steps,
+    class_paths,
+)
+from otdd_flash.report.flow_particles import evenly
+from otdd_flash.report.page import INK, save_picture, shorten
+from otdd_flash.report.plane_frame import (
+    axis_name,
+    name_axes,
+    new_page,
+    plane_frame,
+    write_legend,
+    write_title,
+)
+from otdd_flash.report.point_names import PointName, draw_names
+from otdd_flash.report.principal_plane import fit_plane
+from otdd_flash.report.projection_sides import Side, rows_with_mass, side_of
+from otdd_flash.samples import LabeledSamples
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROWS_FITTED = 5000
+TARGET_GREY, TARGET_INK = "0.72", "0.35"
+STEPS_HEIGHT = 4.6  # inches
+LONGEST_DATASET = 60
+# With more classes of the target, their names would cover those of the particles.
+MOST_TARGET_NAMES = 12
+# Of the means, as far as names have to avoid them.
+CORNERS = 10
+
+
+def draw_paths(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    samples: LabeledSamples,
+    trajectory: Trajectory,
+    path: str | Path,
+    *,
+    seed: int = 0,
+) -> None:
+    """Draw paths of particles, coloured by class, with the mean path of each class and the target.
+
+    The axes are the first two principal ones of target, start and end together, each fitted to at
+    most 5,000 rows. Of one-dimensional points, or points on a line, the position is drawn against
+    the step. At most 120 paths and 20 classes are shown, the heaviest; means are over all particles
+    of `trajectory`. A target in another space than the particles' is left out.
+
+    Args:
+        source: the n particles before the first step, whose classes give the colours.
+        target: the m points.
+        samples: the n particles after the last step.
+        trajectory: where some particles were at some steps.
+        path: the PNG file.
+        seed: of the subsamples.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    clouds = [source, samples] + ([target] if target.dim == source.dim else [])
+    fitted = [c.features[torch.from_numpy(rows_with_mass(c, ROWS_FITTED, seed))] for c in clouds]
+    plane = fit_plane(fitted, seed)
+    goal = None
+    if target in clouds:
+        goal = side_of(target, target.class_total, plane, seed, TARGET_INK, "^")
+    classes = class_paths(source, trajectory, plane)
+    if plane.explained[1] < 1e-9:
+        classes, goal = against_steps(classes, goal, trajectory.steps)
+        figure, axes = _steps_frame(_places(classes, goal))
+        name_axes(axes, "step", f"position along {axis_name(plane, 0)}")
+    else:
+        figure, axes = plane_frame(_places(classes, goal), [paths.mean for paths in classes])
+        name_axes(axes, axis_name(plane, 0), axis_name(plane, 1))
+    marked = _draw_target(axes, goal)
+    for paths in classes:
+        _draw_class(axes, paths)
+    _draw_class_names(figure, axes, classes, marked)
+    write_title(figure, axes, f"{source.name} on its way to {target.name}")
+    _explain(figure, axes, classes, source, _about(goal, target, bool(marked)))
+    save_picture(figure, path)
+
+
+def _places(classes: Sequence[ClassPaths], goal: Side | None) -> list[Array]:
+    """All points that are drawn."""
+    places = [paths.lines.reshape(-1, 2) for paths in classes]
+    return places if goal is None else [*places, goal.points]
+
+
+def _steps_frame(places: Sequence[Array]) -> tuple[Figure, Axes]:
+    """A page for positions against steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = new_page(STEPS_HEIGHT)
+    points = np.concatenate(places)
+    low, high = points.min(0), points.max(0)
+    room = np.where(high > low, 0.06 * (high - low), 0.5)
+    (x0, y0), (x1, y1) = low - room, high + room
+    axes.set(xlim=(x0, x1), ylim=(y0, y1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure, axes
+
+
+def _draw_target(axes: Axes, goal: Side | None) -> list[PointName]:
+    """Draw the target pale, and the means of not too many classes; return their names."""
+    if goal is None:
+        return []
+    x, y = goal.points.T
+    axes.scatter(x, y, s=14, c=TARGET_GREY, marker="^", alpha=0.6, linewidths=0, zorder=1)
+    if not any(goal.class_names) or len(goal.class_names) > MOST_TARGET_NAMES:
+        return []
+    x, y = goal.centroids.T
+    axes.scatter(x, y, s=60, c=TARGET_INK, marker="^", edgecolors="white", zorder=4.2)
+    return [
+        PointName(name, (x, y), TARGET_INK, italic=True)
+        for name, (x, y), mass in zip(goal.class_names, goal.centroids, goal.masses, strict=True)
+        if mass > 0
+    ]
+
+
+def _draw_class(axes: Axes, paths: ClassPaths) -> None:
+    """Draw thin paths from hollow to full dots, and over them the mean, heavier."""
+    from matplotlib.collections import LineCollection
+    from matplotlib.patheffects import Normal, Stroke
+
+    color, lines = paths.color, list(paths.lines)
+    axes.add_collection(
+        LineCollection(lines, colors=color, linewidths=0.7, alpha=0.4, zorder=2), autolim=False
+    )
+    x, y = paths.lines[:, 0].T
+    axes.scatter(x, y, s=12, c="white", edgecolors=color, linewidths=0.7, alpha=0.6, zorder=2)
+    x, y = paths.lines[:, -1].T
+    axes.scatter(x, y, s=12, c=color, alpha=0.6, linewidths=0, zorder=2.5)
+    x, y = paths.mean.T
+    casing = [Stroke(linewidth=4.6, foreground="white"), Normal()]
+    axes.plot(x, y, color=color, linewidth=2.6, zorder=4, path_effects=casing)
+    axes.scatter(x[:1], y[:1], s=60, c="white", edgecolors=color, linewidths=2.0, zorder=4.5)
+    axes.scatter(x[-1:], y[-1:], s=75, c=color, edgecolors="white", linewidths=1.2, zorder=5)
+
+
+def _draw_class_names(
+    figure: Figure, axes: Axes, classes: Sequence[ClassPaths], marked: Sequence[PointName]
+) -> None:
+    """Name the particles' classes at the ends of their means, and then the target's."""
+    names = [PointName(c.name, tuple(c.mean[-1]), c.color) for c in classes if c.name]
+    means = [c.mean[evenly(len(c.mean), CORNERS)] for c in classes]
+    segments = [np.stack([mean[:-1], mean[1:]], axis=1) for mean in means]
+    draw_names(figure, axes, [*names, *marked], np.concatenate(segments))
+
+
+def _about(goal: Side | None, target: LabeledSamples, marked: bool) -> str:
+    name = shorten(target.name, LONGEST_DATASET)
+    if goal is None:
+        return f"{name} lies in another space and is not shown"
+    return f"{name} ({goal.size:,} samples)" + (", and the means of its classes" if marked else "")
+
+
+def _explain(
+    figure: Figure,
+    axes: Axes,
+    classes: Sequence[ClassPaths],
+    source: LabeledSamples,
+    about_target: str,
+) -> None:
+    from matplotlib.lines import Line2D
+
+    shown, total = sum(len(paths.lines) for paths in classes), source.class_total
+    part = "" if len(classes) == total else f" ({len(classes)} of {total} shown)"
+    texts = [
+        f"path of a particle from ○ to ● ({shown:,} of {len(source):,} shown)",
+        "their mean" if source.labels is None else f"mean of a class{part}",
+        about_target,
+    ]
+    handles = [
+        Line2D([], [], color=INK, linewidth=0.7, alpha=0.6),
+        Line2D([], [], color=INK, linewidth=2.6),
+        Line2D([], [], color=TARGET_INK, marker="^", linestyle="none"),
+    ]
+    write_legend(figure, axes, handles, texts)

@@ -1,0 +1,246 @@
+"""The flow command: what it writes, how it is interrupted and goes on, what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import otdd_flash as otdd
+import otdd_flash.flow as flow_module
+from otdd_flash.commands.settings import parse
+from otdd_flash.flow import FlowSettings
+from otdd_flash.report import flow_writing
+
+TABLES = {"adapted.npz", "adapted", "metrics.csv", "trajectory.npz", "result.json", "checkpoint.pt"}
+PICTURES = {"objective.png", "paths.png"}
+IMAGES = {"images.png", "flow.gif"}
+DIGITS = ("source=digits", "target=digits", "target.split=test", "extractor=pixels")
+
+
+@pytest.fixture
+def undrawn_flow(monkeypatch):
+    """Runs write their tables but draw no pictures, which would take most of the time."""
+    for name in ("draw_objective", "draw_paths", "draw_images", "write_animation"):
+        monkeypatch.setattr(flow_writing, name, lambda *_, **__: None)
+
+
+def adapted(folder: str = "run") -> np.ndarray:
+    return np.load(Path(folder) / "adapted.npz")["x"]
+
+
+def test_a_run_writes_everything(flow_command, read):
+    ended = flow_command(*DIGITS, "max_samples=60")
+    assert ended.code == 0, ended.err
+    written = {path.name for path in Path("run").iterdir()} - {".hydra"}
+    assert written == TABLES | PICTURES | IMAGES
+    result = read("run/result.json")
+    assert result["steps"] == 2
+    assert result["stopped_by"] == "steps"
+    assert result["bounds"][0] <= result["value"] <= result["bounds"][1]
+    assert result["value"] < result["start"]["value"]
+    with Path("run/metrics.csv").open() as table:
+        rows = list(csv.DictReader(table))
+    assert [int(row["step"]) for row in rows] == [0, 1, 2]
+    assert float(rows[-1]["divergence"]) == pytest.approx(result["value"])
+    assert "distance after" in ended.out
+    assert str(Path("run").absolute()) in ended.out
+
+
+@pytest.mark.usefixtures("undrawn_flow")
+def test_the_adapted_dataset_is_a_dataset_again(flow_command, command):
+    assert flow_command("save_result=true").code == 0
+    loaded = otdd.FlowResult.load("run")
+    again = otdd.load("arrays", path="run/adapted.npz")
+    np.testing.assert_array_equal(again.labels, loaded.samples.labels)
+    np.testing.assert_array_equal(np.asarray(again.inputs), loaded.samples.features)
+    ended = command(
+        "source=arrays", "source.path=run/adapted.npz", "max_samples=null", "labels=means"
+    )
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.usefixtures("undrawn_flow")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("flow.mode=attached",),
+        ("flow.mode=joint", "labels=means"),
+        ("flow.mode=augmented", "labels.diagonal=true"),
+        ("flow.optimizer=Adam", "flow.optimizer_options={betas: [0.5, 0.9]}"),
+        ("flow.schedule=cosine", "flow.noise=0.1", "flow.minibatch=20"),
+        ("flow.functionals=[{name: norm, weight: 0.1}, {name: entropy, weight: 0.01}]",),
+        ("flow.box=[-1,1]", "flow.refresh=2", "flow.tolerance=0.5"),
+        ("labels=none", "epsilon_relative=0.1"),
+    ],
+    ids=lambda settings: settings[0].split("=", 1)[1][:20],
+)
+def test_settings_reach_the_flow(flow_command, read, settings):
+    ended = flow_command(*settings)
+    assert ended.code == 0, ended.err
+    used = read("run/result.json")["settings"]
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key in used and value[0] not in "[{":
+            assert str(used[key]).lower() == value.lower(), key
+
+
+def test_pixels_stay_pixels(composed, flow_command, read, undrawn_flow):
+    assert flow_command(*DIGITS, "max_samples=40", "flow.step_size=1.5").code == 0
+    assert read("run/result.json")["settings"]["flow.box"] == [0, 1]
+    moved = adapted()
+    assert moved.min() >= 0
+    assert moved.max() <= 1
+    assert flow_command("flow.steps=1").code == 0
+    assert read("run/result.json")["settings"]["flow.box"] is None
+
+
+def test_images_move_through_a_network(flow_command, read, undrawn_flow, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    Path("halves.py").write_text(
+        "def features(images):\n    return images[..., ::2, ::2].flatten(1) * 2\n"
+    )
+    network = ("extractor=callable", "extractor.path=halves:features", "flow.space=pixels")
+    ended = flow_command(*DIGITS[:3], *network, "max_samples=40", "extractor.batch_size=7")
+    assert ended.code == 0, ended.err
+    before = otdd.embed(
+        otdd.load("digits", max_samples=40, seed=0), otdd.extractors.pixels()
+    ).features.reshape(-1, 8, 8)
+    moved = torch.from_numpy(adapted()).reshape(-1, 8, 8)
+    seen = torch.zeros(8, 8, dtype=torch.bool)
+    seen[::2, ::2] = True
+    assert torch.equal(moved[:, ~seen], before[:, ~seen])
+    assert float((moved - before)[:, seen].abs().mean()) > 1e-3
+
+
+@pytest.mark.usefixtures("undrawn_flow")
+def test_an_interrupted_run_writes_what_it_has_and_goes_on(flow_command, read, monkeypatch):
+    whole = flow_command("flow.steps=4", "hydra.run.dir=whole")
+    assert whole.code == 0
+    real = flow_module.gradient_flow
+
+    def interrupted(*arguments, progress, **options):
+        def told(record):
+            progress(record)
+            if record.step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return real(*arguments, progress=told, **options)
+
+    monkeypatch.setattr(flow_module, "gradient_flow", interrupted)
+    ended = flow_command("flow.steps=4")
+    assert ended.code == 130
+    assert "flow.resume=true" in ended.out
+    result = read("run/result.json")
+    assert result["stopped_by"] == "interrupted"
+    assert result["steps"] == 2
+    monkeypatch.setattr(flow_module, "gradient_flow", real)
+    assert flow_command("flow.steps=4", "flow.resume=true").code == 0
+    np.testing.assert_array_equal(adapted("run"), adapted("whole"))
+    assert read("run/result.json")["steps"] == 4
+
+
+def test_a_killed_command_goes_on_to_the_same_end(flow_command, folder, undrawn_flow):
+    """kill -9 from within the third step, then the same command with flow.resume=true."""
+    program = (
+        "import os, sys, otdd_flash.flows.loop as loop\n"
+        "step = loop.Stepper.step\n"
+        "def killed(self, velocities, number, draw):\n"
+        "    if number == 3: os.kill(os.getpid(), 9)\n"
+        "    step(self, velocities, number, draw)\n"
+        "loop.Stepper.step = killed\n"
+        "from otdd_flash.flow import main, run_command\n"
+        "run_command(main)\n"
+    )
+    settings = ("flow.checkpoint_every=2", "flow.optimizer=adam", "flow.noise=0.05")
+    small = ("source=blobs", "target=blobs", "target.split=test", "extractor=identity")
+    more = ("max_samples=40", "cache_dir=null", "hydra.run.dir=run", "flow.steps=5")
+    killed = subprocess.run(
+        [sys.executable, "-c", program, *small, *more, *settings],
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert (folder / "run" / "checkpoint.pt").exists()
+    assert not (folder / "run" / "adapted.npz").exists()
+    assert flow_command(*settings, "flow.steps=5", "flow.resume=true").code == 0
+    assert flow_command(*settings, "flow.steps=5", "hydra.run.dir=whole").code == 0
+    np.testing.assert_array_equal(adapted("run"), adapted("whole"))
+
+
+@pytest.mark.usefixtures("undrawn_flow")
+def test_a_resumed_run_must_be_the_same_run(flow_command):
+    assert "no " in flow_command("flow.resume=true").error
+    assert flow_command("flow.steps=2").code == 0
+    ended = flow_command("flow.steps=3", "flow.resume=true", "flow.step_size=0.2")
+    assert ended.code == 2
+    assert "flow.step_size was 0.1" in ended.error
+    ended = flow_command("flow.steps=3", "flow.resume=true", "seed=1")
+    assert ended.code == 2
+    assert flow_command("flow.steps=3", "flow.resume=true").code == 0
+
+
+@pytest.mark.usefixtures("undrawn_flow")
+def test_a_step_that_overshoots_leaves_the_last_good_state(flow_command):
+    ended = flow_command("flow.steps=60", "flow.step_size=30")
+    assert ended.code == 2
+    assert "flow.step_size=30" in ended.error
+    assert "step " in ended.error
+    state = torch.load("run/checkpoint.pt", weights_only=False)["state"]
+    assert bool(torch.isfinite(state["variables"]["points"]).all())
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (("flow.mode=sideways",), ("'sideways'", "features, attached, joint, augmented")),
+        (("flow.optimizer=newton",), ("'newton'", "sgd", "adam")),
+        (("flow.optimizer_options={speed: 3}",), ("speed", "momentum")),
+        (("flow.schedule=never",), ("'never'", "cosine")),
+        (("flow.step_size=0",), ("flow.step_size", "0")),
+        (("flow.step_size=-1",), ("flow.step_size", "-1")),
+        (("flow.box=[1,0]",), ("flow.box", "[1.0, 0.0]")),
+        (("flow.box=3",), ("flow.box", "3")),
+        (("flow.steps=0",), ("flow.steps", "0")),
+        (("flow.refresh=0",), ("flow.refresh", "0")),
+        (("flow.minibatch=0",), ("flow.minibatch", "0")),
+        (("flow.tolerance=2",), ("flow.tolerance", "2")),
+        (("flow.checkpoint_every=0",), ("flow.checkpoint_every", "0")),
+        (("flow.space=time",), ("'time'", "features, pixels")),
+        (("flow.functionals=[{name: gravity, weight: 1}]",), ("'gravity'", "norm")),
+        (("flow.functionals=[{name: norm}]",), ("norm", "weight")),
+        (("flow.mode=attached", "labels=sinkhorn"), ("attached", "gaussian", "means", "sinkhorn")),
+        (("labels.full=true",), ("labels.full", "flow")),
+        (("source=arrays", "source.path=a.npz"), ("4 features", "same")),
+        (("epsilon=0",), ("epsilon must be positive",)),
+        ((*DIGITS, "flow.space=pixels", "extractor.pca=3"), ("flow.space=pixels", "pca")),
+        (("flow.space=pixels",), ("pixels",)),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_settings(flow_command, undrawn_flow, settings, parts):
+    ended = flow_command(*settings)
+    assert ended.code == 2, ended.err
+    for part in parts:
+        assert part in ended.error
+
+
+def test_the_configuration_fits_its_settings(composed):
+    parse(composed(name="flow"), FlowSettings)
+    shared = composed()
+    for key in ("lambda_x", "lambda_y", "epsilon", "epsilon_relative", "min_class_size", "solver"):
+        assert composed(name="flow")[key] == shared[key]
+
+
+def test_help_explains_every_setting(composed, ended):
+    shown = ended(flow_module.main, "--help").out
+    for key in composed(name="flow").flow:
+        assert key in shown, key

@@ -1,0 +1,289 @@
+"""The velocity of a step: the flow's own at the particles, and what it is elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+from flow_by_hand import DOUBLE, HandFlow, digits, euler_flow
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.flows.maps import VelocityField
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.gradient import DivergenceGradient
+from otdd_flash.solver.problem import Problem
+
+EPSILON = 0.4
+COST = otdd.GroundCost(0.6, 0.4)
+NAMES = ("a", "b", "c")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def cloud(n: int, seed: int, *, classes: int = 3, weights: Tensor | None = None) -> LabeledSamples:
+    points = torch.randn(n, 3, generator=generator(seed), dtype=torch.float64)
+    return LabeledSamples(points, torch.arange(n) % classes, NAMES[:classes], weights, name="new")
+
+
+def some_without_mass(n: int) -> Tensor:
+    weights = 0.2 + torch.rand(n, generator=generator(5), dtype=torch.float64)
+    weights[::4] = 0
+    return weights
+
+
+def random_table(size: int) -> Tensor:
+    drawn = 3 * torch.rand(size, size, generator=generator(6), dtype=torch.float64)
+    return (drawn + drawn.T).fill_diagonal_(0)
+
+
+def solved_field(
+    particles: LabeledSamples,
+    target: LabeledSamples,
+    table: Tensor,
+    compute: otdd.ComputeOptions = DOUBLE,
+    tolerance: float = 1e-10,
+) -> VelocityField:
+    problem = Problem(particles, target, EPSILON, table, COST, compute)
+    return VelocityField.of(problem, problem.solve(otdd.SolverOptions(tolerance)))
+
+
+def dense_velocity(field: VelocityField, samples: LabeledSamples, mass: float) -> Tensor:
+    """2 lambda_x (stay - go), with the potential of each new point found by bisection."""
+    x, y = field.particles, field.target
+    costs = [
+        reference.dense_cost(
+            samples.features,
+            side.features,
+            field.cost.lambda_x,
+            field.cost.lambda_y * block,
+            samples.labels,
+            side.labels,
+        )
+        for side, block in (
+            (x, field.table[: x.class_total, : x.class_total]),
+            (y, field.table[: x.class_total, x.class_total :]),
+        )
+    ]
+    own = x.masses * ((field.f - costs[0]) / field.epsilon).exp()
+    low, high = torch.full((2, len(samples)), 50.0, dtype=torch.float64) * torch.tensor([[-1], [1]])
+    for _ in range(100):
+        h = (low + high) / 2
+        alone = mass * (2 * h / field.epsilon).exp()
+        total = (1 - mass) * (h / field.epsilon).exp() * own.sum(1) + alone
+        low, high = torch.where(total < 1, h, low), torch.where(total < 1, high, h)
+    stay = (1 - mass) * (h / field.epsilon).exp()[:, None] * (own @ x.features)
+    stay = stay + alone[:, None] * samples.features
+    p = y.masses * ((field.g - costs[1]) / field.epsilon).exp()
+    return 2 * field.cost.lambda_x * (stay - p @ y.features / p.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_at_the_particles_it_is_the_gradient_over_the_masses(
+    weighted: bool, labelled: bool
+) -> None:
+    weights = 0.2 + torch.rand(23, generator=generator(5), dtype=torch.float64)
+    particles, target = cloud(23, 0, weights=weights if weighted else None), cloud(17, 1)
+    table = random_table(6)
+    if not labelled:
+        particles, target = replace(particles, labels=None), replace(target, labels=None)
+        table = torch.zeros(2, 2, dtype=torch.float64)
+    x = particles.features.clone().requires_grad_()
+    loss = otdd.sinkhorn_loss(
+        x,
+        target.features,
+        particles.masses,
+        epsilon=EPSILON,
+        labels_x=particles.labels,
+        labels_y=target.labels,
+        class_table=table,
+        lambda_x=COST.lambda_x,
+        lambda_y=COST.lambda_y,
+        options=otdd.SolverOptions(1e-10),
+        compute=DOUBLE,
+    )
+    (gradient,) = torch.autograd.grad(loss, x)
+    expected = gradient / particles.masses.unsqueeze(1)
+    found = solved_field(particles, target, table).velocity(particles)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_of_digits_it_is_n_times_the_gradient() -> None:
+    source, target = digits("train", 200), digits("test", 200, rotate=90)
+    flow = euler_flow(source, target, epsilon=0.5, steps=1, step_size=1.0)
+    velocity = source.features - flow.after.features
+    found = flow.fields[0].velocity(source)
+    assert float((found - velocity).norm() / velocity.norm()) < 1e-5
+
+
+def test_an_unfinished_solve_leaves_no_more_than_its_marginal_error() -> None:
+    particles, target, table = cloud(23, 0), cloud(17, 1), random_table(6)
+    problem = Problem(particles, target, EPSILON, table, COST, DOUBLE)
+    gradient = DivergenceGradient(problem, frozenset({"x"}))
+    rough = problem.solve(otdd.SolverOptions(0.05), solved=gradient)
+    field = VelocityField.of(problem, rough)
+    assert rough.xx is not None
+    flow = gradient.total["x"] / particles.masses.unsqueeze(1)
+    radius = 2 * float(particles.features.norm(dim=1).max())
+    gap = (field.velocity(particles) - flow).norm(dim=1)
+    assert float(particles.masses @ gap) > 1e-4
+    assert float(particles.masses @ gap) <= 2 * COST.lambda_x * radius * rough.xx.marginal_error
+
+
+@pytest.mark.parametrize("mass", [0.0, 1e-6, 0.04, 0.5])
+def test_anywhere_it_is_the_dense_formula(mass: float) -> None:
+    particles = cloud(23, 0, weights=some_without_mass(23))
+    field = solved_field(particles, cloud(17, 1, classes=2), random_table(5))
+    samples = cloud(7, 2)
+    found = field.velocity(samples, mass=mass)
+    torch.testing.assert_close(found, dense_velocity(field, samples, mass), rtol=1e-8, atol=1e-9)
+
+
+def test_a_point_far_from_all_particles_is_on_its_own() -> None:
+    field = solved_field(cloud(9, 0), cloud(7, 1), random_table(6))
+    far = replace(cloud(3, 2), features=cloud(3, 2).features + 1e3)
+    nearest_target = field.target.features[
+        torch.cdist(far.features, field.target.features).argmin(1)
+    ]
+    found = field.velocity(far, mass=0.1)
+    expected = 2 * COST.lambda_x * (far.features - nearest_target)
+    assert float((found - expected).norm() / expected.norm()) < 2e-3
+    assert bool(torch.isfinite(field.velocity(far)).all())
+
+
+@pytest.mark.parametrize("precision", ["high", "fast"])
+def test_kernels_agree_with_double_precision(precision: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    compute = otdd.ComputeOptions(device, "triton", precision)
+    particles, target, samples = cloud(33, 0), cloud(19, 1), cloud(5, 2)
+    exact = solved_field(particles, target, random_table(6))
+    field = replace(exact, compute=compute)
+    expected = exact.velocity(samples, mass=0.03)
+    found = field.velocity(samples, mass=0.03)
+    # In any precision the field is that of the original points.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["high", "double"])
+def test_a_distant_origin_costs_no_accuracy(precision: str) -> None:
+    compute = replace(DOUBLE, precision=precision)
+    field = solved_field(cloud(23, 0), cloud(17, 1), random_table(6))
+    shift = 4096.0
+    there = replace(
+        field,
+        compute=compute,
+        **{
+            side: replace(getattr(field, side), features=getattr(field, side).features + shift)
+            for side in ("particles", "target")
+        },
+    )
+    samples = cloud(5, 2)
+    found = there.velocity(replace(samples, features=samples.features + shift), mass=0.04)
+    expected = field.velocity(samples, mass=0.04)
+    tolerance = {"high": 1e-5, "double": 1e-9}[precision]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_labels_decide_where_equal_points_go() -> None:
+    field = solved_field(cloud(23, 0), cloud(17, 1), random_table(6))
+    point = cloud(1, 2).features.expand(3, -1).contiguous()
+    moved = field.velocity(LabeledSamples(point, torch.arange(3), NAMES))
+    assert min(float((moved[i] - moved[j]).norm()) for i, j in ((0, 1), (0, 2), (1, 2))) > 0.05
+    without = replace(field, cost=otdd.GroundCost(0.6, 0.0))
+    alike = without.velocity(LabeledSamples(point, torch.arange(3), NAMES))
+    torch.testing.assert_close(alike, alike[:1].expand(3, -1))
+
+
+def test_classes_are_matched_by_name_not_by_number() -> None:
+    field = solved_field(cloud(23, 0), cloud(17, 1), random_table(6))
+    samples = cloud(6, 2)
+    assert samples.labels is not None
+    # c, a, unused, b: other numbers, one more name that no sample has.
+    renumbered = torch.tensor([1, 3, 0])[samples.labels]
+    renamed = LabeledSamples(samples.features, renumbered, ("c", "a", "unused", "b"))
+    assert torch.equal(field.velocity(renamed), field.velocity(samples))
+
+
+def test_order_and_particles_without_mass_do_not_matter() -> None:
+    particles = cloud(23, 0, weights=some_without_mass(23))
+    target, table, samples = cloud(17, 1), random_table(6), cloud(6, 2)
+    expected = solved_field(particles, target, table).velocity(samples, mass=0.04)
+    carriers = torch.nonzero(particles.masses > 0).squeeze(1)
+    few = solved_field(
+        particles.take(carriers.flip(0)), target.take(torch.arange(17).flip(0)), table
+    )
+    order = torch.tensor([3, 5, 0, 1, 4, 2])
+    found = few.velocity(samples.take(order), mass=0.04)
+    torch.testing.assert_close(found, expected[order], rtol=1e-8, atol=1e-9)
+    # Nor do the samples' own weights.
+    weighted = replace(samples, weights=torch.tensor([0.0, 0, 1, 2, 3, 4]))
+    assert torch.equal(few.velocity(weighted), few.velocity(samples))
+
+
+def test_a_class_without_mass_still_moves() -> None:
+    weights = torch.ones(12, dtype=torch.float64)
+    weights[2::3] = 0
+    field = solved_field(cloud(12, 0, weights=weights), cloud(9, 1), random_table(6))
+    samples = LabeledSamples(cloud(4, 2).features, torch.full((4,), 2), NAMES)
+    found = field.velocity(samples, mass=0.1)
+    torch.testing.assert_close(found, dense_velocity(field, samples, 0.1), rtol=1e-8, atol=1e-9)
+
+
+def test_one_class_is_no_class() -> None:
+    particles, target = cloud(11, 0, classes=1), cloud(9, 1, classes=1)
+    table = torch.zeros(2, 2, dtype=torch.float64)
+    samples = cloud(5, 2, classes=1)
+    bare = [replace(side, labels=None) for side in (particles, target)]
+    unlabelled = solved_field(bare[0], bare[1], table)
+    expected = unlabelled.velocity(replace(samples, labels=None))
+    torch.testing.assert_close(solved_field(particles, target, table).velocity(samples), expected)
+    # Labels mean nothing where the particles have none.
+    assert torch.equal(unlabelled.velocity(cloud(5, 2)), expected)
+
+
+def test_identical_clouds_have_no_velocity() -> None:
+    field = solved_field(cloud(11, 0), cloud(11, 0), random_table(3).repeat(2, 2))
+    assert float(field.velocity(cloud(5, 2)).norm()) < 1e-9
+
+
+def test_velocities_come_in_the_type_of_the_samples() -> None:
+    field = solved_field(cloud(11, 0), cloud(9, 1), random_table(6))
+    single = replace(cloud(5, 2), features=cloud(5, 2).features.float())
+    assert field.velocity(single).dtype == torch.float32
+    torch.testing.assert_close(
+        field.velocity(single).double(), field.velocity(cloud(5, 2)), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_what_cannot_be_placed_is_refused() -> None:
+    field = solved_field(cloud(11, 0), cloud(9, 1), random_table(6))
+    flat = LabeledSamples(torch.zeros(2, 2), torch.tensor([0, 1]), NAMES, name="flat")
+    with pytest.raises(InputError, match=r"flat has 2 features, but the particles .* had 3"):
+        field.velocity(flat)
+    strange = LabeledSamples(torch.zeros(2, 3), torch.tensor([0, 1]), ("a", "zebra"), name="zoo")
+    with pytest.raises(
+        InputError, match=r"zoo has classes .* did not move: zebra; it moved a, b, c"
+    ):
+        field.velocity(strange)
+    twins = replace(field, particles=replace(field.particles, class_names=("a", "b", "b")))
+    with pytest.raises(InputError, match="share names"):
+        twins.velocity(replace(cloud(3, 2), class_names=("b", "a", "b")))
+
+
+def test_a_divergence_without_debiasing_has_no_field() -> None:
+    problem = Problem(cloud(5, 0), cloud(4, 1), EPSILON, random_table(6), COST, DOUBLE)
+    with pytest.raises(InputError, match="debias=True"):
+        VelocityField.of(problem, problem.solve(otdd.SolverOptions(), debias=False))
+
+
+def test_fields_of_a_flow_are_made_of_what_was_solved() -> None:
+    flow: HandFlow = euler_flow(cloud(11, 0), cloud(9, 1), epsilon=EPSILON, steps=2)
+    assert flow.fields[0].particles is flow.before
+    assert flow.fields[1].particles is not flow.before
+    assert flow.fields[1].epsilon == EPSILON

@@ -1,0 +1,202 @@
+"""Accelerated solves reach the fixed point of the plain ones, and never much later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.solver import quasi_newton
+from otdd_flash.solver.alternating import ITERATIONS_PER_LEVEL, solve_alternating
+from otdd_flash.solver.certificate import magnitude, rounding_floor
+from otdd_flash.solver.levels import levels_above
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.symmetric import solve_symmetric
+
+Case = tuple[Tensor, Tensor, Tensor]
+TOLERANCE = 1e-3
+MOST = 600
+
+
+def uniform(n: int) -> Tensor:
+    return torch.ones(n).double() / n
+
+
+def normalised(masses: Tensor) -> Tensor:
+    return masses / masses.sum()
+
+
+def random_clouds(draw: torch.Generator) -> Case:
+    x, y = torch.randn(33, 2, generator=draw), torch.randn(41, 2, generator=draw) + 1
+    weights = (torch.rand(n, generator=draw).double() + 0.01 for n in (33, 41))
+    return reference.dense_cost(x, y), *map(normalised, weights)
+
+
+def nearly_decoupled(draw: torch.Generator) -> Case:
+    """Three far clusters whose masses differ a little: mass must cross the gaps."""
+    centres = 10 * torch.randn(3, 2, generator=draw)
+    x, y = (
+        centres[torch.arange(n) % 3] + 0.3 * torch.randn(n, 2, generator=draw) for n in (33, 40)
+    )
+    return reference.dense_cost(x, y), uniform(33), uniform(40)
+
+
+def decoupled(draw: torch.Generator) -> Case:
+    x, y = (torch.arange(30.0)[:, None] + 0.01 * torch.rand(30, 1, generator=draw) for _ in "xy")
+    return reference.dense_cost(x, y), uniform(30), uniform(30)
+
+
+def without_mass(draw: torch.Generator) -> Case:
+    cost, a, b = random_clouds(draw)
+    a[::3], b[1::3] = 0, 0
+    # What carries no mass may be anywhere.
+    cost[::3] += 1e4
+    return cost, normalised(a), normalised(b)
+
+
+def one_point(draw: torch.Generator) -> Case:
+    return torch.rand(1, 25, generator=draw).double(), uniform(1), uniform(25)
+
+
+def no_geometry(draw: torch.Generator) -> Case:
+    return torch.rand(40, 30, generator=draw).double(), uniform(40), uniform(30)
+
+
+CASES = [random_clouds, nearly_decoupled, decoupled, without_mass, one_point, no_geometry]
+
+
+def case_of(make: Callable[[torch.Generator], Case], seed: int = 0) -> Case:
+    return make(torch.Generator().manual_seed(seed))
+
+
+def operator_of(case: Case, dtype: torch.dtype = torch.float64) -> StoredOperator:
+    return StoredOperator.from_cost(case[0].to(dtype), *case[1:])
+
+
+@pytest.mark.parametrize("make", CASES)
+@pytest.mark.parametrize("relative", [1.0, 0.03, 1e-3])
+def test_the_fixed_point_is_that_of_dense_newton(
+    make: Callable[[torch.Generator], Case], relative: float
+) -> None:
+    operator = operator_of(case := case_of(make))
+    epsilon = relative * operator.mean_cost
+    term = solve_alternating(operator, epsilon, SolverOptions(1e-9))
+    value, f, _ = reference.entropic_transport(*case, epsilon)
+    assert term.converged
+    assert term.value == pytest.approx(value, rel=1e-9, abs=1e-9)
+    assert term.bounds[0] - 1e-10 <= value <= term.bounds[1] + 1e-10
+    rows = operator.a > 0
+    shift = operator.a @ (term.f - f)
+    torch.testing.assert_close((term.f - f)[rows], shift.expand(len(f))[rows], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", CASES)
+@pytest.mark.parametrize("relative", [1.0, 0.1, 0.03, 1e-2, 1e-3])
+def test_no_solve_takes_much_longer_than_a_plain_one(
+    make: Callable[[torch.Generator], Case], relative: float
+) -> None:
+    for seed in range(3):
+        operator = operator_of(case := case_of(make, seed))
+        epsilon = relative * operator.mean_cost
+        plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
+        term = solve_alternating(operator, epsilon, SolverOptions(TOLERANCE))
+        descent = ITERATIONS_PER_LEVEL * len(levels_above(epsilon, operator.mean_cost))
+        assert term.converged
+        assert term.iterations <= plain + descent
+
+
+def test_a_small_epsilon_takes_a_fraction_of_the_plain_iterations() -> None:
+    for make in (random_clouds, nearly_decoupled, no_geometry):
+        operator = operator_of(case := case_of(make))
+        epsilon = 3e-3 * operator.mean_cost
+        plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
+        term = solve_alternating(operator, epsilon, SolverOptions(TOLERANCE))
+        assert 3 * term.iterations < plain
+
+
+SABOTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "backwards": lambda residual: -residual,
+    "too far": lambda residual: 1e6 * residual,
+    "not a number": lambda residual: residual * torch.nan,
+    "still": lambda residual: 0 * residual,
+    "noise": lambda residual: torch.linspace(-30, 30, len(residual)).double().sin(),
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
+    sabotage: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of(random_clouds)
+    operator = operator_of(case, dtype)
+    epsilon = 0.01 * operator.mean_cost
+    plain = reference.plain_iterations(*case, epsilon, TOLERANCE)
+    assert plain > 100
+    monkeypatch.setattr(
+        quasi_newton, "_direction", lambda residual, *_: SABOTAGES[sabotage](residual)
+    )
+    start = torch.zeros_like(operator.b)
+    term = solve_alternating(operator, epsilon, SolverOptions(TOLERANCE), start=start)
+    assert term.converged
+    # In float32 the dual does not see a step that stands still; patience runs out again and again.
+    held_up = 12 if dtype == torch.float64 else plain // 2
+    assert term.iterations <= plain + held_up
+
+
+@pytest.mark.parametrize("make", CASES)
+@pytest.mark.parametrize("relative", [0.3, 0.02, 3e-3])
+def test_float32_does_not_stall_near_its_floor(
+    make: Callable[[torch.Generator], Case], relative: float
+) -> None:
+    operator = operator_of(case_of(make), torch.float32)
+    epsilon = relative * operator.mean_cost
+    coarse = solve_alternating(operator, epsilon, SolverOptions(0.02))
+    floor = rounding_floor(operator, float(magnitude(operator, coarse.f, coarse.g)), epsilon)
+    term = solve_alternating(operator, epsilon, SolverOptions(2.5 * floor, max_iterations=2000))
+    assert term.converged
+
+
+def indefinite(scale: float) -> tuple[Tensor, Tensor]:
+    """A self cost whose class distances make exp(-C / epsilon) indefinite."""
+    draw = torch.Generator().manual_seed(1)
+    labels = torch.arange(60) % 10
+    table = scale * torch.rand(10, 10, generator=draw).double()
+    x = torch.randn(60, 3, generator=draw)
+    return reference.dense_cost(x, x, 0.5, table + table.T, labels, labels), uniform(60)
+
+
+def averaged_iterations(cost: Tensor, a: Tensor, epsilon: float) -> int:
+    f = torch.zeros_like(a)
+    for iteration in range(1, MOST):
+        softmin = reference.softmin_rows(cost, a, f, epsilon)
+        rows = a * ((f - softmin) / epsilon).exp()
+        if float((rows / rows.sum() - a).abs().sum()) <= TOLERANCE:
+            return iteration + 1
+        f = (f + softmin) / 2
+    return MOST
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0, 100.0])
+@pytest.mark.parametrize("relative", [1.0, 0.1, 0.01])
+def test_self_terms_take_no_more_than_averaging(scale: float, relative: float) -> None:
+    cost, a = indefinite(scale)
+    operator = StoredOperator.from_cost(cost, a, a)
+    epsilon = relative * operator.mean_cost
+    term = solve_symmetric(operator, epsilon, SolverOptions(TOLERANCE))
+    assert term.converged
+    assert term.iterations <= averaged_iterations(cost, a, epsilon) + 2
+
+
+def test_an_indefinite_self_term_takes_a_fraction_of_averaging() -> None:
+    cost, a = indefinite(30.0)
+    operator = StoredOperator.from_cost(cost, a, a)
+    epsilon = 0.01 * operator.mean_cost
+    term = solve_symmetric(operator, epsilon, SolverOptions(TOLERANCE))
+    value, _, _ = reference.entropic_transport(cost, a, a, epsilon)
+    assert term.bounds[0] <= value <= term.bounds[1]
+    assert 5 * term.iterations < averaged_iterations(cost, a, epsilon)

@@ -1,0 +1,96 @@
+"""The plans behind the upper bounds, built densely: their marginals, and what they cost."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.solver.polytope import balanced_value, filled_value
+
+SIZES = [(1, 1), (1, 7), (7, 1), (33, 20)]
+EPSILONS = [0.02, 0.5, 20.0]
+
+
+def draw_cost(n: int, m: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A cost (n, m) without structure, and masses of which some are zero."""
+    draw = torch.Generator().manual_seed(seed)
+    cost = 3 * torch.rand(n, m, generator=draw).double()
+    a, b = (torch.rand(size, generator=draw).double() + 0.1 for size in (n, m))
+    if n > 2:
+        a[1] = 0
+    if m > 2:
+        b[2] = 0
+    return cost, a / a.sum(), b / b.sum()
+
+
+def primal_value(cost: Tensor, a: Tensor, b: Tensor, plan: Tensor, epsilon: float) -> Tensor:
+    """<C, P> + epsilon sum P log (P / a b^T)."""
+    product = a[:, None] * b[None, :]
+    ratio = torch.where(product > 0, plan / product, 1)
+    return (plan * cost).sum() + epsilon * torch.xlogy(plan, ratio).sum()
+
+
+def assert_has_marginals(plan: Tensor, a: Tensor, b: Tensor) -> None:
+    assert float(plan.min()) >= 0
+    torch.testing.assert_close(plan.sum(1), a, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(plan.sum(0), b, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("epsilon", EPSILONS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_filled_plan(size: tuple[int, int], epsilon: float) -> None:
+    cost, a, b = draw_cost(*size, seed=sum(size))
+    f = reference.softmin_rows(cost, b, torch.sin(torch.arange(size[1]).double()), epsilon)
+    g = reference.softmin_rows(cost.T, a, f, epsilon)
+    # Some mass is missing everywhere, and more in some rows.
+    f = torch.minimum(reference.softmin_rows(cost, b, g, epsilon), f) - 0.01 * epsilon
+    plan = reference.plan(cost, a, b, f, g, epsilon)
+    rows, columns = plan.sum(1), plan.sum(0)
+    value = filled_value(StoredOperator.from_cost(cost, a, b), (f, g), (rows, columns), epsilon)
+
+    missing = 1 - plan.sum()
+    filling = (a - rows)[:, None] * (b - columns)[None, :] / missing
+    assert_has_marginals(plan + filling, a, b)
+    mixing = torch.xlogy(1 - missing, 1 - missing) + torch.xlogy(missing, missing)
+    parts = primal_value(cost, a, b, plan, epsilon) + primal_value(cost, a, b, filling, epsilon)
+    torch.testing.assert_close(value, parts - epsilon * mixing)
+    assert value >= primal_value(cost, a, b, plan + filling, epsilon) - 1e-12
+
+
+@pytest.mark.parametrize("epsilon", EPSILONS)
+@pytest.mark.parametrize("size", [1, 2, 33])
+@pytest.mark.parametrize("scale", [0.01, 1.0])
+def test_a_balanced_plan(size: int, epsilon: float, scale: float) -> None:
+    cost, a, _ = draw_cost(size, size, seed=size)
+    cost = cost + cost.T
+    _, f, g = reference.entropic_transport(cost, a, a, epsilon)
+    f = (f + g) / 2 + scale * epsilon * torch.sin(torch.arange(size).double())
+    f = f - epsilon / 2 * reference.plan(cost, a, a, f, f, epsilon).sum().log()
+    plan = reference.plan(cost, a, a, f, f, epsilon)
+    rows = plan.sum(1)
+    value, change = balanced_value(StoredOperator.from_cost(cost, a, a), f, rows, epsilon)
+
+    support = a > 0
+    kept = (a / (rows - plan.diagonal() / 2))[support].min().clamp_max(1)
+    balanced = kept * plan + torch.diag(a - kept * rows)
+    assert_has_marginals(balanced, a, a)
+    torch.testing.assert_close(value, primal_value(cost, a, a, balanced, epsilon))
+    ratio = balanced.diagonal()[support] / (kept * plan.diagonal()[support])
+    torch.testing.assert_close(change, a[support] @ ratio.log().abs())
+    assert float(ratio.min()) >= 0.499
+
+
+def test_a_balanced_plan_is_off_in_the_second_order() -> None:
+    cost, a, _ = draw_cost(20, 20, seed=0)
+    cost = (cost + cost.T).fill_diagonal_(0)
+    truth, f, g = reference.entropic_transport(cost, a, a, 0.2)
+    operator, excess = StoredOperator.from_cost(cost, a, a), []
+    for scale in (1e-3, 1e-2):
+        moved = (f + g) / 2 + scale * torch.sin(torch.arange(20).double())
+        moved = moved - 0.1 * reference.plan(cost, a, a, moved, moved, 0.2).sum().log()
+        rows = reference.plan(cost, a, a, moved, moved, 0.2).sum(1)
+        excess.append(float(balanced_value(operator, moved, rows, 0.2)[0]) - truth)
+    assert 80 < excess[1] / excess[0] < 120
