@@ -187,9 +187,10 @@ class Loop:
     def _check_nearness(self, cost: float) -> None:
         """Refuse a cost far above that of the start; functionals may well lead that far."""
         if not self._options.functionals and not cost <= DIVERGED * self._mean_cost:
+            noise = self._options.stepping.noise
             raise InputError(
-                f"particles are at a mean cost of {cost:.4g} from the target, and began at "
-                f"{self._mean_cost:.4g}"
+                f"particles{f' moved by flow.noise={noise:g}' if noise else ''} are at a mean cost "
+                f"of {cost:.4g} from the target, and began at {self._mean_cost:.4g}"
             )
 
     def _record(

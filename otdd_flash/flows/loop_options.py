@@ -45,6 +45,8 @@ class LoopOptions:
     def what_to_lower(self) -> str:
         """Advice for a flow whose steps overshoot."""
         lower = [f"flow.step_size={self.stepping.step_size:g}"]
+        if self.stepping.noise:
+            lower.append(f"flow.noise={self.stepping.noise:g}")
         lower += [f"the weight {part.weight:g} of {part.name}" for part in self.functionals]
         advice = f"lower {' or '.join(lower)} and start again"
         if self.checkpoints is None:

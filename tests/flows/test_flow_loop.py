@@ -176,6 +176,13 @@ def test_a_flow_that_overshoots_says_so_at_once(
     assert "flow.resume" not in str(raised.value)
 
 
+def test_noise_that_is_too_much_is_named() -> None:
+    with pytest.raises(InputError, match=r"^particles moved by flow.noise=1000 are at a mean cost"):
+        flow(SOURCE, TARGET, stepping=Stepping(0.1, noise=1e3))
+    with pytest.raises(InputError, match=r"lower flow.step_size=50 or flow.noise=0.1 and start"):
+        flow(SOURCE, TARGET, stepping=Stepping(50.0, noise=0.1))
+
+
 def test_what_overshoots_goes_on_from_before_with_a_lower_step_size(tmp_path: Path) -> None:
     few = flow(SOURCE, TARGET, steps=3)
     # Four times too far: particles run away step by step.
