@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,20 @@ def test_a_checkpoint_that_cannot_be_written_is_a_clear_error(tmp_path: Path) ->
         flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path / "file"), **LOOSE)
     with pytest.raises(InputError, match=r"flow.checkpoint_every must be positive, got 0"):
         otdd.Checkpoints(tmp_path, every=0)
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **LOOSE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*checkpoint.pt: File too large; free"):
+            flow(SOURCE, TARGET, checkpoints=again, **LOOSE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+    flow(SOURCE, TARGET, checkpoints=again, **LOOSE)
 
 
 def test_lists_and_tuples_of_a_box_are_one_setting(tmp_path: Path) -> None:
