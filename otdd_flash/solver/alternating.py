@@ -64,12 +64,15 @@ def solve_alternating(
     if start is None:
         track = _descend(solve, operator, track)
     track = solve.finish(operator, track)
-    # An update can only help, but what was measured is the point before it.
-    g = track.g if solve.converged else track.updated
-    certificate = certify(operator.refined, track.f, g, epsilon)
-    iterations = solve.iterations + 1
-    if progress is not None:
-        progress("xy", iterations, certificate.marginal_error)
+    iterations = solve.iterations
+    if solve.converged:
+        # The last look has taken the certificate's first two passes.
+        certificate = certify(operator.refined, track.f, track.g, epsilon, track.updated)
+    else:
+        certificate = certify(operator.refined, track.f, track.updated, epsilon)
+        iterations += 1
+        if progress is not None:
+            progress("xy", iterations, certificate.marginal_error)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,

@@ -55,10 +55,16 @@ class Certificate(NamedTuple):
     marginal_error: float
 
 
-def certify(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Certificate:
-    """One row update from g (m,), near f (n,), one column marginal, one rounding: three passes."""
-    f = operator.softmin_rows(g, epsilon, f)
-    updated = operator.softmin_columns(f, epsilon, g)
+def certify(
+    operator: Operator, f: Tensor, g: Tensor, epsilon: float, updated: Tensor | None = None
+) -> Certificate:
+    """One row update from g (m,), near f (n,), one column marginal, one rounding: three passes.
+
+    With `updated`, which is T'(f), of an f that is T(g) already, the rounding alone.
+    """
+    if updated is None:
+        f = operator.softmin_rows(g, epsilon, f)
+        updated = operator.softmin_columns(f, epsilon, g)
     masses = column_marginal(operator.b, g, updated, epsilon)
     gap, size, total, dual, swing, primal = torch.stack(
         (
@@ -81,9 +87,16 @@ def certify(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Certifi
     return Certificate(f, g, value, (value - rounding, max(value, upper) + rounding), error)
 
 
-def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
-    """The plan of one potential f (n,) between a cloud and itself: one pass."""
-    excess = (f.double() - operator.softmin_rows(f, epsilon, f).double()) / epsilon
+def certify_self(
+    operator: Operator, f: Tensor, epsilon: float, updated: Tensor | None = None
+) -> Certificate:
+    """The plan of one potential f (n,) between a cloud and itself: one pass.
+
+    With `updated`, which is T(f), none.
+    """
+    if updated is None:
+        updated = operator.softmin_rows(f, epsilon, f)
+    excess = (f.double() - updated.double()) / epsilon
     logs = operator.a.log() + torch.where(operator.a > 0, excess, 0)
     # A start may be any constant away, too far for the mass itself.
     total = logs.logsumexp(0)

@@ -56,10 +56,16 @@ def solve_symmetric(
     f = (torch.zeros_like(operator.a) if start is None else start).to(operator.dtype)
     solve = Iteration(name, average, epsilon, options, progress)
     track = solve.finish(operator, begin(f, f))
-    f = track.f if solve.converged else (track.f + track.updated) / 2
-    certificate, iterations = certify_self(operator.refined, f, epsilon), solve.iterations + 1
-    if progress is not None:
-        progress(name, iterations, certificate.marginal_error)
+    iterations = solve.iterations
+    if solve.converged:
+        # The last look has taken the certificate's pass.
+        certificate = certify_self(operator.refined, track.f, epsilon, track.updated)
+    else:
+        f = (track.f + track.updated) / 2
+        certificate = certify_self(operator.refined, f, epsilon)
+        iterations += 1
+        if progress is not None:
+            progress(name, iterations, certificate.marginal_error)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,
