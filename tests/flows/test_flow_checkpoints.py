@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_flows import CASES, blobs, flow
+from small_flows import CASES, CPU, blobs, flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
@@ -203,7 +203,8 @@ def test_resuming_needs_a_whole_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
-    torch.save({"settings": {}, "state": Path("/")}, tmp_path / "checkpoint.pt")
+    content = {"settings": {}, "may_change": [], "state": Path("/")}
+    torch.save(content, tmp_path / "checkpoint.pt")
     with pytest.raises(InputError, match=r"checkpoint.pt is damaged"):
         flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, resume=True))
 
@@ -225,18 +226,21 @@ def test_a_checkpoint_that_cannot_be_written_is_a_clear_error(tmp_path: Path) ->
         otdd.Checkpoints(tmp_path, every=0)
 
 
-def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **LOOSE)
+@pytest.mark.parametrize("limit", [1_000, 500_000])
+def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
+    limit: int, tmp_path: Path
+) -> None:
+    folder, settings = otdd.Checkpoints(tmp_path), {"seed": 0}
+    folder.save({"step": 3}, settings)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    again = otdd.Checkpoints(tmp_path, resume=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(InputError, match=r"cannot write .*checkpoint.pt: File too large; free"):
-            flow(SOURCE, TARGET, checkpoints=again, **LOOSE)
+            folder.save({"step": 4, "points": torch.zeros(1_000_000)}, settings)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
-    flow(SOURCE, TARGET, checkpoints=again, **LOOSE)
+    assert folder.load(settings, CPU) == {"step": 3}
 
 
 def test_lists_and_tuples_of_a_box_are_one_setting(tmp_path: Path) -> None:

@@ -126,6 +126,22 @@ def test_solves_start_where_the_last_ended() -> None:
     assert sum(record.iterations for record in warm.history[1:]) < 0.7 * iterations
 
 
+def test_the_last_two_solves_tell_where_the_next_starts() -> None:
+    """Of a path that is nearly straight: potentials go on as they went."""
+    metric = otdd.LabelMetric("none")
+    setting = replace(setting_of(SOURCE, TARGET, metric), solver=otdd.SolverOptions(1e-6))
+    divergence, points = TargetDivergence(setting), SOURCE.features
+    for _ in range(2):
+        _, gradient = divergence(setting.at(points), None, frozenset({"x"}))
+        points = points - 0.01 * len(SOURCE) * gradient["x"]
+    iterations = []
+    for state in (divergence.state(), {**divergence.state(), "earlier": {}}):
+        other = TargetDivergence(setting)
+        other.restore(state)
+        iterations.append(other(setting.at(points), None, frozenset())[0].xy.iterations)
+    assert iterations[0] < iterations[1]
+
+
 def test_a_target_divergence_goes_on_from_its_state() -> None:
     setting = setting_of(SOURCE, TARGET, otdd.LabelMetric("none"))
     divergence = TargetDivergence(setting)
