@@ -34,8 +34,9 @@ def compared(monkeypatch):
     return calls
 
 
-def test_halves_are_disjoint_parts_of_one_dataset_and_all_of_one_size(compared):
-    source, target = numbered(21, 20), numbered(60, 50)
+@pytest.mark.parametrize("sizes", [((21, 20), (60, 50)), ((60, 50), (21, 20))])
+def test_halves_are_disjoint_parts_of_one_dataset_and_all_of_one_size(compared, sizes):
+    source, target = (numbered(*counts) for counts in sizes)
     floor = noise_floor(source, target, labels="means", epsilon=100.0)
     within_source, within_target, between = compared
     assert floor.size == 20

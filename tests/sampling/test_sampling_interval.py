@@ -118,8 +118,9 @@ def test_class_distances_stay_where_they_do_not_depend_on_the_rows(pair, asked):
     subsample_interval(*pair, 0.0, count=FEWEST, class_distances=table)
     assert all(torch.equal(s["class_distances"].full, table.full) for _, _, s in asked)
     asked.clear()
-    subsample_interval(*pair, 0.0, count=FEWEST, class_statistics=pair, labels="means")
-    whole = dataset_distance(*pair, labels="means").class_distances
+    wholes = mixture(90, np.random.default_rng(1)), mixture(70, np.random.default_rng(2), 1.0)
+    subsample_interval(*pair, 0.0, count=FEWEST, class_statistics=wholes, labels="means")
+    whole = dataset_distance(*wholes, labels="means").class_distances
     assert len(asked) == FEWEST
     assert all(torch.equal(s["class_distances"].full, whole.full) for _, _, s in asked)
 
