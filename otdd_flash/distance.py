@@ -91,7 +91,8 @@ def compare(config: DictConfig, directory: Path) -> None:
             )
         _check_finite(result)
         _log(result)
-        fixed_classes = settings.labels.full or metric.method == "given"
+        full = settings.labels.full and metric.method != "none"
+        fixed_classes = full or metric.method == "given"
         sampling = measure_sampling(
             settings,
             result,

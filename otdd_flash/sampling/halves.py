@@ -81,6 +81,7 @@ def noise_floor(
 
     Raises:
         InputError: a class has fewer than four samples, or as `dataset_distance`.
+        ConvergenceError: `solver.require_convergence` is set and a distance stopped early.
 
     Warns:
         NotConvergedWarning: a distance stopped before the tolerance.

@@ -107,6 +107,7 @@ def subsample_interval(
     Raises:
         InputError: too few subsamples for the level, a size that is too small for the classes or
             not below n, or as `dataset_distance`.
+        ConvergenceError: `solver.require_convergence` is set and a distance stopped early.
 
     Warns:
         DataNotice: subsamples hold fewer than five rows per class.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from otdd_flash import distance
@@ -60,6 +61,22 @@ def test_subsamples_have_the_epsilon_and_the_settings_of_the_whole(command, monk
     assert all(settings["lambda_y"] == 2 for settings in asked)
     assert len({settings["epsilon"] for settings in asked} - {0.1}) == 1
     assert all(settings["class_distances"] is not None for settings in asked)
+
+
+@pytest.mark.parametrize("full", ["false", "true"])
+def test_unlabelled_data(command, read, folder, full):
+    for name in "pq":
+        points = np.random.default_rng(ord(name)).normal(size=(40, 3))
+        np.savez(folder / f"{name}.npz", x=points.astype(np.float32))
+    ended = command(
+        *("source=arrays", "source.path=p.npz", "target=arrays", "target.path=q.npz"),
+        *("extractor=identity", "labels=none", f"labels.full={full}"),
+        *("source.max_samples=30", "subsample=39", "noise_floor=true"),
+    )
+    assert ended.code == 0, ended.err
+    result = read("run/result.json")
+    assert result["subsample"]["size"] == [8, 10]
+    assert result["noise_floor"]["size"] == 15
 
 
 @pytest.mark.parametrize(
