@@ -84,7 +84,9 @@ CONTENDERS: dict[str, Contender] = {
     "geomloss": Contender(lambda term, _: rivals.geomloss(term)),
     "OTT-JAX": Contender(lambda term, _: rivals.Ott(term), "cpu", 10_000),
     "POT": Contender(lambda term, steps: rivals.pot(term, steps, log_domain=False)),
-    "POT log": Contender(lambda term, steps: rivals.pot(term, steps, log_domain=True), None, 10_000),
+    "POT log": Contender(
+        lambda term, steps: rivals.pot(term, steps, log_domain=True), None, 10_000
+    ),
 }
 
 
@@ -101,9 +103,7 @@ def guides(rows: list[dict[str, Any]], keys: dict[str, Any]) -> list[int]:
     return sorted({*found, *(round(found[-1] * more) for more in MORE)})
 
 
-def measure(
-    contender: Contender, term: CrossTerm, counts: list[int], cap: float
-) -> dict[str, Any]:
+def measure(contender: Contender, term: CrossTerm, counts: list[int], cap: float) -> dict[str, Any]:
     """The entries of a row that a method fills; what goes wrong is told as text."""
     started = time.perf_counter()
     try:

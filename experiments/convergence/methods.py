@@ -107,7 +107,11 @@ def ours(term: CrossTerm) -> Settings:
 
 
 class Plain:
-    """Alternating updates from zero with our kernels, rows first; looks cost it nothing."""
+    """Alternating updates from zero with our kernels; looks cost it nothing.
+
+    Columns first, so that rows are exact in the end, as in POT, OTT-JAX and ours: on these pairs
+    the other order takes up to a quarter more passes to the same error.
+    """
 
     def __init__(self, term: CrossTerm) -> None:
         self.term = term
@@ -138,7 +142,7 @@ class Plain:
 
 
 def alternate_plainly(operator: Operator, epsilon: float, state: State) -> State:
-    """f <- T(g), g <- T'(f)."""
+    """One iteration: g <- T'(f), f <- T(g)."""
     f, g = state
-    f = operator.softmin_rows(g, epsilon, f)
-    return f, operator.softmin_columns(f, epsilon, g)
+    g = operator.softmin_columns(f, epsilon, g)
+    return operator.softmin_rows(g, epsilon, f), g

@@ -3,10 +3,10 @@
     C_ij = ||x_i - y_j||^2 / 2,      P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon)
 
 - flash-sinkhorn: half cost, its default TF32 points. Its symmetric solver goes down its default
-  schedule (scaling 0.5) and on at the final epsilon; it goes on by its `f_init`, whose first step is
-  a full and not an averaged one. A threshold on the change of potentials, which is how it can stop,
-  would have to be met later than the error that ends a trace here. Its alternating solver has no
-  schedule and starts from zero.
+  schedule (scaling 0.5) and on at the final epsilon, from look to look by its `f_init`, whose first
+  step is a full and not an averaged one. It stops by a threshold on the change of potentials: one
+  that guarantees the target is met later than the look that counts here. Its alternating solver
+  has no schedule and starts from zero; it gets the clouds swapped, to end as plain updates do.
 - geomloss: tensorized, p = 2, blur = sqrt(epsilon), its own diameter, final extrapolation included.
 - OTT-JAX: `Sinkhorn` in log mode on a cost matrix, ten iterations between its looks as by default,
   float32, compiled before; plan exp((f + g - C) / epsilon), so epsilon log of the masses goes off.
@@ -89,13 +89,13 @@ def flash_alternating(term: CrossTerm, iterations: Sequence[int]) -> Budgets:
     from flash_sinkhorn.sinkhorn_solvers import sinkhorn_flashstyle_alternating
 
     tune_quickly()
-    masses = [side.masses.float() for side in (term.source, term.target)]
+    masses = [side.masses.float() for side in (term.target, term.source)]
     own: list[Operator] = []
 
     def solve(count: int) -> Solved:
-        points = flash_points(term)
-        f, g = sinkhorn_flashstyle_alternating(
-            *points, *masses, eps=term.epsilon, n_iters=count, cost_scale=COST.lambda_x
+        x, y = flash_points(term)
+        g, f = sinkhorn_flashstyle_alternating(
+            y, x, *masses, eps=term.epsilon, n_iters=count, cost_scale=COST.lambda_x
         )
         return Solved(f, g, 2 * count)
 

@@ -33,15 +33,15 @@ def time_ratio(rows: Sequence[Row], problem: Row) -> tuple[str, float, bool] | N
     if mine is None or not mine.get("seconds_to_target"):
         return None
     times = [
-        (row.get("seconds_to_target") or row.get("at_least_seconds"), row["method"], row)
+        (seconds, row["method"], not row.get("seconds_to_target"))
         for row in found
         if row["method"] not in (*OURS, "plain")
+        and (seconds := row.get("seconds_to_target") or row.get("at_least_seconds"))
     ]
-    known = [entry for entry in times if entry[0] is not None]
-    if not known:
+    if not times:
         return None
-    seconds, method, row = min(known, key=lambda entry: entry[0])
-    return method, seconds / mine["seconds_to_target"], not row.get("seconds_to_target")
+    seconds, method, more = min(times)
+    return method, seconds / mine["seconds_to_target"], more
 
 
 def passes_ratio(rows: Sequence[Row], problem: Row) -> tuple[float, bool] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from experiments.convergence.problem import TARGET, CrossTerm
 LOOK_RATIO = 1.15
 # Potentials are certified when their error fell to this part of that of the last certificate.
 CERTIFIED_FALL = 0.5
+
+# Runs of fewer seconds are repeated.
+SHORT = 1.0
 
 T = TypeVar("T")
 
@@ -56,9 +60,7 @@ class Trace:
         at_least: seconds that the target takes at the least, if it was not reached.
     """
 
-    def __init__(
-        self, term: CrossTerm, cap: float, own_error: Callable[..., float | None]
-    ) -> None:
+    def __init__(self, term: CrossTerm, cap: float, own_error: Callable[..., float | None]) -> None:
         self.term, self.cap, self.own_error = term, cap, own_error
         self.points: list[dict[str, Any]] = []
         self.stopped = ""
@@ -79,6 +81,13 @@ class Trace:
         if on_gpu:
             torch.cuda.synchronize()
         return result, clock() - started
+
+    def median_of_three(self, run: Callable[[], T]) -> tuple[T, float]:
+        """A run, and the median of its seconds and those of two more if it is short."""
+        result, seconds = self.timed(run)
+        if seconds > SHORT:
+            return result, seconds
+        return result, statistics.median([seconds, *(self.timed(run)[1] for _ in range(2))])
 
     def add(self, solved: Solved, seconds: float, **setting: Any) -> bool:
         """Look at potentials; whether the target is reached, on some points."""
@@ -131,13 +140,13 @@ def trace_budgets(budgets: Budgets, term: CrossTerm, cap: float) -> Trace:
     """Run each budget anew; the one that would pass the cap is cut to fill it."""
     trace = Trace(term, cap, budgets.own_error)
     budgets.solve(1)
-    per_iteration = 0.0
+    few, many = (trace.timed(lambda count=count: budgets.solve(count))[1] for count in (2, 12))  # type: ignore[misc]
+    per_iteration = max(many - few, 0.0) / 10
     for count in budgets.iterations:
-        cut = bool(trace.points) and count * per_iteration > cap
+        cut = count * per_iteration > cap
         if cut:
             count = max(1, int(cap / per_iteration))
-        solved, seconds = trace.timed(lambda count=count: budgets.solve(count))  # type: ignore[misc]
-        per_iteration = seconds / count
+        solved, seconds = trace.median_of_three(lambda count=count: budgets.solve(count))  # type: ignore[misc]
         if trace.add(solved, seconds):
             return trace
         trace.at_least = seconds
@@ -158,7 +167,7 @@ def trace_settings(settings: Settings, term: CrossTerm, cap: float) -> Trace:
             trace.at_least = cap
             trace.stopped = trace.stopped or f"{run.setting} would take about {expected:.3g} s"
             return trace
-        solved, seconds = trace.timed(run.solve)
+        solved, seconds = trace.median_of_three(run.solve)
         per_pass = seconds / solved.passes
         trace.add(solved, seconds, **run.setting)
     trace.stopped = trace.stopped or "not reached by any setting"
