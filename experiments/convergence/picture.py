@@ -101,7 +101,9 @@ def _problem_name(row: Row) -> str:
     return f"{NAMES[source]} → {NAMES[target]}\n{sizes}"
 
 
-def _panel(axes: Axes, rows: Sequence[Row], quantity: str, heights: tuple[float, float]) -> None:
+def _panel(
+    axes: Axes, rows: Sequence[Row], quantity: str, along: str, heights: tuple[float, float]
+) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.grid(True, which="major", color="0.92", linewidth=0.7)

@@ -107,29 +107,29 @@ class Clouds:
 
     def __init__(self, root: str, device: str, training_images: int = TRAINING_IMAGES) -> None:
         self.root, self.device = root, device
-        self.network = cache(
-            lambda: resnet18(
-                [self._dataset(name, training_images) for name in DATASETS],
-                None,
-                torch.device(device),
-            )
-        )
+        self.training_images = training_images
+        self.network = cache(self._network)
+        self.side = cache(self._side)
 
     def pair(self, names: tuple[str, str], points: str, n: int) -> list[LabeledSamples]:
         """Both sides, n points each or all that there are."""
-        extractor: Any = otdd.extractors.pixels(size=IMAGE)
-        if points == "features":
-            extractor = self.network()[0]
-        return [
-            otdd.embed(
-                self._dataset(name, n),
-                extractor,
-                device=self.device,
-                batch_size=1024,
-                mixed_precision=False,
-            ).to(self.device)
-            for name in names
-        ]
+        return [self.side(name, points, n) for name in names]
+
+    def _network(self) -> tuple[Any, dict[str, Any]]:
+        datasets = [self._dataset(name, self.training_images) for name in DATASETS]
+        return resnet18(datasets, None, torch.device(self.device))
+
+    def _side(self, name: str, points: str, n: int) -> LabeledSamples:
+        extractor = (
+            self.network()[0] if points == "features" else otdd.extractors.pixels(size=IMAGE)
+        )
+        return otdd.embed(
+            self._dataset(name, n),
+            extractor,
+            device=self.device,
+            batch_size=1024,
+            mixed_precision=False,
+        ).to(self.device)
 
     def _dataset(self, name: str, n: int) -> Any:
         """A dataset's images, resized for the network."""

@@ -21,7 +21,7 @@ LOOK_RATIO = 1.15
 CERTIFIED_FALL = 0.5
 
 # Runs of fewer seconds are repeated.
-SHORT = 1.0
+SHORT = 0.3
 
 T = TypeVar("T")
 
