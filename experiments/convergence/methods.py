@@ -110,7 +110,7 @@ class Plain:
     """Alternating updates from zero with our kernels; looks cost it nothing.
 
     Columns first, so that rows are exact in the end, as in POT, OTT-JAX and ours: on these pairs
-    the other order takes up to a quarter more passes to the same error.
+    the other order takes up to a third more passes to the same error.
     """
 
     def __init__(self, term: CrossTerm) -> None:

@@ -64,10 +64,10 @@ def summarize(rows: Sequence[Row]) -> list[str]:
         time = time_ratio(rows, problem)
         if time is not None:
             method, ratio, more = time
-            text += f" {'more than ' if more else ''}{ratio:.3g}x less time than {method};"
+            text += f" {method} takes {'more than ' if more else ''}{ratio:.3g} times our seconds;"
         passes = passes_ratio(rows, problem)
         if passes is not None:
             ratio, more = passes
-            text += f" {'more than ' if more else ''}{ratio:.3g}x fewer passes than plain updates"
+            text += f" plain updates {'more than ' if more else ''}{ratio:.3g} times our passes"
         lines.append(text)
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import statistics
 import time
@@ -93,6 +94,8 @@ class Trace:
         """Look at potentials; whether the target is reached, on some points."""
         look = self.term.look(solved.f, solved.g, certified=False)
         own = self.own_error(solved.f, solved.g)
+        if own is not None and not math.isfinite(own):
+            own = None
         lowest = min((e for e in (look.error, own) if e is not None), default=None)
         bounds = solved.bounds
         reached = lowest is not None and lowest <= TARGET
