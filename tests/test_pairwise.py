@@ -15,7 +15,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver import divergence
+from otdd_flash.solver import term_solves
 from otdd_flash.solver.options import SolverOptions
 
 
@@ -50,13 +50,13 @@ def solves(monkeypatch):
     counts = {"solve_symmetric": 0, "solve_alternating": 0}
 
     def counting(name):
-        solve = getattr(divergence, name)
+        solve = getattr(term_solves, name)
 
         def run(*args, **kwargs):
             counts[name] += 1
             return solve(*args, **kwargs)
 
-        monkeypatch.setattr(divergence, name, run)
+        monkeypatch.setattr(term_solves, name, run)
 
     for name in counts:
         counting(name)
