@@ -219,6 +219,9 @@ def test_stopping_early_is_said_once_with_names(datasets):
         ({"lambda_x": -1.0}, "lambda_x"),
         ({"compute": ComputeOptions(device="nothing")}, "'nothing'"),
         ({"solver": SolverOptions(tolerance=1e-12)}, "too tight for float32"),
+        ({"solver": SolverOptions(bound_width=0.1)}, "solves every term once, to solver.tolerance"),
+        ({"solver": SolverOptions(max_seconds=9.0)}, r"solver\.max_seconds .* dataset_distance"),
+        ({"solver": SolverOptions(schedule="geomloss")}, r"geomloss are for dataset_distance"),
     ],
 )
 def test_impossible_requests_are_refused(datasets, options, message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning
@@ -169,8 +169,7 @@ def solve_identical(
 
     `solved` hears of all three terms, which are one.
     """
-    # The divergence is known, so that its bounds do not say when the plan is good.
-    options = replace(options, bound_width=None)
+    # Its width is 0 already; the tolerance, as far as rounding allows, is for the plan.
     solves = TermSolves(lambda _: operator, epsilon, options, start=start, progress=progress)
     solves.solve({"xx": options.tolerance})
     term = solves.terms["xx"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.solver import iteration, term_solves
 from otdd_flash.solver.bound_width import relative_width
 from otdd_flash.solver.divergence import Divergence
@@ -94,11 +94,13 @@ def test_iterations_of_all_continuations_count_together() -> None:
 
 
 def test_the_width_of_a_cloud_from_itself_is_0_and_its_plan_converged() -> None:
-    options = SolverOptions(tolerance=1e-6, bound_width=0.5)
-    found = otdd.sinkhorn_divergence(cloud(30, 0), cloud(30, 0), epsilon=1.0, options=options)
-    assert (found.value, found.bounds, found.bound_width) == (0.0, (0.0, 0.0), 0.0)
-    assert found.converged
-    assert found.marginal_error <= 1e-6
+    for tolerance, reached in ((1e-5, 1e-5), (1e-12, 1e-6)):
+        options = SolverOptions(tolerance=tolerance, bound_width=0.5)
+        found = otdd.sinkhorn_divergence(cloud(30, 0), cloud(30, 0), epsilon=1.0, options=options)
+        assert (found.value, found.bounds, found.bound_width) == (0.0, (0.0, 0.0), 0.0)
+        assert found.converged
+        # The second is out of reach of float32.
+        assert found.marginal_error <= reached
 
 
 def test_gradients_are_taken_at_the_end() -> None:
@@ -184,10 +186,3 @@ def test_the_warning_names_reason_goal_and_way_out(
         assert part in text
     missed = "marginal error 1.25e-01" if width is None else "2.50e-01 of the value wide"
     assert f"{missed} against solver.{'tolerance' if width is None else 'bound_width'}=0.01" in text
-
-
-@pytest.mark.parametrize("key", ["bound_width", "max_seconds", "diameter"])
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_budget_must_be_positive_and_finite(key: str, value: float) -> None:
-    with pytest.raises(InputError, match=rf"solver\.{key} must be positive and finite, got"):
-        SolverOptions(**{key: value})  # type: ignore[arg-type]
