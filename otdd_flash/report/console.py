@@ -32,7 +32,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         )
         trust = "only the bounds can be trusted"
         if summary.get("schedule") == "geomloss":
-            trust = "the value is that of geomloss, the bounds hold the converged one"
+            trust = "the value is geomloss's, the bounds hold the converged one"
         table.add_row("NOT CONVERGED", f"{escape(reason)}; {trust}", style="bold red")
     for name, text in _details(summary):
         table.add_row(name, escape(text))

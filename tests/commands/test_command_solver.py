@@ -48,7 +48,7 @@ def test_geomlosses_value_is_told_from_the_converged_one(command, read):
     ended = command("solver=geomloss")
     assert ended.code == 0
     assert ended.err.startswith("warning: not converged by the schedule of geomloss in ")
-    assert "stopped by schedule; the value is that of geomloss, the" in ended.out
+    assert "stopped by schedule; the value is geomloss's, the" in ended.out
     result = read("run/result.json")
     assert (result["schedule"], result["stopped_by"]) == ("geomloss", "schedule")
     assert result["converged"] is False
