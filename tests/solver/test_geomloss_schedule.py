@@ -14,7 +14,7 @@ from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as problem_module
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.geomloss_schedule import schedule
+from otdd_flash.solver.geomloss_schedule import box_diagonal, schedule
 from otdd_flash.solver.options import SolverOptions
 
 RELATIVE = {"fast": 1e-5, "double": 1e-12}
@@ -150,6 +150,11 @@ def test_terms_known_from_another_diameter_are_not_taken() -> None:
     start = {"xy": other.xy.g}
     found = problem.solve(options, known={"yy": other.yy}, start=start)
     assert found.value == problem.solve(options).value
+
+
+def test_the_diameter_is_the_diagonal_of_the_box_around_both_clouds() -> None:
+    x, y = torch.tensor([[0.0, 5.0], [1.0, 2.0]]), torch.tensor([[-2.0, 1.0], [0.5, 2.0]])
+    assert box_diagonal(x, y) == box_diagonal(y, x) == 5.0
 
 
 def test_the_schedule_goes_down_by_the_square_of_the_scaling() -> None:
