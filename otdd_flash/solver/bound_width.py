@@ -47,7 +47,7 @@ def solve_to_width(solves: TermSolves, names: Sequence[str], bound_width: float)
         terms = {name: solves.terms[name] for name in names}
         wide, factor = _too_wide(terms, bound_width)
         able = [name for name in wide if terms[name].marginal_error <= asked.get(name, math.inf)]
-        reason = _reason(wide, able, terms, solves.options.max_iterations)
+        reason = _reason(wide, able, solves)
         if reason is not None:
             reached = reason == "bound_width"
             for name, term in terms.items():
@@ -77,9 +77,7 @@ def _too_wide(terms: Mapping[str, TransportTerm], target: float) -> tuple[list[s
     return [name for name, part in parts.items() if part > NEGLIGIBLE * allowed], factor
 
 
-def _reason(
-    wide: Sequence[str], able: Sequence[str], terms: Mapping[str, TransportTerm], most: int
-) -> StoppedBy | None:
+def _reason(wide: Sequence[str], able: Sequence[str], solves: TermSolves) -> StoppedBy | None:
     """What ends the solve, if anything does.
 
     A term that did not stop for its budget, and yet is above the marginal error it was asked for,
@@ -87,9 +85,10 @@ def _reason(
     """
     if not wide:
         return "bound_width"
-    late = [terms[name].stopped_by for name in wide if not terms[name].converged]
+    late = [term for name in wide if not (term := solves.terms[name]).converged]
     if late:
-        return late[-1]
+        return late[-1].stopped_by
     if not able:
         return "rounding"
-    return "max_iterations" if any(terms[name].iterations >= most for name in able) else None
+    most = solves.options.max_iterations
+    return "max_iterations" if any(solves.iterations[name] >= most for name in able) else None

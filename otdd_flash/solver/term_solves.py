@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -43,6 +44,7 @@ class TermSolves:
 
     Attributes:
         terms: what has been solved or was known, by name.
+        iterations: what was done here, by term.
         backends: how passes ran, by term.
     """
 
@@ -58,6 +60,7 @@ class TermSolves:
     ) -> None:
         self.operators, self.epsilon, self.options = operators, epsilon, options
         self.terms: dict[str, TransportTerm] = dict(known or {})
+        self.iterations: Counter[str] = Counter()
         self.backends: dict[str, str] = {}
         self._start, self._progress = start or {}, progress
         self._started = time.perf_counter()
@@ -80,12 +83,13 @@ class TermSolves:
     def _solve(self, name: str, tolerance: float, sharers: int, solved: Solved | None) -> None:
         operator = self.operators(name)
         before = self.terms.get(name)
-        options = self._options(tolerance, sharers, before)
+        options = self._options(name, tolerance, sharers)
         start = self._start.get(name) if before is None else before.g
         term = self._run(name, operator, options, start)
         self.backends[name] = operator.backend
         self._cells[name] = operator.shape[0] * operator.shape[1]
         self._swept += term.passes * self._cells[name]
+        self.iterations[name] += term.iterations
         if before is not None:
             iterations, passes = before.iterations + term.iterations, before.passes + term.passes
             term = replace(term, iterations=iterations, passes=passes)
@@ -93,16 +97,17 @@ class TermSolves:
         if solved is not None:
             solved(name, operator, term)
 
-    def _options(
-        self, tolerance: float, sharers: int, before: TransportTerm | None
-    ) -> SolverOptions:
-        options = replace(self.options, tolerance=tolerance)
-        if before is not None:
-            options = replace(options, max_iterations=options.max_iterations - before.iterations)
-        if options.max_seconds is None:
-            return options
-        left = options.max_seconds - (time.perf_counter() - self._started)
-        return replace(options, max_seconds=max(left / sharers, NO_TIME))
+    def _options(self, name: str, tolerance: float, sharers: int) -> SolverOptions:
+        iterations, seconds = self.options.max_iterations, self.options.max_seconds
+        if seconds is not None:
+            left = seconds - (time.perf_counter() - self._started)
+            seconds = max(left / sharers, NO_TIME)
+        return replace(
+            self.options,
+            tolerance=tolerance,
+            max_iterations=iterations - self.iterations[name],
+            max_seconds=seconds,
+        )
 
     def _run(
         self, name: str, operator: Operator, options: SolverOptions, start: Tensor | None

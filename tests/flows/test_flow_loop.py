@@ -141,6 +141,18 @@ def test_a_target_divergence_forgets_nothing_between_targets_and_batches() -> No
     assert restored.yy is state["yy"]
 
 
+def test_a_target_whose_solve_was_cut_short_is_solved_on() -> None:
+    setting = setting_of(SOURCE, TARGET, otdd.LabelMetric("none"))
+    hasty = otdd.SolverOptions(tolerance=1e-10, max_iterations=2)
+    divergence = TargetDivergence(replace(setting, solver=hasty))
+    errors = []
+    for _ in range(3):
+        solved, _ = divergence(SOURCE, None, frozenset())
+        assert solved.yy is not None
+        errors.append(solved.yy.marginal_error)
+    assert errors[2] < errors[1] < errors[0]
+
+
 OVERSHOOTS: dict[str, Stepping] = {
     "fifty times too far": Stepping(50.0),
     "adam": Stepping(1e6, "adam"),

@@ -16,9 +16,11 @@ from otdd_flash.solver import iteration, term_solves
 from otdd_flash.solver.bound_width import relative_width
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.shortfall import shortfall
 
 EPSILON = 0.05
+DOUBLE = otdd.ComputeOptions("cpu", precision="double")
 
 
 def cloud(n: int, seed: int, shift: float = 0.0) -> torch.Tensor:
@@ -125,6 +127,21 @@ def test_gradients_are_taken_at_the_end() -> None:
         otdd.sinkhorn_loss(x, cloud(15, 1, 1.0), epsilon=0.5, options=options).backward()
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+
+
+def test_a_known_self_term_goes_on_where_it_is_too_wide() -> None:
+    problem = Problem(cloud(30, 0), cloud(20, 1, 1.0), 0.5, compute=DOUBLE)
+    rough = problem.solve(SolverOptions(0.5))
+    assert rough.yy is not None
+    options = SolverOptions(bound_width=1e-6, max_iterations=40)
+    found = problem.solve(options, known={"yy": replace(rough.yy, iterations=1000)})
+    assert found.converged
+    assert found.yy is not None
+    assert 1000 < found.yy.iterations < 1040
+    # Of a coarse one, that is enough.
+    kept = problem.solve(SolverOptions(bound_width=0.9), known={"yy": rough.yy})
+    assert kept.yy is not None
+    assert kept.yy.iterations == rough.yy.iterations
 
 
 @pytest.fixture

@@ -58,6 +58,18 @@ def by_schedule(
     )
 
 
+def test_kernels_give_the_same_number() -> None:
+    found = otdd.sinkhorn_divergence(
+        SOURCE,
+        TARGET,
+        epsilon=0.1,
+        options=SolverOptions(2.0 - 1e-9, schedule="geomloss"),
+        # On a GPU, else in the interpreter.
+        compute=otdd.ComputeOptions("auto", "triton", "fast", memory_budget=0),
+    )
+    assert found.value == pytest.approx(PINNED[0.1, 0.5], rel=RELATIVE["fast"])
+
+
 def by_geomloss(epsilon: float, scaling: float, debias: bool = True) -> float:
     geomloss = pytest.importorskip("geomloss")
     loss = geomloss.SamplesLoss(
