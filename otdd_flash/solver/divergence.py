@@ -135,7 +135,8 @@ def solve_divergence(
         options: when to stop.
         debias: False leaves the self terms out.
         start: potentials to start from at this epsilon, without scaling.
-        known: self terms to take as they are.
+        known: self terms to take as they are, or to go on with where they keep the bounds wider
+            than `options.bound_width`.
         progress: told of every iteration.
         solved: called after each term that is solved here, as solved(name, operator, term).
     """

@@ -22,18 +22,12 @@ def shortfall(
         marginal_error: the largest of those reached.
         bound_width: (upper - lower) / |value| that was reached, where it was the goal.
     """
-    goal, missed = (
-        "solver.tolerance",
-        (f"marginal error {marginal_error:.2e} against solver.tolerance={options.tolerance:g}"),
-    )
-    if options.bound_width is not None and bound_width is not None:
-        goal, missed = (
-            "solver.bound_width",
-            (
-                f"the bounds are {bound_width:.2e} of the value wide against "
-                f"solver.bound_width={options.bound_width:g}"
-            ),
-        )
+    if options.bound_width is None or bound_width is None:
+        goal, asked = "solver.tolerance", options.tolerance
+        reached = f"marginal error {marginal_error:.2e}"
+    else:
+        goal, asked = "solver.bound_width", options.bound_width
+        reached = f"the bounds are {bound_width:.2e} of the value wide"
     match stopped_by:
         case "max_seconds":
             limit = f"within solver.max_seconds={options.max_seconds:g}"
@@ -47,4 +41,5 @@ def shortfall(
         case _:
             limit = f"after {options.max_iterations} iterations"
             advice = "Raise solver.max_iterations or epsilon"
+    missed = f"{reached} against {goal}={asked:g}"
     return f"not converged {limit} in {where}: {missed}; the bounds still hold. {advice}"
