@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Okabe & Ito: told apart with every common colour blindness.
 COLORS = ("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7")
+DARK = ("#0072B2", "#D55E00", "#009E73")
 BEFORE, CEILING = "#999999", INK
 TITLES = {
     "on_source": "Trained on the target, tested on the source",
@@ -62,7 +63,9 @@ def _panel(
             mean = statistics.fmean(values)
             axes.bar(x, mean, 0.92 * width, color=color, label=label)
             axes.plot([x] * len(values), values, "o", color=INK, markersize=2.5)
-            axes.text(x, mean + 2.5, f"{mean:.0f}", ha="center", fontsize=8.5, color=INK)
+            # In the bar, where neither dots nor the ceiling are in the way.
+            ink = "white" if color in DARK else INK
+            axes.text(x, 2.5, f"{mean:.0f}", ha="center", fontsize=9, color=ink, weight="bold")
         if key == "on_target":
             ceiling = statistics.fmean(row["ceiling"] for row in seen)
             label = "trained on the target" if group == 0 else None

@@ -34,10 +34,10 @@ from experiments.bench_divergence import marginal_error
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, extra_mib, milliseconds
+from otdd_flash.operators.base import Operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.solver.alternating import alternate
-from otdd_flash.solver.sweep import sweep
+from otdd_flash.solver.sweep import State, sweep
 
 SIZES = (
     *((60_000, d) for d in (784, 512, 128, 64)),
@@ -75,8 +75,15 @@ def make_operator(n: int, d: int, classes: int, precision: str) -> KernelOperato
 def ours(operator: KernelOperator, epsilon: float) -> tuple[Tensor, Tensor]:
     """Ten alternating iterations from zero."""
     f, g = (torch.zeros(size, device="cuda") for size in operator.shape)
-    f, g, _ = sweep(operator, alternate, epsilon, (f, g, g), ITERATIONS)
+    f, g = sweep(operator, alternate, epsilon, (f, g), ITERATIONS)
     return f, g
+
+
+def alternate(operator: Operator, epsilon: float, state: State) -> State:
+    """One iteration without acceleration: f <- T(g), g <- T'(f)."""
+    f, g = state
+    f = operator.softmin_rows(g, epsilon, f)
+    return f, operator.softmin_columns(f, epsilon, g)
 
 
 def theirs(operator: KernelOperator, epsilon: float) -> tuple[Tensor, Tensor]:

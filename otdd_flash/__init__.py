@@ -5,6 +5,7 @@ The way of the data:
     load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
                                                       -> pairwise_distances -> PairwiseResult
                                                       -> gradient_flow -> FlowResult
+                                                      -> subsample_interval, noise_floor
 
 Conventions, the same everywhere:
 
@@ -39,6 +40,7 @@ from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
 from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
 from otdd_flash.solver.loss import sinkhorn_loss
 from otdd_flash.solver.options import SolverOptions
@@ -57,10 +59,12 @@ __all__ = [
     "JointClassDistances",
     "LabelMetric",
     "LabeledSamples",
+    "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
     "SolverOptions",
     "Stepping",
+    "SubsampleInterval",
     "__version__",
     "class_distances",
     "dataset_distance",
@@ -68,8 +72,10 @@ __all__ = [
     "extractors",
     "gradient_flow",
     "load",
+    "noise_floor",
     "pairwise_distances",
     "sinkhorn",
     "sinkhorn_divergence",
     "sinkhorn_loss",
+    "subsample_interval",
 ]

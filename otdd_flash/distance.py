@@ -6,6 +6,7 @@ import logging
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -14,10 +15,12 @@ from rich.console import Console
 from otdd_flash.commands.outcome import RESULT_FILE
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.runner import run_command, run_job
+from otdd_flash.commands.sampling import check_request, check_sampling, measure_sampling
 from otdd_flash.commands.settings import (
     DatasetPairSettings,
     LabelSettings,
     ReportSettings,
+    SamplingSettings,
     SolverSettings,
     parse,
 )
@@ -38,7 +41,7 @@ logger = logging.getLogger("otdd_flash.distance")
 
 
 @dataclass
-class DistanceSettings(DatasetPairSettings):
+class DistanceSettings(SamplingSettings, DatasetPairSettings):
     """What conf/distance.yaml holds."""
 
     labels: LabelSettings
@@ -61,8 +64,10 @@ def compare(config: DictConfig, directory: Path) -> None:
     solver = replace(settings.solver.options(), require_convergence=False)
     metric, compute_options = _metric(settings), _compute(settings)
     choose("report.order", settings.report.order, ORDERS)
+    check_request(settings)
     with Phases() as phases:
         sides = prepare_sides(settings, phases, whole=settings.labels.full)
+        check_sampling(settings, sides, metric, settings.min_class_size)
         with (
             phases.solving("comparing", solver) as progress,
             phases.counting("class distances") as class_progress,
@@ -86,11 +91,25 @@ def compare(config: DictConfig, directory: Path) -> None:
             )
         _check_finite(result)
         _log(result)
+        full = settings.labels.full and metric.method != "none"
+        fixed_classes = full or metric.method == "given"
+        sampling = measure_sampling(
+            settings,
+            result,
+            phases,
+            seed=settings.seed,
+            labels=metric,
+            class_distances=result.class_distances if fixed_classes else None,
+            debias=settings.debias,
+            # Halves are at nearly 0 from each other, of which no relative width can be asked.
+            solver=replace(solver, bound_width=None),
+        )
         # A directory that holds it is complete, so an earlier one goes first.
         (directory / RESULT_FILE).unlink(missing_ok=True)
         with phases.phase("report", "drawing"):
             write_report(result, directory, seed=settings.seed, order=settings.report.order)
-    _write(result, settings, _seconds(phases, result), directory)
+    more = {"seconds": _seconds(phases, result), **sampling}
+    _write(result, settings, more, directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(
             f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
@@ -152,15 +171,16 @@ def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
         "load": phases.seconds["load"],
         "extract": phases.seconds["extract"],
         **result.seconds,
+        **{name: phases.seconds[name] for name in ("sampling",) if name in phases.seconds},
         "report": phases.seconds["report"],
     }
 
 
 def _write(
-    result: DistanceResult, settings: DistanceSettings, seconds: dict[str, float], directory: Path
+    result: DistanceResult, settings: DistanceSettings, more: dict[str, Any], directory: Path
 ) -> None:
     """Write result.json last, so that a directory that holds it is complete; print the table."""
-    more = {"seconds": seconds, "seed": settings.seed, "config": asdict(settings)}
+    more = {**more, "seed": settings.seed, "config": asdict(settings)}
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
     if settings.save_result:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
-from otdd_flash.files import replacing
+from otdd_flash.files import write_tensors
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied
@@ -169,12 +169,9 @@ class DistanceResult:
         Returns:
             The directory.
         """
-        from safetensors.torch import save_file
-
         path = Path(path)
         summary = self.summary(**more)
-        with replacing(path / TENSOR_FILE) as partial:
-            save_file(self._tensors(), partial, metadata={"summary": json.dumps(summary)})
+        write_tensors(path / TENSOR_FILE, self._tensors(), {"summary": json.dumps(summary)})
         write_json(path / SUMMARY_FILE, summary)
         return path
 

@@ -12,6 +12,7 @@ import otdd_flash
 PROMISED = {
     *("LabeledSamples", "load", "embed", "extractors", "dataset_distance", "DistanceResult"),
     *("ClassDistances", "sinkhorn", "sinkhorn_divergence", "__version__"),
+    *("SubsampleInterval", "subsample_interval", "NoiseFloor", "noise_floor"),
 }
 HEAVY = ("hydra", "timm", "torchvision", "matplotlib", "datasets", "sklearn", "ot", "pandas")
 

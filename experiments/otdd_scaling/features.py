@@ -49,7 +49,7 @@ class Inputs:
     ) -> None:
         self.root, self.checkpoint, self.device = root, checkpoint, device
         self.network_name = _network_name(checkpoint, 2 * largest)
-        self.network = cache(lambda: _resnet18(self._datasets(largest), checkpoint, device))
+        self.network = cache(lambda: resnet18(self._datasets(largest), checkpoint, device))
 
     def embedded(self, points: str, n: int) -> list[otdd.LabeledSamples]:
         """Both sides, n points each, on the device; pixels have no labels."""
@@ -86,7 +86,7 @@ def _network_name(checkpoint: Path | None, images: int) -> str:
     return f"ResNet18 from {checkpoint.name}, sha256 {digest[:12]}"
 
 
-def _resnet18(
+def resnet18(
     datasets: Sequence[LabeledDataset], checkpoint: Path | None, device: torch.device
 ) -> tuple[Network, dict[str, Any]]:
     """The extractor of 512 features, and what is to be said of it.

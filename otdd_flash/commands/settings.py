@@ -61,6 +61,15 @@ class SolverSettings:
 
 
 @dataclass
+class SamplingSettings:
+    """What a distance reports of its sampling error."""
+
+    subsample: int | None
+    subsample_size: int | None
+    noise_floor: bool
+
+
+@dataclass
 class ReportSettings:
     """What pictures look like."""
 

@@ -43,17 +43,18 @@ def subset(
 
 
 def stratified_rows(
-    labels: NDArray[np.int64], count: int, generator: np.random.Generator
+    labels: NDArray[np.int64], count: int, generator: np.random.Generator, *, at_least: int = 1
 ) -> NDArray[np.int64]:
-    """Draw `count` row numbers (sorted) in proportion to the classes, at least one of each.
+    """Draw `count` row numbers (sorted) in proportion to the classes.
 
     Args:
-        labels: (n,) class indices; n >= count >= number of distinct classes.
+        labels: (n,) class indices; n >= count >= at_least * number of distinct classes.
         count: how many rows.
         generator: the only source of randomness.
+        at_least: rows of every class, which has so many.
     """
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    quota = _quotas(sizes, count)
+    quota = _quotas(sizes, count, at_least)
     order = generator.permutation(len(labels))
     grouped = order[np.argsort(classes[order], kind="stable")]
     starts = np.cumsum(sizes) - sizes
@@ -61,14 +62,14 @@ def stratified_rows(
     return np.sort(np.concatenate(chosen))
 
 
-def _quotas(sizes: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Rows per class, summing to `count`: nearest to proportional with 1 <= quota <= size."""
+def _quotas(sizes: NDArray[np.int64], count: int, at_least: int) -> NDArray[np.int64]:
+    """Rows per class, summing to `count`: nearest to proportional, from `at_least` to the size."""
     ideal = sizes * (count / sizes.sum())
-    quota: NDArray[np.int64] = np.clip(np.floor(ideal).astype(np.int64), 1, sizes)
+    quota: NDArray[np.int64] = np.clip(np.floor(ideal).astype(np.int64), at_least, sizes)
     while quota.sum() < count:
         quota[np.argmax(np.where(quota < sizes, ideal - quota, -np.inf))] += 1
     while quota.sum() > count:
-        quota[np.argmax(np.where(quota > 1, quota - ideal, -np.inf))] -= 1
+        quota[np.argmax(np.where(quota > at_least, quota - ideal, -np.inf))] -= 1
     return quota
 
 

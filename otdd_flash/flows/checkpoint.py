@@ -54,9 +54,15 @@ class Checkpoints:
         Raises:
             InputError: the file cannot be written.
         """
-        with replacing(self.folder / FILE) as partial:
-            content = {"settings": dict(settings), "may_change": [*may_change], "state": {**state}}
-            torch.save(content, partial)
+        content = {"settings": dict(settings), "may_change": [*may_change], "state": dict(state)}
+        with replacing(self.folder / FILE) as partial, partial.open("wb") as file:
+            try:
+                torch.save(content, file)
+            except RuntimeError as error:
+                # Of a full disk torch says that it is somewhere unexpected; the file says why.
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from error
+                raise
 
     def load(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """The state last written, its tensors on `device`, or on the CPU where they were there.

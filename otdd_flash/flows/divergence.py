@@ -28,6 +28,10 @@ class Batch(NamedTuple):
     particles: Tensor
     target: Tensor
 
+    def only(self, rows: Tensor) -> Tensor:
+        """Of rows (n, d), one a particle, those of the batch; 0 for the others."""
+        return torch.zeros_like(rows).index_copy_(0, self.particles, rows[self.particles])
+
 
 class TargetDivergence:
     """The divergence from a fixed target.
@@ -98,8 +102,11 @@ class TargetDivergence:
         return {"last": self._potentials, "earlier": self._earlier, "yy": self._self_term}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        self._potentials, self._earlier = state["last"], state["earlier"]
+        """Go on from what `state` gave, on whichever device."""
+        self._potentials, self._earlier = (
+            {key: u.to(self._setting.device) for key, u in state[when].items()}
+            for when in ("last", "earlier")
+        )
         self._self_term = state["yy"]
 
     def _start(self) -> dict[str, Tensor]:

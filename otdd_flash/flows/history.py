@@ -18,7 +18,8 @@ class StepRecord:
     Attributes:
         step: k >= 0; the last record of a flow describes its end, from which no step was taken.
         objective: divergence plus functionals, in units of the cost.
-        divergence: S_epsilon(particles, target).
+        divergence: S_epsilon(particles, target); with noise or a minibatch, that of what the step
+            saw.
         lower: of an interval that holds S_epsilon, as long as class distances stay what they were.
         upper: of the same interval.
         functionals: weight times value of each functional, by name.

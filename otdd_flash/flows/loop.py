@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.divergence import Batch
-from otdd_flash.flows.functionals import (
-    WeightedFunctional,
-    noise_temperature,
-    value_and_velocity,
-)
+from otdd_flash.flows.functionals import noise_temperature, value_and_velocity
 from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
+from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.space import Space
-from otdd_flash.flows.stepping import Stepper, Stepping, generator, normal_like
+from otdd_flash.flows.stepping import Stepper, generator, normal_like
 from otdd_flash.solver.divergence import Divergence
 
 # A mean cost of this many times that of the start: steps overshoot. A flow on its way down ends at
@@ -37,36 +33,6 @@ PERTURBATION, LANGEVIN, MINIBATCH = range(3)
 IN_PLACE = ("variables", "optimizer")
 
 
-@dataclass(frozen=True, eq=False)
-class LoopOptions:
-    """What a loop does beside descending.
-
-    Attributes:
-        steps: to take in all.
-        stepping: how.
-        functionals: what the objective has beside the divergence.
-        tolerance: stop once a step changes the objective by less than this share of its first
-            value; None never.
-        seed: of every draw.
-        checkpoints: where the state is kept; None nowhere.
-        settings: what a checkpoint belongs to.
-        keep_moments: keep what every step saw, n (d + 2) + m numbers each.
-        progress: told of every record.
-        stop: asked after every evaluation whether to end here.
-    """
-
-    steps: int
-    stepping: Stepping
-    functionals: Sequence[WeightedFunctional]
-    tolerance: float | None
-    seed: int
-    checkpoints: Checkpoints | None
-    settings: Mapping[str, Any]
-    keep_moments: bool
-    progress: Callable[[StepRecord], None] | None
-    stop: Callable[[], bool] | None
-
-
 class _Here(NamedTuple):
     """What an evaluation found, with the features (n, d) it was made at."""
 
@@ -74,6 +40,7 @@ class _Here(NamedTuple):
     velocities: dict[str, Tensor]
     features: Tensor
     divergence: Divergence
+    batch: Batch | None
 
 
 class Loop:
@@ -138,7 +105,10 @@ class Loop:
                     raise
                 self.restore(good)
                 self._save(good, may_change=("flow.step_size",))
-                raise InputError(self._what_to_lower(error)) from error
+                raise InputError(
+                    f"the flow cannot go on after step {self.step}: {error}; "
+                    f"{self._options.what_to_lower}"
+                ) from error
             self.ran_on = f"{here.divergence.xy.f.device}, {here.divergence.backend}"
             stopped_by = self._reason_to_stop(here.record)
             if stopped_by is not None:
@@ -199,26 +169,28 @@ class Loop:
         if not bool(torch.isfinite(features).all()):
             raise InputError("particles have features that are not finite")
         self._check_nearness(setting.mean_cost(features, self.mode.class_distances))
-        solved, by_features, by_variables = self.mode.evaluate(features, self.step, self._batch())
+        batch = self._batch()
+        solved, by_features, by_variables = self.mode.evaluate(features, self.step, batch)
         velocity = self._space.pull_back(points, by_features)
         values: dict[str, float] = {}
         if options.functionals:
             masses, labels = setting.source.masses, self.mode.labels()
             values, extra = value_and_velocity(options.functionals, points, labels, masses)
-            velocity = velocity + extra
+            velocity = velocity + (extra if batch is None else batch.only(extra))
         objective = solved.value + sum(values.values())
         if not math.isfinite(objective) or not bool(torch.isfinite(velocity).all()):
             raise InputError("the objective or its gradient is not finite")
         self._check_nearness(solved.value)
         record = self._record(objective, solved, values, velocity)
-        return _Here(record, {"points": velocity, **by_variables}, features, solved)
+        return _Here(record, {"points": velocity, **by_variables}, features, solved, batch)
 
     def _check_nearness(self, cost: float) -> None:
         """Refuse a cost far above that of the start; functionals may well lead that far."""
         if not self._options.functionals and not cost <= DIVERGED * self._mean_cost:
+            noise = self._options.stepping.noise
             raise InputError(
-                f"particles are at a mean cost of {cost:.4g} from the target, and began at "
-                f"{self._mean_cost:.4g}"
+                f"particles{f' moved by flow.noise={noise:g}' if noise else ''} are at a mean cost "
+                f"of {cost:.4g} from the target, and began at {self._mean_cost:.4g}"
             )
 
     def _record(
@@ -257,7 +229,7 @@ class Loop:
     def _take_step(self, here: _Here) -> None:
         if self._options.keep_moments:
             self._keep_moment(here)
-        self._stepper.step(here.velocities, self.step, self._draw(LANGEVIN))
+        self._stepper.step(here.velocities, self.step, self._draw(LANGEVIN), here.batch)
         self.step += 1
 
     def _tell(self, record: StepRecord, started: float) -> None:
@@ -293,18 +265,6 @@ class Loop:
 
     def _draw(self, purpose: int) -> torch.Generator:
         return generator(self._options.seed, self.step, purpose)
-
-    def _what_to_lower(self, error: InputError) -> str:
-        options = self._options
-        lower = [f"flow.step_size={options.stepping.step_size:g}"]
-        lower += [f"the weight {part.weight:g} of {part.name}" for part in options.functionals]
-        advice = f"lower {' or '.join(lower)} and start again"
-        if options.checkpoints is not None:
-            advice += (
-                f", or go on from before that step, which {options.checkpoints.folder} holds, by "
-                "flow.resume=true with a lower flow.step_size"
-            )
-        return f"the flow cannot go on after step {self.step}: {error}; {advice}"
 
 
 def _some(rows: Tensor, size: int, draw: torch.Generator) -> Tensor:

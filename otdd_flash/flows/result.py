@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError, choose
-from otdd_flash.files import replacing
+from otdd_flash.files import write_tensors
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
 from otdd_flash.flows.maps.field import VelocityField
@@ -134,11 +134,8 @@ class FlowResult:
         Returns:
             The directory.
         """
-        from safetensors.torch import save_file
-
         path, summary = Path(path), self.summary(**more)
-        with replacing(path / TENSOR_FILE) as partial:
-            save_file(self._tensors(), partial, metadata={"summary": json.dumps(summary)})
+        write_tensors(path / TENSOR_FILE, self._tensors(), {"summary": json.dumps(summary)})
         write_json(path / SUMMARY_FILE, summary)
         return path
 

@@ -11,15 +11,13 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.cache import content_hash
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.errors import InputError, NotConvergedWarning
@@ -27,12 +25,14 @@ from otdd_flash.extractors import check_same_dimension
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.functionals import WeightedFunctional, build_functionals
 from otdd_flash.flows.history import Recorder, StepRecord
-from otdd_flash.flows.loop import Loop, LoopOptions
+from otdd_flash.flows.loop import Loop
+from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.flows.modes import build_mode, check_mode
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.flows.settings_kept import data_settings, flow_settings
 from otdd_flash.flows.space import FeatureSpace, Space
-from otdd_flash.flows.stepping import TO_THE_END, Stepping
+from otdd_flash.flows.stepping import Stepping
 from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import ComputeOptions, GroundCost, relative_epsilon
@@ -148,8 +148,8 @@ def gradient_flow(
     )
     terms = _built(functionals, points)
     settings = {
-        **_data_settings(points, goal, setting, table),
-        **_flow_settings(mode, stepping, functionals, steps, refresh, space),
+        **data_settings(points, goal, setting, table),
+        **flow_settings(mode, stepping, functionals, steps, refresh, space),
         "flow.keep_moments": keep_moments,
         "seed": seed,
     }
@@ -233,65 +233,6 @@ def _built(
     described = [part for part in functionals if not isinstance(part, WeightedFunctional)]
     ready = [part for part in functionals if isinstance(part, WeightedFunctional)]
     return (*build_functionals(described, start), *ready)
-
-
-def _data_settings(
-    points: LabeledSamples, goal: LabeledSamples, setting: FlowSetting, table: ClassDistances
-) -> dict[str, Any]:
-    """What a flow's problem is, by the keys of the command line."""
-    metric, compute = setting.metric, setting.compute
-    return {
-        "source": points.fingerprint,
-        "target": goal.fingerprint,
-        **{
-            f"labels.{key}": getattr(metric, key)
-            for key in ("method", "unbiased", "diagonal", "epsilon", "tolerance")
-        },
-        "labels.given": content_hash({"W": table.full}) if metric.method == "given" else None,
-        "epsilon": setting.epsilon,
-        **asdict(setting.cost),
-        **{
-            f"solver.{key}": value
-            for key, value in asdict(setting.solver).items()
-            if key != "require_convergence"
-        },
-        "backend": compute.backend,
-        "precision": compute.precision,
-    }
-
-
-def _flow_settings(
-    mode: str,
-    stepping: Stepping,
-    functionals: Sequence[Mapping[str, Any] | WeightedFunctional],
-    steps: int,
-    refresh: int,
-    space: Space,
-) -> dict[str, Any]:
-    """How a flow moves, by the keys of the command line; its length where that matters."""
-    settings = {
-        "flow.mode": mode,
-        **{f"flow.{key}": value for key, value in asdict(stepping).items()},
-        "flow.functionals": [
-            f"{part.weight} {part.name}"
-            if isinstance(part, WeightedFunctional)
-            else {key: _plain(value) for key, value in part.items()}
-            for part in functionals
-        ],
-        "flow.refresh": refresh,
-        "flow.space": space.key,
-        "flow.plain": stepping.plain,
-    }
-    if stepping.schedule in TO_THE_END:
-        settings["flow.steps"] = steps
-    return settings
-
-
-def _plain(parameter: Any) -> Any:
-    """A parameter as JSON holds it: of arrays, the hash."""
-    if isinstance(parameter, Tensor | np.ndarray):
-        return content_hash({"array": torch.as_tensor(parameter)})
-    return str(parameter) if isinstance(parameter, Path) else parameter
 
 
 def _followed(points: LabeledSamples, seed: int) -> Tensor:

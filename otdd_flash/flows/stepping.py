@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError, choose
+from otdd_flash.flows.divergence import Batch
 
 # Learning rate at step k of T, as a multiple of the first.
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
@@ -44,7 +45,8 @@ class Stepping:
         box: (lowest, highest) value of a coordinate, None for no limits.
         noise: deviation of a Gaussian displacement at which the gradient is taken instead of at the
             points (Arbel et al. 2019, Maximum mean discrepancy gradient flow).
-        minibatch: particles, and points of the target, of a step; None for all.
+        minibatch: particles that move in a step, and points of the target that they see; None for
+            all. Others go on by their momentum alone, so that n / minibatch steps are one of all.
 
     Raises:
         InputError: no such optimiser, option or schedule, or a number out of its range.
@@ -141,8 +143,14 @@ class Stepper:
         }
         self._optimizer = stepping.build(list(self._parameters.values()))
 
-    def step(self, velocities: Mapping[str, Tensor], step: int, draw: torch.Generator) -> None:
-        """Take step `step` along -velocities, spread by entropy, and return to the box."""
+    def step(
+        self,
+        velocities: Mapping[str, Tensor],
+        step: int,
+        draw: torch.Generator,
+        batch: Batch | None = None,
+    ) -> None:
+        """Take step `step` along -velocities, spread the batch by entropy, return to the box."""
         size = self._stepping.step_size_at(step, self._total)
         for group in self._optimizer.param_groups:
             group["lr"] = size
@@ -153,7 +161,8 @@ class Stepper:
         points = self._parameters["points"].data
         if self._temperature > 0:
             spread = math.sqrt(2 * self._temperature * size)
-            points.add_(normal_like(points, draw), alpha=spread)
+            noise = normal_like(points, draw)
+            points.add_(noise if batch is None else batch.only(noise), alpha=spread)
         if self._stepping.box is not None:
             points.clamp_(*self._stepping.box)
 

@@ -22,7 +22,7 @@ from otdd_flash.labels.pair_chunks import chunk_size, equal_chunks
 from otdd_flash.labels.pairs import Progress
 
 # Of all products of a chunk together: enough to keep a GPU busy.
-FILLING_ENTRIES = 2**22
+FILLING_ENTRIES = 3 * 2**21
 
 
 def fidelities(

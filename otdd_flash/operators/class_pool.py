@@ -47,11 +47,14 @@ class ClassPool:
         exponents = [power_of_two_scale(size) for size in torch.stack(largest).tolist()]
         coordinates = torch.zeros((2 * n, -(-dim // 8) * 8), dtype=torch.float16, device=device)
         squares = torch.zeros(n, dtype=torch.float64, device=device)
-        start = 0
+        start, variances = 0, []
         for cloud, mean, exponent in zip(classes, means, exponents, strict=True):
             centred = cloud.points.double() - mean
             stop = start + len(centred)
-            squares[start:stop] = centred.square().sum(1)
+            # Of a tensor of its own: a sum over a part of another one rounds as its address says.
+            own_squares = centred.square().sum(1)
+            variances.append(cloud.masses @ own_squares)
+            squares[start:stop] = own_squares
             centred *= 2.0**exponent
             high = centred.float().half()
             coordinates[start:stop, :dim] = high
@@ -63,9 +66,7 @@ class ClassPool:
         gaps = torch.cdist(*2 * (torch.stack(means),), compute_mode=DIFFERENCES)
         self.mean_distances = gaps.square_()
         pieces = torch.split(squares[:start], sizes.tolist())
-        self.variances = torch.stack(
-            [cloud.masses @ piece for cloud, piece in zip(classes, pieces, strict=True)]
-        )
+        self.variances = torch.stack(variances)
         self.radii = torch.stack([piece.max() for piece in pieces]).sqrt()
         self.scales = torch.tensor(
             [2.0**-exponent for exponent in exponents], device=device

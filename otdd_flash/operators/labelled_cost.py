@@ -95,17 +95,22 @@ class LabelledCost:
         x, y = self.points
         total, moment, squares = masses.sum(), torch.zeros_like(self.centre), masses.new_zeros(())
         for rows, weights in zip(_chunks(y), _chunks(masses), strict=True):
-            centred = rows.double() - self.centre
+            centred, norms = self._centred_with_norms(rows)
             moment += weights @ centred
-            squares += weights @ centred.square().sum(1)
+            squares += weights @ norms
         found = []
         for rows in _chunks(x):
-            centred = rows.double() - self.centre
-            found.append(total * centred.square().sum(1) - 2 * (centred @ moment) + squares)
+            centred, norms = self._centred_with_norms(rows)
+            found.append(total * norms - 2 * (centred @ moment) + squares)
         classes = self.class_costs @ _mass_per_class(
             masses, self.labels[1], self.class_costs.shape[1]
         )
         return self.lambda_x * torch.cat(found) + classes[self.labels[0]]
+
+    def _centred_with_norms(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows minus the centre, and their squared norms, float64, in the memory of one copy."""
+        centred = rows.to(torch.float64, copy=True).sub_(self.centre)
+        return centred, torch.linalg.vector_norm(centred, dim=1).square()
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) of a cloud with itself, float64."""

@@ -81,6 +81,7 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     seconds = {phase: float(spent) for phase, spent in summary["seconds"].items()}
     spent = ", ".join(f"{phase.replace('_', ' ')} {_time(took)}" for phase, took in seconds.items())
     return [
+        *_sampling(summary),
         ("epsilon", f"{summary['epsilon']:.6g}"),
         ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} features"),
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
@@ -91,6 +92,25 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("seconds", f"{_time(sum(seconds.values()))} ({spent})"),
         ("computed on", ", ".join(str(summary[k]) for k in ("device", "backend", "precision"))),
     ]
+
+
+def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Rows on what the distance owes to the samples, where it was measured."""
+    rows = []
+    if (found := summary.get("subsample")) is not None:
+        shown = interval(summary["value"], found["lower"], found["upper"])
+        drawn = "{} subsamples of {} × {}".format(found["count"], *found["size"])
+        drawn = "none drawn: both datasets are one" if found["identical"] else drawn
+        rows.append((f"sampling interval ({found['level']:.0%})", f"{shown} ({drawn})"))
+    if (floor := summary.get("noise_floor")) is not None:
+        size = floor["size"]
+        source, target, between = (
+            interval(*(floor[key][part] for part in ("value", "lower", "upper")))
+            for key in ("source", "target", "between")
+        )
+        rows.append((f"noise floor at {size} × {size}", f"{source}, {target}"))
+        rows.append((f"distance at {size} × {size}", between))
+    return rows
 
 
 def _tolerance(summary: Mapping[str, Any]) -> float | None:

@@ -152,9 +152,9 @@ def test_a_killed_command_goes_on_to_the_same_end(flow_command, folder, undrawn_
     program = (
         "import os, sys, otdd_flash.flows.loop as loop\n"
         "step = loop.Stepper.step\n"
-        "def killed(self, velocities, number, draw):\n"
+        "def killed(self, velocities, number, *rest):\n"
         "    if number == 3: os.kill(os.getpid(), 9)\n"
-        "    step(self, velocities, number, draw)\n"
+        "    step(self, velocities, number, *rest)\n"
         "loop.Stepper.step = killed\n"
         "from otdd_flash.flow import main, run_command\n"
         "run_command(main)\n"

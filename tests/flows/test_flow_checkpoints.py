@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_flows import CASES, blobs, flow
+from small_flows import CASES, CPU, blobs, flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.flows import checkpoint
 from otdd_flash.flows.functionals import Norm, WeightedFunctional
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
@@ -204,9 +206,19 @@ def test_resuming_needs_a_whole_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
-    torch.save({"settings": {}, "state": Path("/")}, tmp_path / "checkpoint.pt")
+    content = {"settings": {}, "may_change": [], "state": Path("/")}
+    torch.save(content, tmp_path / "checkpoint.pt")
     with pytest.raises(InputError, match=r"checkpoint.pt is damaged"):
         flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, resume=True))
+
+
+def test_what_was_on_a_gpu_goes_to_the_device_of_now_and_the_rest_stays() -> None:
+    storage = torch.arange(3.0).untyped_storage()
+    assert checkpoint._on(torch.device("cuda"))(storage, "cpu") is storage
+    # Where there is no GPU the CPU is as good a place to go to.
+    placed = checkpoint._on(torch.device("cpu"))(storage, "cuda:1")
+    assert placed.device.type == "cpu"
+    assert placed.tolist() == storage.tolist()
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
@@ -215,6 +227,23 @@ def test_a_checkpoint_that_cannot_be_written_is_a_clear_error(tmp_path: Path) ->
         flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path / "file"), **LOOSE)
     with pytest.raises(InputError, match=r"flow.checkpoint_every must be positive, got 0"):
         otdd.Checkpoints(tmp_path, every=0)
+
+
+@pytest.mark.parametrize("limit", [1_000, 500_000])
+def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
+    limit: int, tmp_path: Path
+) -> None:
+    folder, settings = otdd.Checkpoints(tmp_path), {"seed": 0}
+    folder.save({"step": 3}, settings)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*checkpoint.pt: File too large; free"):
+            folder.save({"step": 4, "points": torch.zeros(1_000_000)}, settings)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert folder.load(settings, CPU) == {"step": 3}
 
 
 def test_lists_and_tuples_of_a_box_are_one_setting(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.flows.gaussians import Gaussians
+from otdd_flash.flows.modes import augmented
 from otdd_flash.samples import LabeledSamples
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -190,6 +191,16 @@ def test_augmented_particles_take_the_class_of_where_they_go() -> None:
         assert torch.equal(result.trajectory.labels[0], wrong)
 
 
+@pytest.mark.parametrize(("heavy", "expected"), [(1.0, [0, 0, 1, 1]), (40.0, [0, 1, 1, 1])])
+def test_labels_are_read_by_the_masses_of_particles(heavy: float, expected: list[int]) -> None:
+    labels = torch.tensor([0, 0, 1, 1])
+    weights = torch.tensor([heavy, 1.0, 1.0, 1.0], dtype=torch.float64)
+    source = replace(blobs(4, 1), labels=labels, weights=weights)
+    mode = mode_of("augmented", source, blobs(9, 1), otdd.LabelMetric("means"))
+    mode.variables["means"].copy_(torch.tensor([[0.0], [5.5], [10.0], [10.0]]))
+    assert mode.labels().tolist() == expected
+
+
 @pytest.mark.parametrize("mode", ["features", "attached", "joint"])
 def test_other_modes_keep_labels(mode: str) -> None:
     source = blobs(9)
@@ -245,6 +256,17 @@ def test_unlabelled_points_move_without_class_distances() -> None:
     assert result.trajectory.labels is None
     labelled = flow(blobs(9), blobs(11, seed=1), labels="none")
     assert torch.equal(result.samples.features, labelled.samples.features)
+
+
+def test_factors_of_all_particles_have_to_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Six copies of factors (9, 4, 3) and of a table (11, 11), two of roots (9, 3, 3).
+    needed = (6 * (108 + 121) + 2 * 81) * 8
+    monkeypatch.setattr(augmented, "free_memory", lambda device: needed)
+    flow(blobs(9), blobs(11, seed=1), mode="augmented")
+    monkeypatch.setattr(augmented, "free_memory", lambda device: needed - 1)
+    with pytest.raises(InputError, match=rf"factor of 4 x 3.*{needed:,} bytes.*labels.diagonal"):
+        flow(blobs(9), blobs(11, seed=1), mode="augmented")
+    flow(blobs(9), blobs(11, seed=1), mode="augmented", labels="means")
 
 
 def test_an_unknown_mode_lists_the_known() -> None:

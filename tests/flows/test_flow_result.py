@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,21 @@ def test_a_result_comes_back_from_disk(kind: str, tmp_path: Path) -> None:
     assert summary["steps"] == 2
     assert summary["n"] == 9
     assert summary["m"] == 11
+
+
+@pytest.mark.parametrize("kind", ["flow", "distance"])
+def test_a_full_disk_is_a_clear_error(kind: str, tmp_path: Path) -> None:
+    result = (
+        flow(SOURCE, TARGET) if kind == "flow" else otdd.dataset_distance(SOURCE, TARGET, epsilon=1)
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*result.safetensors.*File too large"):
+            result.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_arrays_of_functionals_are_told_by_their_hash() -> None:
@@ -153,7 +169,9 @@ def test_samples_are_the_particles_in_their_rows() -> None:
 
 
 def test_at_most_two_hundred_particles_are_followed_all_classes_in_proportion() -> None:
-    source, target = blobs(400, classes=4), blobs(9, seed=1)
+    mixed, target = blobs(400, classes=4), blobs(9, seed=1)
+    assert mixed.labels is not None
+    source = mixed.take(torch.argsort(mixed.labels, stable=True))
     for labels in (source.labels, None):
         sides = [replace(source, labels=labels), replace(target, labels=None)]
         if labels is not None:

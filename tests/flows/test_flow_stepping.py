@@ -128,10 +128,19 @@ def test_noise_moves_where_the_gradient_is_taken_and_not_the_points() -> None:
     torch.testing.assert_close(noisy.samples.features, moved, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
-def test_only_rows_of_the_minibatch_move(mode: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"mode": mode} for mode in ("features", "attached", "joint", "augmented")),
+        {"functionals": [{"name": "norm", "weight": 1.0}]},
+        {"functionals": [{"name": "entropy", "weight": 1.0}]},
+    ],
+    ids=str,
+)
+def test_only_rows_of_the_minibatch_move(options: dict[str, Any]) -> None:
+    """By whatever moves them: else functionals would outweigh the divergence by n / minibatch."""
     source, target = blobs(9), blobs(11, seed=1)
-    result = flow(source, target, mode=mode, steps=1, stepping=Stepping(0.3, minibatch=4))
+    result = flow(source, target, steps=1, stepping=Stepping(0.3, minibatch=4), **options)
     assert int((result.samples.features != source.features).any(1).sum()) == 4
 
 

@@ -46,6 +46,6 @@ class AttachedMode(Mode):
         (through_classes,) = torch.autograd.grad(table, moving, gradient["classes"].to(table))
         if batch is not None:
             # Class distances depend on all particles, but those outside the batch rest.
-            through_classes = self._among_all(through_classes[batch.particles], batch)
+            through_classes = batch.only(through_classes)
         direct = self._feature_velocity(gradient["x"], batch)
         return Evaluation(solved, direct + per_mass(through_classes, setting.source.masses), {})

@@ -36,6 +36,8 @@ METHODS = ("gaussian", "means")
 
 # Arrays like the factors that an evaluation holds: they, their gradient, stacks, polar factors.
 COPIES = 6
+# Arrays of roots of covariances (n, d, d) that are held to read labels.
+ROOTS = 2
 
 
 class AugmentedMode(Mode):
@@ -141,11 +143,12 @@ def _check_memory(classes: Gaussians, setting: FlowSetting) -> None:
     """Refuse full covariances of all particles where they do not fit."""
     assert classes.spreads is not None
     count = len(setting.source)
-    factors = count * classes.spreads[0].nbytes
-    table = (count + setting.target.class_total) ** 2 * classes.spreads.itemsize
-    needed, free = COPIES * (factors + table), free_memory(setting.device)
+    rows, dim = classes.spreads.shape[1:]
+    factors, roots = count * rows * dim, count * dim**2
+    table = (count + setting.target.class_total) ** 2
+    needed = (COPIES * (factors + table) + ROOTS * roots) * classes.spreads.itemsize
+    free = free_memory(setting.device)
     if needed > free:
-        rows, dim = classes.spreads.shape[1:]
         raise InputError(
             f"flow.mode=augmented with full covariances gives each of {count:,} particles a factor "
             f"of {rows} x {dim} and takes about {needed:,} bytes ({readable_bytes(needed)}); "

@@ -78,13 +78,9 @@ class Mode(ABC):
     def _feature_velocity(self, gradient: Tensor, batch: Batch | None) -> Tensor:
         """(1 / a_i) dS / dx_i (n, d) from a solve's dS / dx_i, (b, d) of a batch's rows."""
         if batch is not None:
-            gradient = self._among_all(gradient, batch)
+            rows = gradient.new_zeros(len(self._setting.source), gradient.shape[1])
+            gradient = rows.index_copy_(0, batch.particles, gradient)
         return per_mass(gradient, self._masses(batch))
-
-    def _among_all(self, rows: Tensor, batch: Batch) -> Tensor:
-        """(n, d) with the rows (b, d) of a batch, and 0 for particles that rest."""
-        every = rows.new_zeros(len(self._setting.source), rows.shape[1])
-        return every.index_copy_(0, batch.particles, rows)
 
 
 def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:

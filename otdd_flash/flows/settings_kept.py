@@ -1,0 +1,79 @@
+"""What a flow depended on, by the keys of the command line: kept with results and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otdd_flash.cache import content_hash
+from otdd_flash.flows.functionals import WeightedFunctional
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.flows.space import Space
+from otdd_flash.flows.stepping import TO_THE_END, Stepping
+from otdd_flash.labels import ClassDistances
+from otdd_flash.samples import LabeledSamples
+
+
+def data_settings(
+    points: LabeledSamples, goal: LabeledSamples, setting: FlowSetting, table: ClassDistances
+) -> dict[str, Any]:
+    """What a flow's problem is, by the keys of the command line."""
+    metric, compute = setting.metric, setting.compute
+    return {
+        "source": points.fingerprint,
+        "target": goal.fingerprint,
+        **{
+            f"labels.{key}": getattr(metric, key)
+            for key in ("method", "unbiased", "diagonal", "epsilon", "tolerance")
+        },
+        "labels.given": content_hash({"W": table.full}) if metric.method == "given" else None,
+        "epsilon": setting.epsilon,
+        **asdict(setting.cost),
+        **{
+            f"solver.{key}": value
+            for key, value in asdict(setting.solver).items()
+            if key != "require_convergence"
+        },
+        "backend": compute.backend,
+        "precision": compute.precision,
+    }
+
+
+def flow_settings(
+    mode: str,
+    stepping: Stepping,
+    functionals: Sequence[Mapping[str, Any] | WeightedFunctional],
+    steps: int,
+    refresh: int,
+    space: Space,
+) -> dict[str, Any]:
+    """How a flow moves, by the keys of the command line; its length where that matters."""
+    settings = {
+        "flow.mode": mode,
+        **{f"flow.{key}": value for key, value in asdict(stepping).items()},
+        "flow.functionals": [
+            f"{part.weight} {part.name}"
+            if isinstance(part, WeightedFunctional)
+            else {key: _plain(value) for key, value in part.items()}
+            for part in functionals
+        ],
+        "flow.refresh": refresh,
+        "flow.space": space.key,
+        "flow.plain": stepping.plain,
+    }
+    if stepping.schedule in TO_THE_END:
+        settings["flow.steps"] = steps
+    return settings
+
+
+def _plain(parameter: Any) -> Any:
+    """A parameter as JSON holds it: of arrays, the hash."""
+    if isinstance(parameter, Tensor | np.ndarray):
+        return content_hash({"array": torch.as_tensor(parameter)})
+    return str(parameter) if isinstance(parameter, Path) else parameter

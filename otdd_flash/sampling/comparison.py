@@ -1,0 +1,124 @@
+"""The dataset distance as a function of the rows drawn: everything else is settled once."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from otdd_flash.devices import resolve_device
+from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
+from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.otdd import dataset_distance
+from otdd_flash.result import DistanceResult
+from otdd_flash.samples import LabeledSamples
+
+
+class Comparison:
+    """`dataset_distance` between parts of two datasets, all at one epsilon.
+
+    Class distances are measured on the rows that are compared, as they are part of the statistic;
+    a table that is given, or measured on `class_statistics`, stays as it is.
+
+    Args:
+        source: the whole source.
+        target: the whole target.
+        arguments: those of `dataset_distance`; what concerns a cache or progress has no effect.
+
+    Attributes:
+        source: the rows to draw from: of positive weight, in classes that are not too small,
+            without labels where they do not count.
+        target: the same of the target.
+        unconverged: how many distances stopped before the tolerance.
+
+    Raises:
+        InputError: `epsilon_relative` is among the arguments.
+    """
+
+    def __init__(
+        self, source: LabeledSamples, target: LabeledSamples, arguments: dict[str, Any]
+    ) -> None:
+        self._settings = dict(arguments)
+        if self._settings.pop("epsilon_relative", None) is not None:
+            raise InputError(
+                "parts of the data are compared at the epsilon of the whole: give the result's, "
+                "epsilon=result.epsilon, instead of epsilon_relative"
+            )
+        for key in ("cache_dir", "class_progress", "progress"):
+            self._settings.pop(key, None)
+        metric = LabelMetric.of(self._settings.get("labels", "gaussian"))
+        if (given := self._settings.pop("class_distances", None)) is not None:
+            metric = replace(metric, method="given", given=given)
+        minimum = self._settings.pop("min_class_size", None)
+        self.source = drawable(source, metric, minimum)
+        self.target = drawable(target, metric, minimum)
+        self._table = self._fixed_table(metric)
+        self.unconverged = 0
+
+    def between(self, source: LabeledSamples, target: LabeledSamples) -> DistanceResult:
+        """The distance of some rows of the source from some of the target."""
+        return self._distance(source, target, self._table)
+
+    def within_source(self, one: LabeledSamples, other: LabeledSamples) -> DistanceResult:
+        """The distance of some rows of the source from others of it."""
+        table = self._table
+        return self._distance(one, other, table and _repeated(table.xx))
+
+    def within_target(self, one: LabeledSamples, other: LabeledSamples) -> DistanceResult:
+        """The distance of some rows of the target from others of it."""
+        table = self._table
+        return self._distance(one, other, table and _repeated(table.yy))
+
+    def _distance(
+        self, source: LabeledSamples, target: LabeledSamples, table: ClassDistances | None
+    ) -> DistanceResult:
+        with warnings.catch_warnings():
+            # Told once, by `warn_unconverged`.
+            warnings.simplefilter("ignore", NotConvergedWarning)
+            result = dataset_distance(source, target, class_distances=table, **self._settings)
+        self.unconverged += not result.converged
+        return result
+
+    def warn_unconverged(self, count: int) -> None:
+        """Warn where some of `count` distances stopped before the tolerance."""
+        if self.unconverged:
+            warnings.warn(
+                f"{self.unconverged} of {count} distances between parts of the data did not "
+                "converge; raise solver.max_iterations, solver.max_seconds or epsilon",
+                NotConvergedWarning,
+                stacklevel=3,
+            )
+
+    def _fixed_table(self, metric: LabelMetric) -> ClassDistances | None:
+        statistics = self._settings.pop("class_statistics", None)
+        if metric.method == "none" or (metric.method != "given" and statistics is None):
+            return None
+        compute: ComputeOptions = self._settings.get("compute") or ComputeOptions()
+        device = resolve_device(compute.device)
+        return measure_classes(
+            self.source, self.target, metric, statistics=statistics, device=device
+        )
+
+
+def drawable(
+    samples: LabeledSamples, metric: LabelMetric, min_class_size: int | None
+) -> LabeledSamples:
+    """The rows that count in a distance.
+
+    Classes too small are left out silently, as the distance itself has told of them.
+    """
+    if metric.method == "none":
+        samples = replace(samples, labels=None, class_names=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataNotice)
+        samples = drop_small_classes(samples, min_class_size)
+    positive = samples.masses > 0
+    return samples if bool(positive.all()) else samples.take(positive.nonzero().squeeze(1))
+
+
+def _repeated(block: Tensor) -> ClassDistances:
+    """The table between two datasets with the same classes."""
+    return ClassDistances(block, block, block)

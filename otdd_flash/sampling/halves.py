@@ -1,0 +1,132 @@
+"""The distance between two disjoint halves of one dataset: what is left where nothing differs.
+
+With few samples the divergence of two samples of one distribution is far from 0. A distance between
+datasets means something as far as it exceeds that of their halves at equal sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from otdd_flash.errors import InputError
+from otdd_flash.labels import LabelMetric
+from otdd_flash.result import DistanceResult
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.sampling.comparison import Comparison, drawable
+from otdd_flash.sampling.draws import PER_CLASS, most_per_half, two_halves
+
+# progress(distances computed, their total).
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BoundedValue:
+    """A distance in units of the cost, and the interval that holds it."""
+
+    value: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, result: DistanceResult) -> BoundedValue:
+        """The number of a result, with its bounds."""
+        return cls(result.value, *result.bounds)
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """Distances at one size within each dataset and between both.
+
+    Attributes:
+        source: between two halves of the source.
+        target: between two halves of the target.
+        between: from a half of the source to a half of the target.
+        size: rows of every half.
+    """
+
+    source: BoundedValue
+    target: BoundedValue
+    between: BoundedValue
+    size: int
+
+    def summary(self) -> dict[str, Any]:
+        """What result.json says of it."""
+        return asdict(self)
+
+
+def noise_floor(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **arguments: Any,
+) -> NoiseFloor:
+    """Compare disjoint halves of each dataset, and the datasets at the size of these halves.
+
+    All halves have one size, half of the smaller dataset's, and each dataset's two have equally
+    many rows of every class. Class distances are measured between the halves.
+
+    Args:
+        source: samples of which no row occurs twice.
+        target: samples of which no row occurs twice.
+        seed: of the split.
+        progress: called as progress(distances computed, their total).
+        **arguments: those of `dataset_distance`, the resolved epsilon of the whole among them. What
+            concerns a cache or progress has no effect.
+
+    Raises:
+        InputError: a class has fewer than four samples, or as `dataset_distance`.
+        ConvergenceError: `solver.require_convergence` is set and a distance stopped early.
+
+    Warns:
+        NotConvergedWarning: a distance stopped before the tolerance.
+    """
+    comparison = Comparison(source, target, arguments)
+    size = half_size(comparison.source, comparison.target)
+    generator = np.random.default_rng(seed)
+    x, other_x = two_halves(comparison.source, size, generator)
+    y, other_y = two_halves(comparison.target, size, generator)
+    distances: list[BoundedValue] = []
+    for compare, one, other in (
+        (comparison.within_source, x, other_x),
+        (comparison.within_target, y, other_y),
+        (comparison.between, x, y),
+    ):
+        distances.append(BoundedValue.of(compare(one, other)))
+        if progress is not None:
+            progress(len(distances), 3)
+    comparison.warn_unconverged(3)
+    within_source, within_target, between = distances
+    return NoiseFloor(within_source, within_target, between, size)
+
+
+def check_halves(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    metric: LabelMetric,
+    min_class_size: int | None,
+) -> None:
+    """Raise an `InputError` where the datasets cannot be halved."""
+    half_size(drawable(source, metric, min_class_size), drawable(target, metric, min_class_size))
+
+
+def half_size(source: LabeledSamples, target: LabeledSamples) -> int:
+    """Rows of every half: as many as both datasets have for each of two.
+
+    Raises:
+        InputError: a class has too few samples, or one dataset too few for the other's classes.
+    """
+    size = min(most_per_half(source), most_per_half(target))
+    for samples, other in ((source, target), (target, source)):
+        if size < PER_CLASS * samples.class_total:
+            raise InputError(
+                f"halves of {size} rows, half of what {other.name} has, cannot hold two of each of "
+                f"the {samples.class_total} classes of {samples.name}; take more samples, or fewer "
+                "classes"
+            )
+    return size

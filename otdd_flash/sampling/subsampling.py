@@ -1,0 +1,201 @@
+"""A confidence interval of the distance from subsamples drawn without replacement.
+
+With S_n the distance between n and n' samples and S_m that between m of the n and, in proportion,
+m' of the n', drawn without replacement, the interval consists of
+
+    S_n - (tau_m / tau_n) (S_m - mean of S_m),    tau_m / tau_n = sqrt((m / n) / (1 - m / n)),
+
+between two quantiles. Away from distance 0 the divergence fluctuates as 1 / sqrt(n) about its mean
+(del Barrio, Gonzalez-Sanz, Loubes & Niles-Weed 2023, An improved central limit theorem and fast
+convergence rates for entropic transportation costs), which is all that subsampling asks for
+(Politis & Romano 1994, Large sample confidence regions based on subsamples under minimal
+assumptions). The factor 1 - m / n is that of draws from a finite set, as in the delete-d jackknife
+(Shao & Wu 1989, A general theory for jackknife variance estimation): m may be a good part of n.
+
+At the small epsilon of practice S_m lies above S_n by several of its deviations, a bias that
+shrinks at another rate. Deviations are therefore taken from the mean of S_m, and the interval is
+one for E S_n, the mean distance between so many samples, not for its limit in n. Centred at S_n it
+would cover neither. A bootstrap draws rows twice, at distance 0 from each other, and biases S.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.labels import LabelMetric
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.sampling.comparison import Comparison, drawable
+from otdd_flash.sampling.draws import least_rows, subsample
+
+# progress(distances computed, their total).
+Progress = Callable[[int, int], None]
+
+# Of n: small enough to be cheap, large enough for the classes.
+DEFAULT_FRACTION = 0.25
+FEW_PER_CLASS = 5
+
+
+@dataclass(frozen=True)
+class SubsampleInterval:
+    """A confidence interval for the mean distance between as many samples.
+
+    Attributes:
+        lower: its lower end, in units of the cost; may be below 0.
+        upper: its upper end.
+        level: the confidence level.
+        count: K, how many subsamples were compared.
+        size: (m, m'), the rows of each subsample of the source and of the target.
+        rate: tau_m / tau_n, by which deviations of subsamples were multiplied.
+        values: (K,) the distances between subsamples; in the mean above the whole's.
+        identical: both datasets are one: the distance is 0 and nothing was drawn.
+    """
+
+    lower: float
+    upper: float
+    level: float
+    count: int
+    size: tuple[int, int]
+    rate: float
+    values: tuple[float, ...]
+    identical: bool = False
+
+    def summary(self) -> dict[str, Any]:
+        """What result.json says of it."""
+        return asdict(self)
+
+
+def subsample_interval(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    value: float,
+    *,
+    count: int = 50,
+    size: int | None = None,
+    level: float = 0.95,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **arguments: Any,
+) -> SubsampleInterval:
+    """How far the distance between two datasets may be from its mean over samples like them.
+
+    Rows are drawn uniformly, so that class proportions vary as between samples; only two rows of
+    every class (one, if it has no more) are always there. Weights go with their rows, renormalised.
+    The interval is about sampling alone: add the bounds of `value` for the error of the solve. It
+    is too wide, not too narrow, where samples had their class proportions fixed and where both
+    datasets come from one distribution.
+
+    Args:
+        source: the n samples that were compared; independent of the target's.
+        target: the n' samples they were compared with.
+        value: their distance, by `dataset_distance` with the same arguments.
+        count: K, how many subsamples to compare.
+        size: m, rows of each subsample of the source; the target's are in proportion. By default a
+            quarter, or more where classes need it.
+        level: the confidence level, in (0, 1).
+        seed: of the draws.
+        progress: called as progress(distances computed, their total).
+        **arguments: those of `dataset_distance`, the epsilon of `value` among them. What concerns a
+            cache or progress has no effect: nothing of a subsample is kept.
+
+    Raises:
+        InputError: too few subsamples for the level, a size that is too small for the classes or
+            not below n, or as `dataset_distance`.
+        ConvergenceError: `solver.require_convergence` is set and a distance stopped early.
+
+    Warns:
+        DataNotice: subsamples hold fewer than five rows per class.
+        NotConvergedWarning: a distance stopped before the tolerance.
+    """
+    check_count(count, level)
+    comparison = Comparison(source, target, arguments)
+    sizes = subsample_sizes(comparison.source, comparison.target, size)
+    _notice_few_per_class(comparison, sizes)
+    fraction = sum(sizes) / (len(comparison.source) + len(comparison.target))
+    rate = math.sqrt(fraction / (1 - fraction))
+    if source.fingerprint == target.fingerprint:
+        return SubsampleInterval(value, value, level, 0, sizes, rate, (), identical=True)
+    generator = np.random.default_rng(seed)
+    values: list[float] = []
+    for done in range(1, count + 1):
+        x = subsample(comparison.source, sizes[0], generator)
+        y = subsample(comparison.target, sizes[1], generator)
+        values.append(comparison.between(x, y).value)
+        if progress is not None:
+            progress(done, count)
+    comparison.warn_unconverged(count)
+    lower, upper = _interval(value, np.array(values), rate, level)
+    return SubsampleInterval(lower, upper, level, count, sizes, rate, tuple(values))
+
+
+def check_count(count: int, level: float) -> None:
+    """Raise an `InputError` where so few subsamples have no quantiles of that level."""
+    if not 0 < level < 1:
+        raise InputError(f"the confidence level must lie in (0, 1), got {level}")
+    least = math.ceil(2 / (1 - level) - 1e-9) - 1
+    if count < least:
+        raise InputError(
+            f"an interval at level {level:g} needs at least {least} subsamples, got {count}"
+        )
+
+
+def check_subsamples(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    size: int | None,
+    metric: LabelMetric,
+    min_class_size: int | None,
+) -> None:
+    """Raise an `InputError` where subsamples of that size cannot be drawn."""
+    subsample_sizes(
+        drawable(source, metric, min_class_size), drawable(target, metric, min_class_size), size
+    )
+
+
+def subsample_sizes(
+    source: LabeledSamples, target: LabeledSamples, size: int | None
+) -> tuple[int, int]:
+    """How many rows to draw from each side, the same fraction of both."""
+    sides = (source, target)
+    fraction = DEFAULT_FRACTION if size is None else size / len(source)
+    if size is None:
+        fraction = max(fraction, *(least_rows(side) / len(side) for side in sides))
+    sizes = [round(fraction * len(side)) for side in sides]
+    for side, rows in zip(sides, sizes, strict=True):
+        least = max(2, least_rows(side))
+        if not least <= rows < len(side):
+            asked = "" if size is None else f"size {size} of the source makes "
+            raise InputError(
+                f"subsamples of {side.name} need at least {least} rows, two of each of its "
+                f"{side.class_total} classes, and fewer than its {len(side)}: {asked}{rows} "
+                "do not do; choose another size, or drop small classes with min_class_size"
+            )
+    return sizes[0], sizes[1]
+
+
+def _notice_few_per_class(comparison: Comparison, sizes: tuple[int, int]) -> None:
+    for samples, rows in zip((comparison.source, comparison.target), sizes, strict=True):
+        if rows < FEW_PER_CLASS * samples.class_total:
+            warnings.warn(
+                f"subsamples of {samples.name} hold {rows} rows for {samples.class_total} classes: "
+                "class distances between them are crude, and so is the interval",
+                DataNotice,
+                stacklevel=3,
+            )
+
+
+def _interval(value: float, values: Any, rate: float, level: float) -> tuple[float, float]:
+    """The value minus upper and lower quantiles of the scaled deviations.
+
+    A further draw exceeds the i-th smallest of K with probability 1 - i / (K + 1) exactly, hence
+    quantiles at these positions.
+    """
+    tails = ((1 + level) / 2, (1 - level) / 2)
+    high, low = np.quantile(rate * (values - values.mean()), tails, method="weibull")
+    return value - float(high), value - float(low)

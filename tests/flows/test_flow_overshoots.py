@@ -1,0 +1,152 @@
+"""Steps that go too far: a flow says so at once, and what it leaves is of use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_flows import blobs, flow
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.stepping import Stepping
+from otdd_flash.solver.term import TransportTerm
+
+SOURCE, TARGET = blobs(9), blobs(11, seed=1)
+OVERSHOOTS: dict[str, Stepping] = {
+    "fifty times too far": Stepping(50.0),
+    "adam": Stepping(1e6, "adam"),
+    "beyond float32": Stepping(3e38),
+    "beyond float32 in the square": Stepping(1e25),
+}
+
+
+@pytest.mark.parametrize("stepping", OVERSHOOTS.values(), ids=OVERSHOOTS)
+@pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_flow_that_overshoots_says_so_at_once(
+    dtype: torch.dtype, mode: str, stepping: Stepping
+) -> None:
+    sides = [replace(side, features=side.features.to(dtype)) for side in (SOURCE, TARGET)]
+    precision = "double" if dtype == torch.float64 else "high"
+    # As many iterations as a step needs, and far too few to solve for particles that ran away.
+    solver = otdd.SolverOptions(1e-3, max_iterations=500, require_convergence=True)
+    message = (
+        r"the flow cannot go on after step \d: particles .*; "
+        rf"lower flow.step_size={stepping.step_size:g} and start again"
+    ).replace("+", r"\+")
+    with pytest.raises(InputError, match=message) as raised:
+        flow(
+            *sides,
+            mode=mode,
+            steps=20,
+            stepping=stepping,
+            solver=solver,
+            compute=otdd.ComputeOptions(device="cpu", precision=precision),
+        )
+    assert "flow.resume" not in str(raised.value)
+
+
+def test_noise_that_is_too_much_is_named() -> None:
+    with pytest.raises(InputError, match=r"^particles moved by flow.noise=1000 are at a mean cost"):
+        flow(SOURCE, TARGET, stepping=Stepping(0.1, noise=1e3))
+    with pytest.raises(InputError, match=r"lower flow.step_size=50 or flow.noise=0.1 and start"):
+        flow(SOURCE, TARGET, stepping=Stepping(50.0, noise=0.1))
+
+
+def test_what_overshoots_goes_on_from_before_with_a_lower_step_size(tmp_path: Path) -> None:
+    few = flow(SOURCE, TARGET, steps=3)
+    # Four times too far: particles run away step by step.
+    wild, folder = Stepping(4.0), otdd.Checkpoints(tmp_path)
+    with pytest.raises(InputError, match=r"after step (\d).*flow.resume=true with a lower") as at:
+        flow(SOURCE, TARGET, steps=30, stepping=wild, checkpoints=folder)
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    with pytest.raises(InputError, match=r"flow.optimizer was SGD"):
+        flow(SOURCE, TARGET, steps=30, stepping=Stepping(0.3, "adam"), checkpoints=again)
+    told: list[StepRecord] = []
+    result = flow(SOURCE, TARGET, steps=30, checkpoints=again, progress=told.append)
+    assert f"after step {told[0].step}:" in str(at.value)
+    assert [record.step_size for record in result.history[: told[0].step]] == [4.0] * told[0].step
+    assert result.history[-1].objective < few.history[-1].objective
+    # What it wrote belongs to the new step size alone.
+    with pytest.raises(InputError, match=r"flow.step_size was 0.3"):
+        flow(SOURCE, TARGET, steps=30, stepping=wild, checkpoints=again)
+
+
+def test_what_overshoots_leaves_the_state_of_a_flow_that_was_stopped_before(
+    tmp_path: Path,
+) -> None:
+    options = {
+        "mode": "joint",
+        "steps": 30,
+        "stepping": Stepping(3.5, optimizer_options={"momentum": 0.5}),
+        "solver": otdd.SolverOptions(1e-2),
+        "keep_moments": True,
+    }
+    left, stopped = otdd.Checkpoints(tmp_path / "left"), otdd.Checkpoints(tmp_path / "stopped")
+    with pytest.raises(InputError, match=r"cannot go on after step [1-9]:") as error:
+        flow(SOURCE, TARGET, checkpoints=left, **options)
+    step = int(str(error.value).split("after step ")[1].split(":")[0])
+    count = iter(range(30))
+    flow(SOURCE, TARGET, checkpoints=stopped, stop=lambda: next(count) == step, **options)
+    one, other = (
+        torch.load(kept.folder / "checkpoint.pt", weights_only=False)["state"]
+        for kept in (left, stopped)
+    )
+    assert flat(one) == flat(other)
+
+
+def flat(state: Any) -> Any:
+    """A state as plain numbers, without seconds."""
+    match state:
+        case torch.Tensor():
+            return state.tolist()
+        case StepRecord():
+            return replace(state, seconds=0.0)
+        case dict():
+            return {key: flat(part) for key, part in state.items()}
+        case tuple() | list():
+            return [flat(part) for part in state]
+        case otdd.ClassDistances():
+            return state.full.tolist()
+        case TransportTerm():
+            return flat(vars(state))
+    return state
+
+
+def test_functionals_that_blow_up_are_named(tmp_path: Path) -> None:
+    repelled = [{"name": "norm", "weight": -1e30}]
+    with pytest.raises(InputError, match=r"after step 0: .*or the weight -1e\+30 of norm") as error:
+        flow(
+            SOURCE,
+            TARGET,
+            steps=20,
+            functionals=repelled,
+            checkpoints=otdd.Checkpoints(tmp_path, every=1),
+        )
+    assert str(tmp_path) in str(error.value)
+    # The state it left is the one before the step that went wrong.
+    content = torch.load(tmp_path / "checkpoint.pt", weights_only=False)
+    assert content["state"]["step"] == 0
+    assert torch.equal(content["state"]["variables"]["points"], SOURCE.features)
+
+
+def test_functionals_may_lead_far_from_the_target() -> None:
+    """Far is no reason to stop where the objective asks for it."""
+    away = [{"name": "norm", "weight": 50.0, "centre": [40.0, 0.0, 0.0]}]
+    result = flow(SOURCE, TARGET, functionals=away, stepping=Stepping(0.018), steps=4)
+    assert result.history[-1].divergence > 100 * result.history[0].divergence
+    assert result.history[-1].objective < result.history[0].objective
+
+
+def test_particles_of_one_point_may_spread_over_the_target() -> None:
+    point = replace(SOURCE, features=TARGET.features.mean(0).expand(9, 3).clone())
+    draw = torch.Generator().manual_seed(0)
+    jitter = 1e-3 * torch.randn(9, 3, generator=draw, dtype=torch.float64)
+    point = replace(point, features=point.features + jitter)
+    result = flow(point, TARGET, steps=10, epsilon=0.2, solver=otdd.SolverOptions())
+    assert result.history[-1].divergence < 0.3 * result.history[0].divergence
