@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from otdd_flash import distance
+
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
@@ -24,6 +26,18 @@ def test_a_width_of_the_bounds_ends_the_solve(command, read):
 
     loaded = DistanceResult.load("run")
     assert (loaded.converged, loaded.divergence.stopped_by) == (True, "bound_width")
+
+
+def test_parts_of_the_data_are_compared_to_the_tolerance(command, monkeypatch):
+    asked = []
+
+    def measure(*_, solver, **__):
+        asked.append((solver.tolerance, solver.bound_width))
+        return {}
+
+    monkeypatch.setattr(distance, "measure_sampling", measure)
+    assert command("solver.bound_width=0.05", "solver.tolerance=2e-3").code == 0
+    assert asked == [(2e-3, None)]
 
 
 def test_a_solve_out_of_time_is_reported_with_its_bounds(command, read):
