@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from otdd_flash.report.console import summary_table
 from otdd_flash.report.nearest_classes import nearest_table
 from otdd_flash.report.writing import write_report
 from otdd_flash.result import DistanceResult
-from otdd_flash.solver.options import SolverOptions
 
 # Not __name__, which is __main__ when the module runs as a command.
 logger = logging.getLogger("otdd_flash.distance")
@@ -61,7 +60,8 @@ def compare(config: DictConfig, directory: Path) -> None:
     """Compute one distance and write everything about it into `directory`."""
     settings = parse(config, DistanceSettings)
     # Built before anything is read: a bad setting should not cost the time of loading.
-    solver = SolverOptions(settings.solver.tolerance, settings.solver.max_iterations)
+    # What has been computed is written before a failure to converge is one.
+    solver = replace(settings.solver.options(), require_convergence=False)
     metric, compute_options = _metric(settings), _compute(settings)
     choose("report.order", settings.report.order, ORDERS)
     check_request(settings)
@@ -69,7 +69,7 @@ def compare(config: DictConfig, directory: Path) -> None:
         sides = prepare_sides(settings, phases, whole=settings.labels.full)
         check_sampling(settings, sides, metric, settings.min_class_size)
         with (
-            phases.solving("comparing", solver.tolerance) as progress,
+            phases.solving("comparing", solver) as progress,
             phases.counting("class distances") as class_progress,
         ):
             result = dataset_distance(
@@ -101,7 +101,8 @@ def compare(config: DictConfig, directory: Path) -> None:
             labels=metric,
             class_distances=result.class_distances if fixed_classes else None,
             debias=settings.debias,
-            solver=solver,
+            # Halves are at nearly 0 from each other, of which no relative width can be asked.
+            solver=replace(solver, bound_width=None),
         )
         # A directory that holds it is complete, so an earlier one goes first.
         (directory / RESULT_FILE).unlink(missing_ok=True)
@@ -111,8 +112,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     _write(result, settings, more, directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(
-            f"marginal error {result.divergence.marginal_error:.1e} is above "
-            f"solver.tolerance={solver.tolerance:g} and solver.require_convergence is set; the "
+            f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
             f"result was written to {directory}"
         )
 

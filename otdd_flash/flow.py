@@ -37,7 +37,6 @@ from otdd_flash.labels import LabelMetric
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.report.flow_console import flow_table
 from otdd_flash.report.flow_writing import write_flow_report
-from otdd_flash.solver.options import SolverOptions
 
 # Not __name__, which is __main__ when the module runs as a command.
 logger = logging.getLogger("otdd_flash.flow")
@@ -76,11 +75,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
         _stepping(flow),
         Checkpoints(directory, flow.checkpoint_every, flow.resume),
     )
-    solver = SolverOptions(
-        settings.solver.tolerance,
-        settings.solver.max_iterations,
-        settings.solver.require_convergence,
-    )
+    solver = settings.solver.options()
     metric, compute = _metric(settings), _compute(settings)
     with Phases() as phases, interrupts_noted() as interrupted:
         sides, space = _sides(settings, phases)
@@ -88,7 +83,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
             stepping = replace(stepping, box=PIXEL_BOX if sides.image_shape else None)
         with (
             phases.flowing(flow.steps) as progress,
-            phases.solving("solving", solver.tolerance) as solver_progress,
+            phases.solving("solving", solver) as solver_progress,
             phases.counting("class distances") as class_progress,
         ):
             result = gradient_flow(

@@ -34,6 +34,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.options import SolverOptions, check_epsilon
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.shortfall import shortfall
 
 
 def pairwise_distances(
@@ -87,6 +88,11 @@ def pairwise_distances(
         check_epsilon("epsilon_relative", epsilon_relative)
     cost, compute = GroundCost(lambda_x, lambda_y), compute or ComputeOptions()
     options, metric = solver or SolverOptions(), LabelMetric.of(labels)
+    if options.bound_width or options.max_seconds or options.schedule != "converged":
+        raise InputError(
+            "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
+            "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
+        )
     check_datasets(datasets, at_least=2)
     for samples in datasets[1:]:
         check_same_dimension(datasets[0], samples)
@@ -212,9 +218,5 @@ class _Solves:
         pairs = [f"{names[i]} and {names[j] if i < j else 'itself'}" for i, j in late]
         error = max(self.found[pair].marginal_error for pair in late)
         more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
-        return (
-            f"not converged after {self.options.max_iterations} iterations between "
-            f"{'; '.join(pairs[:5])}{more}: marginal error up to {error:.2e} against "
-            f"solver.tolerance={self.options.tolerance:g}; the bounds still hold. Raise "
-            "solver.max_iterations or epsilon"
-        )
+        where = f"{'; '.join(pairs[:5])}{more}"
+        return shortfall(self.options, "max_iterations", where=where, marginal_error=error)

@@ -60,7 +60,10 @@ class DistanceResult:
 
     @property
     def value(self) -> float:
-        """The distance S_epsilon, in units of the cost; never clipped at 0."""
+        """The distance S_epsilon, in units of the cost; never clipped at 0.
+
+        By the schedule of geomloss, that library's number, which `bounds` need not hold.
+        """
         return self.divergence.value
 
     @property
@@ -70,7 +73,7 @@ class DistanceResult:
 
     @property
     def converged(self) -> bool:
-        """Whether every term reached the tolerance."""
+        """Whether the solve reached what its options ask for."""
         return self.divergence.converged
 
     @property
@@ -263,6 +266,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             term["iterations"],
             term["passes"],
             term["converged"],
+            term["stopped_by"],
         )
         for name, term in summary["terms"].items()
     }

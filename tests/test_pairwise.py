@@ -15,7 +15,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver import divergence
+from otdd_flash.solver import term_solves
 from otdd_flash.solver.options import SolverOptions
 
 
@@ -50,13 +50,13 @@ def solves(monkeypatch):
     counts = {"solve_symmetric": 0, "solve_alternating": 0}
 
     def counting(name):
-        solve = getattr(divergence, name)
+        solve = getattr(term_solves, name)
 
         def run(*args, **kwargs):
             counts[name] += 1
             return solve(*args, **kwargs)
 
-        monkeypatch.setattr(divergence, name, run)
+        monkeypatch.setattr(term_solves, name, run)
 
     for name in counts:
         counting(name)
@@ -219,6 +219,9 @@ def test_stopping_early_is_said_once_with_names(datasets):
         ({"lambda_x": -1.0}, "lambda_x"),
         ({"compute": ComputeOptions(device="nothing")}, "'nothing'"),
         ({"solver": SolverOptions(tolerance=1e-12)}, "too tight for float32"),
+        ({"solver": SolverOptions(bound_width=0.1)}, "solves every term once, to solver.tolerance"),
+        ({"solver": SolverOptions(max_seconds=9.0)}, r"solver\.max_seconds .* dataset_distance"),
+        ({"solver": SolverOptions(schedule="geomloss")}, r"geomloss are for dataset_distance"),
     ],
 )
 def test_impossible_requests_are_refused(datasets, options, message):

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from otdd_flash.commands.messages import messages
 from otdd_flash.flows.history import StepRecord
+from otdd_flash.solver.options import SolverOptions
 
 
 class Phases:
@@ -81,13 +82,16 @@ class Phases:
             self._bars.remove_task(task)
 
     @contextmanager
-    def solving(self, title: str, tolerance: float) -> Iterator[Callable[[str, int, float], None]]:
+    def solving(
+        self, title: str, options: SolverOptions
+    ) -> Iterator[Callable[[str, int, float], None]]:
         """Show the solver's progress: term, iteration and marginal error."""
         task = self._bars.add_task(title, total=None, note="")
+        goal = f" (to {options.tolerance:.0e})" if options.bound_width is None else ""
         try:
             yield lambda term, iteration, error: self._bars.update(
                 task,
-                note=f"{term} {iteration:,}: marginal error {error:.1e} (to {tolerance:.0e})",
+                note=f"{term} {iteration:,}: marginal error {error:.1e}{goal}",
             )
         finally:
             self._bars.remove_task(task)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from otdd_flash.errors import InputError
+from otdd_flash.solver.options import SolverOptions
 
 Schema = TypeVar("Schema")
 
@@ -43,11 +44,20 @@ class LabelSettings:
 
 @dataclass
 class SolverSettings:
-    """When a solve stops."""
+    """One choice of conf/solver; each leaves out what has no meaning for it."""
 
+    schedule: str
     tolerance: float
-    max_iterations: int
     require_convergence: bool
+    bound_width: float | None = None
+    max_seconds: float | None = None
+    max_iterations: int = 100_000
+    scaling: float = 0.5
+    diameter: float | None = None
+
+    def options(self) -> SolverOptions:
+        """The same for the library."""
+        return SolverOptions(**asdict(self))
 
 
 @dataclass

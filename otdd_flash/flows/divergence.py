@@ -1,8 +1,8 @@
 """S_epsilon between moving particles and a fixed target, with its gradient, solved step after step.
 
-The target's self term is solved once. The other two terms start from 2 u_k - u_(k-1), u the
-potentials of the steps before: on a smooth path they move by nearly the same at every step, and the
-error of such a start is of second order in the step.
+The target's self term is solved once, or goes on at the next step where it was cut short. The other
+two terms start from 2 u_k - u_(k-1), u the potentials of the steps before: on a smooth path they
+move by nearly the same at every step, and the error of such a start is of second order in the step.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class TargetDivergence:
 
     def _start(self) -> dict[str, Tensor]:
         last, earlier = self._potentials, self._earlier
-        return {key: 2 * u - earlier[key] if earlier else u for key, u in last.items()}
+        start = {key: 2 * u - earlier[key] if earlier else u for key, u in last.items()}
+        return start if self._self_term is None else start | {"yy": self._self_term.g}
 
     def _known(self) -> dict[str, TransportTerm]:
-        return {} if self._self_term is None else {"yy": self._self_term}
+        term = self._self_term
+        return {"yy": term} if term is not None and term.converged else {}

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.solver.options import StoppedBy
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -26,7 +28,8 @@ class StepRecord:
         step_size: time that the step moves forward; 0 at the end.
         iterations: of the cross term.
         marginal_error: the largest of the terms'.
-        converged: whether all terms reached the tolerance.
+        converged: whether the solve reached what was asked.
+        stopped_by: what ended the solve.
         seconds: wall time of evaluation and step.
     """
 
@@ -41,6 +44,7 @@ class StepRecord:
     iterations: int
     marginal_error: float
     converged: bool
+    stopped_by: StoppedBy
     seconds: float
 
     def row(self) -> dict[str, Any]:

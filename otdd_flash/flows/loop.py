@@ -210,6 +210,7 @@ class Loop:
             iterations=solved.xy.iterations,
             marginal_error=solved.marginal_error,
             converged=solved.converged,
+            stopped_by=solved.stopped_by,
             seconds=0.0,
         )
 

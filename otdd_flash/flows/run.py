@@ -37,7 +37,9 @@ from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, m
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import ComputeOptions, GroundCost, relative_epsilon
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.bound_width import relative_width
 from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
+from otdd_flash.solver.shortfall import shortfall
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
@@ -247,12 +249,13 @@ def _followed(points: LabeledSamples, seed: int) -> Tensor:
 def _report_convergence(history: Sequence[StepRecord], solver: SolverOptions) -> None:
     late = [record for record in history if not record.converged]
     if late:
-        worst = max(record.marginal_error for record in late)
-        warnings.warn(
-            f"not converged after {solver.max_iterations} iterations in {len(late)} of "
-            f"{len(history)} evaluations: marginal error up to {worst:.2e} against "
-            f"solver.tolerance={solver.tolerance:g}; the bounds still hold. Raise "
-            "solver.max_iterations or epsilon",
-            NotConvergedWarning,
-            stacklevel=3,
+        message = shortfall(
+            solver,
+            late[-1].stopped_by,
+            where=f"{len(late)} of {len(history)} evaluations",
+            marginal_error=max(record.marginal_error for record in late),
+            bound_width=max(
+                relative_width(record.divergence, (record.lower, record.upper)) for record in late
+            ),
         )
+        warnings.warn(message, NotConvergedWarning, stacklevel=3)

@@ -35,8 +35,11 @@ def data_settings(
         "labels.given": content_hash({"W": table.full}) if metric.method == "given" else None,
         "epsilon": setting.epsilon,
         **asdict(setting.cost),
-        "solver.tolerance": setting.solver.tolerance,
-        "solver.max_iterations": setting.solver.max_iterations,
+        **{
+            f"solver.{key}": value
+            for key, value in asdict(setting.solver).items()
+            if key != "require_convergence"
+        },
         "backend": compute.backend,
         "precision": compute.precision,
     }

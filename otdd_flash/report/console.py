@@ -16,7 +16,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
     Args:
         summary: the content of result.json. Dataset names are taken from `source` and `target` if
-            they are there, the tolerance from `tolerance` or else `config.solver.tolerance`.
+            they are there, the tolerance from `tolerance` or else from `config.solver`, unless
+            the width of the bounds was the goal.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -29,9 +30,10 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         reason = (
             f"stopped by {summary['stopped_by']}" if summary.get("stopped_by") else "stopped early"
         )
-        table.add_row(
-            "NOT CONVERGED", f"{escape(reason)}; only the bounds can be trusted", style="bold red"
-        )
+        trust = "only the bounds can be trusted"
+        if summary.get("schedule") == "geomloss":
+            trust = "the value is geomloss's, the bounds hold the converged one"
+        table.add_row("NOT CONVERGED", f"{escape(reason)}; {trust}", style="bold red")
     for name, text in _details(summary):
         table.add_row(name, escape(text))
     return table
@@ -72,6 +74,8 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     classes = summary["classes"]
     error = f"{summary['marginal_error']:.2g}"
     tolerance = _tolerance(summary)
+    converged, stopped_by = summary["converged"], summary.get("stopped_by", "tolerance")
+    reached = "" if stopped_by == "tolerance" else f", stopped by {stopped_by}"
     if tolerance is not None:
         error += f" {'≤' if summary['marginal_error'] <= tolerance else '>'} {tolerance:.2g}"
     seconds = {phase: float(spent) for phase, spent in summary["seconds"].items()}
@@ -82,7 +86,7 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} features"),
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
         ("class distances", str(summary["labels"])),
-        ("converged", "yes" if summary["converged"] else "no"),
+        ("converged", f"yes{reached}" if converged else "no"),
         ("marginal error", error),
         ("iterations", str(summary["iterations"])),
         ("seconds", f"{_time(sum(seconds.values()))} ({spent})"),
@@ -113,7 +117,7 @@ def _tolerance(summary: Mapping[str, Any]) -> float | None:
     given = summary.get("tolerance")
     if given is None:
         solver = (summary.get("config") or {}).get("solver") or {}
-        given = solver.get("tolerance")
+        given = solver.get("tolerance") if solver.get("bound_width") is None else None
     return None if given is None else float(given)
 
 

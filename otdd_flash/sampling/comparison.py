@@ -87,7 +87,7 @@ class Comparison:
         if self.unconverged:
             warnings.warn(
                 f"{self.unconverged} of {count} distances between parts of the data did not "
-                "converge; raise solver.max_iterations or epsilon",
+                "converge; raise solver.max_iterations, solver.max_seconds or epsilon",
                 NotConvergedWarning,
                 stacklevel=3,
             )

@@ -4,9 +4,11 @@
 `symmetric` a self term; `iteration` the loop of both, `quasi_newton` what makes it short; `sweep`
 and `late_reader` let it run without waiting for the device; `certificate` value and bounds from
 potentials, `polytope` the plans that prove the upper ones; `term` what a solve returns;
-`divergence` the debiased combination; `problem` two clouds and their three terms; `gradient`
-derivatives of a solved term and of the divergence; `clouds` and, for autograd, `loss` the entry
-points.
+`geomloss_schedule` the fixed updates of that library, for comparisons; `term_solves` all terms
+within one budget, `bound_width` until their bounds are narrow, `shortfall` what to say when they
+are not; `divergence` the debiased combination; `problem` two clouds and their three terms;
+`gradient` derivatives of a solved term and of the divergence; `clouds` and, for autograd, `loss`
+the entry points.
 
 `segmented` solves many problems side by side, `segmented_cross` and `segmented_self` are its rules.
 """

@@ -23,7 +23,7 @@ from otdd_flash.solver.levels import Extrapolation, Outlook, levels_above
 from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.quasi_newton import Point, Track, advance, begin, restart
 from otdd_flash.solver.sweep import State
-from otdd_flash.solver.term import TransportTerm, check_reachable
+from otdd_flash.solver.term import TransportTerm
 
 LEVEL_TOLERANCE = 0.02
 
@@ -54,10 +54,9 @@ def solve_alternating(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
-    floor = rounding_floor(operator, 0.0, epsilon)
-    check_reachable(options.tolerance, floor, epsilon, operator.dtype)
     solve = Iteration("xy", alternate, epsilon, options, progress)
+    # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
+    solve.admit(operator, rounding_floor(operator, 0.0, epsilon))
     f = torch.zeros_like(operator.a, dtype=operator.dtype)
     g = (torch.zeros_like(operator.b) if start is None else start).to(operator.dtype)
     track = begin(f, g)
@@ -78,7 +77,8 @@ def solve_alternating(
         epsilon,
         iterations=iterations,
         passes=2 * iterations + 1,
-        tolerance=options.tolerance,
+        tolerance=solve.tolerance,
+        unless_converged=solve.budget,
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from otdd_flash.operators.build import ComputeOptions, GroundCost
-from otdd_flash.solver.divergence import Divergence, Start, report_convergence
+from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.problem import Cloud, Problem
 from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term_solves import Start
 
 
 def sinkhorn(

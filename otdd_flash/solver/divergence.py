@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.options import Progress, SolverOptions
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.bound_width import relative_width, solve_to_width
+from otdd_flash.solver.options import Progress, SolverOptions, StoppedBy
+from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term import TransportTerm
-
-# Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
-Start = Mapping[str, Tensor]
-
-# Self terms "xx" and "yy" that have been solved before, of the same cloud at the same cost.
-Known = Mapping[str, TransportTerm]
-
-# solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
-Solved = Callable[[str, Operator, TransportTerm], None]
+from otdd_flash.solver.term_solves import Known, Solved, Start, TermSolves
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +65,35 @@ class Divergence:
 
     @property
     def converged(self) -> bool:
-        """Whether every term reached the tolerance."""
+        """Whether what was asked for was reached: by every term, or by the width of `bounds`."""
         return all(term.converged for term in self.terms.values())
 
     @property
-    def stopped_by(self) -> str:
-        """`tolerance` or `max_iterations`."""
-        return "tolerance" if self.converged else "max_iterations"
+    def stopped_by(self) -> StoppedBy:
+        """What ended the solve: of a term that did not converge, if there is one."""
+        early = [term for term in self.terms.values() if not term.converged]
+        return (*early, self.xy)[0].stopped_by
+
+    @property
+    def bound_width(self) -> float:
+        """(upper - lower) / |value|."""
+        return relative_width(self.value, self.bounds)
+
+    @property
+    def schedule(self) -> str:
+        """Whose updates ran: `geomloss` if the value is that library's, else `converged`."""
+        return "geomloss" if self.xy.stopped_by == "schedule" else "converged"
+
+    def shortfall(self, options: SolverOptions) -> str:
+        """Why the solve did not converge, by how much, and what would help."""
+        early = [name for name, term in self.terms.items() if not term.converged]
+        return shortfall(
+            options,
+            self.stopped_by,
+            where=", ".join(early),
+            marginal_error=self.marginal_error,
+            bound_width=self.bound_width,
+        )
 
     @property
     def _self_terms(self) -> tuple[TransportTerm, ...]:
@@ -98,6 +110,7 @@ class Divergence:
             "passes": self.passes,
             "converged": self.converged,
             "stopped_by": self.stopped_by,
+            "schedule": self.schedule,
             "identical": self.identical,
         }
 
@@ -113,40 +126,35 @@ def solve_divergence(
     progress: Progress | None = None,
     solved: Solved | None = None,
 ) -> Divergence:
-    """Solve the cross term and, if debiased, both self terms.
+    """Solve the self terms, if debiased, and the cross term, which gets the time that they leave.
 
     Args:
         operators: makes the operator of a term, "xy", "xx" or "yy", when its turn comes, so that
             the scores of one term at a time are held.
         epsilon: regularisation, in units of the cost.
-        options: when each term stops.
+        options: when to stop.
         debias: False leaves the self terms out.
         start: potentials to start from at this epsilon, without scaling.
-        known: self terms to take as they are.
+        known: self terms to take as they are, or to go on with where they keep the bounds wider
+            than `options.bound_width`.
         progress: told of every iteration.
         solved: called after each term that is solved here, as solved(name, operator, term).
     """
-    operator = operators("xy")
-    cells = operator.shape[0] * operator.shape[1]
-    backend = operator.backend
-    start, self_terms = start or {}, dict(known or {})
-    xy = solve_alternating(operator, epsilon, options, start=start.get("xy"), progress=progress)
-    if solved is not None:
-        solved("xy", operator, xy)
-    passes = float(xy.passes)
-    for name in ("xx", "yy") if debias else ():
-        if name in self_terms:
-            continue
-        del operator
-        operator = operators(name)
-        term = solve_symmetric(
-            operator, epsilon, options, name=name, start=start.get(name), progress=progress
-        )
-        passes += term.passes * operator.shape[0] ** 2 / cells
-        self_terms[name] = term
+    names = ("xx", "yy", "xy") if debias else ("xy",)
+    # The schedule depends on both clouds, and starts by itself.
+    start, known = ({}, {}) if options.schedule == "geomloss" else (start, known)
+    solves = TermSolves(operators, epsilon, options, start=start, known=known, progress=progress)
+    unknown = [name for name in names if name not in solves.terms]
+    if options.bound_width is None:
+        solves.solve(dict.fromkeys(unknown, options.tolerance), solved)
+    else:
+        solve_to_width(solves, names, options.bound_width)
         if solved is not None:
-            solved(name, operator, term)
-    return Divergence(xy, self_terms.get("xx"), self_terms.get("yy"), backend, passes)
+            for name in unknown:
+                solved(name, operators(name), solves.terms[name])
+    xy, xx, yy = (solves.terms.get(name) for name in ("xy", "xx", "yy"))
+    assert xy is not None
+    return Divergence(xy, xx, yy, solves.backends["xy"], solves.passes)
 
 
 def solve_identical(
@@ -162,8 +170,10 @@ def solve_identical(
 
     `solved` hears of all three terms, which are one.
     """
-    first = None if start is None else start.get("xx")
-    term = solve_symmetric(operator, epsilon, options, start=first, progress=progress)
+    # Its width is 0 already; the tolerance, as far as rounding allows, is for the plan.
+    solves = TermSolves(lambda _: operator, epsilon, options, start=start, progress=progress)
+    solves.solve({"xx": options.tolerance})
+    term = solves.terms["xx"]
     if solved is not None:
         for name in ("xy", "xx", "yy"):
             solved(name, operator, term)
@@ -171,19 +181,14 @@ def solve_identical(
 
 
 def report_convergence(divergence: Divergence, options: SolverOptions) -> None:
-    """Warn, or raise if convergence is required, when a term stopped before the tolerance.
+    """Warn, or raise if convergence is required, when the solve did not reach what was asked.
 
     Raises:
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
-    late = [name for name, term in divergence.terms.items() if not term.converged]
-    if not late:
+    if divergence.converged:
         return
-    message = (
-        f"not converged after {options.max_iterations} iterations in {', '.join(late)}: marginal "
-        f"error {divergence.marginal_error:.2e} against solver.tolerance={options.tolerance:g}; "
-        "the bounds still hold. Raise solver.max_iterations or epsilon"
-    )
+    message = divergence.shortfall(options)
     if options.require_convergence:
         raise ConvergenceError(message)
     warnings.warn(message, NotConvergedWarning, stacklevel=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,10 +11,10 @@ import torch
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import rounding_floor
 from otdd_flash.solver.late_reader import LateReader, Reading
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.options import Progress, SolverOptions, StoppedBy
 from otdd_flash.solver.quasi_newton import Track, restart
 from otdd_flash.solver.sweep import Step, steps_between_looks, sweep
-from otdd_flash.solver.term import check_reachable
+from otdd_flash.solver.term import reachable_tolerance
 
 # (iteration, error): whether an epsilon had enough iterations.
 Enough = Callable[[int, float], bool]
@@ -33,11 +34,13 @@ class Iteration:
         name: which term this is, for `progress`.
         step: one iteration, from one `Track` to the next.
         epsilon: the final regularisation, in units of the cost.
-        options: when to stop.
+        options: when to stop; its `max_seconds` count from here.
         progress: called whenever the marginals were looked at.
 
     Attributes:
         iterations: how many there were.
+        tolerance: marginal error to stop at.
+        budget: what ends the solve if it does not converge.
         converged: whether the final epsilon was solved with the operator used last.
     """
 
@@ -52,7 +55,18 @@ class Iteration:
         self.name, self.step, self.epsilon = name, step, epsilon
         self.options, self.progress = options, progress
         self.iterations = 0
+        self.tolerance = options.tolerance
+        self.budget: StoppedBy = "max_iterations"
         self.converged = False
+        self._started = time.perf_counter()
+
+    def admit(self, operator: Operator, floor: float) -> None:
+        """Take the rounding floor at the final epsilon into account.
+
+        Raises:
+            InputError: rounding alone exceeds the tolerance.
+        """
+        self.tolerance = reachable_tolerance(self.options, floor, self.epsilon, operator.dtype)
 
     def finish(self, operator: Operator, track: Track) -> Track:
         """Iterate at the final epsilon, and then with the refined operator if there is one."""
@@ -73,7 +87,7 @@ class Iteration:
         reader: LateReader[_Look] = LateReader()
         before = self.iterations
         # The certificate is the last iteration.
-        while (left := self.options.max_iterations - 1 - self.iterations) > 0:
+        while (left := self._left()) > 0:
             count = min(left, steps_between_looks(operator, self.iterations - before))
             track = Track(*sweep(operator, self.step, level, track, count))
             self.iterations += count
@@ -82,7 +96,7 @@ class Iteration:
             if reading is None:
                 continue
             error = self._error(operator, level, reading)
-            if level == self.epsilon and error <= self.options.tolerance:
+            if level == self.epsilon and error <= self.tolerance:
                 self.converged = True
                 return reading.kept.track
             if enough(reading.kept.iteration, error):
@@ -99,5 +113,13 @@ class Iteration:
         if self.progress is not None:
             self.progress(self.name, reading.kept.iteration, gap + floor)
         if level == self.epsilon:
-            check_reachable(self.options.tolerance, floor, self.epsilon, operator.dtype)
+            self.admit(operator, floor)
         return gap + floor
+
+    def _left(self) -> int:
+        """Iterations within the budget; the certificate, the last one, is not among them."""
+        limit = self.options.max_seconds
+        if limit is not None and self.iterations and time.perf_counter() - self._started >= limit:
+            self.budget = "max_seconds"
+            return 0
+        return self.options.max_iterations - 1 - self.iterations

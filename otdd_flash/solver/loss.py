@@ -10,11 +10,12 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions, GroundCost
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.divergence import Start, report_convergence
+from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.term_solves import Start
 
 # How far from 1 given masses may sum: float32 rounding of many of them, and nothing worse.
 MASS_TOLERANCE = 1e-6

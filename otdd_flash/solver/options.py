@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, choose
 
 # progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".
 Progress = Callable[[str, int, float], None]
+
+# What ended a solve. `rounding`: the bounds cannot get narrower at this precision; `schedule`: the
+# fixed number of updates was done.
+StoppedBy = Literal[
+    "tolerance", "bound_width", "max_seconds", "max_iterations", "rounding", "schedule"
+]
+
+SCHEDULES = ("converged", "geomloss")
 
 
 def check_epsilon(name: str, value: float) -> None:
@@ -26,11 +35,27 @@ class SolverOptions:
         max_iterations: updates of both potentials, per term, after which a solve gives up; the one
             that certifies the result is among them.
         require_convergence: raise a `ConvergenceError` instead of warning when it does.
+        bound_width: (upper - lower) / |value| to reach, of the number asked for, with or without
+            debiasing; replaces `tolerance`.
+        max_seconds: wall time after which a solve gives up, all terms together; self terms come
+            first, and what they leave is the cross term's. Every term gets an iteration and its
+            bounds, however late it is.
+        schedule: `converged`, or `geomloss` for the fixed number of updates of that library, with
+            its own value; see `geomloss_schedule`. Then `tolerance` only tells whether the result
+            counts as converged.
+        scaling: of schedule `geomloss`, the ratio of successive blurs epsilon^(1/2).
+        diameter: of schedule `geomloss`, the first blur; None is the diagonal of the box around
+            the features.
     """
 
     tolerance: float = 1e-3
     max_iterations: int = 100_000
     require_convergence: bool = False
+    bound_width: float | None = None
+    max_seconds: float | None = None
+    schedule: str = "converged"
+    scaling: float = 0.5
+    diameter: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 2:
@@ -40,3 +65,14 @@ class SolverOptions:
             )
         if self.max_iterations < 1:
             raise InputError(f"solver.max_iterations must be positive, got {self.max_iterations}")
+        for name in ("bound_width", "max_seconds", "diameter"):
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise InputError(f"solver.{name} must be positive and finite, got {value}")
+        choose("solver.schedule", self.schedule, SCHEDULES)
+        if not 0 < self.scaling < 1:
+            raise InputError(f"solver.scaling must lie in (0, 1), got {self.scaling}")
+        if self.schedule != "converged" and (self.bound_width or self.max_seconds):
+            raise InputError(
+                f"solver.schedule={self.schedule} has a fixed number of updates; leave out "
+                "solver.bound_width and solver.max_seconds or take solver.schedule=converged"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,15 +20,10 @@ from otdd_flash.operators.build import (
 )
 from otdd_flash.operators.memory import within_memory
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.divergence import (
-    Divergence,
-    Known,
-    Solved,
-    Start,
-    solve_divergence,
-    solve_identical,
-)
+from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
+from otdd_flash.solver.geomloss_schedule import box_diagonal
 from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
+from otdd_flash.solver.term_solves import Known, Solved, Start
 
 Cloud = LabeledSamples | Tensor
 
@@ -132,6 +128,9 @@ class Problem:
             InputError: the backend cannot run on the device, or the memory is short: seen before
                 the first term as far as possible, else when an allocation fails.
         """
+        if options.schedule == "geomloss" and options.diameter is None:
+            clouds = self.source.features, self.target.features
+            options = replace(options, diameter=box_diagonal(*clouds))
         identical = debias and self.identical
         terms = ("xx",) if identical else ("xy", "xx", "yy") if debias else ("xy",)
         needed = max(

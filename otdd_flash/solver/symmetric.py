@@ -71,7 +71,8 @@ def solve_symmetric(
         epsilon,
         iterations=iterations,
         passes=iterations,
-        tolerance=options.tolerance,
+        tolerance=solve.tolerance,
+        unless_converged=solve.budget,
     )
 
 

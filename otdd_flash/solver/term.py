@@ -10,6 +10,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.solver.certificate import Certificate
+from otdd_flash.solver.options import SolverOptions, StoppedBy
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,12 +21,14 @@ class TransportTerm:
         f: (n,) row potential, in units of the cost.
         g: (m,) column potential; the same tensor as `f` for a self term.
         epsilon: entropic regularisation, in units of the cost.
-        value: the dual value D(f, g).
+        value: the dual value D(f, g); stopped by `schedule`, geomloss's number, which can lie
+            outside of `bounds`.
         bounds: (lower, upper), an interval that holds OT_epsilon.
         marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
         iterations: updates of both potentials, the certifying one included.
         passes: sweeps over the n x m scores, certification included.
-        converged: whether `marginal_error` is within the tolerance.
+        converged: whether what the options ask for was reached.
+        stopped_by: what ended the solve.
     """
 
     f: Tensor
@@ -37,6 +40,7 @@ class TransportTerm:
     iterations: int
     passes: int
     converged: bool
+    stopped_by: StoppedBy
 
     @classmethod
     def from_certificate(
@@ -47,8 +51,10 @@ class TransportTerm:
         iterations: int,
         passes: int,
         tolerance: float,
+        unless_converged: StoppedBy,
     ) -> TransportTerm:
         """The term that a certificate proves, and what it took to get there."""
+        converged = certificate.marginal_error <= tolerance
         return cls(
             certificate.f,
             certificate.g,
@@ -58,13 +64,9 @@ class TransportTerm:
             certificate.marginal_error,
             iterations,
             passes,
-            converged=certificate.marginal_error <= tolerance,
+            converged,
+            stopped_by="tolerance" if converged else unless_converged,
         )
-
-    @property
-    def stopped_by(self) -> str:
-        """`tolerance` or `max_iterations`."""
-        return "tolerance" if self.converged else "max_iterations"
 
     def summary(self) -> dict[str, Any]:
         """What result.json says of one term."""
@@ -75,7 +77,25 @@ class TransportTerm:
             "iterations": self.iterations,
             "passes": self.passes,
             "converged": self.converged,
+            "stopped_by": self.stopped_by,
         }
+
+
+def reachable_tolerance(
+    options: SolverOptions, floor: float, epsilon: float, dtype: torch.dtype
+) -> float:
+    """The marginal error to stop at: the tolerance, which rounding must let the marginals reach.
+
+    Where the width of the bounds decides, no marginal error was asked for: the lowest that rounding
+    allows is then as good as a lower one.
+
+    Raises:
+        InputError: as `check_reachable`, where the tolerance decides.
+    """
+    if options.bound_width is not None:
+        return max(options.tolerance, 2 * floor)
+    check_reachable(options.tolerance, floor, epsilon, dtype)
+    return options.tolerance
 
 
 def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch.dtype) -> None:

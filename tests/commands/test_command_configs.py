@@ -6,19 +6,30 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
 from otdd_flash.commands.settings import parse
 from otdd_flash.distance import DistanceSettings
 from otdd_flash.errors import InputError
+from otdd_flash.solver.options import SolverOptions
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = ("source", "target", "extractor", "labels")
+GROUPS = ("source", "target", "extractor", "labels", "solver")
+# The key of a choice that is its name.
+NAMED_BY = {"labels": "method", "solver": "schedule"}
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted(CONF.glob(f"{group}/*.yaml"))]
 # What a choice cannot do without.
 NEEDED = {"callable": "extractor.path=math:sqrt"}
 
+SOLVER = {
+    "tolerance": 1e-3,
+    "bound_width": None,
+    "max_seconds": None,
+    "max_iterations": 100_000,
+    "require_convergence": False,
+}
 DEFAULTS = {
     "lambda_x": 0.5,
     "lambda_y": 0.5,
@@ -26,7 +37,6 @@ DEFAULTS = {
     "epsilon_relative": None,
     "debias": True,
     "min_class_size": None,
-    "solver": {"tolerance": 1e-3, "max_iterations": 100_000, "require_convergence": False},
     "report": {"order": "given"},
     "subsample": None,
     "subsample_size": None,
@@ -51,9 +61,8 @@ def test_every_choice_composes_and_fits_the_settings(composed, group, choice):
     assert OmegaConf.is_struct(config)
     with pytest.raises(ConfigAttributeError):
         config[group].no_such_key = 1
-    settings = parse(config, DistanceSettings)
-    node = getattr(settings, group)
-    assert (node.method if group == "labels" else node["name"]) == choice
+    parse(config, DistanceSettings)
+    assert config[group][NAMED_BY.get(group, "name")] == choice
 
 
 def test_the_root_holds_the_documented_defaults_and_nothing_else(composed):
@@ -64,6 +73,25 @@ def test_the_root_holds_the_documented_defaults_and_nothing_else(composed):
     assert nodes["extractor"]["name"] == "pixels"
     labels = {"full": False, "unbiased": True, "diagonal": False, "epsilon": 0.1, "path": None}
     assert nodes["labels"] == {"method": "gaussian", **labels}
+    assert nodes["solver"] == {"schedule": "converged", **SOLVER}
+
+
+def test_a_choice_of_solver_takes_no_key_of_the_other(composed):
+    assert set(composed("solver=geomloss").solver) & set(SOLVER) == {
+        *("tolerance", "require_convergence")
+    }
+    for wrong in (("solver.scaling=0.9",), ("solver=geomloss", "solver.max_seconds=1")):
+        with pytest.raises(ConfigCompositionException, match=r"solver\."):
+            composed(*wrong)
+
+
+def test_unset_solver_settings_are_those_of_the_library(composed):
+    converged = parse(composed(), DistanceSettings).solver.options()
+    assert converged == SolverOptions()
+    geomloss = parse(composed("solver=geomloss"), DistanceSettings).solver.options()
+    assert geomloss == SolverOptions(schedule="geomloss")
+    for command in ("distance", "flow"):
+        assert composed("solver=geomloss", name=command).solver.scaling == 0.5
 
 
 def test_shorthands_reach_both_sides_and_the_labels(composed):
@@ -110,8 +138,9 @@ def test_help_explains_every_choice_and_every_key(command, composed):
     shared = set(config.source) - {"name", "rotate"}
     extractor = {"standardize", "pca", "batch_size"}
     labels = set(config.labels) - {"method"}
-    nested = {f"{node}.{key}" for node in ("solver", "report") for key in config[node]}
-    for key in {*config, *shared, *extractor, *labels, *nested} - {*GROUPS, "solver", "report"}:
+    solver = {*config.solver, *composed("solver=geomloss").solver} - {"schedule"}
+    nested = {f"report.{key}" for key in config.report}
+    for key in {*config, *shared, *extractor, *labels, *solver, *nested} - {*GROUPS, "report"}:
         assert re.search(rf"(?<![\w.]){re.escape(key)}(?![\w])", described), key
 
 

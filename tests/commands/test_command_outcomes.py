@@ -76,6 +76,7 @@ def test_required_convergence_is_code_3_and_everything_is_written(command, read)
         "solver.max_iterations=1", "solver.tolerance=1e-4", "solver.require_convergence=true"
     )
     assert ended.code == 3
+    assert "not converged after 1 iterations in xy" in ended.error
     assert "solver.require_convergence" in ended.error
     assert _files("run") == REPORT | {"error.json"}
     assert read("run/error.json")["exit_code"] == 3

@@ -157,6 +157,18 @@ def test_a_target_divergence_goes_on_from_its_state() -> None:
     assert restored.yy is state["yy"]
 
 
+def test_a_target_whose_solve_was_cut_short_is_solved_on() -> None:
+    setting = setting_of(SOURCE, TARGET, otdd.LabelMetric("none"))
+    hasty = otdd.SolverOptions(tolerance=1e-10, max_iterations=2)
+    divergence = TargetDivergence(replace(setting, solver=hasty))
+    errors = []
+    for _ in range(3):
+        solved, _ = divergence(SOURCE, None, frozenset())
+        assert solved.yy is not None
+        errors.append(solved.yy.marginal_error)
+    assert errors[2] < errors[1] < errors[0]
+
+
 def test_a_solve_that_stops_early_is_reported_or_refused() -> None:
     hasty = otdd.SolverOptions(tolerance=1e-6, max_iterations=3)
     with pytest.warns(NotConvergedWarning, match="after 3 iterations in 3 of 3 evaluations"):

@@ -32,6 +32,7 @@ def record(step: int, divergence: float, **changes: object) -> StepRecord:
         iterations=10 + step,
         marginal_error=5e-4,
         converged=True,
+        stopped_by="tolerance",
         seconds=0.25,
     )
     return replace(usual, **changes)

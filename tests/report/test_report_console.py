@@ -64,6 +64,21 @@ def test_a_result_that_did_not_converge_says_so() -> None:
     assert "0.02 > 0.001" in text
 
 
+def test_what_stopped_a_solve_is_said_where_it_is_not_the_tolerance() -> None:
+    solver = {"tolerance": 1e-3, "bound_width": 0.01}
+    text = shown(stopped_by="bound_width", marginal_error=0.02, config={"solver": solver})
+    assert "yes, stopped by bound_width" in text
+    assert "0.02" in text
+    assert "> 0.001" not in text
+    assert "stopped by" not in shown()
+
+
+def test_a_value_of_geomloss_is_called_so() -> None:
+    text = shown(converged=False, stopped_by="schedule", schedule="geomloss")
+    assert "the value is geomloss's, the bounds hold" in text
+    assert "only the bounds" not in text
+
+
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [

@@ -188,6 +188,12 @@ def test_a_class_table_of_another_size_is_refused() -> None:
         ({"tolerance": 0.0}, "tolerance"),
         ({"tolerance": 2.5}, "tolerance"),
         ({"max_iterations": 0}, "max_iterations"),
+        ({"bound_width": 0.0}, r"solver\.bound_width must be positive and finite, got 0"),
+        (
+            {"max_seconds": float("nan")},
+            r"solver\.max_seconds must be positive and finite, got nan",
+        ),
+        ({"diameter": float("inf")}, r"solver\.diameter must be positive and finite, got inf"),
     ],
 )
 def test_bad_solver_options(bad: dict[str, float], message: str) -> None:

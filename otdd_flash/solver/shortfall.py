@@ -1,0 +1,45 @@
+"""What to tell a user whose solve did not reach what was asked for."""
+
+from __future__ import annotations
+
+from otdd_flash.solver.options import SolverOptions, StoppedBy
+
+
+def shortfall(
+    options: SolverOptions,
+    stopped_by: StoppedBy,
+    *,
+    where: str,
+    marginal_error: float,
+    bound_width: float | None = None,
+) -> str:
+    """Why a solve stopped early, by how much it missed its goal, and what would help.
+
+    Args:
+        options: what was asked for.
+        stopped_by: what ended the solve instead.
+        where: which terms, pairs or steps stopped early.
+        marginal_error: the largest of those reached.
+        bound_width: (upper - lower) / |value| that was reached, where it was the goal.
+    """
+    if options.bound_width is None or bound_width is None:
+        goal, asked = "solver.tolerance", options.tolerance
+        reached = f"marginal error {marginal_error:.2e}"
+    else:
+        goal, asked = "solver.bound_width", options.bound_width
+        reached = f"the bounds are {bound_width:.2e} of the value wide"
+    match stopped_by:
+        case "max_seconds":
+            limit = f"within solver.max_seconds={options.max_seconds:g}"
+            advice = f"Raise solver.max_seconds, {goal} or epsilon"
+        case "rounding":
+            limit = "as far as rounding allows"
+            advice = f"Raise {goal} or epsilon, or set precision=double"
+        case "schedule":
+            limit = "by the schedule of geomloss"
+            advice = "The value is that of geomloss; take solver=converged to solve to the end"
+        case _:
+            limit = f"after {options.max_iterations} iterations"
+            advice = "Raise solver.max_iterations or epsilon"
+    missed = f"{reached} against {goal}={asked:g}"
+    return f"not converged {limit} in {where}: {missed}; the bounds still hold. {advice}"

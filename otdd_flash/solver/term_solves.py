@@ -1,0 +1,122 @@
+"""The terms of a divergence, solved in turn within one budget of time and iterations."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from otdd_flash.operators.base import Operator
+from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.geomloss_schedule import solve_by_schedule
+from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.term import TransportTerm
+
+# Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
+Start = Mapping[str, Tensor]
+
+# Self terms "xx" and "yy" that have been solved before, of the same cloud at the same cost.
+Known = Mapping[str, TransportTerm]
+
+# solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
+Solved = Callable[[str, Operator, TransportTerm], None]
+
+# What is left to a term when the time is over: it then gets its one iteration.
+NO_TIME = 1e-9
+
+
+class TermSolves:
+    """Solves terms one after the other, and goes on with those that it has solved.
+
+    Args:
+        operators: makes the operator of a term when its turn comes, so that the scores of one term
+            at a time are held.
+        epsilon: regularisation, in units of the cost.
+        options: when to stop; its `max_seconds` count from here, for all terms together, and its
+            `max_iterations` for each term, however often it goes on.
+        start: potentials to start from at this epsilon, without scaling.
+        known: self terms that are there already.
+        progress: told of every iteration.
+
+    Attributes:
+        terms: what has been solved or was known, by name.
+        iterations: what was done here, by term.
+        backends: how passes ran, by term.
+    """
+
+    def __init__(
+        self,
+        operators: Callable[[str], Operator],
+        epsilon: float,
+        options: SolverOptions,
+        *,
+        start: Start | None = None,
+        known: Known | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.operators, self.epsilon, self.options = operators, epsilon, options
+        self.terms: dict[str, TransportTerm] = dict(known or {})
+        self.iterations: Counter[str] = Counter()
+        self.backends: dict[str, str] = {}
+        self._start, self._progress = start or {}, progress
+        self._started = time.perf_counter()
+        self._cells: dict[str, int] = {}
+        self._swept = 0
+
+    @property
+    def passes(self) -> float:
+        """Sweeps over all scores so far, in units of n m; "xy" must be among the solved ones."""
+        return self._swept / self._cells["xy"]
+
+    def solve(self, tolerances: Mapping[str, float], solved: Solved | None = None) -> None:
+        """Bring terms to a marginal error each, in the given order.
+
+        A term may take an equal share of the time that is left to it and those that follow.
+        """
+        for turn, (name, tolerance) in enumerate(tolerances.items()):
+            self._solve(name, tolerance, len(tolerances) - turn, solved)
+
+    def _solve(self, name: str, tolerance: float, sharers: int, solved: Solved | None) -> None:
+        operator = self.operators(name)
+        before = self.terms.get(name)
+        options = self._options(name, tolerance, sharers)
+        start = self._start.get(name) if before is None else before.g
+        term = self._run(name, operator, options, start)
+        self.backends[name] = operator.backend
+        self._cells[name] = operator.shape[0] * operator.shape[1]
+        self._swept += term.passes * self._cells[name]
+        self.iterations[name] += term.iterations
+        if before is not None:
+            iterations, passes = before.iterations + term.iterations, before.passes + term.passes
+            term = replace(term, iterations=iterations, passes=passes)
+        self.terms[name] = term
+        if solved is not None:
+            solved(name, operator, term)
+
+    def _options(self, name: str, tolerance: float, sharers: int) -> SolverOptions:
+        iterations, seconds = self.options.max_iterations, self.options.max_seconds
+        if seconds is not None:
+            left = seconds - (time.perf_counter() - self._started)
+            seconds = max(left / sharers, NO_TIME)
+        return replace(
+            self.options,
+            tolerance=tolerance,
+            max_iterations=iterations - self.iterations[name],
+            max_seconds=seconds,
+        )
+
+    def _run(
+        self, name: str, operator: Operator, options: SolverOptions, start: Tensor | None
+    ) -> TransportTerm:
+        told = self._progress
+        if options.schedule == "geomloss":
+            return solve_by_schedule(operator, self.epsilon, options, name=name, progress=told)
+        if name == "xy":
+            return solve_alternating(operator, self.epsilon, options, start=start, progress=told)
+        return solve_symmetric(
+            operator, self.epsilon, options, name=name, start=start, progress=told
+        )

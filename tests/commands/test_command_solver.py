@@ -1,0 +1,108 @@
+"""Goals, budgets and schedules of the solver from the command line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from otdd_flash import distance
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+def test_a_width_of_the_bounds_ends_the_solve(command, read):
+    ended = command("solver.bound_width=0.05", "save_result=true")
+    assert ended.code == 0
+    assert re.search(r"converged +│ yes, stopped by bound_width", ended.out)
+    result = read("run/result.json")
+    assert (result["converged"], result["stopped_by"]) == (True, "bound_width")
+    lower, upper = result["bounds"]
+    assert upper - lower <= 0.05 * abs(result["value"])
+    assert result["marginal_error"] > result["config"]["solver"]["tolerance"]
+    assert {term["stopped_by"] for term in result["terms"].values()} == {"bound_width"}
+
+    from otdd_flash import DistanceResult
+
+    loaded = DistanceResult.load("run")
+    assert (loaded.converged, loaded.divergence.stopped_by) == (True, "bound_width")
+
+
+def test_parts_of_the_data_are_compared_to_the_tolerance(command, monkeypatch):
+    asked = []
+
+    def measure(*_, solver, **__):
+        asked.append((solver.tolerance, solver.bound_width))
+        return {}
+
+    monkeypatch.setattr(distance, "measure_sampling", measure)
+    assert command("solver.bound_width=0.05", "solver.tolerance=2e-3").code == 0
+    assert asked == [(2e-3, None)]
+
+
+def test_a_solve_out_of_time_is_reported_with_its_bounds(command, read):
+    ended = command("solver.max_seconds=1e-9", "solver.tolerance=1e-5")
+    assert ended.code == 0
+    assert ended.err.startswith("warning: not converged within solver.max_seconds=1e-09 in ")
+    assert "stopped by max_seconds; only the bounds can be trusted" in ended.out
+    result = read("run/result.json")
+    assert (result["converged"], result["stopped_by"]) == (False, "max_seconds")
+    assert result["bounds"][0] <= result["value"] <= result["bounds"][1]
+    assert result["config"]["solver"]["max_seconds"] == 1e-9
+
+
+def test_a_required_width_out_of_reach_is_code_3(command):
+    ended = command("solver.bound_width=1e-9", "solver.require_convergence=true")
+    assert ended.code == 3
+    assert "of the value wide against solver.bound_width=1e-09" in ended.error
+    assert "solver.require_convergence is set, and the result was written to" in ended.error
+
+
+def test_geomlosses_value_is_told_from_the_converged_one(command, read):
+    ended = command("solver=geomloss")
+    assert ended.code == 0
+    assert ended.err.startswith("warning: not converged by the schedule of geomloss in ")
+    assert "stopped by schedule; the value is geomloss's, the" in ended.out
+    result = read("run/result.json")
+    assert (result["schedule"], result["stopped_by"]) == ("geomloss", "schedule")
+    assert result["converged"] is False
+    assert command("hydra.run.dir=other").code == 0
+    converged = read("other/result.json")
+    assert converged["schedule"] == "converged"
+    assert result["bounds"][0] <= converged["bounds"][1]
+    assert converged["bounds"][0] <= result["bounds"][1]
+    assert result["value"] != pytest.approx(converged["value"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "stopped_by"),
+    [
+        (("solver.bound_width=0.05",), "bound_width"),
+        (("solver=geomloss", "solver.tolerance=1.9"), "schedule"),
+    ],
+)
+def test_every_step_of_a_flow_ends_as_asked(flow_command, read, overrides, stopped_by):
+    assert flow_command(*overrides, "flow.steps=1").code == 0
+    history = read("run/result.json")["history"]
+    assert {record["stopped_by"] for record in history} == {stopped_by}
+    assert all(record["converged"] for record in history)
+
+
+def test_a_flow_out_of_time_says_in_how_many_steps(flow_command):
+    ended = flow_command("solver.max_seconds=1e-9", "solver.tolerance=1e-5", "flow.steps=1")
+    assert ended.code == 0
+    assert "within solver.max_seconds=1e-09 in 2 of 2 evaluations" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("solver.bound_width=0",), "solver.bound_width must be positive and finite, got 0"),
+        (("solver.max_seconds=-1",), "solver.max_seconds must be positive and finite, got -1"),
+        (("solver=geomloss", "solver.scaling=1"), "solver.scaling must lie in (0, 1), got 1"),
+    ],
+)
+def test_bad_budgets_are_code_2(command, overrides, said):
+    ended = command(*overrides)
+    assert ended.code == 2
+    assert said in ended.error

@@ -1,0 +1,220 @@
+"""What ends a solve beside the tolerance: the width of the bounds, the time, the iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import otdd_flash as otdd
+from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.solver import iteration, term_solves
+from otdd_flash.solver.bound_width import relative_width
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.shortfall import shortfall
+
+EPSILON = 0.05
+DOUBLE = otdd.ComputeOptions("cpu", precision="double")
+
+
+def cloud(n: int, seed: int, shift: float = 0.0) -> torch.Tensor:
+    return torch.randn(n, 2, generator=torch.Generator().manual_seed(seed)).double() + shift
+
+
+def solve(
+    precision: str = "double", *, epsilon: float = EPSILON, progress: Any = None, **options: Any
+) -> Divergence:
+    return otdd.sinkhorn_divergence(
+        cloud(70, 0),
+        cloud(53, 1, 1.0),
+        epsilon=epsilon,
+        options=SolverOptions(**options),
+        compute=otdd.ComputeOptions("cpu", precision=precision),
+        progress=progress,
+    )
+
+
+@pytest.fixture(scope="module")
+def truth() -> float:
+    return solve(tolerance=1e-11).value
+
+
+@pytest.mark.parametrize("precision", ["fast", "double"])
+@pytest.mark.parametrize("epsilon", [EPSILON, 1.0])
+def test_a_solve_ends_at_the_width_that_was_asked_for(epsilon: float, precision: str) -> None:
+    exact = solve(epsilon=epsilon, tolerance=1e-11).value
+    passes = []
+    for width in torch.logspace(0, -3, 16).tolist():
+        found = solve(precision, epsilon=epsilon, bound_width=width)
+        assert (found.converged, found.stopped_by) == (True, "bound_width")
+        assert (found.bounds[1] - found.bounds[0]) / abs(found.value) <= width
+        assert found.bound_width == relative_width(found.value, found.bounds)
+        assert found.bounds[0] <= exact <= found.bounds[1]
+        assert {term.stopped_by for term in found.terms.values()} == {"bound_width"}
+        passes.append(found.passes)
+    assert passes[0] < 0.7 * passes[-1]
+
+
+def test_the_width_replaces_the_tolerance_in_both_directions() -> None:
+    coarse, fine = solve(bound_width=0.3), solve(bound_width=1e-6)
+    assert coarse.marginal_error > SolverOptions().tolerance > fine.marginal_error
+    # Ending at the width costs little more than a solve to the marginal error that it took.
+    known = solve(tolerance=fine.xy.marginal_error)
+    assert fine.passes < 1.3 * known.passes
+
+
+def test_without_debiasing_the_width_is_that_of_the_cross_term() -> None:
+    options = SolverOptions(bound_width=1e-3)
+    term = otdd.sinkhorn(cloud(70, 0), cloud(53, 1, 1.0), epsilon=EPSILON, options=options)
+    assert relative_width(term.value, term.bounds) <= 1e-3
+    assert (term.converged, term.stopped_by) == (True, "bound_width")
+
+
+def test_only_terms_that_make_the_interval_wide_go_on() -> None:
+    heard: list[tuple[str, int]] = []
+    found = solve(bound_width=1e-5, progress=lambda name, count, _: heard.append((name, count)))
+    assert len(heard) == sum(term.iterations for term in found.terms.values())
+    turns = [name for name, count in heard if count == 1]
+    assert turns[:3] == ["xx", "yy", "xy"]
+    assert turns.count("xy") > turns.count("xx")
+
+
+def test_a_width_below_rounding_ends_with_what_could_be_reached(truth: float) -> None:
+    with pytest.warns(NotConvergedWarning, match=r"solver\.bound_width=1e-07.*precision=double"):
+        found = solve("high", bound_width=1e-7)
+    assert (found.converged, found.stopped_by) == (False, "rounding")
+    assert found.bounds[0] <= truth <= found.bounds[1]
+    assert found.bound_width < 1e-4
+    assert solve(bound_width=1e-7).converged
+
+
+def test_iterations_of_all_continuations_count_together() -> None:
+    with pytest.warns(NotConvergedWarning, match=r"after 30 iterations.*solver\.bound_width=1e-0"):
+        found = solve(bound_width=1e-9, max_iterations=30)
+    assert found.stopped_by == "max_iterations"
+    assert max(term.iterations for term in found.terms.values()) == 30
+    # So that the limit was met by a continuation.
+    assert solve(tolerance=0.1).xy.iterations < 30
+
+
+def test_the_term_that_stopped_early_says_what_stopped_the_whole() -> None:
+    found = solve()
+    assert found.xx is not None
+    late = replace(found, xx=replace(found.xx, converged=False, stopped_by="max_seconds"))
+    assert (found.stopped_by, late.stopped_by) == ("tolerance", "max_seconds")
+
+
+def test_the_width_of_a_cloud_from_itself_is_0_and_its_plan_converged() -> None:
+    for tolerance, reached in ((1e-5, 1e-5), (1e-12, 1e-6)):
+        options = SolverOptions(tolerance=tolerance, bound_width=0.5)
+        found = otdd.sinkhorn_divergence(cloud(30, 0), cloud(30, 0), epsilon=1.0, options=options)
+        assert (found.value, found.bounds, found.bound_width) == (0.0, (0.0, 0.0), 0.0)
+        assert found.converged
+        # The second is out of reach of float32.
+        assert found.marginal_error <= reached
+
+
+def test_gradients_are_taken_at_the_end() -> None:
+    gradients = []
+    for options in (SolverOptions(bound_width=1e-9), SolverOptions(1e-9)):
+        x = cloud(20, 0).requires_grad_()
+        otdd.sinkhorn_loss(x, cloud(15, 1, 1.0), epsilon=0.5, options=options).backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+
+
+def test_a_known_self_term_goes_on_where_it_is_too_wide() -> None:
+    problem = Problem(cloud(30, 0), cloud(20, 1, 1.0), 0.5, compute=DOUBLE)
+    rough = problem.solve(SolverOptions(0.5))
+    assert rough.yy is not None
+    options = SolverOptions(bound_width=1e-6, max_iterations=40)
+    found = problem.solve(options, known={"yy": replace(rough.yy, iterations=1000)})
+    assert found.converged
+    assert found.yy is not None
+    assert 1000 < found.yy.iterations < 1040
+    # Of a coarse one, that is enough.
+    kept = problem.solve(SolverOptions(bound_width=0.9), known={"yy": rough.yy})
+    assert kept.yy is not None
+    assert kept.yy.iterations == rough.yy.iterations
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """A clock that goes on by a second with every look at the marginals, as a `progress`."""
+    seconds = [0.0]
+    fake = SimpleNamespace(perf_counter=lambda: seconds[0])
+    for module in (iteration, term_solves):
+        monkeypatch.setattr(module, "time", fake)
+
+    def tick(*_: object) -> None:
+        seconds[0] += 1
+
+    return tick
+
+
+def test_the_cross_term_gets_the_time_that_self_terms_leave(clock: Any, truth: float) -> None:
+    with pytest.warns(NotConvergedWarning, match=r"within solver\.max_seconds=30 in xy: marg"):
+        found = solve(tolerance=1e-4, max_seconds=30, progress=clock)
+    assert (found.stopped_by, found.xy.stopped_by) == ("max_seconds", "max_seconds")
+    # And an iteration that certifies.
+    assert sum(term.iterations for term in found.terms.values()) == 30 + 1
+    assert found.xy.iterations > 15
+    assert found.bounds[0] <= truth <= found.bounds[1]
+
+
+def test_self_terms_leave_the_cross_term_its_share_of_the_time(clock: Any) -> None:
+    with pytest.warns(NotConvergedWarning, match="in xy, xx, yy"):
+        found = solve(tolerance=1e-12, max_seconds=12, progress=clock)
+    # Each its share of what is left, and an iteration that certifies.
+    assert [term.iterations for term in found.terms.values()] == [3, 5, 5]
+
+
+@pytest.mark.parametrize("goal", [{"tolerance": 1e-10}, {"bound_width": 1e-9}])
+def test_without_time_every_term_gets_one_iteration_and_its_bounds(
+    truth: float, goal: dict[str, float]
+) -> None:
+    with pytest.warns(NotConvergedWarning, match=r"solver\.max_seconds=1e-09"):
+        found = solve(max_seconds=1e-9, **goal)
+    assert [term.iterations for term in found.terms.values()] == [2, 2, 2]
+    assert (found.converged, found.stopped_by) == (False, "max_seconds")
+    assert found.bounds[0] <= truth <= found.bounds[1]
+
+
+def test_continuations_share_the_time(clock: Any) -> None:
+    with pytest.warns(NotConvergedWarning, match=r"max_seconds=30.*solver\.bound_width=1e-12"):
+        found = solve(bound_width=1e-12, max_seconds=30, progress=clock)
+    assert found.stopped_by == "max_seconds"
+    # At the least one iteration and the certifying one for each of the terms.
+    assert 30 <= sum(term.iterations for term in found.terms.values()) <= 36
+
+
+def test_enough_time_changes_nothing(clock: Any) -> None:
+    timed, free = solve(max_seconds=1e6, progress=clock), solve()
+    assert (timed.value, timed.bounds, timed.stopped_by) == (free.value, free.bounds, "tolerance")
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "said"),
+    [
+        ("max_iterations", ("after 7 iterations", "Raise solver.max_iterations")),
+        ("max_seconds", ("within solver.max_seconds=3", "Raise solver.max_seconds")),
+        ("rounding", ("as far as rounding allows", "precision=double")),
+        ("schedule", ("by the schedule of geomloss", "solver=converged")),
+    ],
+)
+@pytest.mark.parametrize("width", [None, 0.01])
+def test_the_warning_names_reason_goal_and_way_out(
+    stopped_by: Any, said: tuple[str, str], width: float | None
+) -> None:
+    options = SolverOptions(1e-2, 7, bound_width=width, max_seconds=3.0)
+    text = shortfall(options, stopped_by, where="xy", marginal_error=0.125, bound_width=0.25)
+    for part in (*said, "in xy", "the bounds still hold"):
+        assert part in text
+    missed = "marginal error 1.25e-01" if width is None else "2.50e-01 of the value wide"
+    assert f"{missed} against solver.{'tolerance' if width is None else 'bound_width'}=0.01" in text

@@ -1,0 +1,196 @@
+"""The schedule of geomloss gives geomloss's own number, and says how far it is from converged."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import otdd_flash as otdd
+from experiments.peers import Problem, geomloss_divergence
+from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver import problem as problem_module
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.geomloss_schedule import box_diagonal, schedule
+from otdd_flash.solver.options import SolverOptions
+
+RELATIVE = {"fast": 1e-5, "double": 1e-12}
+
+# geomloss 0.3.1: SamplesLoss("sinkhorn", p=2, blur=epsilon ** 0.5, scaling=scaling, debias=True,
+# backend="tensorized")(a, x, b, y) in float64 on `waves`, by (epsilon, scaling).
+PINNED = {
+    (0.01, 0.5): 1.0382370427974024,
+    (0.1, 0.5): 1.032001260189904,
+    (0.001, 0.5): 1.0385625782642154,
+    (0.1, 0.9): 1.0337053082984446,
+}
+
+
+def waves(n: int, shift: float) -> LabeledSamples:
+    """n weighted points in three dimensions, the same with every version of everything."""
+    rows = torch.arange(n, dtype=torch.float64)
+    points = torch.stack([(rows * frequency).sin() + shift for frequency in (1.1, 2.3, 3.7)], 1)
+    return LabeledSamples(points, None, (), 1.5 + rows.cos())
+
+
+SOURCE, TARGET = waves(31, 0.0), waves(26, 0.8)
+
+
+def by_schedule(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    epsilon: float,
+    scaling: float = 0.5,
+    diameter: float | None = None,
+    precision: str = "double",
+    **more: Any,
+) -> Divergence:
+    return otdd.sinkhorn_divergence(
+        source,
+        target,
+        epsilon=epsilon,
+        options=SolverOptions(2.0 - 1e-9, schedule="geomloss", scaling=scaling, diameter=diameter),
+        compute=otdd.ComputeOptions("cpu", precision=precision),
+        **more,
+    )
+
+
+def test_kernels_give_the_same_number() -> None:
+    found = otdd.sinkhorn_divergence(
+        SOURCE,
+        TARGET,
+        epsilon=0.1,
+        options=SolverOptions(2.0 - 1e-9, schedule="geomloss"),
+        # On a GPU, else in the interpreter.
+        compute=otdd.ComputeOptions("auto", "triton", "fast", memory_budget=0),
+    )
+    assert found.value == pytest.approx(PINNED[0.1, 0.5], rel=RELATIVE["fast"])
+
+
+def by_geomloss(epsilon: float, scaling: float, debias: bool = True) -> float:
+    geomloss = pytest.importorskip("geomloss")
+    loss = geomloss.SamplesLoss(
+        "sinkhorn",
+        p=2,
+        blur=math.sqrt(epsilon),
+        scaling=scaling,
+        debias=debias,
+        backend="tensorized",
+    )
+    return float(loss(SOURCE.masses, SOURCE.features, TARGET.masses, TARGET.features))
+
+
+@pytest.mark.parametrize("precision", list(RELATIVE))
+@pytest.mark.parametrize(("epsilon", "scaling"), list(PINNED))
+def test_the_value_is_the_number_that_geomloss_gave(
+    epsilon: float, scaling: float, precision: str
+) -> None:
+    found = by_schedule(SOURCE, TARGET, epsilon, scaling, precision=precision)
+    assert found.value == pytest.approx(PINNED[epsilon, scaling], rel=RELATIVE[precision])
+    # So far from it that the test cannot pass by solving on.
+    converged = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=epsilon)
+    assert abs(found.value / converged.value - 1) > 1e-4
+
+
+@pytest.mark.parametrize(("epsilon", "scaling"), [*PINNED, (0.37, 0.5), (30.0, 0.5), (0.01, 0.97)])
+def test_the_value_is_that_of_the_installed_geomloss(epsilon: float, scaling: float) -> None:
+    theirs = by_geomloss(epsilon, scaling)
+    assert by_schedule(SOURCE, TARGET, epsilon, scaling).value == pytest.approx(theirs, rel=1e-10)
+    plain = by_schedule(SOURCE, TARGET, epsilon, scaling, debias=False).value
+    assert plain == pytest.approx(by_geomloss(epsilon, scaling, debias=False), rel=1e-10)
+
+
+@pytest.mark.parametrize("precision", list(RELATIVE))
+def test_labels_and_weights_of_the_cost_take_part(precision: str) -> None:
+    pytest.importorskip("geomloss")
+    draw = torch.Generator().manual_seed(0)
+    sides = [
+        LabeledSamples(side.features, torch.arange(len(side)) % 3, ("a", "b", "c"), side.weights)
+        for side in (SOURCE, TARGET)
+    ]
+    table = torch.rand(6, 6, generator=draw).double() * 4
+    problem = Problem(*sides, (table + table.T).fill_diagonal_(0), otdd.GroundCost(0.7, 0.3))
+    found = by_schedule(
+        *sides,
+        0.05,
+        diameter=math.sqrt(float(problem.matrix().max())),
+        precision=precision,
+        class_table=problem.class_table,
+        cost=problem.cost,
+    )
+    theirs = geomloss_divergence(problem, 0.05, scaling=0.5)
+    assert found.value == pytest.approx(theirs, rel=RELATIVE[precision])
+
+
+def test_bounds_and_marginal_error_are_those_of_the_converged_distance() -> None:
+    truth = otdd.sinkhorn_divergence(
+        SOURCE,
+        TARGET,
+        epsilon=0.1,
+        options=SolverOptions(1e-9),
+        compute=otdd.ComputeOptions("cpu", precision="double"),
+    ).value
+    options = SolverOptions(schedule="geomloss", scaling=0.9)
+    with pytest.warns(NotConvergedWarning, match=r"by the schedule of geomloss.*solver=converged"):
+        found = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=0.1, options=options)
+    assert (found.converged, found.stopped_by, found.schedule) == (False, "schedule", "geomloss")
+    assert found.summary()["schedule"] == "geomloss"
+    assert found.bounds[0] <= truth <= found.bounds[1]
+    assert not found.bounds[0] <= found.value <= found.bounds[1]
+
+
+def test_a_schedule_that_ends_within_the_tolerance_counts_as_converged() -> None:
+    options = SolverOptions(schedule="geomloss", scaling=0.999)
+    found = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=3.0, options=options)
+    assert (found.converged, found.stopped_by) == (True, "schedule")
+    assert found.marginal_error <= options.tolerance
+
+
+def test_a_cloud_is_at_0_from_itself() -> None:
+    found = by_schedule(SOURCE, waves(31, 0.0), 0.1)
+    assert (found.value, found.bounds, found.stopped_by) == (0.0, (0.0, 0.0), "schedule")
+
+
+def test_terms_known_from_another_diameter_are_not_taken() -> None:
+    options = SolverOptions(2.0 - 1e-9, schedule="geomloss")
+    problem = problem_module.Problem(SOURCE, TARGET, 0.1)
+    other = problem_module.Problem(waves(31, 9.0), TARGET, 0.1).solve(options)
+    assert other.yy is not None
+    start = {"xy": other.xy.g}
+    found = problem.solve(options, known={"yy": other.yy}, start=start)
+    assert found.value == problem.solve(options).value
+
+
+def test_the_diameter_is_the_diagonal_of_the_box_around_both_clouds() -> None:
+    x, y = torch.tensor([[0.0, 5.0], [1.0, 2.0]]), torch.tensor([[-2.0, 1.0], [0.5, 2.0]])
+    assert box_diagonal(x, y) == box_diagonal(y, x) == 5.0
+
+
+def test_the_schedule_goes_down_by_the_square_of_the_scaling() -> None:
+    assert schedule(0.1, 2.0, 0.5) == pytest.approx([4.0, 4.0, 1.0, 0.25, 0.1])
+    # A blur above the diameter leaves two updates.
+    assert schedule(9.0, 2.0, 0.5) == [4.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "geomlos"}, r"unknown solver\.schedule 'geomlos'; choose .*geomloss"),
+        ({"scaling": 1.0}, r"solver\.scaling must lie in \(0, 1\), got 1\.0"),
+        ({"scaling": 0.0}, r"solver\.scaling must lie in \(0, 1\), got 0\.0"),
+        ({"schedule": "geomloss", "bound_width": 0.1}, r"leave out solver\.bound_width"),
+        ({"schedule": "geomloss", "max_seconds": 1.0}, r"solver\.schedule=converged"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SolverOptions(**options)
+
+
+def test_points_that_are_all_one_have_no_diameter() -> None:
+    points = LabeledSamples(torch.ones(4, 2), None, ())
+    with pytest.raises(InputError, match=r"solver\.diameter"):
+        by_schedule(points, LabeledSamples(torch.ones(5, 2), None, ()), 0.1)

@@ -1,0 +1,100 @@
+"""From large to small epsilon: OT_epsilon falls, S_epsilon ends at the unregularised optimum."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import otdd_flash as otdd
+from experiments.peers import Problem, pot_emd2
+from otdd_flash.errors import InputError
+from otdd_flash.labels import measure_classes
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.divergence import Divergence
+
+# Over the mean cost.
+EPSILONS = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
+
+
+def labelled(source: LabeledSamples, target: LabeledSamples) -> Problem:
+    table = measure_classes(source, target, otdd.LabelMetric()).full
+    return Problem(source, target, table, otdd.GroundCost())
+
+
+@pytest.fixture(scope="module")
+def digits() -> Problem:
+    """Two halves of the digits, 300 samples each, one half rotated."""
+    pixels = otdd.extractors.pixels()
+    return labelled(
+        otdd.embed(otdd.load("digits", max_samples=300, split="train"), pixels),
+        otdd.embed(otdd.load("digits", max_samples=300, split="test", rotate=30.0), pixels),
+    )
+
+
+def solve(
+    problem: Problem, epsilon: float, precision: str, options: otdd.SolverOptions
+) -> Divergence:
+    return otdd.sinkhorn_divergence(
+        problem.source,
+        problem.target,
+        epsilon=epsilon,
+        class_table=problem.class_table,
+        options=options,
+        compute=otdd.ComputeOptions("auto", precision=precision),
+    )
+
+
+def check_descent(problem: Problem, precision: str, options: otdd.SolverOptions) -> None:
+    """Every bound that theory gives for OT_epsilon, its order, and the limit of S_epsilon."""
+    exact = pot_emd2(problem)
+    mean = float(problem.source.masses @ problem.matrix() @ problem.target.masses)
+    points = min(len(problem.source), len(problem.target))
+    found = [solve(problem, mean * relative, precision, options) for relative in EPSILONS]
+    for one in found:
+        assert one.converged
+        # KL(P | a b^T) lies between 0 and log n where all weights are equal.
+        entropy = one.xy.epsilon * math.log(points)
+        assert one.xy.bounds[1] >= exact
+        assert one.xy.bounds[0] <= min(exact + entropy, mean)
+        assert one.bounds[0] <= one.value <= one.bounds[1]
+    for larger, smaller in pairwise(found):
+        assert smaller.xy.value < larger.xy.bounds[1]
+        assert smaller.xy.bounds[0] < larger.xy.value
+    gaps = [abs(one.value / exact - 1) for one in found]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] > 0.3
+    assert gaps[-2] < 1e-3
+    assert gaps[-1] < 1e-4
+
+
+@pytest.mark.parametrize("precision", ["fast", "high", "double"])
+def test_epsilon_falls_to_a_ten_thousandth_of_the_mean_cost(
+    digits: Problem, precision: str
+) -> None:
+    check_descent(digits, precision, otdd.SolverOptions(1e-2))
+
+
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_a_width_can_be_asked_for_at_any_epsilon(digits: Problem, precision: str) -> None:
+    check_descent(digits, precision, otdd.SolverOptions(bound_width=5e-3))
+
+
+def test_a_tolerance_out_of_reach_of_float32_is_refused_with_a_way_out(digits: Problem) -> None:
+    mean = float(digits.source.masses @ digits.matrix() @ digits.target.masses)
+    for precision in ("fast", "high"):
+        with pytest.raises(InputError, match=r"too tight for float32.*precision=double"):
+            solve(digits, 1e-4 * mean, precision, otdd.SolverOptions(1e-3))
+    assert solve(digits, 1e-4 * mean, "double", otdd.SolverOptions(1e-3)).converged
+
+
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_real_images_from_large_to_small_epsilon(real_data: Path, precision: str) -> None:
+    pixels = otdd.extractors.pixels(size=28)
+    sides = (
+        otdd.embed(otdd.load(name, root=real_data, max_samples=1000), pixels)
+        for name in ("mnist", "usps")
+    )
+    check_descent(labelled(*sides), precision, otdd.SolverOptions(1e-2))
