@@ -41,7 +41,7 @@ STYLES = {
     "ours, labels": Style("ours, with labels", "#0072B2", "o", ":"),
     "plain": Style("plain updates", "#777777", "", "-"),
     "flash-sinkhorn": Style("flash-sinkhorn", "#D55E00", "s"),
-    "flash-sinkhorn alternating": Style("flash-sinkhorn alt.", "#D55E00", "D", "--"),
+    "flash-sinkhorn alternating": Style("flash, alternating", "#D55E00", "D", "--"),
     "geomloss": Style("geomloss", "#009E73", "^"),
     "OTT-JAX": Style("OTT-JAX", "#CC79A7", "v"),
     "POT": Style("POT", "#E69F00", "P"),
