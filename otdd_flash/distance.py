@@ -27,8 +27,7 @@ from otdd_flash.commands.settings import (
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.json_file import write_json
-from otdd_flash.labels import ClassDistances, LabelMetric
-from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.class_order import ORDERS
 from otdd_flash.report.console import summary_table
@@ -62,7 +61,8 @@ def compare(config: DictConfig, directory: Path) -> None:
     # Built before anything is read: a bad setting should not cost the time of loading.
     # What has been computed is written before a failure to converge is one.
     solver = replace(settings.solver.options(), require_convergence=False)
-    metric, compute_options = _metric(settings), _compute(settings)
+    metric = settings.labels.metric(settings.solver.tolerance)
+    compute_options = settings.compute_options()
     choose("report.order", settings.report.order, ORDERS)
     check_request(settings)
     with Phases() as phases:
@@ -115,23 +115,6 @@ def compare(config: DictConfig, directory: Path) -> None:
             f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
             f"result was written to {directory}"
         )
-
-
-def _metric(settings: DistanceSettings) -> LabelMetric:
-    return LabelMetric(
-        settings.labels.method,
-        unbiased=settings.labels.unbiased,
-        diagonal=settings.labels.diagonal,
-        epsilon=settings.labels.epsilon,
-        tolerance=settings.solver.tolerance,
-        given=settings.labels.path,
-    )
-
-
-def _compute(settings: DistanceSettings) -> ComputeOptions:
-    return ComputeOptions(
-        settings.device, settings.backend, settings.precision, settings.memory_budget
-    )
 
 
 def _check_finite(result: DistanceResult) -> None:

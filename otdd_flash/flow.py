@@ -33,8 +33,6 @@ from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.json_file import write_json
-from otdd_flash.labels import LabelMetric
-from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.report.flow_console import flow_table
 from otdd_flash.report.flow_writing import write_flow_report
 
@@ -71,12 +69,15 @@ def adapt(config: DictConfig, directory: Path) -> None:
     # Built before anything is read: a bad setting should not cost the time of loading.
     check_mode(flow.mode)
     choose("flow.space", flow.space, SPACES)
-    stepping, checkpoints = (
-        _stepping(flow),
-        Checkpoints(directory, flow.checkpoint_every, flow.resume),
-    )
-    solver = settings.solver.options()
-    metric, compute = _metric(settings), _compute(settings)
+    stepping = _stepping(flow)
+    checkpoints = Checkpoints(directory, flow.checkpoint_every, flow.resume)
+    solver, compute = settings.solver.options(), settings.compute_options()
+    if settings.labels.full:
+        raise InputError(
+            "labels.full=true has no meaning in a flow, whose classes are where its particles are; "
+            "leave it out"
+        )
+    metric = settings.labels.metric(settings.solver.tolerance)
     with Phases() as phases, interrupts_noted() as interrupted:
         sides, space = _sides(settings, phases)
         if flow.box == "auto":
@@ -142,28 +143,6 @@ def _box(value: Any) -> tuple[float, float]:
     except (TypeError, ValueError):
         raise InputError(f"flow.box must be auto, null or [LOWEST,HIGHEST], got {value}") from None
     return low, high
-
-
-def _metric(settings: FlowSettings) -> LabelMetric:
-    if settings.labels.full:
-        raise InputError(
-            "labels.full=true has no meaning in a flow, whose classes are where its particles are; "
-            "leave it out"
-        )
-    return LabelMetric(
-        settings.labels.method,
-        unbiased=settings.labels.unbiased,
-        diagonal=settings.labels.diagonal,
-        epsilon=settings.labels.epsilon,
-        tolerance=settings.solver.tolerance,
-        given=settings.labels.path,
-    )
-
-
-def _compute(settings: FlowSettings) -> ComputeOptions:
-    return ComputeOptions(
-        settings.device, settings.backend, settings.precision, settings.memory_budget
-    )
 
 
 def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:

@@ -9,6 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from otdd_flash.errors import InputError
+from otdd_flash.labels import LabelMetric
+from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.solver.options import SolverOptions
 
 Schema = TypeVar("Schema")
@@ -29,6 +31,10 @@ class RuntimeSettings:
     cache_dir: str | None
     log_level: str
 
+    def compute_options(self) -> ComputeOptions:
+        """Where and how passes run, for the library."""
+        return ComputeOptions(self.device, self.backend, self.precision, self.memory_budget)
+
 
 @dataclass
 class LabelSettings:
@@ -40,6 +46,17 @@ class LabelSettings:
     diagonal: bool
     epsilon: float | None
     path: str | None
+
+    def metric(self, tolerance: float) -> LabelMetric:
+        """The same for the library; solves between classes stop at `tolerance`."""
+        return LabelMetric(
+            self.method,
+            unbiased=self.unbiased,
+            diagonal=self.diagonal,
+            epsilon=self.epsilon,
+            tolerance=tolerance,
+            given=self.path,
+        )
 
 
 @dataclass

@@ -122,11 +122,8 @@ def gradient_flow(
     """
     started = time.perf_counter()
     compute, solver = compute or ComputeOptions(), solver or SolverOptions()
-    stepping, space, cost = (
-        stepping or Stepping(),
-        space or FeatureSpace(),
-        GroundCost(lambda_x, lambda_y),
-    )
+    stepping, space = stepping or Stepping(), space or FeatureSpace()
+    cost = GroundCost(lambda_x, lambda_y)
     metric = LabelMetric.of(labels)
     if class_distances is not None:
         metric = replace(metric, method="given", given=class_distances)
@@ -175,25 +172,14 @@ def gradient_flow(
         ),
     )
     if checkpoints is not None and checkpoints.resume:
-        loop.restore(checkpoints.load(settings, device))
-        if loop.step > steps:
-            raise InputError(
-                f"the run in {checkpoints.folder} has taken {loop.step} steps already; give a "
-                f"flow.steps of that or more, got {steps}"
-            )
+        _go_on(loop, checkpoints, settings, device, steps)
     prepared = time.perf_counter()
     loop.run()
     _report_convergence(loop.history, solver)
-    moved = replace(
-        points.to("cpu"),
-        features=loop.points.cpu(),
-        labels=None if points.labels is None else loop.mode.labels(),
-        subset_hash=points.subset_hash,
-    )
     return FlowResult(
         points.to("cpu"),
         goal.to("cpu"),
-        moved,
+        _moved(points, loop),
         tuple(loop.history),
         loop.trajectory(),
         loop.mode.class_distances,
@@ -204,6 +190,28 @@ def gradient_flow(
         loop.stopped_by,
         {"prepare": prepared - started, "flow": time.perf_counter() - prepared},
     )
+
+
+def _go_on(
+    loop: Loop,
+    checkpoints: Checkpoints,
+    settings: Mapping[str, Any],
+    device: torch.device,
+    steps: int,
+) -> None:
+    """Take a loop to where its last run was."""
+    loop.restore(checkpoints.load(settings, device))
+    if loop.step > steps:
+        raise InputError(
+            f"the run in {checkpoints.folder} has taken {loop.step} steps already; give a "
+            f"flow.steps of that or more, got {steps}"
+        )
+
+
+def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
+    """The particles where the loop has them, on the CPU."""
+    labels = None if points.labels is None else loop.mode.labels()
+    return replace(points.to("cpu"), features=loop.points.cpu(), labels=labels)
 
 
 def _check_numbers(
