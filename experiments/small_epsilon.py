@@ -2,9 +2,10 @@
 
     python -m experiments.small_epsilon --data-root DIR [--samples 1000] [--output DIR]
 
-MNIST against USPS, pixels resized to 28 x 28, gaussian class distances. POT's `emd2` solves the same
-labelled cost without regularisation. At every epsilon our divergence runs in double precision, to a
-marginal error of 1e-3, and geomloss's updates (`solver=geomloss`, scaling 0.5) on the same inputs.
+MNIST against USPS, pixels resized to 28 x 28, gaussian class distances. POT's `emd2` solves the
+same labelled cost without regularisation. At every epsilon our divergence runs in double precision,
+to a marginal error of 1e-3, and geomloss's updates (`solver=geomloss`, scaling 0.5) on the same
+inputs.
 """
 
 from __future__ import annotations

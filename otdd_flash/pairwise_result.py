@@ -16,7 +16,8 @@ from otdd_flash.errors import InputError
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import JointClassDistances
 from otdd_flash.operators.build import ComputeOptions, GroundCost
-from otdd_flash.result import SUMMARY_FILE, versions
+from otdd_flash.result import versions
+from otdd_flash.result_files import SUMMARY_FILE
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
-from otdd_flash.files import write_tensors
-from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied
 from otdd_flash.operators.build import (
@@ -25,13 +22,11 @@ from otdd_flash.operators.build import (
     cost_size,
 )
 from otdd_flash.operators.memory import within_memory
+from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.version import __version__
-
-SUMMARY_FILE = "result.json"
-TENSOR_FILE = "result.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,9 +165,7 @@ class DistanceResult:
             The directory.
         """
         path = Path(path)
-        summary = self.summary(**more)
-        write_tensors(path / TENSOR_FILE, self._tensors(), {"summary": json.dumps(summary)})
-        write_json(path / SUMMARY_FILE, summary)
+        write_result(path, self.summary(**more), self._tensors())
         return path
 
     @classmethod
@@ -182,19 +175,7 @@ class DistanceResult:
         Raises:
             InputError: the directory holds no complete result.
         """
-        from safetensors import SafetensorError, safe_open
-
-        path = Path(path)
-        try:
-            with safe_open(path / TENSOR_FILE, framework="pt") as file:
-                summary = json.loads(file.metadata()["summary"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return _restore(summary, tensors)
-        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
-            raise InputError(
-                f"no complete result in {path} ({error}); DistanceResult.save writes "
-                f"{TENSOR_FILE} there, and so does the command with save_result=true"
-            ) from error
+        return read_result(Path(path), _restore, "DistanceResult")
 
     def _applied(self, source: LabeledSamples, values: Tensor) -> Applied:
         """The plan from `source`, which may differ from the result's in its masses, applied."""
@@ -229,8 +210,7 @@ class DistanceResult:
             for key in ("features", "labels", "weights"):
                 if getattr(samples, key) is not None:
                     tensors[f"{side}.{key}"] = getattr(samples, key)
-        # Cloned: safetensors refuses two names for one storage, as f and g of a self term are.
-        return {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+        return tensors
 
 
 def versions() -> dict[str, str]:

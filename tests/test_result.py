@@ -11,13 +11,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import otdd_flash.result
+import otdd_flash.result_files
 from otdd_flash.errors import InputError
 from otdd_flash.labels import LabelMetric
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.result import SUMMARY_FILE, TENSOR_FILE, DistanceResult
+from otdd_flash.result import DistanceResult
+from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.samples import LabeledSamples
 
 
@@ -261,7 +262,7 @@ def test_an_interrupted_save_leaves_one_whole_result(stage, tmp_path, monkeypatc
     if stage == "tensors":
         monkeypatch.setattr("safetensors.torch.save_file", interrupt)
     else:
-        monkeypatch.setattr(otdd_flash.result, "write_json", interrupt)
+        monkeypatch.setattr(otdd_flash.result_files, "write_json", interrupt)
     with pytest.raises(KeyboardInterrupt):
         new.save(tmp_path)
     loaded, expected = DistanceResult.load(tmp_path), old if stage == "tensors" else new

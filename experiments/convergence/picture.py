@@ -38,7 +38,7 @@ class Style:
 # Okabe & Ito: told apart with every common colour blindness, and by markers and dashes.
 STYLES = {
     "ours": Style("ours", "#0072B2", "o"),
-    "ours, labels": Style("ours, with labels", "#0072B2", "o", ":"),
+    "ours, labels": Style("ours, labels", "#0072B2", "o", ":"),
     "plain": Style("plain updates", "#777777", "", "-"),
     "flash-sinkhorn": Style("flash-sinkhorn", "#D55E00", "s"),
     "flash-sinkhorn alternating": Style("flash, alternating", "#D55E00", "D", "--"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,15 +11,14 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError, choose
-from otdd_flash.files import write_tensors
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
 from otdd_flash.flows.maps.field import VelocityField
-from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.methods import class_names
 from otdd_flash.operators.build import ComputeOptions, GroundCost
-from otdd_flash.result import SUMMARY_FILE, TENSOR_FILE, versions
+from otdd_flash.result import versions
+from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
 
 MAPS = ("entropic", "nearest", "residual")
@@ -134,9 +132,8 @@ class FlowResult:
         Returns:
             The directory.
         """
-        path, summary = Path(path), self.summary(**more)
-        write_tensors(path / TENSOR_FILE, self._tensors(), {"summary": json.dumps(summary)})
-        write_json(path / SUMMARY_FILE, summary)
+        path = Path(path)
+        write_result(path, self.summary(**more), self._tensors())
         return path
 
     @classmethod
@@ -146,19 +143,7 @@ class FlowResult:
         Raises:
             InputError: the directory holds no complete result of a flow.
         """
-        from safetensors import SafetensorError, safe_open
-
-        path = Path(path)
-        try:
-            with safe_open(path / TENSOR_FILE, framework="pt") as file:
-                summary = json.loads(file.metadata()["summary"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return _restored(summary, tensors)
-        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
-            raise InputError(
-                f"no complete result of a flow in {path} ({error}); FlowResult.save writes "
-                f"{TENSOR_FILE} there, and so does the command with save_result=true"
-            ) from error
+        return read_result(Path(path), _restored, "FlowResult")
 
     def _check_entropic(self) -> None:
         """Refuse flows whose steps were more than the field of the divergence."""
@@ -205,12 +190,7 @@ class FlowResult:
             size = torch.tensor(named.pop("step_size"), dtype=torch.float64)
             parts |= {f"moment.{k}.step_size": size}
             parts |= {f"moment.{k}.{key}": part for key, part in named.items()}
-        # Cloned: safetensors refuses two names for one storage.
-        return {
-            key: part.detach().cpu().contiguous().clone()
-            for key, part in parts.items()
-            if part is not None
-        }
+        return {key: part for key, part in parts.items() if part is not None}
 
 
 SAMPLE_PARTS = ("features", "labels", "weights")

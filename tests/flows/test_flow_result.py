@@ -95,15 +95,15 @@ def test_arrays_of_functionals_are_told_by_their_hash() -> None:
 
 
 def test_no_result_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no complete result of a flow in"):
+    with pytest.raises(InputError, match="no complete result in"):
         otdd.FlowResult.load(tmp_path)
     otdd.dataset_distance(SOURCE, TARGET).save(tmp_path)
-    with pytest.raises(InputError, match="no complete result of a flow in"):
+    with pytest.raises(InputError, match="no complete result in"):
         otdd.FlowResult.load(tmp_path)
     flow(SOURCE, TARGET).save(tmp_path)
     file = tmp_path / "result.safetensors"
     file.write_bytes(file.read_bytes()[:300])
-    with pytest.raises(InputError, match="no complete result of a flow in"):
+    with pytest.raises(InputError, match="no complete result in"):
         otdd.FlowResult.load(tmp_path)
 
 

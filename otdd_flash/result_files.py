@@ -1,0 +1,60 @@
+"""The two files of a saved result: one to read, and one that holds everything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.files import write_tensors
+from otdd_flash.json_file import write_json
+
+SUMMARY_FILE = "result.json"
+TENSOR_FILE = "result.safetensors"
+
+Result = TypeVar("Result")
+
+
+def write_result(path: Path, summary: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write result.json, and result.safetensors with tensors and summary.
+
+    The second is complete in itself, so that an interrupted write can never mix two results.
+
+    Raises:
+        InputError: the directory cannot be written.
+    """
+    # Cloned: safetensors refuses two names for one storage, as f and g of a self term are.
+    own = {key: part.detach().cpu().contiguous().clone() for key, part in tensors.items()}
+    write_tensors(path / TENSOR_FILE, own, {"summary": json.dumps(summary)})
+    write_json(path / SUMMARY_FILE, summary)
+
+
+def read_result(
+    path: Path, restore: Callable[[dict[str, Any], dict[str, Tensor]], Result], kind: str
+) -> Result:
+    """What `restore` makes of the summary and the tensors that `write_result` wrote.
+
+    Args:
+        path: the directory.
+        restore: called as restore(summary, tensors).
+        kind: the class whose `save` writes such results, for the message.
+
+    Raises:
+        InputError: the directory holds no complete result of this kind.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path / TENSOR_FILE, framework="pt") as file:
+            summary = json.loads(file.metadata()["summary"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return restore(summary, tensors)
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise InputError(
+            f"no complete result in {path} ({error}); {kind}.save writes {TENSOR_FILE} there, and "
+            "so does the command with save_result=true"
+        ) from error
