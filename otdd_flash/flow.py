@@ -23,7 +23,7 @@ from otdd_flash.commands.settings import (
     parse,
 )
 from otdd_flash.commands.sides import Sides, prepare_sides
-from otdd_flash.errors import InputError, choose
+from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable
 from otdd_flash.flows.checkpoint import Checkpoints
@@ -63,6 +63,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed during the flow; what it came to is written.
+        ConvergenceError: a solve stopped early and convergence is required; likewise.
     """
     settings = parse(config, FlowSettings)
     flow = settings.flow
@@ -71,7 +72,9 @@ def adapt(config: DictConfig, directory: Path) -> None:
     choose("flow.space", flow.space, SPACES)
     stepping = _stepping(flow)
     checkpoints = Checkpoints(directory, flow.checkpoint_every, flow.resume)
-    solver, compute = settings.solver.options(), settings.compute_options()
+    # What has been computed is written before a failure to converge is one.
+    solver = replace(settings.solver.options(), require_convergence=False)
+    compute = settings.compute_options()
     if settings.labels.full:
         raise InputError(
             "labels.full=true has no meaning in a flow, whose classes are where its particles are; "
@@ -122,6 +125,13 @@ def adapt(config: DictConfig, directory: Path) -> None:
     if result.stopped_by == "interrupted":
         _say_how_to_go_on(result, directory)
         raise KeyboardInterrupt
+    if settings.solver.require_convergence and not result.converged:
+        late = sum(not record.converged for record in result.history)
+        raise ConvergenceError(
+            f"{late} of {len(result.history)} evaluations of the flow did not reach what the "
+            f"solver was asked for; solver.require_convergence is set, and the result was written "
+            f"to {directory}"
+        )
 
 
 def _stepping(flow: FlowNode) -> Stepping:

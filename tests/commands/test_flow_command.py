@@ -189,6 +189,17 @@ def test_a_resumed_run_must_be_the_same_run(flow_command):
 
 
 @pytest.mark.usefixtures("undrawn_flow")
+def test_required_convergence_ends_with_3_and_the_result(flow_command, read):
+    ended = flow_command("solver.max_iterations=2", "solver.require_convergence=true")
+    assert ended.code == 3
+    assert "solver.require_convergence is set, and the result was written to" in ended.error
+    assert "3 of 3 evaluations" in ended.error
+    assert read("run/result.json")["converged"] is False
+    assert len(adapted()) == 40
+    assert flow_command("solver.require_convergence=true").code == 0
+
+
+@pytest.mark.usefixtures("undrawn_flow")
 def test_a_step_that_overshoots_leaves_the_last_good_state(flow_command):
     ended = flow_command("flow.steps=60", "flow.step_size=30")
     assert ended.code == 2
