@@ -78,6 +78,7 @@ def solve_alternating(
         iterations=iterations,
         passes=2 * iterations + 1,
         tolerance=solve.tolerance,
+        asked=options.asked_tolerance,
         unless_converged=solve.budget,
     )
 
@@ -106,12 +107,12 @@ def _descend(solve: Iteration, operator: Operator, track: Track) -> Track:
     levels = levels_above(solve.epsilon, operator.mean_cost)
     if not levels:
         return track
-    outlook = Outlook(solve.options.tolerance, most=ITERATIONS_PER_LEVEL * len(levels))
+    outlook = Outlook(solve.tolerance, most=ITERATIONS_PER_LEVEL * len(levels))
     track = solve.run(operator, solve.epsilon, track, outlook.poor)
     if solve.converged:
         return track
     track = begin(track.f, track.updated)
-    tolerance, path = max(LEVEL_TOLERANCE, solve.options.tolerance), Extrapolation()
+    tolerance, path = max(LEVEL_TOLERANCE, solve.tolerance), Extrapolation()
     for level, following in zip(levels, [*levels[1:], solve.epsilon], strict=True):
         track = solve.run(operator, level, track, lambda _, error: error <= tolerance)
         path.add(level, track.updated)
