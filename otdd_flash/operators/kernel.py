@@ -128,6 +128,10 @@ class KernelOperator:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.cost.own_costs()
 
+    def sample(self, rows: Tensor, columns: Tensor) -> KernelOperator:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+        return KernelOperator(self.cost.sample(rows, columns), self._precision)
+
     def _half_step(
         self,
         rows: Side,

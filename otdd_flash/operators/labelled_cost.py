@@ -116,10 +116,30 @@ class LabelledCost:
         """C_ii (n,) of a cloud with itself, float64."""
         return self.class_costs[self.labels[0], self.labels[0]]
 
+    def sample(self, rows: Tensor, columns: Tensor) -> LabelledCost:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+        (x, y), (labels_x, labels_y) = self.points, self.labels
+        return LabelledCost(
+            x[rows],
+            y[columns],
+            equal_masses(rows),
+            equal_masses(columns),
+            labels_x=labels_x[rows],
+            labels_y=labels_y[columns],
+            class_costs=self.class_costs,
+            lambda_x=self.lambda_x,
+        )
+
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both clouds minus the centre, subtracted in float64 and rounded once."""
         x = _centred(self.points[0], self.centre, dtype)
         return x, x if self.symmetric else _centred(self.points[1], self.centre, dtype)
+
+
+def equal_masses(points: Tensor) -> Tensor:
+    """The same mass for each of some points, (k,) float64 that add up to 1."""
+    count = len(points)
+    return torch.full((count,), 1 / count, dtype=torch.float64, device=points.device)
 
 
 def squared_norms(points: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class TransportTerm:
         bounds: (lower, upper), an interval that holds OT_epsilon.
         marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
         iterations: updates of both potentials, the certifying one included.
-        passes: sweeps over the n x m scores, certification included.
+        passes: sweeps over the n x m scores, those of samples and certification included.
         converged: whether what the options ask for was reached.
         stopped_by: what ended the solve.
     """
@@ -38,7 +38,7 @@ class TransportTerm:
     bounds: tuple[float, float]
     marginal_error: float
     iterations: int
-    passes: int
+    passes: float
     converged: bool
     stopped_by: StoppedBy
 
@@ -49,7 +49,7 @@ class TransportTerm:
         epsilon: float,
         *,
         iterations: int,
-        passes: int,
+        passes: float,
         tolerance: float,
         unless_converged: StoppedBy,
     ) -> TransportTerm:
