@@ -69,6 +69,7 @@ def solve_alternating(
         iterations=iterations,
         passes=passes + 2 * iterations + 1,
         tolerance=solve.tolerance,
+        asked=options.asked_tolerance,
         unless_converged=solve.budget,
     )
 

@@ -103,6 +103,7 @@ def _of_sample(
 ) -> tuple[Tensor, float]:
     """The column potential (m,) of a sample, absent elsewhere, and the passes that took."""
     sampled = operator.sample(*sample)
+    # A width, so that rounding in a sample, where nothing is proved, is no reason to refuse.
     options = SolverOptions(
         max_iterations=SAMPLE_ITERATIONS, bound_width=1.0, max_seconds=solve.options.max_seconds
     )
@@ -125,7 +126,7 @@ def _try_or_descend(solve: Iteration, operator: Operator) -> Track:
     levels = levels_above(solve.epsilon, TOP * operator.mean_cost)
     if not levels:
         return track
-    outlook = Outlook(solve.options.tolerance, most=ITERATIONS_PER_LEVEL * len(levels))
+    outlook = Outlook(solve.tolerance, most=ITERATIONS_PER_LEVEL * len(levels))
     track = solve.run(operator, solve.epsilon, track, outlook.poor)
     if solve.converged:
         return track
@@ -134,7 +135,7 @@ def _try_or_descend(solve: Iteration, operator: Operator) -> Track:
 
 def _descend(solve: Iteration, operator: Operator, track: Track, levels: list[float]) -> Track:
     """Solve every level roughly, from the levels before."""
-    enough, path = _reaches(max(LEVEL_TOLERANCE, solve.options.tolerance)), Extrapolation()
+    enough, path = _reaches(max(LEVEL_TOLERANCE, solve.tolerance)), Extrapolation()
     for level, following in pairwise([*levels, solve.epsilon]):
         track = solve.run(operator, level, track, enough)
         path.add(level, track.updated)

@@ -55,7 +55,7 @@ class Iteration:
         self.name, self.step, self.epsilon = name, step, epsilon
         self.options, self.progress = options, progress
         self.iterations = 0
-        self.tolerance = options.tolerance
+        self.tolerance = options.asked_tolerance
         self.budget: StoppedBy = "max_iterations"
         self.converged = False
         self._started = time.perf_counter()
