@@ -65,9 +65,9 @@ def _distance(points: Tensor, masses: Tensor, step: float) -> float | None:
     squares = []
     for part, rows in in_float64(points):
         multiples = rows.div_(step)
-        beside = multiples - multiples.round()
-        on_it = (beside.abs() <= ROUNDING * multiples.abs()).all()
-        squares.append(torch.where(on_it, masses[part] @ beside.square().sum(1), torch.nan))
+        beside = multiples.round().sub_(multiples).abs_()
+        on_it = (beside <= multiples.abs_().mul_(ROUNDING)).all()
+        squares.append(torch.where(on_it, masses[part] @ beside.square_().sum(1), torch.nan))
         # Most clouds are on none, and show it in the first rows.
         if len(squares) == 1 and not bool(on_it):
             return None
