@@ -71,6 +71,11 @@ class KernelOperator:
         return f"triton, scores streamed, {self._precision}"
 
     @property
+    def in_triton(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def refined(self) -> KernelOperator:
         """The cost of the original points, to float32 accuracy."""
         if self._precision == "high":
