@@ -48,6 +48,9 @@ STEP_MEAN = tl.constexpr(4)
 FALL_MEAN = tl.constexpr(5)
 OTHERS = 6
 
+# Partial sums that are added up at once.
+BLOCK_PROGRAMS = 32
+
 # A difference of two sums this far below them is their rounding.
 CANCELLED = tl.constexpr(2.0**-40)
 
@@ -245,6 +248,6 @@ def quasi_newton_decision(
         GROWTH=limits[1],
         PATIENCE=limits[2],
         LANES=triton.next_power_of_2(max(memory, SUMS)),
-        BLOCK=32,
+        BLOCK=BLOCK_PROGRAMS,
         num_warps=1,
     )

@@ -44,7 +44,8 @@ class KernelOperator:
         self, cost: LabelledCost, precision: str, coarse: KernelOperator | None = None
     ) -> None:
         self.cost, self._precision = cost, precision
-        self.a, self.b = cost.a, cost.b
+        # Kernels read masses by their pointers.
+        self.a, self.b = cost.a.contiguous(), cost.b.contiguous()
         self.shape, self.dtype = cost.shape, torch.float32
         self.mean_cost, self.cost_range = cost.mean_cost, cost.cost_range
         self._packed: tuple[PackedPoints, PackedPoints] = (
