@@ -88,6 +88,11 @@ class Operator(Protocol):
         ...
 
     @property
+    def in_triton(self) -> bool:
+        """Whether passes run in Triton kernels, and so should what goes with them."""
+        ...
+
+    @property
     def refined(self) -> Operator:
         """The same cost to the full accuracy of `dtype`, for certificates; often itself."""
         ...

@@ -46,7 +46,8 @@ class KernelOperator:
         self, cost: LabelledCost, precision: str, coarse: KernelOperator | None = None
     ) -> None:
         self.cost, self._precision = cost, precision
-        self.a, self.b = cost.a, cost.b
+        # Kernels read masses by their pointers.
+        self.a, self.b = cost.a.contiguous(), cost.b.contiguous()
         self.shape, self.dtype = cost.shape, torch.float32
         self.mean_cost, self.cost_range = cost.mean_cost, cost.cost_range
         self._lattice: Lattice | None = lattice_of(cost) if coarse is None else coarse._lattice
@@ -77,6 +78,11 @@ class KernelOperator:
     def backend(self) -> str:
         """How a pass runs."""
         return f"triton, scores streamed, {self._precision}"
+
+    @property
+    def in_triton(self) -> bool:
+        """True."""
+        return True
 
     @property
     def refined(self) -> KernelOperator:

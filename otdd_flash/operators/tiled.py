@@ -89,6 +89,11 @@ class TiledOperator(ABC):
         return False
 
     @property
+    def in_triton(self) -> bool:
+        """False."""
+        return False
+
+    @property
     def refined(self) -> TiledOperator:
         """Itself: scores are computed in the precision of the potentials."""
         return self

@@ -80,6 +80,11 @@ def alternate(operator: Operator, epsilon: float, state: State) -> State:
     g = track.candidate
     f = operator.softmin_rows(g, epsilon, track.f)
     updated = operator.softmin_columns(f, epsilon, g)
+    if operator.in_triton:
+        # Triton is not everywhere.
+        from otdd_flash.solver.quasi_newton_kernels import advance_cross
+
+        return advance_cross(operator, epsilon, track, f, updated)
     columns = column_marginal(operator.b, g, updated, epsilon)
     seen = Point(
         f,
