@@ -98,7 +98,7 @@ class LabelledCost:
         total = masses.sum()
         moment, squares = _moments(y, masses, self.centre)
         found = masses.new_empty(len(x))
-        for part, rows in _in_float64(x):
+        for part, rows in in_float64(x):
             centred = rows.sub_(self.centre)
             found[part] = total * _squared_norms(centred) - 2 * (centred @ moment) + squares
         classes = self.class_costs @ _mass_per_class(
@@ -110,15 +110,35 @@ class LabelledCost:
         """C_ii (n,) of a cloud with itself, float64."""
         return self.class_costs[self.labels[0], self.labels[0]]
 
+    def sample(self, rows: Tensor, columns: Tensor) -> LabelledCost:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+        (x, y), (labels_x, labels_y) = self.points, self.labels
+        return LabelledCost(
+            x[rows],
+            y[columns],
+            equal_masses(rows),
+            equal_masses(columns),
+            labels_x=labels_x[rows],
+            labels_y=labels_y[columns],
+            class_costs=self.class_costs,
+            lambda_x=self.lambda_x,
+        )
+
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both clouds minus the centre, subtracted in float64 and rounded once."""
         x = _centred(self.points[0], self.centre, dtype)
         return x, x if self.symmetric else _centred(self.points[1], self.centre, dtype)
 
 
+def equal_masses(points: Tensor) -> Tensor:
+    """The same mass for each of some points, (k,) float64 that add up to 1."""
+    count = len(points)
+    return torch.full((count,), 1 / count, dtype=torch.float64, device=points.device)
+
+
 def squared_norms(points: Tensor) -> Tensor:
     """||x_i||^2 (n,), float64."""
-    return torch.cat([_squared_norms(rows) for _, rows in _in_float64(points)])
+    return torch.cat([_squared_norms(rows) for _, rows in in_float64(points)])
 
 
 class _Norms(NamedTuple):
@@ -133,7 +153,7 @@ def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
     """The largest coordinate, and the highest (on the support) and mean squared norm."""
     extremes: list[Tensor] = []
     squares = []
-    for _, rows in _in_float64(points):
+    for _, rows in in_float64(points):
         centred = rows.sub_(centre)
         extremes += torch.aminmax(centred)
         squares.append(_squared_norms(centred))
@@ -143,7 +163,7 @@ def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
     )
 
 
-def _in_float64(points: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def in_float64(points: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """All rows (N, d), a few at a time, in one buffer that the caller may change."""
     count, dim = points.shape
     elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
@@ -161,7 +181,7 @@ def _squared_norms(rows: Tensor) -> Tensor:
 
 def _mean(points: Tensor, masses: Tensor) -> Tensor:
     mean = masses.new_zeros(points.shape[1])
-    for part, rows in _in_float64(points):
+    for part, rows in in_float64(points):
         mean += masses[part] @ rows
     return mean
 
@@ -169,7 +189,7 @@ def _mean(points: Tensor, masses: Tensor) -> Tensor:
 def _moments(points: Tensor, masses: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     """sum_j q_j z_j (d,) and sum_j q_j ||z_j||^2 of the centred points z."""
     first, second = torch.zeros_like(centre), masses.new_zeros(())
-    for part, rows in _in_float64(points):
+    for part, rows in in_float64(points):
         centred, weights = rows.sub_(centre), masses[part]
         first += weights @ centred
         second += weights @ _squared_norms(centred)
@@ -179,7 +199,7 @@ def _moments(points: Tensor, masses: Tensor, centre: Tensor) -> tuple[Tensor, Te
 def _centred(points: Tensor, centre: Tensor, dtype: torch.dtype) -> Tensor:
     """A few rows at a time, so that no float64 copy of all is made."""
     out = torch.empty(points.shape, dtype=dtype, device=points.device)
-    for part, rows in _in_float64(points):
+    for part, rows in in_float64(points):
         out[part] = rows.sub_(centre)
     return out
 

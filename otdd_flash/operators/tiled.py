@@ -89,6 +89,11 @@ class TiledOperator(ABC):
         return False
 
     @property
+    def in_triton(self) -> bool:
+        """False."""
+        return False
+
+    @property
     def refined(self) -> TiledOperator:
         """Itself: scores are computed in the precision of the potentials."""
         return self
@@ -100,6 +105,10 @@ class TiledOperator(ABC):
     @abstractmethod
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
+
+    @abstractmethod
+    def sample(self, rows: Tensor, columns: Tensor) -> TiledOperator:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
 
     @abstractmethod
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:

@@ -22,7 +22,12 @@ not kept is followed by plain updates, twice as many each time in a row: N of th
 more than log2(N) rejections. Where a gain drowns in the rounding of the dual, the marginal error
 must soon fall instead.
 
+Memory. A step costs one read of the remembered differences: beside them stand the inner products
+that L-BFGS needs, to which every step adds one row and one column, so that the direction follows
+from its coefficients (Chen, Wang & Zhou 2014, Large-scale L-BFGS using MapReduce).
+
 All decisions stay on the device as tensors: a step never waits for the host and can be recorded.
+This file is the reference; where passes run in Triton, `quasi_newton_kernels` does the same.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # Differences that are remembered.
 MEMORY = 10
@@ -52,7 +58,7 @@ class Point(NamedTuple):
         g: (m,) column potential.
         updated: (m,) the softmin of f.
         dual: dual value.
-        gain: what the plain update adds to it at the least.
+        gain: what the plain update adds to it at the least, <b, updated - g>.
         gap: L1 distance of the marginal from the masses.
         size: <a, |f|> + <b, |g|>.
     """
@@ -66,56 +72,90 @@ class Point(NamedTuple):
     size: Tensor
 
 
-class Track(NamedTuple):
-    """Where a solve stands: the point that was kept last, and what follows it.
+class Numbers(NamedTuple):
+    """The numbers of a track, 0-dim float64.
 
     Attributes:
-        candidate: (m,) column potential to look at next.
-        steps: (MEMORY, m) last differences of g, the newest last; 0 where there is none yet.
-        falls: (MEMORY, m) by how much r fell over them.
+        dual: of the point that was kept last, as in `Point`; -inf if it does not count.
+        gain: likewise.
+        gap: likewise.
+        size: likewise.
         lowest: the lowest gap since the last restart.
         stale: iterations since it was found.
         plain: plain updates to come; the candidate is one if this is positive.
         penalty: how many follow the next rejection.
-
-    The other attributes are those of `Point`.
     """
 
-    f: Tensor
-    g: Tensor
-    updated: Tensor
     dual: Tensor
     gain: Tensor
     gap: Tensor
     size: Tensor
-    candidate: Tensor
-    steps: Tensor
-    falls: Tensor
     lowest: Tensor
     stale: Tensor
     plain: Tensor
     penalty: Tensor
 
 
+class Track(NamedTuple):
+    """Where a solve stands: the point that was kept last, and what follows it.
+
+    Attributes:
+        f: (n,) row potential of the point.
+        g: (m,) column potential.
+        updated: (m,) the softmin of f.
+        candidate: (m,) column potential to look at next.
+        memory: (2, MEMORY, m) last differences of g and of -r, the newest last; 0 where there is
+            none yet. Without their means, and 0 where there is no mass.
+        products: (2, MEMORY, MEMORY + 1) of both in the metric with the differences of -r, and with
+            r itself at the point. Those of a step with an older difference of -r are 0.
+        numbers: (8,) float64, the `Numbers`.
+    """
+
+    f: Tensor
+    g: Tensor
+    updated: Tensor
+    candidate: Tensor
+    memory: Tensor
+    products: Tensor
+    numbers: Tensor
+
+    @property
+    def named(self) -> Numbers:
+        """The numbers by their names."""
+        return Numbers(*self.numbers)
+
+    @property
+    def gap(self) -> Tensor:
+        """L1 distance of the marginal from the masses at the point."""
+        return self.named.gap
+
+    @property
+    def size(self) -> Tensor:
+        """<a, |f|> + <b, |g|> at the point."""
+        return self.named.size
+
+
 def begin(f: Tensor, g: Tensor) -> Track:
     """Start from f (n,) and g (m,), of which nothing is known yet."""
-    number = torch.zeros((), dtype=torch.float64, device=g.device)
-    memory = torch.zeros((MEMORY, len(g)), dtype=torch.float64, device=g.device)
-    numbers = (number - math.inf, number, number, number)
-    counters = (number + math.inf, number, number, number + 1)
-    return Track(f, g, g, *numbers, g, memory, memory, *counters)
+    f, g = f.contiguous(), g.contiguous()
+    memory = torch.zeros((2, MEMORY, len(g)), dtype=torch.float64, device=g.device)
+    products = memory.new_zeros((2, MEMORY, MEMORY + 1))
+    return Track(f, g, g, g, memory, products, _unknown(g.device))
 
 
 def restart(track: Track, candidate: Tensor) -> Track:
     """Go on from another g (m,), or at another epsilon, with the differences seen so far."""
-    return track._replace(
-        candidate=candidate,
-        dual=torch.full_like(track.dual, -math.inf),
-        lowest=torch.full_like(track.lowest, math.inf),
-        stale=torch.zeros_like(track.stale),
-        plain=torch.zeros_like(track.plain),
-        penalty=torch.ones_like(track.penalty),
-    )
+    return track._replace(candidate=candidate, numbers=_unknown(candidate.device))
+
+
+def _unknown(device: torch.device) -> Tensor:
+    """The numbers before anything was looked at: the first point will be kept."""
+    numbers = torch.zeros(len(Numbers._fields), dtype=torch.float64, device=device)
+    named = Numbers(*numbers)
+    named.dual.fill_(-math.inf)
+    named.lowest.fill_(math.inf)
+    named.penalty.fill_(1)
+    return numbers
 
 
 def advance(track: Track, seen: Point, weights: Tensor, damping: float) -> Track:
@@ -127,47 +167,47 @@ def advance(track: Track, seen: Point, weights: Tensor, damping: float) -> Track
         weights: (m,) masses b, the metric.
         damping: the plain update is g + damping r.
     """
+    before = track.named
     rounding = torch.finfo(seen.g.dtype).eps / 2 * seen.size
-    steps, falls = _learn(track, seen, weights, rounding)
-    plain, lower = track.plain > 0, seen.gap < track.lowest
-    surplus = seen.dual - track.dual - track.gain
+    memory, sound = _learn(track, seen, weights, rounding)
+    plain, lower = before.plain > 0, seen.gap < before.lowest
+    surplus = seen.dual - before.dual - before.gain
     better = surplus > DUAL_ROUNDING * rounding
-    steady = (seen.gap <= GROWTH * track.lowest) & (track.stale < PATIENCE)
-    forced = plain | track.dual.isneginf()
+    steady = (seen.gap <= GROWTH * before.lowest) & (before.stale < PATIENCE)
+    forced = plain | before.dual.isneginf()
     kept = forced | better | ((surplus >= -DUAL_ROUNDING * rounding) & steady)
-    point = Point(*(torch.where(kept, new, old) for new, old in zip(seen, track, strict=False)))
+    last = (*track[:3], *before[:4])
+    point = Point(*(torch.where(kept, new, old) for new, old in zip(seen, last, strict=True)))
     # Trust comes back with a step that certainly gained something.
     forgiven = kept & ~plain & (better | lower)
-    penalty = torch.where(forgiven, (track.penalty / 2).clamp_min(1), track.penalty)
-    waits = torch.where(kept, (track.plain - 1).clamp_min(0), penalty)
+    penalty = torch.where(forgiven, (before.penalty / 2).clamp_min(1), before.penalty)
+    waits = torch.where(kept, (before.plain - 1).clamp_min(0), penalty)
     residual = point.updated.double() - point.g.double()
-    learnt = _direction(residual, steps, falls, weights, damping)
+    centred = _centred(residual, weights)
+    products = _products(track.products, memory, sound, centred, weights)
+    learnt = _direction(centred, memory, products, damping)
     usable = (waits == 0) & learnt.isfinite().all() & (weights > 0)
     move = torch.where(usable, learnt, damping * residual)
-    return Track(
-        *point,
-        candidate=(point.g.double() + move).to(seen.g.dtype),
-        steps=steps,
-        falls=falls,
-        lowest=torch.minimum(track.lowest, point.gap),
-        stale=torch.where(kept & lower, 0, track.stale + 1),
+    numbers = Numbers(
+        *point[3:],
+        lowest=torch.where(kept & lower, seen.gap, before.lowest),
+        stale=torch.where(kept & lower, 0, before.stale + 1),
         plain=waits,
         penalty=torch.where(kept, penalty, 2 * penalty),
     )
+    candidate = (point.g.double() + move).to(seen.g.dtype)
+    return Track(*point[:3], candidate, memory, products, torch.stack(numbers))
 
 
 def _learn(track: Track, seen: Point, weights: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
-    """The last differences of g and -r, with the newest if its curvature exceeds rounding."""
+    """The memory, with the newest differences if their curvature exceeds rounding; if it does."""
     step = _centred(seen.g.double() - track.g, weights)
     fall = step - _centred(seen.updated.double() - track.updated, weights)
     curvature = weights @ (step * fall)
     sound = curvature > rounding * (weights @ step.square()).sqrt()
-    sound = sound & track.dual.isfinite() & curvature.isfinite()
-
-    def learnt(memory: Tensor, newest: Tensor) -> Tensor:
-        return torch.where(sound, torch.cat((memory[1:], newest[None])), memory)
-
-    return learnt(track.steps, step), learnt(track.falls, fall)
+    sound = sound & track.named.dual.isfinite() & curvature.isfinite()
+    newest = torch.stack((step, fall))[:, None]
+    return torch.where(sound, torch.cat((track.memory[:, 1:], newest), 1), track.memory), sound
 
 
 def _centred(potential: Tensor, weights: Tensor) -> Tensor:
@@ -175,26 +215,42 @@ def _centred(potential: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights > 0, potential - weights @ potential, 0)
 
 
-def _direction(
-    residual: Tensor, steps: Tensor, falls: Tensor, weights: Tensor, damping: float
+def _products(
+    before: Tensor, memory: Tensor, sound: Tensor, residual: Tensor, weights: Tensor
 ) -> Tensor:
+    """The inner products of a track whose memory has the newest differences if they are sound."""
+    newest, on_residual = (
+        (memory @ (weights * vector)).unsqueeze(2) for vector in (memory[1, -1], residual)
+    )
+    moved = torch.cat((pad(before[:, 1:, 1:-1], (0, 0, 0, 1)), newest), 2)
+    # Falls with falls are symmetric.
+    moved[1, -1] = newest[1, :, 0]
+    return torch.cat((torch.where(sound, moved, before[:, :, :-1]), on_residual), 2)
+
+
+def _direction(residual: Tensor, memory: Tensor, products: Tensor, damping: float) -> Tensor:
     """L-BFGS applied to the residual (m,), in matrix form.
 
     H r = s r + [S, s Y] [[R^-T (D + s Y^T Y) R^-1, -R^-T], [-R^-1, 0]] [S, s Y]^T r
 
     with R the upper triangle of S^T Y, D its diagonal and s = tr D / tr Y^T Y (Byrd, Nocedal &
     Schnabel 1994, Representations of quasi-Newton matrices).
+
+    Args:
+        residual: r, without its mean.
+        memory: (2, MEMORY, m), S and Y.
+        products: (2, MEMORY, MEMORY + 1) of both with Y and r.
+        damping: s where nothing is remembered.
     """
-    residual = _centred(residual, weights)
-    vectors = torch.cat((steps, falls, residual[None]))
-    products = (vectors * weights) @ vectors.T
-    old, new = slice(0, MEMORY), slice(MEMORY, 2 * MEMORY)
-    curvatures, squares = products[old, new].diagonal(), products[new, new].diagonal()
+    steps, falls = memory
+    crossed, squared = products[:, :, :-1]
+    on_steps, on_falls = products[:, :, -1:]
+    curvatures = crossed.diagonal()
     empty = curvatures == 0
-    upper = products[old, new].triu() + empty.double().diag()
-    scale = torch.where(empty[-1], damping, curvatures.sum() / squares.sum())
-    inner = torch.linalg.solve_triangular(upper, products[old, -1:], upper=True)
-    outer = curvatures[:, None] * inner + scale * (products[new, new] @ inner - products[new, -1:])
+    upper = crossed.triu() + empty.double().diag()
+    scale = torch.where(empty[-1], damping, curvatures.sum() / squared.diagonal().sum())
+    inner = torch.linalg.solve_triangular(upper, on_steps, upper=True)
+    outer = curvatures[:, None] * inner + scale * (squared @ inner - on_falls)
     outer = torch.linalg.solve_triangular(upper.T, outer, upper=False)
     direction: Tensor = scale * (residual - inner[:, 0] @ falls) + outer[:, 0] @ steps
     return direction

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.segments import Segments, Update
-from otdd_flash.solver.alternating import LEVEL_TOLERANCE
+from otdd_flash.solver.levels import LEVEL_TOLERANCE
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented import (
     Finished,

@@ -73,8 +73,7 @@ class _Recording:
             return state
         if self._graph is None:
             self._graph = self._record(operator, step, epsilon, state)
-        for kept, given in zip(self._state, state, strict=True):
-            kept.copy_(given)
+        _overwrite(self._state, state)
         for _ in range(count - alone):
             self._graph.replay()
         return tuple(tensor.clone() for tensor in self._state)
@@ -88,11 +87,21 @@ class _Recording:
         with torch.cuda.stream(stream):
             graph.capture_begin()
             try:
-                # Copies first: a new state may hold parts of the old one.
-                new = [tensor.clone() for tensor in step(operator, epsilon, self._state)]
-                for kept, value in zip(self._state, new, strict=True):
-                    kept.copy_(value)
+                _overwrite(self._state, step(operator, epsilon, self._state))
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
+
+
+def _overwrite(state: State, new: State) -> None:
+    """Give a state new values, by one launch for all tensors of a type."""
+    # Copies first: a new state may hold parts of the old one.
+    held = {tensor.untyped_storage().data_ptr() for tensor in state}
+    pairs = [
+        (old, value.clone() if value.untyped_storage().data_ptr() in held else value)
+        for old, value in zip(state, new, strict=True)
+    ]
+    for dtype in {old.dtype for old in state}:
+        olds, values = zip(*(pair for pair in pairs if pair[0].dtype == dtype), strict=True)
+        torch._foreach_copy_(olds, values)

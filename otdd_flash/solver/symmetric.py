@@ -82,6 +82,11 @@ def average(operator: Operator, epsilon: float, state: State) -> State:
     track = Track(*state)
     f = track.candidate
     softmin = operator.softmin_rows(f, epsilon, f)
+    if operator.in_triton:
+        # Triton is not everywhere.
+        from otdd_flash.solver.quasi_newton_kernels import advance_self
+
+        return advance_self(operator, epsilon, track, softmin)
     exponent = (f.double() - softmin.double()) / epsilon
     log_masses = operator.a.log() + torch.where(operator.a > 0, exponent, 0)
     log_total = log_masses.logsumexp(0)

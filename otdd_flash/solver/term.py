@@ -29,7 +29,7 @@ class TransportTerm:
         tolerance: the marginal error that was enough, as asked for or as rounding allows; None
             where the width of the bounds decided.
         iterations: updates of both potentials, the certifying one included.
-        passes: sweeps over the n x m scores, certification included.
+        passes: sweeps over the n x m scores, those of samples and certification included.
         converged: whether what the options ask for was reached.
         stopped_by: what ended the solve.
     """
@@ -42,7 +42,7 @@ class TransportTerm:
     marginal_error: float
     tolerance: float | None
     iterations: int
-    passes: int
+    passes: float
     converged: bool
     stopped_by: StoppedBy
 
@@ -53,7 +53,7 @@ class TransportTerm:
         epsilon: float,
         *,
         iterations: int,
-        passes: int,
+        passes: float,
         tolerance: float,
         asked: float,
         unless_converged: StoppedBy,

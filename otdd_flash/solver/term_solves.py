@@ -65,7 +65,7 @@ class TermSolves:
         self._start, self._progress = start or {}, progress
         self._started = time.perf_counter()
         self._cells: dict[str, int] = {}
-        self._swept = 0
+        self._swept = 0.0
 
     @property
     def passes(self) -> float:

@@ -58,17 +58,36 @@ def test_the_matrix_form_is_the_recursion(known: int) -> None:
     falls = steps @ positive / weights
     steps, falls = (v - (v @ weights)[:, None] for v in (steps, falls))
     residual = draw(SIZE, seed=7)
-    memories = (torch.cat((torch.zeros(MEMORY - known, SIZE), v)) for v in (steps, falls))
-    found = quasi_newton._direction(residual, *memories, weights, 0.5)
-    expected = two_loops(residual - weights @ residual, steps, falls, weights)
+    residual = residual - weights @ residual
+    memory = torch.zeros(2, MEMORY, SIZE).double()
+    memory[0, MEMORY - known :], memory[1, MEMORY - known :] = steps, falls
+    products = (memory * weights) @ torch.cat((memory[1], residual[None])).T
+    found = quasi_newton._direction(residual, memory, products, 0.5)
+    expected = two_loops(residual, steps, falls, weights)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_without_differences_the_step_is_the_plain_update() -> None:
-    weights, residual = masses(SIZE), draw(SIZE)
-    empty = torch.zeros(MEMORY, SIZE).double()
-    found = quasi_newton._direction(residual, empty, empty, weights, 0.5)
-    torch.testing.assert_close(found, (residual - weights @ residual) / 2)
+    track, residual = begin(draw(3), draw(SIZE)), draw(SIZE)
+    found = quasi_newton._direction(residual, track.memory, track.products, 0.5)
+    torch.testing.assert_close(found, residual / 2)
+
+
+def test_remembered_products_are_those_of_the_remembered_differences() -> None:
+    operator = random_operator(9, SIZE)
+    track = begin(torch.zeros(9).double(), torch.zeros(SIZE).double())
+    for _ in range(MEMORY + 5):
+        track = quasi_newton.Track(*alternate(operator, 0.05, track))
+        residual = track.updated - track.g
+        residual = residual - operator.b @ residual
+        vectors = torch.cat((track.memory[1], residual[None]))
+        expected = (track.memory * operator.b) @ vectors.T
+        expected[0, :, :MEMORY].triu_()
+        found = track.products.clone()
+        found[0, :, :MEMORY].triu_()
+        atol = 1e-12 * float(expected.abs().max())
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    assert bool((track.memory[0].abs().sum(1) > 0).all())
 
 
 def point(dual: float, gain: float = 0.0, gap: float = 0.1, g: float = 0.0) -> Point:
@@ -86,20 +105,20 @@ def after(*seen: Point) -> quasi_newton.Track:
 
 def test_a_step_is_kept_only_if_the_dual_gains_what_the_plain_update_would() -> None:
     first = point(1.0, gain=0.5)
-    assert float(after(first, point(1.6, g=1.0)).dual) == 1.6
+    assert float(after(first, point(1.6, g=1.0)).named.dual) == 1.6
     rejected = after(first, point(1.4, g=1.0))
-    assert float(rejected.dual) == 1.0
+    assert float(rejected.named.dual) == 1.0
     assert torch.equal(rejected.g, first.g)
     # The plain update that follows is kept whatever it brings.
-    assert float(after(first, point(1.4, g=1.0), point(0.9)).dual) == 0.9
-    assert float(after(first, point(math.nan, g=1.0)).dual) == 1.0
+    assert float(after(first, point(1.4, g=1.0), point(0.9)).named.dual) == 0.9
+    assert float(after(first, point(math.nan, g=1.0)).named.dual) == 1.0
 
 
 def test_rejections_in_a_row_are_followed_by_ever_more_plain_updates() -> None:
     good, bad = point(1.0, gain=1.0), point(-1.0, g=1.0)
     seen, waits = [good], []
     for _ in range(11):
-        waits.append(float(after(*seen).plain))
+        waits.append(float(after(*seen).named.plain))
         seen.append(good if waits[-1] else bad)
     assert waits == [0, 1, 0, 2, 1, 0, 4, 3, 2, 1, 0]
 
@@ -110,7 +129,7 @@ def test_where_the_dual_cannot_tell_the_marginal_error_decides() -> None:
     assert float(after(first, point(1.0, gap=0.5)).gap) == pytest.approx(0.1)
     stuck = [point(1.0, gap=0.1)] * 30
     tracks = [after(first, *stuck[:k]) for k in range(30)]
-    assert max(float(track.plain) for track in tracks) >= 2
+    assert max(float(track.named.plain) for track in tracks) >= 2
 
 
 def test_a_restart_forgets_the_point_but_not_the_differences() -> None:
@@ -119,11 +138,11 @@ def test_a_restart_forgets_the_point_but_not_the_differences() -> None:
     for _ in range(4):
         track = quasi_newton.Track(*alternate(operator, 0.5, track))
     again = restart(track, track.updated)
-    assert float(again.dual) == -math.inf
-    assert torch.equal(again.steps, track.steps)
-    assert int((track.steps.abs().sum(1) > 0).sum()) == 3
+    assert float(again.named.dual) == -math.inf
+    assert torch.equal(again.memory, track.memory)
+    assert int((track.memory[0].abs().sum(1) > 0).sum()) == 3
     # The difference of points at two epsilons says nothing.
-    assert torch.equal(quasi_newton.Track(*alternate(operator, 0.25, again)).steps, track.steps)
+    assert torch.equal(quasi_newton.Track(*alternate(operator, 0.25, again)).memory, track.memory)
 
 
 class _NoHostReads(TorchDispatchMode):
