@@ -191,7 +191,7 @@ def _applied(
 
 def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoints, PackedPoints]:
     centre = lattice.centre if lattice else cost.centre
-    scale = 1 / lattice.step if lattice else power_of_two_scale(cost.largest)
+    scale = lattice.scale if lattice else power_of_two_scale(cost.largest)
 
     def packed(side: int) -> PackedPoints:
         layout = arrange(cost.labels[side], cost.class_costs.shape[side])

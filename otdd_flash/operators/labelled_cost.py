@@ -98,7 +98,7 @@ class LabelledCost:
         total = masses.sum()
         moment, squares = _moments(y, masses, self.centre)
         found = masses.new_empty(len(x))
-        for part, rows in in_float64(x):
+        for part, rows in _in_float64(x):
             centred = rows.sub_(self.centre)
             found[part] = total * _squared_norms(centred) - 2 * (centred @ moment) + squares
         classes = self.class_costs @ _mass_per_class(
@@ -138,7 +138,7 @@ def equal_masses(points: Tensor) -> Tensor:
 
 def squared_norms(points: Tensor) -> Tensor:
     """||x_i||^2 (n,), float64."""
-    return torch.cat([_squared_norms(rows) for _, rows in in_float64(points)])
+    return torch.cat([_squared_norms(rows) for _, rows in _in_float64(points)])
 
 
 class _Norms(NamedTuple):
@@ -153,7 +153,7 @@ def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
     """The largest coordinate, and the highest (on the support) and mean squared norm."""
     extremes: list[Tensor] = []
     squares = []
-    for _, rows in in_float64(points):
+    for _, rows in _in_float64(points):
         centred = rows.sub_(centre)
         extremes += torch.aminmax(centred)
         squares.append(_squared_norms(centred))
@@ -163,7 +163,7 @@ def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
     )
 
 
-def in_float64(points: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _in_float64(points: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """All rows (N, d), a few at a time, in one buffer that the caller may change."""
     count, dim = points.shape
     elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
@@ -181,7 +181,7 @@ def _squared_norms(rows: Tensor) -> Tensor:
 
 def _mean(points: Tensor, masses: Tensor) -> Tensor:
     mean = masses.new_zeros(points.shape[1])
-    for part, rows in in_float64(points):
+    for part, rows in _in_float64(points):
         mean += masses[part] @ rows
     return mean
 
@@ -189,7 +189,7 @@ def _mean(points: Tensor, masses: Tensor) -> Tensor:
 def _moments(points: Tensor, masses: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     """sum_j q_j z_j (d,) and sum_j q_j ||z_j||^2 of the centred points z."""
     first, second = torch.zeros_like(centre), masses.new_zeros(())
-    for part, rows in in_float64(points):
+    for part, rows in _in_float64(points):
         centred, weights = rows.sub_(centre), masses[part]
         first += weights @ centred
         second += weights @ _squared_norms(centred)
@@ -199,7 +199,7 @@ def _moments(points: Tensor, masses: Tensor, centre: Tensor) -> tuple[Tensor, Te
 def _centred(points: Tensor, centre: Tensor, dtype: torch.dtype) -> Tensor:
     """A few rows at a time, so that no float64 copy of all is made."""
     out = torch.empty(points.shape, dtype=dtype, device=points.device)
-    for part, rows in in_float64(points):
+    for part, rows in _in_float64(points):
         out[part] = rows.sub_(centre)
     return out
 

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.labelled_cost import LabelledCost, in_float64
+from otdd_flash.kernels.lattice_distance import lattice_distance
+from otdd_flash.operators.labelled_cost import LabelledCost
 
-# Counts and raw grey values; grey values divided by 255.
-STEPS = (1.0, 1 / 255)
+# Steps per unit: of counts and raw grey values, and of grey values divided by 255.
+SCALES = (1.0, 255.0)
 
 # float16 holds all integers up to here.
 LARGEST_INTEGER = 2048
@@ -28,13 +29,13 @@ class Lattice(NamedTuple):
     """Where all points of a cost lie.
 
     Attributes:
-        step: between neighbouring values of a coordinate, in units of the points.
+        scale: steps between neighbouring values of a coordinate in one unit of the points.
         centre: (d,) float64, a point of it near the points' centre.
         cost_error: bound on what moving every point onto it changes costs by, taken as the mean
             over an optimal plan, in units of the cost.
     """
 
-    step: float
+    scale: float
     centre: Tensor
     cost_error: float
 
@@ -46,30 +47,19 @@ def lattice_of(cost: LabelledCost) -> Lattice | None:
     u_i - v_j>. By Cauchy and Schwarz the mean over a plan of at most the mean cost is at most
     2 sqrt(lambda_x mean C) (rms u + rms v).
     """
-    clouds = list(zip(cost.points, (cost.a, cost.b), strict=True))
-    if cost.symmetric:
-        clouds = clouds[:1] * 2
-    for step in STEPS:
-        if cost.largest / step + 1 > LARGEST_INTEGER:
-            continue
-        errors = [_distance(points, masses, step) for points, masses in clouds]
-        if None not in errors:
-            moved = sum(error for error in errors if error is not None)
-            change = 2 * math.sqrt(cost.lambda_x * cost.mean_cost) * moved
-            return Lattice(step, (cost.centre / step).round() * step, change)
+    scales = [scale for scale in SCALES if cost.largest * scale + 1 <= LARGEST_INTEGER]
+    if not scales:
+        return None
+    sides = list(zip(cost.points, (cost.a, cost.b), strict=True))[: 1 if cost.symmetric else 2]
+    squares = [
+        [masses @ lattice_distance(points, scale, ROUNDING) for points, masses in sides]
+        for scale in scales
+    ]
+    # One tensor, so that the host waits once.
+    roots = torch.stack([torch.stack(row) for row in squares]).sqrt().mean(1).tolist()
+    for scale, root in zip(scales, roots, strict=True):
+        if not math.isnan(root):
+            centre = (cost.centre * scale).round() / scale
+            error = 2 * math.sqrt(cost.lambda_x * cost.mean_cost) * 2 * root / scale
+            return Lattice(scale, centre, error)
     return None
-
-
-def _distance(points: Tensor, masses: Tensor, step: float) -> float | None:
-    """Root mean square distance of points (n, d) from multiples of a step; None if they are not."""
-    squares = []
-    for part, rows in in_float64(points):
-        multiples = rows.div_(step)
-        beside = multiples.round().sub_(multiples).abs_()
-        on_it = (beside <= multiples.abs_().mul_(ROUNDING)).all()
-        squares.append(torch.where(on_it, masses[part] @ beside.square_().sum(1), torch.nan))
-        # Most clouds are on none, and show it in the first rows.
-        if len(squares) == 1 and not bool(on_it):
-            return None
-    total = float(torch.stack(squares).sum())
-    return None if math.isnan(total) else step * math.sqrt(total)

@@ -10,6 +10,7 @@ import torch
 from kernel_cases import DEVICE, EPSILON, LAMBDA_X, largest_error
 from torch import Tensor
 
+from otdd_flash.kernels.lattice_distance import lattice_distance
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
@@ -37,25 +38,25 @@ def cost_between(x: Tensor, y: Tensor, lambda_x: float = LAMBDA_X) -> LabelledCo
 
 
 @pytest.mark.parametrize(
-    ("points", "step"),
+    ("points", "scale"),
     [
-        (grey(60, 0) / 255, 1 / 255),
-        (grey(60, 0).double() / 255, 1 / 255),
-        (grey(60, 0).mul(1 / 255), 1 / 255),
+        (grey(60, 0) / 255, 255.0),
+        (grey(60, 0).double() / 255, 255.0),
+        (grey(60, 0).mul(1 / 255), 255.0),
         (grey(60, 0), 1.0),
         ((grey(60, 0) > 99).float(), 1.0),
         (grey(60, 0) - 128, 1.0),
         (grey(60, 0).half(), 1.0),
     ],
 )
-def test_grey_values_and_counts_are_on_a_lattice(points: Tensor, step: float) -> None:
+def test_grey_values_and_counts_are_on_a_lattice(points: Tensor, scale: float) -> None:
     cost = cost_between(points, points[:40])
     lattice = lattice_of(cost)
     assert lattice is not None
-    assert lattice.step == step
-    beside = lattice.centre / step - (lattice.centre / step).round()
+    assert lattice.scale == scale
+    beside = lattice.centre * scale - (lattice.centre * scale).round()
     assert float(beside.abs().max()) < 1e-9
-    assert float((lattice.centre - cost.centre).abs().max()) <= step / 2 * (1 + 1e-9)
+    assert float((lattice.centre - cost.centre).abs().max()) <= (1 + 1e-9) / 2 / scale
     assert lattice.cost_error < 1e-6 * cost.mean_cost
 
 
@@ -74,13 +75,22 @@ def test_others_are_on_none(points: Tensor) -> None:
     assert lattice_of(cost_between(grey(40, 1) / 255, points)) is None
 
 
-def test_one_coordinate_beside_it_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Chunks of one row, so that the last one is not among the first.
-    monkeypatch.setattr("otdd_flash.operators.labelled_cost.CHUNK_ELEMENTS_CPU", 1)
-    monkeypatch.setattr("otdd_flash.operators.labelled_cost.CHUNK_ELEMENTS_GPU", 1)
-    points = grey(60, 0) / 255
-    points[59, 19] = 0.5
+def test_one_coordinate_beside_it_is_enough() -> None:
+    points = grey(300, 0) / 255
+    assert lattice_of(cost_between(points, grey(40, 1) / 255)) is not None
+    points[299, 19] = 0.5
     assert lattice_of(cost_between(points, grey(40, 1) / 255)) is None
+
+
+@pytest.mark.parametrize("columns", [1, 7, 130])
+def test_distances_are_those_of_points_of_any_strides(columns: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    multiples = torch.randint(-9, 300, (columns, 2 * 77), generator=draw).double()
+    points = (multiples * (1 + 2.0**-26)).T[::2].to(DEVICE)
+    squares = lattice_distance(points, 1.0, 2.0**-23)
+    expected = (points - points.round()).square().sum(1)
+    torch.testing.assert_close(squares, expected)
+    assert bool(lattice_distance(points, 1.0, 2.0**-27)[expected > 0].isnan().all())
 
 
 def test_the_error_is_that_of_moving_the_points() -> None:
