@@ -112,8 +112,8 @@ def quasi_newton_decision_kernel(
     sound = (step_fall > rounding * tl.sqrt(tl.maximum(step_step, 0.0))) & (
         step_fall > CANCELLED * tl.abs(step_mean * fall_mean)
     )
-    # NaN is not below infinity.
-    sound = sound & (tl.abs(last_dual) < float("inf")) & (step_fall < float("inf"))
+    # An infinite one is not above its means, and NaN above nothing.
+    sound = sound & (tl.abs(last_dual) < float("inf"))
     surplus = dual - last_dual - last_gain
     better, lower = surplus > DUAL_ROUNDING * rounding, gap < lowest
     steady = (gap <= GROWTH * lowest) & (stale < PATIENCE)
