@@ -212,7 +212,7 @@ def main() -> None:
     content = {
         "environment": environment(),
         "samples": given.samples,
-        "tolerance": otdd.SolverOptions().tolerance,
+        "tolerance": otdd.SolverOptions().asked_tolerance,
         **summary,
         "rows": rows,
     }

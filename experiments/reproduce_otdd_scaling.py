@@ -213,7 +213,7 @@ def ratio(theirs: dict[str, Any], ours: dict[str, Any]) -> float | None:
     """How often our time goes into theirs, if our marginal error is not larger."""
     # The first solve of a flow is the only one that both make at the same points.
     key = "first_marginal_error" if "first_marginal_error" in ours else "marginal_error"
-    counts = ours[key] <= max(theirs[key], OPTIONS.tolerance)
+    counts = ours[key] <= max(theirs[key], OPTIONS.asked_tolerance)
     return theirs["ms"] / ours["ms"] if counts else None
 
 

@@ -57,7 +57,7 @@ RELATIVE_EPSILON = 0.01
 # What float32 allows at this epsilon; the certificate counts as one more iteration.
 OPTIONS = SolverOptions(tolerance=4e-5, max_iterations=ITERATIONS + 1)
 # Final f and g, and half-passes.
-Solved = tuple[Tensor, Tensor, int]
+Solved = tuple[Tensor, Tensor, float]
 
 
 class Workload(NamedTuple):

@@ -154,7 +154,7 @@ class Scores(NamedTuple):
     """How the products and class distances of two sides become scores, in units of the cost.
 
     Attributes:
-        scale: of a product of packed coordinates, 2 lambda_x 2^-2s.
+        scale: of a product of packed coordinates, 2 lambda_x over the square of their scale.
         costs: (V_x, V_y) float32, lambda_y W.
         parts: 1 product of hi parts, or 3 products of hi and lo parts.
     """

@@ -3,9 +3,10 @@
 Points are sorted by class and each class is padded to whole blocks of rows. With many small classes
 that would be mostly padding: then only the whole is padded, and rows keep their order.
 
-Coordinates are centred and scaled by a power of two 2^s so that the largest lies in [2^14, 2^15). A
-float16 then carries the same 11 significant bits as a TF32 rounding of the original, and what
-underflows is below 2^-39 of the largest. A second float16 holds what the first rounded off.
+Coordinates are centred and scaled, as a rule by the power of two that brings the largest into
+[2^14, 2^15). A float16 then carries the same 11 significant bits as a TF32 rounding of the
+original, and what underflows is below 2^-39 of the largest. A second float16 holds what the first
+rounded off.
 """
 
 from __future__ import annotations
@@ -110,18 +111,18 @@ class PackedPoints:
         coordinates: (2 n, d) float16: n rows of hi parts, then their lo parts; d is padded to a
             multiple of 8.
         squares: (2, n) float32, ||x_i||^2 of the hi parts, and of the sums of both.
-        exponent: s; coordinates are 2^s times the centred points.
+        scale: coordinates are the centred points times this.
     """
 
     layout: Layout
     coordinates: Tensor
     squares: Tensor
-    exponent: int
+    scale: float
 
     def rounded(self, parts: int) -> Tensor:
         """The points (N, d), float64, that a kernel sees with 1 or 3 parts."""
         high, low = self.coordinates.double().chunk(2)
-        return (high if parts == 1 else high + low)[self.layout.position] * 2.0**-self.exponent
+        return (high if parts == 1 else high + low)[self.layout.position] / self.scale
 
 
 def arrange(labels: Tensor, classes: int) -> Layout:
@@ -148,14 +149,14 @@ def arrange(labels: Tensor, classes: int) -> Layout:
     return _layout(labels, position, _up(size, BLOCK_COLUMNS), pure=True)
 
 
-def pack(points: Tensor, layout: Layout, centre: Tensor, exponent: int) -> PackedPoints:
+def pack(points: Tensor, layout: Layout, centre: Tensor, scale: float) -> PackedPoints:
     """Centre, scale and round points (N, d) into a layout.
 
     Args:
         points: (N, d) of any real type and strides.
         layout: of `arrange`.
         centre: (d,) float64, subtracted.
-        exponent: s, of `power_of_two_scale`.
+        scale: of `power_of_two_scale`, or what makes all coordinates integers up to 2048.
     """
     n, d = layout.size, points.shape[1]
     dim = _up(d, 8)
@@ -172,21 +173,21 @@ def pack(points: Tensor, layout: Layout, centre: Tensor, exponent: int) -> Packe
         n,
         d,
         *points.stride(),
-        2.0**exponent,
+        scale,
         DIM=dim,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
         num_warps=4,
     )
-    return PackedPoints(layout, coordinates, squares, exponent)
+    return PackedPoints(layout, coordinates, squares, scale)
 
 
-def power_of_two_scale(largest: float) -> int:
-    """The s that brings the largest coordinate, times 2^s, into [2^14, 2^15).
+def power_of_two_scale(largest: float) -> float:
+    """The power of two that brings the largest coordinate, times it, into [2^14, 2^15).
 
-    It stays where 2^s is a normal float32: smaller data underflow, larger ones cannot be squared.
+    It stays a normal float32: smaller data underflow, larger ones cannot be squared.
     """
-    return 0 if largest == 0 else max(-100, min(100, 14 - math.floor(math.log2(largest))))
+    return 1.0 if largest == 0 else 2.0 ** max(-100, min(100, 14 - math.floor(math.log2(largest))))
 
 
 def _in_order(labels: Tensor, *, pure: bool) -> Layout:

@@ -169,7 +169,7 @@ def apply_plan_blocks(
                 _multiply(block[0], low, product, add=True)
                 _multiply(block[1], high, product, add=True)
         points = origin[row : row + height]
-        product *= unit * launch.factor_unit * 2.0**-values.exponent
+        product *= unit * launch.factor_unit / values.scale
         out.index_copy_(0, points, product)
         sums.index_copy_(0, points, row_sums.mul_(unit))
     return out[:count], sums[:count]
@@ -218,8 +218,8 @@ class _Launch:
         if self.factors is not None:
             a, b = self._operands(*self.factors)
             rank = self.factors[0].coordinates.shape[1]
-            exponents = sum(side.exponent for side in self.factors)
-            factor_scale = 2.0**-exponents / self.factor_unit
+            scales = self.factors[0].scale * self.factors[1].scale
+            factor_scale = 1 / (scales * self.factor_unit)
         sums = torch.empty((width // tile.columns, height), device=self.device)
         layout = self.rows.layout
         plan_block_kernel[(height // BLOCK_ROWS * (width // tile.columns),)](

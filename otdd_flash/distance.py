@@ -61,7 +61,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     # Built before anything is read: a bad setting should not cost the time of loading.
     # What has been computed is written before a failure to converge is one.
     solver = replace(settings.solver.options(), require_convergence=False)
-    metric = settings.labels.metric(settings.solver.tolerance)
+    metric = settings.labels.metric(solver.asked_tolerance)
     compute_options = settings.compute_options()
     choose("report.order", settings.report.order, ORDERS)
     check_request(settings)

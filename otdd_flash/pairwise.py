@@ -35,6 +35,7 @@ from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.options import SolverOptions, check_epsilon
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.shortfall import shortfall
+from otdd_flash.solver.term import largest_tolerance
 
 
 def pairwise_distances(
@@ -116,7 +117,6 @@ def pairwise_distances(
         table,
         cost=cost,
         compute=compute,
-        tolerance=options.tolerance,
         method=metric.method if class_distances is None else "given",
         seconds={"class_distances": measured - started, "solve": solved - measured},
     )
@@ -216,7 +216,13 @@ class _Solves:
     def _message(self, late: Sequence[tuple[int, int]]) -> str:
         names = self.table.datasets
         pairs = [f"{names[i]} and {names[j] if i < j else 'itself'}" for i, j in late]
-        error = max(self.found[pair].marginal_error for pair in late)
+        found = [self.found[pair] for pair in late]
         more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
         where = f"{'; '.join(pairs[:5])}{more}"
-        return shortfall(self.options, "max_iterations", where=where, marginal_error=error)
+        return shortfall(
+            self.options,
+            "max_iterations",
+            where=where,
+            marginal_error=max(divergence.marginal_error for divergence in found),
+            tolerance=largest_tolerance(divergence.tolerance for divergence in found),
+        )

@@ -20,6 +20,7 @@ from otdd_flash.result import versions
 from otdd_flash.result_files import SUMMARY_FILE
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.term import largest_tolerance
 
 TABLE_FILE = "class_distances.npz"
 MATRICES = ("values", "lower", "upper", "marginal_errors")
@@ -58,8 +59,10 @@ class PairwiseResult:
         marginal_errors: (K, K) the largest L1 marginal error of a pair's three terms; on the
             diagonal that of the self term.
         class_distances: W over the classes of all datasets.
+        converged: (K, K) bool, whether all terms of a pair reached their tolerance.
         epsilon: the regularisation of all pairs, in units of the cost.
-        tolerance: the marginal error at which solves stopped.
+        tolerance: the largest marginal error that was enough for a term, as asked for or as
+            rounding allows.
         details: what else result.json says.
     """
 
@@ -67,6 +70,7 @@ class PairwiseResult:
     lower: Tensor
     upper: Tensor
     marginal_errors: Tensor
+    converged: Tensor = field(kw_only=True)
     class_distances: JointClassDistances = field(kw_only=True)
     epsilon: float = field(kw_only=True)
     tolerance: float = field(kw_only=True)
@@ -76,11 +80,6 @@ class PairwiseResult:
     def names(self) -> tuple[str, ...]:
         """The datasets, in the order of rows and columns; with their places where two share one."""
         return self.class_distances.datasets
-
-    @property
-    def converged(self) -> Tensor:
-        """(K, K) bool, whether all terms of a pair reached the tolerance."""
-        return self.marginal_errors <= self.tolerance
 
     @property
     def method(self) -> str:
@@ -141,9 +140,10 @@ class PairwiseResult:
         path = Path(path)
         try:
             content = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
-            del content["datasets"], content["converged"]
+            del content["datasets"]
             return cls(
                 *(torch.tensor(content.pop(key), dtype=torch.float64) for key in MATRICES),
+                converged=torch.tensor(content.pop("converged"), dtype=torch.bool),
                 class_distances=JointClassDistances.load(path / TABLE_FILE),
                 epsilon=float(content.pop("epsilon")),
                 tolerance=float(content.pop("tolerance")),
@@ -161,7 +161,6 @@ def gather(
     datasets: Sequence[LabeledSamples],
     table: JointClassDistances,
     *,
-    tolerance: float,
     cost: GroundCost,
     compute: ComputeOptions,
     method: str,
@@ -170,10 +169,15 @@ def gather(
     """The result of K datasets, from the divergences of their pairs (i, j), i <= j."""
     count = len(datasets)
     numbers = torch.zeros(len(MATRICES), count, count, dtype=torch.float64)
+    converged = torch.zeros(count, count, dtype=torch.bool)
     for (i, j), one in found.items():
         row = torch.tensor((one.value, *one.bounds, one.marginal_error), dtype=torch.float64)
         numbers[:, i, j] = numbers[:, j, i] = row
+        converged[i, j] = converged[j, i] = one.converged
     some = found[0, 1]
+    tolerance = largest_tolerance(divergence.tolerance for divergence in found.values())
+    # Pairs are solved to one, never to a width of the bounds.
+    assert tolerance is not None
     details = {
         "classes": [list(names) for names in table.class_names],
         "n": [len(samples) for samples in datasets],
@@ -189,6 +193,7 @@ def gather(
     }
     return PairwiseResult(
         *numbers,
+        converged=converged,
         class_distances=table,
         epsilon=some.xy.epsilon,
         tolerance=tolerance,

@@ -243,6 +243,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             term["value"],
             (term["bounds"][0], term["bounds"][1]),
             term["marginal_error"],
+            term["tolerance"],
             term["iterations"],
             term["passes"],
             term["converged"],

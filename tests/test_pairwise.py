@@ -71,11 +71,13 @@ def solves(monkeypatch):
         {"epsilon": 0.5, "labels": "none", "lambda_x": 1.3, "lambda_y": 0.2},
         {"epsilon": 0.5, "compute": ComputeOptions(precision="double")},
         {"epsilon": 3.0, "solver": SolverOptions(tolerance=2e-5)},
+        {"epsilon": 2e-3},
     ],
-    ids=["plain", "sinkhorn", "none", "double", "tight"],
+    ids=["plain", "sinkhorn", "none", "double", "tight", "rounding"],
 )
 def test_every_number_is_that_of_a_single_comparison(datasets, options):
     result = pairwise_distances(datasets, **options)
+    tolerances = []
     for i, j in ((0, 1), (0, 2), (1, 2)):
         single = dataset_distance(datasets[i], datasets[j], **options)
         for table, number in (
@@ -86,7 +88,9 @@ def test_every_number_is_that_of_a_single_comparison(datasets, options):
         ):
             assert float(table[i, j]) == float(table[j, i]) == number
         assert bool(result.converged[i, j]) == single.converged
+        tolerances.append(single.divergence.tolerance)
         assert torch.equal(result.class_distances.between(i, j).full, single.class_distances.full)
+    assert result.tolerance == max(tolerances)
     for table in (result.values, result.lower, result.upper):
         assert not table.diagonal().any()
 

@@ -37,7 +37,7 @@ class Solved(NamedTuple):
 
     f: Tensor
     g: Tensor
-    passes: int
+    passes: float
     bounds: tuple[float, float] | None = None
 
 

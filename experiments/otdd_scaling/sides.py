@@ -200,7 +200,7 @@ def _alternate(
         f = _softmin(cost, g, epsilon, 1)
         before, g = g, _softmin(cost, f, epsilon, 0)
         half_passes += 2
-        if _gap(before, g, epsilon) <= OPTIONS.tolerance:
+        if _gap(before, g, epsilon) <= OPTIONS.asked_tolerance:
             break
     return f, g, half_passes
 
@@ -213,7 +213,7 @@ def _average(
         before, softmin = f, _softmin(cost, f, epsilon, 1)
         f = (before + softmin) / 2
         half_passes += 1
-        if _gap(before, softmin, epsilon) <= OPTIONS.tolerance:
+        if _gap(before, softmin, epsilon) <= OPTIONS.asked_tolerance:
             break
     return f, f, half_passes
 

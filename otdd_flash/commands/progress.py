@@ -87,7 +87,7 @@ class Phases:
     ) -> Iterator[Callable[[str, int, float], None]]:
         """Show the solver's progress: term, iteration and marginal error."""
         task = self._bars.add_task(title, total=None, note="")
-        goal = f" (to {options.tolerance:.0e})" if options.bound_width is None else ""
+        goal = f" (to {options.asked_tolerance:.0e})" if options.bound_width is None else ""
         try:
             yield lambda term, iteration, error: self._bars.update(
                 task,

@@ -64,7 +64,7 @@ class SolverSettings:
     """One choice of conf/solver; each leaves out what has no meaning for it."""
 
     schedule: str
-    tolerance: float
+    tolerance: float | None
     require_convergence: bool
     bound_width: float | None = None
     max_seconds: float | None = None

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from otdd_flash.labels import ClassDistances, LabelMetric
 from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
-from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
+from otdd_flash.labels.gaussian import (
+    ClassMoments,
+    class_moments,
+    diagonal_gaussian_table,
+    moments_table,
+)
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.methods import class_names
 from otdd_flash.labels.moment_distances import mean_table
@@ -20,46 +25,76 @@ from otdd_flash.samples import LabeledSamples
 FIXED_METHODS = ("none", "given")
 
 
-def remeasured(
-    particles: LabeledSamples, target: LabeledSamples, metric: LabelMetric, before: ClassDistances
-) -> ClassDistances:
-    """The distances of moved classes; those within the target stay as they are in `before`."""
-    if metric.method in FIXED_METHODS:
-        return before
-    clouds, offsets = pool([particles, target])
-    distinct, index = merge_identical(clouds)
-    moved = torch.zeros(len(distinct), dtype=torch.bool)
-    moved[index[: offsets[1]]] = True
-    pairs = all_pairs(len(distinct))
-    pairs = pairs[moved[pairs].any(1)]
-    values = measure_pairs(distinct, pairs, metric).values
-    full = symmetric_table(values, pairs, len(distinct))[index][:, index]
-    full[offsets[1] :, offsets[1] :] = before.yy
-    return ClassDistances.from_full(full, offsets[1], class_names(particles), class_names(target))
+class ClassTable:
+    """Measures W step after step, and what belongs to the target alone only once.
 
-
-def differentiable_table(
-    particles: LabeledSamples, target: LabeledSamples, metric: LabelMetric, within_target: Tensor
-) -> Tensor:
-    """W (V_x + V_y, V_x + V_y) for autograd by the particles' features.
+    Distances within the target stay what they were. With full covariances, its factors are kept
+    from the first measurement on: d min(n_c, d) float64 numbers of a class of n_c points in d
+    dimensions. The table is the same without, to the last bit.
 
     Args:
-        particles: n points whose features may require a gradient.
         target: the fixed side.
-        metric: `gaussian` or `means`.
-        within_target: the block (V_y, V_y).
+        metric: how to measure.
     """
-    clouds, (_, own, total) = pool([particles, target])
-    pairs = all_pairs(total)
-    pairs = pairs[(pairs < own).any(1)]
-    full = symmetric_table(_pair_table(clouds, pairs, metric), pairs, total)
-    fixed = torch.zeros_like(full)
-    fixed[own:, own:] = within_target.to(full)
-    return full + fixed
 
+    def __init__(self, target: LabeledSamples, metric: LabelMetric) -> None:
+        self._target, self._metric = target, metric
+        self._full_covariances = metric.method == "gaussian" and not metric.diagonal
+        self._kept: list[ClassMoments] | None = None
 
-def _pair_table(clouds: Sequence[ClassCloud], pairs: Tensor, metric: LabelMetric) -> Tensor:
-    if metric.method == "means":
-        return mean_table(clouds, pairs)
-    table = diagonal_gaussian_table if metric.diagonal else gaussian_table
-    return table(clouds, pairs, metric.unbiased)
+    def remeasured(self, particles: LabeledSamples, before: ClassDistances) -> ClassDistances:
+        """The distances of moved classes; those within the target stay as they are in `before`.
+
+        Raises:
+            InputError: a class of the particles is too small or too large for the method.
+        """
+        target = self._target
+        if self._metric.method in FIXED_METHODS:
+            return before
+        clouds, (_, own, _) = pool([particles, target])
+        distinct, index = merge_identical(clouds)
+        moved = torch.zeros(len(distinct), dtype=torch.bool)
+        moved[index[:own]] = True
+        pairs = all_pairs(len(distinct))
+        pairs = pairs[moved[pairs].any(1)]
+        if self._full_covariances:
+            with torch.no_grad():
+                values = moments_table(self._moments(distinct, clouds[own:]), pairs).cpu()
+        else:
+            values = measure_pairs(distinct, pairs, self._metric).values
+        full = symmetric_table(values, pairs, len(distinct))[index][:, index]
+        full[own:, own:] = before.yy
+        return ClassDistances.from_full(full, own, class_names(particles), class_names(target))
+
+    def differentiable(self, particles: LabeledSamples, within_target: Tensor) -> Tensor:
+        """W (V_x + V_y, V_x + V_y) by `gaussian` or `means`, for autograd by the features.
+
+        Args:
+            particles: n points whose features may require a gradient.
+            within_target: the block (V_y, V_y).
+        """
+        clouds, (_, own, total) = pool([particles, self._target])
+        pairs = all_pairs(total)
+        pairs = pairs[(pairs < own).any(1)]
+        if self._full_covariances:
+            values = moments_table(self._moments(clouds, clouds[own:]), pairs)
+        elif self._metric.method == "means":
+            values = mean_table(clouds, pairs)
+        else:
+            values = diagonal_gaussian_table(clouds, pairs, self._metric.unbiased)
+        full = symmetric_table(values, pairs, total)
+        fixed = torch.zeros_like(full)
+        fixed[own:, own:] = within_target.to(full)
+        return full + fixed
+
+    def _moments(
+        self, clouds: Sequence[ClassCloud], target: Sequence[ClassCloud]
+    ) -> list[ClassMoments]:
+        """Those of some classes, among them classes of the target, which are `target` in all."""
+        if self._kept is None:
+            with torch.no_grad():
+                self._kept = class_moments(target, self._metric.unbiased)
+        known = dict(zip(target, self._kept, strict=True))
+        moving = [cloud for cloud in clouds if cloud not in known]
+        known |= zip(moving, class_moments(moving, self._metric.unbiased), strict=True)
+        return [known[cloud] for cloud in clouds]

@@ -28,6 +28,8 @@ class StepRecord:
         step_size: time that the step moves forward; 0 at the end.
         iterations: of the cross term.
         marginal_error: the largest of the terms'.
+        tolerance: the largest that was enough, as asked for or as rounding allows; None where the
+            width of the bounds decided.
         converged: whether the solve reached what was asked.
         stopped_by: what ended the solve.
         seconds: wall time of evaluation and step.
@@ -43,6 +45,7 @@ class StepRecord:
     step_size: float
     iterations: int
     marginal_error: float
+    tolerance: float | None
     converged: bool
     stopped_by: StoppedBy
     seconds: float

@@ -209,6 +209,7 @@ class Loop:
             step_size=options.stepping.step_size_at(self.step, options.steps),
             iterations=solved.xy.iterations,
             marginal_error=solved.marginal_error,
+            tolerance=solved.tolerance,
             converged=solved.converged,
             stopped_by=solved.stopped_by,
             seconds=0.0,

@@ -40,6 +40,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.bound_width import relative_width
 from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
 from otdd_flash.solver.shortfall import shortfall
+from otdd_flash.solver.term import largest_tolerance
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
@@ -262,6 +263,7 @@ def _report_convergence(history: Sequence[StepRecord], solver: SolverOptions) ->
             late[-1].stopped_by,
             where=f"{len(late)} of {len(history)} evaluations",
             marginal_error=max(record.marginal_error for record in late),
+            tolerance=largest_tolerance(record.tolerance for record in late),
             bound_width=max(
                 relative_width(record.divergence, (record.lower, record.upper)) for record in late
             ),

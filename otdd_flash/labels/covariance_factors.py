@@ -37,12 +37,14 @@ def reduced_factors(clouds: Sequence[ClassCloud], unbiased: bool) -> tuple[list[
         InputError: `unbiased` and a class has one sample.
     """
     factors, traces = [], []
-    for cloud, varying in zip(clouds, _counts_of_varying(clouds), strict=True):
+    varying = [_varying(cloud) for cloud in clouds]
+    # In one transfer, and not one for each class.
+    counts: list[int] = torch.stack([features.sum() for features in varying]).tolist()
+    for cloud, features, count in zip(clouds, varying, counts, strict=True):
         factor = covariance_factor(cloud, unbiased)
         traces.append(factor.square().sum())
-        if len(cloud) > varying:
-            columns = torch.nonzero(_varying(cloud)).squeeze(1)
-            factor = _Triangle.apply(factor, columns)
+        if len(cloud) > count:
+            factor = _Triangle.apply(factor, torch.nonzero(features).squeeze(1))
         missing = padded_rows(factor.shape[0]) - factor.shape[0]
         factors.append(torch.nn.functional.pad(factor, (0, 0, 0, missing)))
     return factors, torch.stack(traces)
@@ -77,12 +79,6 @@ def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     # R^T R has grown by the shifts of the last two passes, in units of A^T A; the first pass's
     # counts only as the product of all three, far below rounding.
     return q, r / (1 + shift + shift**2) ** 0.5
-
-
-def _counts_of_varying(clouds: Sequence[ClassCloud]) -> list[int]:
-    # In one transfer, and not one for each class.
-    counts: list[int] = torch.stack([_varying(cloud).sum() for cloud in clouds]).tolist()
-    return counts
 
 
 def _varying(cloud: ClassCloud) -> Tensor:

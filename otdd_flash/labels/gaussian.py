@@ -9,6 +9,7 @@ float64, whatever the points are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,20 @@ from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.moments import class_means, squared_gaps, standard_deviations
 from otdd_flash.labels.pair_chunks import used_classes
 from otdd_flash.labels.pairs import PairDistances, Progress
+
+
+class ClassMoments(NamedTuple):
+    """What of a class its distances depend on, float64.
+
+    Attributes:
+        mean: (d,).
+        factor: F (r, d) with F^T F the covariance, as `covariance_factors` makes it.
+        trace: () of the covariance.
+    """
+
+    mean: Tensor
+    factor: Tensor
+    trace: Tensor
 
 
 def gaussian_distances(
@@ -65,15 +80,38 @@ def gaussian_table(
     Where a covariance or a product of two is singular the distance can have a kink; the gradient
     there leaves the lost directions out, and is finite.
     """
+    clouds, pairs = used_classes(clouds, pairs)
+    return moments_table(class_moments(clouds, unbiased), pairs, progress)
+
+
+def class_moments(clouds: Sequence[ClassCloud], unbiased: bool) -> list[ClassMoments]:
+    """Moments of all classes, differentiable in the points as `reduced_factors` says.
+
+    Those of a class are the same to the last bit whatever the other classes are.
+
+    Raises:
+        InputError: `unbiased` and a class has one sample.
+    """
+    if not clouds:
+        return []
+    factors, traces = reduced_factors(clouds, unbiased)
+    return list(map(ClassMoments, class_means(clouds), factors, traces))
+
+
+def moments_table(
+    moments: Sequence[ClassMoments], pairs: Tensor, progress: Progress | None = None
+) -> Tensor:
+    """The values of `gaussian_table` from the moments of V classes, for pairs (P, 2) of them."""
     if len(pairs) == 0:
         return torch.zeros(0, dtype=torch.float64)
-    clouds, pairs = used_classes(clouds, pairs)
-    factors, traces = reduced_factors(clouds, unbiased)
-    fidelity = fidelities(factors, pairs, progress)
+    means, traces = (
+        torch.stack([getattr(one, key) for one in moments]) for key in ("mean", "trace")
+    )
+    fidelity = fidelities([one.factor for one in moments], pairs, progress)
     first, second = pairs.to(traces.device).unbind(1)
     spread = traces[first] + traces[second] - 2 * fidelity
     # The Bures part is a squared distance; below zero there is only rounding.
-    return squared_gaps(class_means(clouds), pairs) + spread.clamp_min(0)
+    return squared_gaps(means, pairs) + spread.clamp_min(0)
 
 
 def diagonal_gaussian_table(

@@ -104,7 +104,7 @@ def _warn_of_late(
     options: SolverOptions,
 ) -> None:
     """Name the classes and pairs that stopped before the tolerance."""
-    tolerance = options.tolerance
+    tolerance = options.asked_tolerance
     late = [clouds[k].name for k in torch.nonzero(own.marginal_error > tolerance).squeeze(1)]
     late += [
         f"{clouds[i].name} against {clouds[j].name}"

@@ -73,7 +73,7 @@ class TermSolver:
         lost = self._out_of_reach(terms)
         if bool(lost.any()):
             floor = float(terms.rounding[lost].max())
-            check_reachable(self._options.tolerance, floor, self._epsilon, torch.float64)
+            check_reachable(self._options.asked_tolerance, floor, self._epsilon, torch.float64)
         return terms
 
     def _in_float64(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
@@ -81,7 +81,7 @@ class TermSolver:
 
     def _out_of_reach(self, terms: SegmentTerms) -> Tensor:
         """Terms (P,) that rounding alone keeps from the tolerance."""
-        tolerance = self._options.tolerance
+        tolerance = self._options.asked_tolerance
         return (terms.marginal_error > tolerance) & (2 * terms.rounding > tolerance)
 
 

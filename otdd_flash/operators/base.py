@@ -1,4 +1,4 @@
-"""What the solver asks of a cost: six operations, whatever holds the matrix.
+"""What the solver asks of a cost: seven operations, whatever holds the matrix.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
@@ -134,4 +134,8 @@ class Operator(Protocol):
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
+        ...
+
+    def sample(self, rows: Tensor, columns: Tensor) -> Operator:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
         ...

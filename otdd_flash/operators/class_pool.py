@@ -44,18 +44,18 @@ class ClassPool:
         self.starts, self.sizes = (sizes.cumsum(0) - sizes).to(device), sizes.to(device)
         n = int(sizes.sum()) + OVERRUN
         means, largest = zip(*(_mean_and_reach(cloud) for cloud in classes), strict=True)
-        exponents = [power_of_two_scale(size) for size in torch.stack(largest).tolist()]
+        scales = [power_of_two_scale(size) for size in torch.stack(largest).tolist()]
         coordinates = torch.zeros((2 * n, -(-dim // 8) * 8), dtype=torch.float16, device=device)
         squares = torch.zeros(n, dtype=torch.float64, device=device)
         start, variances = 0, []
-        for cloud, mean, exponent in zip(classes, means, exponents, strict=True):
+        for cloud, mean, scale in zip(classes, means, scales, strict=True):
             centred = cloud.points.double() - mean
             stop = start + len(centred)
             # Of a tensor of its own: a sum over a part of another one rounds as its address says.
             own_squares = centred.square().sum(1)
             variances.append(cloud.masses @ own_squares)
             squares[start:stop] = own_squares
-            centred *= 2.0**exponent
+            centred *= scale
             high = centred.float().half()
             coordinates[start:stop, :dim] = high
             coordinates[n + start : n + stop, :dim] = (centred - high.double()).float().half()
@@ -68,9 +68,7 @@ class ClassPool:
         pieces = torch.split(squares[:start], sizes.tolist())
         self.variances = torch.stack(variances)
         self.radii = torch.stack([piece.max() for piece in pieces]).sqrt()
-        self.scales = torch.tensor(
-            [2.0**-exponent for exponent in exponents], device=device
-        ).double()
+        self.scales = 1 / torch.tensor(scales, dtype=torch.float64, device=device)
         self.squares = squares.float()
 
     @property

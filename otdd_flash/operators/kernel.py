@@ -3,7 +3,8 @@
 Half-steps by `half_step`, or `symmetric_step` between a cloud and itself; plans by
 `apply_plan_blocks`. Norms are those of the rounded points, so that an iteration in `fast` precision
 is exact for one slightly perturbed cloud. `refined` is the same cost in `high` precision; it shares
-the coordinates.
+the coordinates. Points that float16 holds exactly (`lattice`) are never rounded: both precisions
+then are one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from otdd_flash.kernels.plan_application import ROW_RANGE, apply_plan_blocks
 from otdd_flash.kernels.symmetric_step import symmetric_step
 from otdd_flash.operators.base import Applied
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.tiled import LOG2_ZERO
 
 PARTS = {"fast": 1, "high": 3}
@@ -48,19 +50,25 @@ class KernelOperator:
         self.a, self.b = cost.a.contiguous(), cost.b.contiguous()
         self.shape, self.dtype = cost.shape, torch.float32
         self.mean_cost, self.cost_range = cost.mean_cost, cost.cost_range
+        self._lattice: Lattice | None = lattice_of(cost) if coarse is None else coarse._lattice
         self._packed: tuple[PackedPoints, PackedPoints] = (
-            _pack_both(cost) if coarse is None else coarse._packed
+            _pack_both(cost, self._lattice) if coarse is None else coarse._packed
         )
-        parts, (x, y) = PARTS[precision], self._packed
+        self._parts = 1 if self._lattice else PARTS[precision]
+        parts, (x, y) = self._parts, self._packed
         steps = x.coordinates.shape[1] * parts / PRODUCT_DEPTH
         unit = torch.finfo(self.dtype).eps / 2
         self.cost_error = unit * (6 + steps) * self.mean_cost
+        if self._lattice:
+            self.cost_error += self._lattice.cost_error
         self._rows = _side(x, cost.a, cost.lambda_x, parts)
         self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
-        scale = 2 * cost.lambda_x * 2.0 ** (-2 * x.exponent)
+        scale = 2 * cost.lambda_x / x.scale**2
         costs = cost.class_costs.float()
         self._scores = Scores(scale, costs.contiguous(), parts)
         self._transposed = Scores(scale, costs.T.contiguous(), parts)
+        # A plan's entries and what it is applied to are on no lattice.
+        self._plan_parts = PARTS["high" if self._lattice else precision]
         self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
         products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
@@ -79,14 +87,14 @@ class KernelOperator:
     @property
     def refined(self) -> KernelOperator:
         """The cost of the original points, to float32 accuracy."""
-        if self._precision == "high":
+        if self._precision == "high" or self._lattice:
             return self
         return KernelOperator(self.cost, "high", self)
 
     def seen_points(self) -> tuple[Tensor, Tensor]:
-        """Both clouds, centred, as this precision rounds them, (n, d) and (m, d) float64."""
+        """Both clouds less one point, as this precision rounds them, (n, d) and (m, d) float64."""
         dim = self.cost.points[0].shape[1]
-        x, y = (side.rounded(PARTS[self._precision])[:, :dim] for side in self._packed)
+        x, y = (side.rounded(self._parts)[:, :dim] for side in self._packed)
         return x, y
 
     def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
@@ -116,14 +124,16 @@ class KernelOperator:
                 _packed_matrix(row_factor, self._rows),
                 _packed_matrix(column_factor, self._columns),
             )
-        sides = self._rows, self._columns, self._scores
+        scores = self._scores._replace(parts=self._plan_parts)
+        sides = self._rows, self._columns, scores
         return _applied(*sides, self.a, (f, g), epsilon, values, factors)
 
     def apply_plan_transposed(
         self, f: Tensor, g: Tensor, epsilon: float, values: Tensor
     ) -> Applied:
         """P^T U (m, k) for U (n, k), and P^T 1 (m,)."""
-        sides = self._columns, self._rows, self._transposed
+        scores = self._transposed._replace(parts=self._plan_parts)
+        sides = self._columns, self._rows, scores
         return _applied(*sides, self.b, (g, f), epsilon, values, None)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
@@ -133,6 +143,10 @@ class KernelOperator:
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.cost.own_costs()
+
+    def sample(self, rows: Tensor, columns: Tensor) -> KernelOperator:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+        return KernelOperator(self.cost.sample(rows, columns), self._precision)
 
     def _half_step(
         self,
@@ -175,12 +189,13 @@ def _applied(
     return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums.double() * masses)
 
 
-def _pack_both(cost: LabelledCost) -> tuple[PackedPoints, PackedPoints]:
-    exponent = power_of_two_scale(cost.largest)
+def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoints, PackedPoints]:
+    centre = lattice.centre if lattice else cost.centre
+    scale = 1 / lattice.step if lattice else power_of_two_scale(cost.largest)
 
     def packed(side: int) -> PackedPoints:
         layout = arrange(cost.labels[side], cost.class_costs.shape[side])
-        return pack(cost.points[side], layout, cost.centre, exponent)
+        return pack(cost.points[side], layout, centre, scale)
 
     x = packed(0)
     return x, x if cost.symmetric else packed(1)
@@ -189,8 +204,8 @@ def _pack_both(cost: LabelledCost) -> tuple[PackedPoints, PackedPoints]:
 def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
     """One row per point of a side, rounded like the points."""
     origin = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
-    exponent = power_of_two_scale(float(values.abs().max()))
-    return pack(values, side.points.layout, origin, exponent)
+    scale = power_of_two_scale(float(values.abs().max()))
+    return pack(values, side.points.layout, origin, scale)
 
 
 def _side(points: PackedPoints, masses: Tensor, lambda_x: float, parts: int) -> Side:

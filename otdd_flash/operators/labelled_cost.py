@@ -9,6 +9,7 @@ is unchanged by that and the rounding error shrinks.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from otdd_flash.operators.base import CostRange
 
-# Rows that are converted to float64 together; a GPU wants few, large launches.
-ROWS_AT_ONCE = 4096
-ROWS_AT_ONCE_GPU = 16384
+# Coordinates that are in float64 at once: 2 MiB stay near a core's cache; 16 MiB are little beside
+# the points on a GPU, which wants few, large launches.
+CHUNK_ELEMENTS_CPU = 1 << 18
+CHUNK_ELEMENTS_GPU = 1 << 21
 
 
 class LabelledCost:
@@ -93,28 +95,34 @@ class LabelledCost:
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64: O((n + m) d), from q's moments."""
         x, y = self.points
-        total, moment, squares = masses.sum(), torch.zeros_like(self.centre), masses.new_zeros(())
-        for rows, weights in zip(_chunks(y), _chunks(masses), strict=True):
-            centred, norms = self._centred_with_norms(rows)
-            moment += weights @ centred
-            squares += weights @ norms
-        found = []
-        for rows in _chunks(x):
-            centred, norms = self._centred_with_norms(rows)
-            found.append(total * norms - 2 * (centred @ moment) + squares)
+        total = masses.sum()
+        moment, squares = _moments(y, masses, self.centre)
+        found = masses.new_empty(len(x))
+        for part, rows in in_float64(x):
+            centred = rows.sub_(self.centre)
+            found[part] = total * _squared_norms(centred) - 2 * (centred @ moment) + squares
         classes = self.class_costs @ _mass_per_class(
             masses, self.labels[1], self.class_costs.shape[1]
         )
-        return self.lambda_x * torch.cat(found) + classes[self.labels[0]]
-
-    def _centred_with_norms(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows minus the centre, and their squared norms, float64, in the memory of one copy."""
-        centred = rows.to(torch.float64, copy=True).sub_(self.centre)
-        return centred, torch.linalg.vector_norm(centred, dim=1).square()
+        return self.lambda_x * found + classes[self.labels[0]]
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) of a cloud with itself, float64."""
         return self.class_costs[self.labels[0], self.labels[0]]
+
+    def sample(self, rows: Tensor, columns: Tensor) -> LabelledCost:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+        (x, y), (labels_x, labels_y) = self.points, self.labels
+        return LabelledCost(
+            x[rows],
+            y[columns],
+            equal_masses(rows),
+            equal_masses(columns),
+            labels_x=labels_x[rows],
+            labels_y=labels_y[columns],
+            class_costs=self.class_costs,
+            lambda_x=self.lambda_x,
+        )
 
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both clouds minus the centre, subtracted in float64 and rounded once."""
@@ -122,9 +130,15 @@ class LabelledCost:
         return x, x if self.symmetric else _centred(self.points[1], self.centre, dtype)
 
 
+def equal_masses(points: Tensor) -> Tensor:
+    """The same mass for each of some points, (k,) float64 that add up to 1."""
+    count = len(points)
+    return torch.full((count,), 1 / count, dtype=torch.float64, device=points.device)
+
+
 def squared_norms(points: Tensor) -> Tensor:
     """||x_i||^2 (n,), float64."""
-    return torch.cat([rows.double().square().sum(1) for rows in _chunks(points)])
+    return torch.cat([_squared_norms(rows) for _, rows in in_float64(points)])
 
 
 class _Norms(NamedTuple):
@@ -137,31 +151,56 @@ class _Norms(NamedTuple):
 
 def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
     """The largest coordinate, and the highest (on the support) and mean squared norm."""
-    largest, squares = [], []
-    for rows in _chunks(points):
-        centred = rows.double() - centre
-        largest.append(centred.abs().max())
-        squares.append(centred.square_().sum(1))
+    extremes: list[Tensor] = []
+    squares = []
+    for _, rows in in_float64(points):
+        centred = rows.sub_(centre)
+        extremes += torch.aminmax(centred)
+        squares.append(_squared_norms(centred))
     norms = torch.cat(squares)
     return _Norms(
-        torch.stack(largest).max(), torch.where(masses > 0, norms, 0.0).max(), masses @ norms
+        torch.stack(extremes).abs().max(), torch.where(masses > 0, norms, 0.0).max(), masses @ norms
     )
 
 
-def _chunks(rows: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(rows, ROWS_AT_ONCE_GPU if rows.is_cuda else ROWS_AT_ONCE)
+def in_float64(points: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """All rows (N, d), a few at a time, in one buffer that the caller may change."""
+    count, dim = points.shape
+    elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
+    size = min(count, max(1, elements // dim))
+    buffer = torch.empty((size, dim), dtype=torch.float64, device=points.device)
+    for start in range(0, count, size):
+        rows = points[start : start + size]
+        yield slice(start, start + size), buffer[: len(rows)].copy_(rows)
+
+
+def _squared_norms(rows: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.square()
 
 
 def _mean(points: Tensor, masses: Tensor) -> Tensor:
-    chunks = zip(_chunks(points), _chunks(masses), strict=True)
-    return torch.stack([weights @ rows.double() for rows, weights in chunks]).sum(0)
+    mean = masses.new_zeros(points.shape[1])
+    for part, rows in in_float64(points):
+        mean += masses[part] @ rows
+    return mean
+
+
+def _moments(points: Tensor, masses: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_j q_j z_j (d,) and sum_j q_j ||z_j||^2 of the centred points z."""
+    first, second = torch.zeros_like(centre), masses.new_zeros(())
+    for part, rows in in_float64(points):
+        centred, weights = rows.sub_(centre), masses[part]
+        first += weights @ centred
+        second += weights @ _squared_norms(centred)
+    return first, second
 
 
 def _centred(points: Tensor, centre: Tensor, dtype: torch.dtype) -> Tensor:
     """A few rows at a time, so that no float64 copy of all is made."""
     out = torch.empty(points.shape, dtype=dtype, device=points.device)
-    for rows, kept in zip(_chunks(points), _chunks(out), strict=True):
-        kept.copy_(rows.double() - centre)
+    for part, rows in in_float64(points):
+        out[part] = rows.sub_(centre)
     return out
 
 

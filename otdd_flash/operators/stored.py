@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import CostRange
+from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.tiled import TiledOperator
 
 
@@ -73,6 +74,19 @@ class StoredOperator(TiledOperator):
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.row_offset.double() - self.scores.diagonal().double()
+
+    def sample(self, rows: Tensor, columns: Tensor) -> StoredOperator:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+        scores, row_offset = self.scores[rows][:, columns], self.row_offset[rows]
+        return StoredOperator(
+            scores,
+            equal_masses(rows),
+            equal_masses(columns),
+            row_offset,
+            cost_range=self.cost_range,
+            mean_cost=float(row_offset.double().mean() - scores.double().mean()),
+            cost_error=self.cost_error,
+        )
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the whole matrix as one block."""

@@ -65,6 +65,10 @@ class StreamedOperator(TiledOperator):
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self._cost.own_costs()
 
+    def sample(self, rows: Tensor, columns: Tensor) -> StreamedOperator:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+        return StreamedOperator(self._cost.sample(rows, columns), self.dtype)
+
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield S in blocks of rows, in a buffer that the next block overwrites."""
         n, m = self.shape

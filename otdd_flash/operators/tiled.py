@@ -107,6 +107,10 @@ class TiledOperator(ABC):
         """C_ii (n,) for the cost of a cloud with itself, float64."""
 
     @abstractmethod
+    def sample(self, rows: Tensor, columns: Tensor) -> TiledOperator:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+
+    @abstractmethod
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, S[first row : first row + rows]) over all rows, in order."""
 

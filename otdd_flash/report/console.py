@@ -16,8 +16,8 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
     Args:
         summary: the content of result.json. Dataset names are taken from `source` and `target` if
-            they are there, the tolerance from `tolerance` or else from `config.solver`, unless
-            the width of the bounds was the goal.
+            they are there; `tolerance` is what the marginal error is compared with, None where the
+            width of the bounds was the goal.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -73,7 +73,7 @@ def _title(summary: Mapping[str, Any]) -> str:
 def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     classes = summary["classes"]
     error = f"{summary['marginal_error']:.2g}"
-    tolerance = _tolerance(summary)
+    tolerance = summary.get("tolerance")
     converged, stopped_by = summary["converged"], summary.get("stopped_by", "tolerance")
     reached = "" if stopped_by == "tolerance" else f", stopped by {stopped_by}"
     if tolerance is not None:
@@ -111,14 +111,6 @@ def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"noise floor at {size} × {size}", f"{source}, {target}"))
         rows.append((f"distance at {size} × {size}", between))
     return rows
-
-
-def _tolerance(summary: Mapping[str, Any]) -> float | None:
-    given = summary.get("tolerance")
-    if given is None:
-        solver = (summary.get("config") or {}).get("solver") or {}
-        given = solver.get("tolerance") if solver.get("bound_width") is None else None
-    return None if given is None else float(given)
 
 
 def _count(classes: Any) -> int:

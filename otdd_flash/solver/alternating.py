@@ -1,14 +1,10 @@
-"""Sinkhorn's alternating updates for a cross term, accelerated, down through levels of epsilon.
+"""Sinkhorn's alternating updates for a cross term, accelerated.
 
     f <- T(g),  g <- T'(f),      T(g)_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon)
 
 Each update makes one marginal exact. The update of g also tells how far the plan before it was from
-the column masses, so checking convergence costs nothing, and neither does the dual value. The next
-g comes from `quasi_newton`.
-
-A small epsilon is approached through levels, each ended at a coarse marginal error and started from
-the potentials of those before (Schmitzer 2019, Stabilized sparse scaling algorithms for entropy
-regularized transport problems), unless the first iterations promise to do without.
+the column masses, so checking convergence costs nothing, and neither does the dual value. The first
+g comes from `approach`, the next ones from `quasi_newton`.
 """
 
 from __future__ import annotations
@@ -17,18 +13,13 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.approach import approach
 from otdd_flash.solver.certificate import certify, column_marginal, magnitude, rounding_floor
 from otdd_flash.solver.iteration import Iteration
-from otdd_flash.solver.levels import Extrapolation, Outlook, levels_above
 from otdd_flash.solver.options import Progress, SolverOptions
-from otdd_flash.solver.quasi_newton import Point, Track, advance, begin, restart
+from otdd_flash.solver.quasi_newton import Point, Track, advance, begin
 from otdd_flash.solver.sweep import State
 from otdd_flash.solver.term import TransportTerm
-
-LEVEL_TOLERANCE = 0.02
-
-# What a level takes, about.
-ITERATIONS_PER_LEVEL = 4
 
 
 def solve_alternating(
@@ -57,11 +48,11 @@ def solve_alternating(
     solve = Iteration("xy", alternate, epsilon, options, progress)
     # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
     solve.admit(operator, rounding_floor(operator, 0.0, epsilon))
-    f = torch.zeros_like(operator.a, dtype=operator.dtype)
-    g = (torch.zeros_like(operator.b) if start is None else start).to(operator.dtype)
-    track = begin(f, g)
     if start is None:
-        track = _descend(solve, operator, track)
+        track, passes = approach(solve, operator)
+    else:
+        f = torch.zeros_like(operator.a, dtype=operator.dtype)
+        track, passes = begin(f, start.to(operator.dtype)), 0.0
     track = solve.finish(operator, track)
     iterations = solve.iterations
     if solve.converged:
@@ -76,8 +67,9 @@ def solve_alternating(
         certificate,
         epsilon,
         iterations=iterations,
-        passes=2 * iterations + 1,
+        passes=passes + 2 * iterations + 1,
         tolerance=solve.tolerance,
+        asked=options.asked_tolerance,
         unless_converged=solve.budget,
     )
 
@@ -104,21 +96,3 @@ def alternate(operator: Operator, epsilon: float, state: State) -> State:
         size=magnitude(operator, f, g),
     )
     return advance(track, seen, operator.b, damping=1.0)
-
-
-def _descend(solve: Iteration, operator: Operator, track: Track) -> Track:
-    """Approach the final epsilon through levels, if it is not solved as fast without."""
-    levels = levels_above(solve.epsilon, operator.mean_cost)
-    if not levels:
-        return track
-    outlook = Outlook(solve.options.tolerance, most=ITERATIONS_PER_LEVEL * len(levels))
-    track = solve.run(operator, solve.epsilon, track, outlook.poor)
-    if solve.converged:
-        return track
-    track = begin(track.f, track.updated)
-    tolerance, path = max(LEVEL_TOLERANCE, solve.options.tolerance), Extrapolation()
-    for level, following in zip(levels, [*levels[1:], solve.epsilon], strict=True):
-        track = solve.run(operator, level, track, lambda _, error: error <= tolerance)
-        path.add(level, track.updated)
-        track = restart(track, path.at(following))
-    return track

@@ -51,7 +51,9 @@ def solve_to_width(solves: TermSolves, names: Sequence[str], bound_width: float)
         if reason is not None:
             reached = reason == "bound_width"
             for name, term in terms.items():
-                solves.terms[name] = replace(term, converged=reached, stopped_by=reason)
+                solves.terms[name] = replace(
+                    term, converged=reached, stopped_by=reason, tolerance=None
+                )
             return
         following = {name: terms[name].marginal_error * factor for name in able}
         solves.solve(following)

@@ -12,7 +12,7 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.solver.bound_width import relative_width, solve_to_width
 from otdd_flash.solver.options import Progress, SolverOptions, StoppedBy
 from otdd_flash.solver.shortfall import shortfall
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term import TransportTerm, largest_tolerance
 from otdd_flash.solver.term_solves import Known, Solved, Start, TermSolves
 
 
@@ -64,15 +64,27 @@ class Divergence:
         return max(term.marginal_error for term in self.terms.values())
 
     @property
+    def tolerance(self) -> float | None:
+        """The largest marginal error that was enough for a term, of those that missed it if any.
+
+        None where the width of the bounds decided.
+        """
+        terms = self._early or list(self.terms.values())
+        return largest_tolerance(term.tolerance for term in terms)
+
+    @property
     def converged(self) -> bool:
         """Whether what was asked for was reached: by every term, or by the width of `bounds`."""
         return all(term.converged for term in self.terms.values())
 
     @property
     def stopped_by(self) -> StoppedBy:
-        """What ended the solve: of a term that did not converge, if there is one."""
-        early = [term for term in self.terms.values() if not term.converged]
-        return (*early, self.xy)[0].stopped_by
+        """What ended the solve: of a term that did not converge, or that rounding stopped, if any.
+
+        Else of the cross term.
+        """
+        rounded = [term for term in self.terms.values() if term.stopped_by == "rounding"]
+        return (*self._early, *rounded, self.xy)[0].stopped_by
 
     @property
     def bound_width(self) -> float:
@@ -86,14 +98,18 @@ class Divergence:
 
     def shortfall(self, options: SolverOptions) -> str:
         """Why the solve did not converge, by how much, and what would help."""
-        early = [name for name, term in self.terms.items() if not term.converged]
         return shortfall(
             options,
             self.stopped_by,
-            where=", ".join(early),
+            where=", ".join(name for name, term in self.terms.items() if not term.converged),
             marginal_error=self.marginal_error,
+            tolerance=self.tolerance,
             bound_width=self.bound_width,
         )
+
+    @property
+    def _early(self) -> list[TransportTerm]:
+        return [term for term in self.terms.values() if not term.converged]
 
     @property
     def _self_terms(self) -> tuple[TransportTerm, ...]:
@@ -106,6 +122,7 @@ class Divergence:
             "bounds": list(self.bounds),
             "terms": {name: term.summary() for name, term in self.terms.items()},
             "marginal_error": self.marginal_error,
+            "tolerance": self.tolerance,
             "iterations": self.xy.iterations,
             "passes": self.passes,
             "converged": self.converged,

@@ -70,9 +70,10 @@ def solve_by_schedule(
         value=float(refined.a @ f.double() + refined.b @ g.double()),
         bounds=certificate.bounds,
         marginal_error=certificate.marginal_error,
+        tolerance=options.asked_tolerance,
         iterations=iterations,
         passes=2 * iterations + 1 if name == "xy" else iterations,
-        converged=certificate.marginal_error <= options.tolerance,
+        converged=certificate.marginal_error <= options.asked_tolerance,
         stopped_by="schedule",
     )
 

@@ -55,7 +55,7 @@ class Iteration:
         self.name, self.step, self.epsilon = name, step, epsilon
         self.options, self.progress = options, progress
         self.iterations = 0
-        self.tolerance = options.tolerance
+        self.tolerance = options.asked_tolerance
         self.budget: StoppedBy = "max_iterations"
         self.converged = False
         self._started = time.perf_counter()
@@ -84,10 +84,10 @@ class Iteration:
         Raises:
             InputError: rounding alone exceeds the tolerance at the final epsilon.
         """
-        reader: LateReader[_Look] = LateReader()
+        reader: LateReader[_Look] = LateReader(wait=not operator.short_passes)
         before = self.iterations
         # The certificate is the last iteration.
-        while (left := self._left()) > 0:
+        while (left := self.left()) > 0:
             count = min(left, steps_between_looks(operator, self.iterations - before))
             track = Track(*sweep(operator, self.step, level, track, count))
             self.iterations += count
@@ -116,7 +116,7 @@ class Iteration:
             self.admit(operator, floor)
         return gap + floor
 
-    def _left(self) -> int:
+    def left(self) -> int:
         """Iterations within the budget; the certificate, the last one, is not among them."""
         limit = self.options.max_seconds
         if limit is not None and self.iterations and time.perf_counter() - self._started >= limit:

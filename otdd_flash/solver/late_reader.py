@@ -1,4 +1,4 @@
-"""Numbers from the device, read one step late so that the device never waits for the host."""
+"""Numbers from the device, read one step late where it would wait for the host otherwise."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ class LateReader(Generic[T]):
 
     While the host waits for them the device already works on the next step. On a CPU, where nothing
     runs behind the host's back, a step's own numbers come back at once.
+
+    Args:
+        wait: hand out a step's own numbers on a GPU too: for steps that take longer than to launch
+            the next one, which may not be needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, wait: bool = False) -> None:
+        self._wait = wait
         self._pending: tuple[Tensor, Any, T] | None = None
 
     def exchange(self, numbers: Tensor, kept: T) -> Reading[T] | None:
         """Send a few numbers (k,); receive those sent before, or None the first time on a GPU."""
-        if not numbers.is_cuda:
+        if self._wait or not numbers.is_cuda:
             return Reading(numbers.tolist(), kept)
         copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied.copy_(numbers, non_blocking=True)

@@ -7,17 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-# The first level over the mean cost. Above it a solve takes a few steps from anywhere.
-START = 0.1
-
 # The largest factor between levels; they are spaced evenly.
 SCALING = 0.5
 
+# The marginal error that ends a level, and the iterations that this takes, about.
+LEVEL_TOLERANCE = 0.02
+ITERATIONS_PER_LEVEL = 4
 
-def levels_above(epsilon: float, mean_cost: float) -> list[float]:
-    """Levels from START times the mean cost down, without epsilon itself; none if it is above."""
-    top = START * mean_cost
-    if epsilon >= top:
+
+def levels_above(epsilon: float, top: float) -> list[float]:
+    """Levels from the top down, without epsilon itself; none if one step leads from there to it."""
+    if epsilon >= SCALING * top:
         return []
     count = math.ceil(math.log(epsilon / top) / math.log(SCALING))
     return [top * (epsilon / top) ** (i / count) for i in range(count)]

@@ -11,13 +11,18 @@ from otdd_flash.errors import InputError, choose
 # progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".
 Progress = Callable[[str, int, float], None]
 
-# What ended a solve. `rounding`: the bounds cannot get narrower at this precision; `schedule`: the
-# fixed number of updates was done.
+# What ended a solve. `rounding`: at this precision the bounds cannot get narrower or the marginals
+# better; `schedule`: the fixed number of updates was done.
 StoppedBy = Literal[
     "tolerance", "bound_width", "max_seconds", "max_iterations", "rounding", "schedule"
 ]
 
 SCHEDULES = ("converged", "geomloss")
+
+# Aimed at where no tolerance is given, and how far that gives way to rounding. With more than the
+# latter the marginals would say little of the plan.
+DEFAULT_TOLERANCE = 1e-3
+LOOSEST_DEFAULT = 0.1
 
 
 def check_epsilon(name: str, value: float) -> None:
@@ -31,7 +36,9 @@ class SolverOptions:
     """Stopping rule of a Sinkhorn solve.
 
     Args:
-        tolerance: L1 marginal error to reach, in every term.
+        tolerance: L1 marginal error to reach, in every term; refused where rounding alone exceeds
+            it. None is 1e-3, or what rounding allows at this epsilon and precision if that is
+            more; above 0.1 that is refused too.
         max_iterations: updates of both potentials, per term, after which a solve gives up; the one
             that certifies the result is among them.
         require_convergence: raise a `ConvergenceError` instead of warning when it does.
@@ -41,14 +48,14 @@ class SolverOptions:
             first, and what they leave is the cross term's. Every term gets an iteration and its
             bounds, however late it is.
         schedule: `converged`, or `geomloss` for the fixed number of updates of that library, with
-            its own value; see `geomloss_schedule`. Then `tolerance` only tells whether the result
-            counts as converged.
+            its own value; see `geomloss_schedule`. Then `tolerance`, or 1e-3, only tells whether
+            the result counts as converged.
         scaling: of schedule `geomloss`, the ratio of successive blurs epsilon^(1/2).
         diameter: of schedule `geomloss`, the first blur; None is the diagonal of the box around
             the features.
     """
 
-    tolerance: float = 1e-3
+    tolerance: float | None = None
     max_iterations: int = 100_000
     require_convergence: bool = False
     bound_width: float | None = None
@@ -58,7 +65,7 @@ class SolverOptions:
     diameter: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.tolerance < 2:
+        if not 0 < self.asked_tolerance < 2:
             raise InputError(
                 f"solver.tolerance must lie in (0, 2), an L1 distance of two masses, "
                 f"got {self.tolerance}"
@@ -76,3 +83,8 @@ class SolverOptions:
                 f"solver.schedule={self.schedule} has a fixed number of updates; leave out "
                 "solver.bound_width and solver.max_seconds or take solver.schedule=converged"
             )
+
+    @property
+    def asked_tolerance(self) -> float:
+        """The marginal error to aim at; `term.reachable_tolerance` is what rounding makes of it."""
+        return DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance

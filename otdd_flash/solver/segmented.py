@@ -70,11 +70,11 @@ class CoarseForm(NamedTuple):
 
 def coarse_form(segments: Segments, options: SolverOptions) -> CoarseForm | None:
     """The coarse form of all segments, if there is one and an iteration to spare for it."""
-    coarse = segments.coarse(options.tolerance) if options.max_iterations > 1 else None
+    coarse = segments.coarse(options.asked_tolerance) if options.max_iterations > 1 else None
     if coarse is None:
         return None
     # The iteration that certifies comes after.
-    return CoarseForm(coarse, SolverOptions(options.tolerance, options.max_iterations - 1))
+    return CoarseForm(coarse, SolverOptions(options.asked_tolerance, options.max_iterations - 1))
 
 
 def run(segments: Segments, rule: Rule, finished: Finished | None = None) -> SegmentTerms:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.segments import Segments, Update
-from otdd_flash.solver.alternating import LEVEL_TOLERANCE
+from otdd_flash.solver.levels import LEVEL_TOLERANCE
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented import (
     Finished,
@@ -58,7 +58,9 @@ def solve_cross_terms(
     """
     level, iterations = _first_levels(segments, epsilon), torch.zeros_like(segments.mean_cost)
     # Where rounding of the costs alone exceeds the tolerance, one iteration is one too many.
-    hopeless = 2 * rounding_floor(segments, torch.zeros_like(level), epsilon) > options.tolerance
+    hopeless = (
+        2 * rounding_floor(segments, torch.zeros_like(level), epsilon) > options.asked_tolerance
+    )
     first = coarse_form(segments, options)
     if first is not None:
         rule = _Alternation(*first, epsilon, level, iterations, hopeless)
@@ -99,7 +101,7 @@ class _Alternation:
         self.segments, self.options, self.epsilon = segments, options, epsilon
         self.level, self.iterations, self.hopeless = level, iterations, hopeless
         self.age = self.error = torch.zeros_like(level)
-        self.trial = torch.full_like(level, FIRST_TRIAL * options.tolerance)
+        self.trial = torch.full_like(level, FIRST_TRIAL * options.asked_tolerance)
         self.trying = torch.zeros_like(hopeless)
 
     def step(self, active: Tensor) -> Step:
@@ -125,7 +127,7 @@ class _Alternation:
         self, level: Tensor, last: Tensor, error: Tensor, floor: Tensor, plain: Tensor
     ) -> Tensor:
         """Choose the next iteration; returns which segments need none."""
-        tolerance = self.options.tolerance
+        tolerance = self.options.asked_tolerance
         final = level <= self.epsilon
         ends = last | (error <= torch.where(plain, tolerance, self.trial))
         # Where rounding alone exceeds the tolerance there is nothing to wait for.

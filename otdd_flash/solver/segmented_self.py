@@ -55,7 +55,7 @@ class _Averaging:
         floor = rounding_floor(self.segments, 2 * seen.size, self.epsilon)
         error = seen.gap + (seen.mass - 1).abs() + floor
         last = self.iterations >= self.options.max_iterations
-        tolerance = self.options.tolerance
+        tolerance = self.options.asked_tolerance
         done = (error <= tolerance) | last | (2 * floor > tolerance)
         return Step(done, self._certified(seen, error, floor))
 

@@ -11,6 +11,7 @@ def shortfall(
     *,
     where: str,
     marginal_error: float,
+    tolerance: float | None,
     bound_width: float | None = None,
 ) -> str:
     """Why a solve stopped early, by how much it missed its goal, and what would help.
@@ -20,12 +21,15 @@ def shortfall(
         stopped_by: what ended the solve instead.
         where: which terms, pairs or steps stopped early.
         marginal_error: the largest of those reached.
+        tolerance: the largest of those that would have been enough; None where the width was the
+            goal.
         bound_width: (upper - lower) / |value| that was reached, where it was the goal.
     """
-    if options.bound_width is None or bound_width is None:
-        goal, asked = "solver.tolerance", options.tolerance
+    if tolerance is not None:
+        goal, asked = "solver.tolerance", tolerance
         reached = f"marginal error {marginal_error:.2e}"
     else:
+        assert options.bound_width is not None
         goal, asked = "solver.bound_width", options.bound_width
         reached = f"the bounds are {bound_width:.2e} of the value wide"
     match stopped_by:
@@ -41,5 +45,5 @@ def shortfall(
         case _:
             limit = f"after {options.max_iterations} iterations"
             advice = "Raise solver.max_iterations or epsilon"
-    missed = f"{reached} against {goal}={asked:g}"
+    missed = f"{reached} against {goal}={asked:.3g}"
     return f"not converged {limit} in {where}: {missed}; the bounds still hold. {advice}"

@@ -72,6 +72,7 @@ def solve_symmetric(
         iterations=iterations,
         passes=iterations,
         tolerance=solve.tolerance,
+        asked=options.asked_tolerance,
         unless_converged=solve.budget,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.solver.certificate import Certificate
-from otdd_flash.solver.options import SolverOptions, StoppedBy
+from otdd_flash.solver.options import LOOSEST_DEFAULT, SolverOptions, StoppedBy
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +26,10 @@ class TransportTerm:
             outside of `bounds`.
         bounds: (lower, upper), an interval that holds OT_epsilon.
         marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
+        tolerance: the marginal error that was enough, as asked for or as rounding allows; None
+            where the width of the bounds decided.
         iterations: updates of both potentials, the certifying one included.
-        passes: sweeps over the n x m scores, certification included.
+        passes: sweeps over the n x m scores, those of samples and certification included.
         converged: whether what the options ask for was reached.
         stopped_by: what ended the solve.
     """
@@ -37,8 +40,9 @@ class TransportTerm:
     value: float
     bounds: tuple[float, float]
     marginal_error: float
+    tolerance: float | None
     iterations: int
-    passes: int
+    passes: float
     converged: bool
     stopped_by: StoppedBy
 
@@ -49,12 +53,17 @@ class TransportTerm:
         epsilon: float,
         *,
         iterations: int,
-        passes: int,
+        passes: float,
         tolerance: float,
+        asked: float,
         unless_converged: StoppedBy,
     ) -> TransportTerm:
-        """The term that a certificate proves, and what it took to get there."""
+        """The term that a certificate proves, and what it took to get there.
+
+        `asked` is the tolerance before rounding made it `tolerance`.
+        """
         converged = certificate.marginal_error <= tolerance
+        reached: StoppedBy = "tolerance" if tolerance <= asked else "rounding"
         return cls(
             certificate.f,
             certificate.g,
@@ -62,10 +71,11 @@ class TransportTerm:
             certificate.value,
             certificate.bounds,
             certificate.marginal_error,
+            tolerance,
             iterations,
             passes,
             converged,
-            stopped_by="tolerance" if converged else unless_converged,
+            stopped_by=reached if converged else unless_converged,
         )
 
     def summary(self) -> dict[str, Any]:
@@ -74,6 +84,7 @@ class TransportTerm:
             "value": self.value,
             "bounds": list(self.bounds),
             "marginal_error": self.marginal_error,
+            "tolerance": self.tolerance,
             "iterations": self.iterations,
             "passes": self.passes,
             "converged": self.converged,
@@ -81,21 +92,28 @@ class TransportTerm:
         }
 
 
+def largest_tolerance(tolerances: Iterable[float | None]) -> float | None:
+    """The largest that is there; None where the width of the bounds decided."""
+    return max((known for known in tolerances if known is not None), default=None)
+
+
 def reachable_tolerance(
     options: SolverOptions, floor: float, epsilon: float, dtype: torch.dtype
 ) -> float:
-    """The marginal error to stop at: the tolerance, which rounding must let the marginals reach.
+    """The marginal error to stop at: the tolerance, or what rounding lets the marginals reach.
 
-    Where the width of the bounds decides, no marginal error was asked for: the lowest that rounding
-    allows is then as good as a lower one.
+    The default tolerance gives way to rounding up to `LOOSEST_DEFAULT`. Where the width of the
+    bounds decides, no marginal error was asked for: the lowest that rounding allows is then as good
+    as a lower one.
 
     Raises:
-        InputError: as `check_reachable`, where the tolerance decides.
+        InputError: as `check_reachable`, where the tolerance does not give way.
     """
-    if options.bound_width is not None:
-        return max(options.tolerance, 2 * floor)
-    check_reachable(options.tolerance, floor, epsilon, dtype)
-    return options.tolerance
+    asked, least = options.asked_tolerance, 2 * floor
+    if options.bound_width is not None or (options.tolerance is None and least <= LOOSEST_DEFAULT):
+        return max(asked, least)
+    check_reachable(asked, floor, epsilon, dtype)
+    return asked
 
 
 def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch.dtype) -> None:

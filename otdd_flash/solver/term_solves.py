@@ -65,22 +65,24 @@ class TermSolves:
         self._start, self._progress = start or {}, progress
         self._started = time.perf_counter()
         self._cells: dict[str, int] = {}
-        self._swept = 0
+        self._swept = 0.0
 
     @property
     def passes(self) -> float:
         """Sweeps over all scores so far, in units of n m; "xy" must be among the solved ones."""
         return self._swept / self._cells["xy"]
 
-    def solve(self, tolerances: Mapping[str, float], solved: Solved | None = None) -> None:
-        """Bring terms to a marginal error each, in the given order.
+    def solve(self, tolerances: Mapping[str, float | None], solved: Solved | None = None) -> None:
+        """Bring terms to a marginal error each, None for the default, in the given order.
 
         A term may take an equal share of the time that is left to it and those that follow.
         """
         for turn, (name, tolerance) in enumerate(tolerances.items()):
             self._solve(name, tolerance, len(tolerances) - turn, solved)
 
-    def _solve(self, name: str, tolerance: float, sharers: int, solved: Solved | None) -> None:
+    def _solve(
+        self, name: str, tolerance: float | None, sharers: int, solved: Solved | None
+    ) -> None:
         operator = self.operators(name)
         before = self.terms.get(name)
         options = self._options(name, tolerance, sharers)
@@ -97,7 +99,7 @@ class TermSolves:
         if solved is not None:
             solved(name, operator, term)
 
-    def _options(self, name: str, tolerance: float, sharers: int) -> SolverOptions:
+    def _options(self, name: str, tolerance: float | None, sharers: int) -> SolverOptions:
         iterations, seconds = self.options.max_iterations, self.options.max_seconds
         if seconds is not None:
             left = seconds - (time.perf_counter() - self._started)

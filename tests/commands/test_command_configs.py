@@ -24,7 +24,7 @@ CHOICES = [(group, path.stem) for group in GROUPS for path in sorted(CONF.glob(f
 NEEDED = {"callable": "extractor.path=math:sqrt"}
 
 SOLVER = {
-    "tolerance": 1e-3,
+    "tolerance": None,
     "bound_width": None,
     "max_seconds": None,
     "max_iterations": 100_000,

@@ -19,13 +19,33 @@ def test_a_width_of_the_bounds_ends_the_solve(command, read):
     assert (result["converged"], result["stopped_by"]) == (True, "bound_width")
     lower, upper = result["bounds"]
     assert upper - lower <= 0.05 * abs(result["value"])
-    assert result["marginal_error"] > result["config"]["solver"]["tolerance"]
+    assert result["marginal_error"] > 1e-3
+    assert (result["tolerance"], result["config"]["solver"]["tolerance"]) == (None, None)
     assert {term["stopped_by"] for term in result["terms"].values()} == {"bound_width"}
 
     from otdd_flash import DistanceResult
 
     loaded = DistanceResult.load("run")
     assert (loaded.converged, loaded.divergence.stopped_by) == (True, "bound_width")
+
+
+def test_a_tolerance_that_gave_way_to_rounding_is_told(command, read):
+    ended = command("epsilon_relative=1e-4", "save_result=true")
+    assert ended.code == 0
+    assert re.search(r"converged +│ yes, stopped by rounding", ended.out)
+    result = read("run/result.json")
+    assert (result["converged"], result["stopped_by"]) == (True, "rounding")
+    assert 1e-3 < result["marginal_error"] <= result["tolerance"]
+    assert result["tolerance"] == max(term["tolerance"] for term in result["terms"].values())
+    assert f"≤ {result['tolerance']:.2g}" in ended.out
+    refused = command("epsilon_relative=1e-4", "solver.tolerance=1e-3")
+    assert refused.code == 2
+    assert "solver.tolerance=0.001 is too tight for float32" in refused.error
+
+    from otdd_flash import DistanceResult
+
+    loaded = DistanceResult.load("run")
+    assert loaded.divergence.tolerance == result["tolerance"]
 
 
 def test_parts_of_the_data_are_compared_to_the_tolerance(command, monkeypatch):

@@ -169,6 +169,15 @@ def test_a_target_whose_solve_was_cut_short_is_solved_on() -> None:
     assert errors[2] < errors[1] < errors[0]
 
 
+def test_every_step_says_what_its_solve_was_asked_for() -> None:
+    single = {"solver": otdd.SolverOptions(), "compute": otdd.ComputeOptions("cpu")}
+    rough, fine = (flow(SOURCE, TARGET, epsilon=epsilon, **single) for epsilon in (2e-4, 1.0))
+    for record in rough.history:
+        assert record.stopped_by == "rounding"
+        assert 1e-3 < record.marginal_error <= record.tolerance
+    assert {record.tolerance for record in fine.history} == {1e-3}
+
+
 def test_a_solve_that_stops_early_is_reported_or_refused() -> None:
     hasty = otdd.SolverOptions(tolerance=1e-6, max_iterations=3)
     with pytest.warns(NotConvergedWarning, match="after 3 iterations in 3 of 3 evaluations"):

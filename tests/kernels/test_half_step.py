@@ -104,7 +104,7 @@ def test_points_of_any_type_and_strides_are_packed(dtype):
     points = torch.randn(6, 70, generator=draw).to(dtype).T[:, ::2].to(DEVICE)
     centre = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
     layout = arrange(torch.zeros(70, dtype=torch.int64, device=DEVICE), 1)
-    packed = pack(points, layout, centre, 10)
+    packed = pack(points, layout, centre, 2.0**10)
     expected = points.double() - centre
     got = packed.rounded(3)[:, :3]
     torch.testing.assert_close(got, expected, rtol=2**-21, atol=2**-30)
@@ -121,7 +121,7 @@ def test_packing_keeps_every_point_once_and_blocks_pure_where_that_pays(classes,
     points = torch.randn(900, 5, generator=draw).to(DEVICE)
     labels = torch.randint(0, classes, (900,), generator=draw).to(DEVICE)
     layout = arrange(labels, classes)
-    packed = pack(points, layout, torch.zeros(5, dtype=torch.float64, device=DEVICE), 12)
+    packed = pack(points, layout, torch.zeros(5, dtype=torch.float64, device=DEVICE), 2.0**12)
     size = layout.size
     assert layout.pure == pure
     assert size % BLOCK_COLUMNS == 0
@@ -139,11 +139,11 @@ def test_packing_keeps_every_point_once_and_blocks_pure_where_that_pays(classes,
 
 @pytest.mark.parametrize("largest", [1e-20, 0.99, 1.0, 3.0, 1e20])
 def test_the_scale_brings_the_largest_coordinate_below_the_end_of_float16(largest):
-    assert 2**14 <= largest * 2.0 ** power_of_two_scale(largest) < 2**15
+    assert 2**14 <= largest * power_of_two_scale(largest) < 2**15
 
 
 def test_the_scale_of_nothing_is_one():
-    assert power_of_two_scale(0.0) == 0
+    assert power_of_two_scale(0.0) == 1
 
 
 @pytest.mark.parametrize("epsilon", [2.0, 0.02])

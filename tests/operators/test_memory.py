@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,23 @@ from torch.profiler import ProfilerActivity, profile
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators import memory
-from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator, check_resources
+from otdd_flash.operators.build import (
+    ComputeOptions,
+    GroundCost,
+    build_operator,
+    check_resources,
+    labelled_cost,
+)
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
+from otdd_flash.operators.labelled_cost import (
+    CHUNK_ELEMENTS_CPU,
+    CHUNK_ELEMENTS_GPU,
+    squared_norms,
+)
 from otdd_flash.operators.memory import check_memory, free_memory, readable_bytes, shortage
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.problem import Problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # Where Triton runs: on a GPU, else in its interpreter.
@@ -79,6 +93,43 @@ def test_kernels_take_no_less_than_they_are_said_to_need(m: int | None) -> None:
     # More: padding to blocks, and float64 copies of a few rows.
     needed = check_resources(x, y, compute, HERE)
     assert needed <= peak(run, HERE) <= 4 * needed
+
+
+@pytest.mark.parametrize(
+    ("n", "dim", "device"),
+    [
+        (9000, 500, CPU),
+        (500, 9000, CPU),
+        pytest.param(60_000, 512, GPU, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_float64_copies_of_points_are_one_small_buffer(n: int, dim: int, device: Any) -> None:
+    x, y = (cloud(n, dim, 2, seed).to(device) for seed in (0, 1))
+    masses = torch.full((n,), 1 / n, dtype=torch.float64, device=device)
+    cost = labelled_cost(x, y, torch.ones(2, 2), GroundCost(), device)
+    gpu = device.type == "cuda"
+    # The buffer, and some numbers of every point and every feature.
+    most = 8 * (CHUNK_ELEMENTS_GPU if gpu else CHUNK_ELEMENTS_CPU) + 64 * (n + dim)
+    assert most < 8 * n * dim / 8
+    both = 2 * 4 * n * dim
+    for extra, run in (
+        (0, lambda: labelled_cost(x, y, torch.ones(2, 2), GroundCost(), device)),
+        (0, lambda: cost.expected_costs(masses)),
+        (0, lambda: squared_norms(x.features)),
+        (both, lambda: cost.centred(torch.float32)),
+    ):
+        assert peak(run, device) <= extra + most
+
+
+@pytest.mark.gpu
+def test_a_certified_divergence_takes_little_more_than_its_packed_points() -> None:
+    x, y = (cloud(60_000, 512, 10, seed).to(GPU) for seed in (0, 1))
+    problem = Problem(x, y, 100.0, compute=ComputeOptions(str(GPU), "triton"))
+    options = SolverOptions(tolerance=1.9, max_iterations=3)
+    problem.solve(options)
+    packed = 2 * 2 * (60_000 + 60_000) * 512
+    assert peak(lambda: problem.solve(options), GPU) <= packed + 48 * 2**20
 
 
 def test_kernels_hold_two_half_parts_of_every_coordinate_and_a_block_of_the_plan() -> None:

@@ -63,7 +63,7 @@ def case(
     # So small that even these sizes are cut into several blocks and tiles.
     monkeypatch.setattr(streamed, "BLOCK_ELEMENTS_CPU", 900)
     monkeypatch.setattr(tiled, "TILE_ELEMENTS_CPU", 300)
-    monkeypatch.setattr(labelled_cost, "ROWS_AT_ONCE", 20)
+    monkeypatch.setattr(labelled_cost, "CHUNK_ELEMENTS_CPU", 60)
     return make_case(*request.param, held, dtype)
 
 
@@ -207,6 +207,25 @@ def test_own_costs(held: str, dtype: torch.dtype, size: int) -> None:
         operator = StoredOperator.from_cost(cost.to(dtype), masses, masses)
     atol = TOLERANCE[dtype] * float(cost.max())
     torch.testing.assert_close(operator.own_costs(), cost.diagonal(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_the_largest_coordinate_is_that_of_either_sign(
+    sign: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labelled_cost, "CHUNK_ELEMENTS_CPU", 60)
+    x = torch.randn(67, 3, generator=torch.Generator().manual_seed(0)).double()
+    x[5, 1] = sign * 40.0
+    masses, labels = torch.ones(67).double() / 67, torch.zeros(67, dtype=torch.int64)
+    labelled = LabelledCost(
+        *(x, x, masses, masses),
+        labels_x=labels,
+        labels_y=labels,
+        class_costs=torch.zeros(1, 1).double(),
+        lambda_x=0.5,
+    )
+    assert labelled.largest == pytest.approx(float((x - x.mean(0)).abs().max()), rel=1e-12)
+    torch.testing.assert_close(labelled.centre, x.mean(0))
 
 
 def test_far_from_the_origin_costs_keep_their_digits() -> None:

@@ -31,6 +31,7 @@ def record(step: int, divergence: float, **changes: object) -> StepRecord:
         step_size=0.1,
         iterations=10 + step,
         marginal_error=5e-4,
+        tolerance=1e-3,
         converged=True,
         stopped_by="tolerance",
         seconds=0.25,

@@ -15,6 +15,7 @@ SUMMARY: dict[str, Any] = {
     "bounds": [12.3401, 12.3512],
     "epsilon": 0.1,
     "marginal_error": 7e-4,
+    "tolerance": 1e-3,
     "iterations": 212,
     "converged": True,
     "stopped_by": "tolerance",
@@ -27,7 +28,6 @@ SUMMARY: dict[str, Any] = {
     "device": "cpu",
     "backend": "torch",
     "precision": "fast",
-    "config": {"solver": {"tolerance": 1e-3}},
     "source": "MNIST [train]",
     "target": "USPS",
 }
@@ -65,11 +65,13 @@ def test_a_result_that_did_not_converge_says_so() -> None:
 
 
 def test_what_stopped_a_solve_is_said_where_it_is_not_the_tolerance() -> None:
-    solver = {"tolerance": 1e-3, "bound_width": 0.01}
-    text = shown(stopped_by="bound_width", marginal_error=0.02, config={"solver": solver})
+    text = shown(stopped_by="bound_width", marginal_error=0.02, tolerance=None)
     assert "yes, stopped by bound_width" in text
     assert "0.02" in text
     assert "> 0.001" not in text
+    text = shown(stopped_by="rounding", marginal_error=0.0019, tolerance=0.0021)
+    assert "yes, stopped by rounding" in text
+    assert "0.0019 ≤ 0.0021" in text
     assert "stopped by" not in shown()
 
 

@@ -57,13 +57,14 @@ def test_a_solve_ends_at_the_width_that_was_asked_for(epsilon: float, precision:
         assert found.bound_width == relative_width(found.value, found.bounds)
         assert found.bounds[0] <= exact <= found.bounds[1]
         assert {term.stopped_by for term in found.terms.values()} == {"bound_width"}
+        assert (found.tolerance, found.xy.tolerance) == (None, None)
         passes.append(found.passes)
     assert passes[0] < 0.7 * passes[-1]
 
 
 def test_the_width_replaces_the_tolerance_in_both_directions() -> None:
     coarse, fine = solve(bound_width=0.3), solve(bound_width=1e-6)
-    assert coarse.marginal_error > SolverOptions().tolerance > fine.marginal_error
+    assert coarse.marginal_error > SolverOptions().asked_tolerance > fine.marginal_error
     # Ending at the width costs little more than a solve to the marginal error that it took.
     known = solve(tolerance=fine.xy.marginal_error)
     assert fine.passes < 1.3 * known.passes
@@ -103,11 +104,25 @@ def test_iterations_of_all_continuations_count_together() -> None:
     assert solve(tolerance=0.1).xy.iterations < 30
 
 
+def test_the_tolerance_is_the_largest_of_those_that_missed_theirs_or_of_all() -> None:
+    with pytest.warns(NotConvergedWarning, match=r"in xy: .* against solver\.tolerance=0\.007;"):
+        found = solve("high", epsilon=1e-4, max_iterations=3)
+    assert found.xx is not None
+    assert found.xy.tolerance is not None
+    assert found.tolerance == found.xy.tolerance > found.xx.tolerance > 1e-3
+    wide = replace(found, xx=replace(found.xx, tolerance=1.0))
+    assert wide.tolerance == found.xy.tolerance
+    assert replace(wide, xy=replace(found.xy, converged=True)).tolerance == 1.0
+
+
 def test_the_term_that_stopped_early_says_what_stopped_the_whole() -> None:
     found = solve()
     assert found.xx is not None
     late = replace(found, xx=replace(found.xx, converged=False, stopped_by="max_seconds"))
     assert (found.stopped_by, late.stopped_by) == ("tolerance", "max_seconds")
+    rounded = replace(found, xx=replace(found.xx, stopped_by="rounding"))
+    assert rounded.stopped_by == "rounding"
+    assert replace(rounded, yy=late.xx).stopped_by == "max_seconds"
 
 
 def test_the_width_of_a_cloud_from_itself_is_0_and_its_plan_converged() -> None:
@@ -213,7 +228,14 @@ def test_the_warning_names_reason_goal_and_way_out(
     stopped_by: Any, said: tuple[str, str], width: float | None
 ) -> None:
     options = SolverOptions(1e-2, 7, bound_width=width, max_seconds=3.0)
-    text = shortfall(options, stopped_by, where="xy", marginal_error=0.125, bound_width=0.25)
+    text = shortfall(
+        options,
+        stopped_by,
+        where="xy",
+        marginal_error=0.125,
+        tolerance=0.01 if width is None else None,
+        bound_width=0.25,
+    )
     for part in (*said, "in xy", "the bounds still hold"):
         assert part in text
     missed = "marginal error 1.25e-01" if width is None else "2.50e-01 of the value wide"

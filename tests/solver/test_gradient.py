@@ -32,7 +32,7 @@ def point(request: pytest.FixtureRequest) -> Point:
 def term_at(f: Tensor, g: Tensor) -> TransportTerm:
     """A term whose potentials are given; its proof does not matter here."""
     proof = {"converged": False, "stopped_by": "max_iterations"}
-    return TransportTerm(f, g, EPSILON, 0.0, (0.0, 0.0), 1.0, 1, 1, **proof)
+    return TransportTerm(f, g, EPSILON, 0.0, (0.0, 0.0), 1.0, 1e-3, 1, 1, **proof)
 
 
 def off_centre(potential: Tensor, seed: int) -> Tensor:

@@ -7,22 +7,22 @@ from itertools import pairwise
 import pytest
 import torch
 
-from otdd_flash.solver.levels import SCALING, START, Extrapolation, Outlook, levels_above
+from otdd_flash.solver.levels import SCALING, Extrapolation, Outlook, levels_above
 
 
-@pytest.mark.parametrize("relative", [0.09, 0.05, 1e-2, 1e-3, 3e-5])
+@pytest.mark.parametrize("relative", [0.49, 0.25, 0.1, 1e-2, 3e-4])
 def test_levels_are_even_and_lead_to_epsilon(relative: float) -> None:
-    mean_cost = 140.0
-    path = [*levels_above(relative * mean_cost, mean_cost), relative * mean_cost]
-    assert path[0] == pytest.approx(START * mean_cost)
+    top = 140.0
+    path = [*levels_above(relative * top, top), relative * top]
+    assert path[0] == pytest.approx(top)
     ratios = [after / before for before, after in pairwise(path)]
     assert ratios == pytest.approx([ratios[0]] * len(ratios))
     assert SCALING <= ratios[0] < 1
 
 
-@pytest.mark.parametrize(("epsilon", "mean_cost"), [(0.1, 1.0), (2.0, 1.0), (0.1, 0.0)])
-def test_a_large_epsilon_needs_none(epsilon: float, mean_cost: float) -> None:
-    assert levels_above(epsilon, mean_cost) == []
+@pytest.mark.parametrize(("epsilon", "top"), [(0.5, 1.0), (0.999, 1.0), (2.0, 1.0), (0.1, 0.0)])
+def test_an_epsilon_near_the_top_needs_none(epsilon: float, top: float) -> None:
+    assert levels_above(epsilon, top) == []
 
 
 def test_extrapolation_is_exact_for_linear_potentials() -> None:

@@ -34,6 +34,10 @@ def digits() -> Problem:
     )
 
 
+def mean_cost(problem: Problem) -> float:
+    return float(problem.source.masses @ problem.matrix() @ problem.target.masses)
+
+
 def solve(
     problem: Problem, epsilon: float, precision: str, options: otdd.SolverOptions
 ) -> Divergence:
@@ -50,7 +54,7 @@ def solve(
 def check_descent(problem: Problem, precision: str, options: otdd.SolverOptions) -> None:
     """Every bound that theory gives for OT_epsilon, its order, and the limit of S_epsilon."""
     exact = pot_emd2(problem)
-    mean = float(problem.source.masses @ problem.matrix() @ problem.target.masses)
+    mean = mean_cost(problem)
     points = min(len(problem.source), len(problem.target))
     found = [solve(problem, mean * relative, precision, options) for relative in EPSILONS]
     for one in found:
@@ -82,8 +86,35 @@ def test_a_width_can_be_asked_for_at_any_epsilon(digits: Problem, precision: str
     check_descent(digits, precision, otdd.SolverOptions(bound_width=5e-3))
 
 
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_the_default_tolerance_gives_way_to_rounding(digits: Problem, precision: str) -> None:
+    check_descent(digits, precision, otdd.SolverOptions())
+    found = solve(digits, 1e-4 * mean_cost(digits), precision, otdd.SolverOptions())
+    assert found.stopped_by == "rounding"
+    assert found.tolerance is not None
+    assert 1e-3 < found.marginal_error <= found.tolerance < 5e-3
+    f, g, epsilon = found.xy.f, found.xy.g, found.xy.epsilon
+    size = float(digits.source.masses @ f.abs().double() + digits.target.masses @ g.abs().double())
+    floor = 2.0**-24 * ((size + 2 * mean_cost(digits)) / epsilon + 4)
+    assert found.xy.tolerance == pytest.approx(2 * floor, rel=1e-4)
+
+
+def test_above_the_reach_of_rounding_the_default_tolerance_is_a_thousandth(
+    digits: Problem,
+) -> None:
+    for relative, precision in ((1e-3, "fast"), (1e-4, "double")):
+        found = solve(digits, relative * mean_cost(digits), precision, otdd.SolverOptions())
+        assert (found.stopped_by, found.tolerance) == ("tolerance", 1e-3)
+        assert found.marginal_error <= 1e-3
+
+
+def test_where_rounding_leaves_no_marginals_the_default_is_refused_too(digits: Problem) -> None:
+    with pytest.raises(InputError, match=r"too tight for float32.*raise solver\.tolerance"):
+        solve(digits, 1e-6 * mean_cost(digits), "high", otdd.SolverOptions())
+
+
 def test_a_tolerance_out_of_reach_of_float32_is_refused_with_a_way_out(digits: Problem) -> None:
-    mean = float(digits.source.masses @ digits.matrix() @ digits.target.masses)
+    mean = mean_cost(digits)
     for precision in ("fast", "high"):
         with pytest.raises(InputError, match=r"too tight for float32.*precision=double"):
             solve(digits, 1e-4 * mean, precision, otdd.SolverOptions(1e-3))

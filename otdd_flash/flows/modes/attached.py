@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.flows.class_table import differentiable_table
+from otdd_flash.flows.class_table import ClassTable
 from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_method
 from otdd_flash.flows.setting import FlowSetting
@@ -31,12 +31,13 @@ class AttachedMode(Mode):
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
         require_method("attached", setting, METHODS)
         super().__init__(setting, table)
+        self._classes = ClassTable(setting.target, setting.metric)
 
     def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
         """The divergence at the class distances of now, and its whole gradient."""
         setting, before = self._setting, self.class_distances
         moving = features.detach().requires_grad_()
-        table = differentiable_table(setting.at(moving), setting.target, setting.metric, before.yy)
+        table = self._classes.differentiable(setting.at(moving), before.yy)
         self.class_distances = ClassDistances.from_full(
             table, before.xx.shape[0], before.names_x, before.names_y
         )

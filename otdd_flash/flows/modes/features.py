@@ -11,22 +11,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from otdd_flash.flows.class_table import remeasured
+from otdd_flash.flows.class_table import ClassTable
 from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.modes.base import Evaluation, Mode
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.labels import ClassDistances
 
 
 class FeaturesMode(Mode):
     """See the module."""
+
+    def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
+        super().__init__(setting, table)
+        self._classes = ClassTable(setting.target, setting.metric)
 
     def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
         """The divergence at the class distances of now, or of the last refresh."""
         setting, particles = self._setting, self._setting.at(features)
         # Step 0 has the table that the flow began with.
         if step > 0 and step % setting.refresh == 0:
-            self.class_distances = remeasured(
-                particles, setting.target, setting.metric, self.class_distances
-            )
+            self.class_distances = self._classes.remeasured(particles, self.class_distances)
         table = self.class_distances.full
         solved, gradient = self._divergence(particles, table, frozenset({"x"}), batch)
         return Evaluation(solved, self._feature_velocity(gradient["x"], batch), {})

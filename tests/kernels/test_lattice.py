@@ -1,0 +1,145 @@
+"""Points on a lattice that float16 holds are found, and never rounded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import reference
+import torch
+from kernel_cases import DEVICE, EPSILON, LAMBDA_X, largest_error
+from torch import Tensor
+
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.lattice import lattice_of
+from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.options import SolverOptions
+
+
+def grey(count: int, seed: int, dim: int = 20) -> Tensor:
+    """Whole numbers up to 255, many of them 0."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (count, dim), generator=draw)
+    return (values * (torch.rand(count, dim, generator=draw) < 0.4)).float()
+
+
+def cost_between(x: Tensor, y: Tensor, lambda_x: float = LAMBDA_X) -> LabelledCost:
+    draw = torch.Generator().manual_seed(2)
+    a, b = (torch.rand(len(side), generator=draw).double() + 0.1 for side in (x, y))
+    labels_x, labels_y = (torch.arange(len(side)) % 3 for side in (x, y))
+    table = 4 * torch.rand(3, 3, generator=draw).double()
+    parts = x, y, a / a.sum(), b / b.sum(), labels_x, labels_y, table
+    x, y, a, b, labels_x, labels_y, table = (part.to(DEVICE) for part in parts)
+    return LabelledCost(
+        x, y, a, b, labels_x=labels_x, labels_y=labels_y, class_costs=table, lambda_x=lambda_x
+    )
+
+
+@pytest.mark.parametrize(
+    ("points", "step"),
+    [
+        (grey(60, 0) / 255, 1 / 255),
+        (grey(60, 0).double() / 255, 1 / 255),
+        (grey(60, 0).mul(1 / 255), 1 / 255),
+        (grey(60, 0), 1.0),
+        ((grey(60, 0) > 99).float(), 1.0),
+        (grey(60, 0) - 128, 1.0),
+        (grey(60, 0).half(), 1.0),
+    ],
+)
+def test_grey_values_and_counts_are_on_a_lattice(points: Tensor, step: float) -> None:
+    cost = cost_between(points, points[:40])
+    lattice = lattice_of(cost)
+    assert lattice is not None
+    assert lattice.step == step
+    beside = lattice.centre / step - (lattice.centre / step).round()
+    assert float(beside.abs().max()) < 1e-9
+    assert float((lattice.centre - cost.centre).abs().max()) <= step / 2 * (1 + 1e-9)
+    assert lattice.cost_error < 1e-6 * cost.mean_cost
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        torch.randn(60, 20, generator=torch.Generator().manual_seed(0)),
+        (grey(60, 0) / 255).half(),
+        grey(60, 0) / 255 - 0.13,
+        grey(60, 0) * 20,
+        grey(60, 0) / 510,
+    ],
+)
+def test_others_are_on_none(points: Tensor) -> None:
+    assert lattice_of(cost_between(points, grey(40, 1) / 255)) is None
+    assert lattice_of(cost_between(grey(40, 1) / 255, points)) is None
+
+
+def test_one_coordinate_beside_it_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Chunks of one row, so that the last one is not among the first.
+    monkeypatch.setattr("otdd_flash.operators.labelled_cost.CHUNK_ELEMENTS_CPU", 1)
+    monkeypatch.setattr("otdd_flash.operators.labelled_cost.CHUNK_ELEMENTS_GPU", 1)
+    points = grey(60, 0) / 255
+    points[59, 19] = 0.5
+    assert lattice_of(cost_between(points, grey(40, 1) / 255)) is None
+
+
+def test_the_error_is_that_of_moving_the_points() -> None:
+    x, y = grey(60, 0).double() * (1 + 2.0**-24), grey(40, 1).double() * (1 - 2.0**-24)
+    cost = cost_between(x, y)
+    lattice = lattice_of(cost)
+    assert lattice is not None
+    rms = [
+        math.sqrt(float(masses.cpu() @ (moved - moved.round()).square().sum(1)))
+        for moved, masses in ((x, cost.a), (y, cost.b))
+    ]
+    expected = 2 * math.sqrt(LAMBDA_X * cost.mean_cost) * sum(rms)
+    assert lattice.cost_error == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize("scale", [1.0, 255.0])
+def test_a_pass_is_that_of_the_points_as_given(precision: str, scale: float) -> None:
+    cost = cost_between(grey(70, 0) / scale, grey(50, 1) / scale, LAMBDA_X * (scale / 255) ** 2)
+    operator = KernelOperator(cost, precision)
+    assert operator.refined is operator
+    dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
+    g = torch.randn(50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = reference.softmin_rows(dense, cost.b, g.double(), EPSILON)
+    error = (operator.softmin_rows(g, EPSILON).double() - expected).abs().max()
+    assert float(error) <= 2 * largest_error(operator)
+    # Beside it by less than float16 tells apart, the same points are rounded.
+    rounded = KernelOperator(
+        cost_between(cost.points[0] + 0.3 / scale, cost.points[1], cost.lambda_x), "fast"
+    )
+    assert rounded.refined is not rounded
+
+
+@pytest.mark.parametrize("factors", [False, True])
+def test_a_plan_is_applied_as_in_high_precision(factors: bool) -> None:
+    cost = cost_between(grey(70, 0) / 255, grey(50, 1) / 255)
+    operator = KernelOperator(cost, "fast")
+    dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
+    draw = torch.Generator().manual_seed(0)
+    g = torch.randn(50, generator=draw).to(DEVICE)
+    values = torch.randn(50, 4, generator=draw).to(DEVICE)
+    sides = [torch.randn(size, 3, generator=draw).to(DEVICE) for size in (70, 50)]
+    f = operator.softmin_rows(g, EPSILON)
+    plan = reference.plan(dense, cost.a, cost.b, f, g, EPSILON)
+    if factors:
+        plan = plan * (sides[0] @ sides[1].T)
+    options = {"row_factor": sides[0], "column_factor": sides[1]} if factors else {}
+    got = operator.apply_plan(f, g, EPSILON, values, **options).values.double()
+    expected = plan @ values.double()
+    assert float((got - expected).abs().max()) < 2e-5 * float(expected.abs().max())
+
+
+def test_a_solve_is_certified_for_the_points_as_given() -> None:
+    cost = cost_between(grey(60, 0) / 255, grey(50, 1) / 255)
+    operator = KernelOperator(cost, "fast")
+    epsilon = 0.05 * cost.mean_cost
+    term = solve_alternating(operator, epsilon, SolverOptions(1e-4))
+    dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
+    value, _, _ = reference.entropic_transport(dense.cpu(), cost.a.cpu(), cost.b.cpu(), epsilon)
+    assert term.converged
+    assert term.bounds[0] <= value <= term.bounds[1]
+    assert term.bounds[1] - term.bounds[0] < 1e-4 * value

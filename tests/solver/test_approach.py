@@ -1,0 +1,174 @@
+"""A sample of both sides says where to start, and never how a solve ends."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.operators.tiled import TiledOperator
+from otdd_flash.solver import approach
+from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.approach import draw_sample
+from otdd_flash.solver.options import SolverOptions
+
+N, M = 400, 333
+
+
+@pytest.fixture
+def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of a few points, so that small problems have one too."""
+    monkeypatch.setattr(approach, "FEWEST", 24)
+    monkeypatch.setattr(approach, "SCORES_PER_SAMPLED", 1)
+
+
+def masses(size: int, draw: torch.Generator) -> Tensor:
+    drawn = torch.rand(size, generator=draw).double() ** 2
+    drawn[::5] = 0
+    return drawn / drawn.sum()
+
+
+def labelled_cost(*, uniform: bool = False) -> LabelledCost:
+    draw = torch.Generator().manual_seed(3)
+    x, y = torch.randn(N, 6, generator=draw), torch.randn(M, 6, generator=draw) + 0.7
+    table = torch.rand(4, 4, generator=draw).double()
+    even = [torch.full((size,), 1 / size, dtype=torch.float64) for size in (N, M)]
+    a, b = even if uniform else (masses(size, draw) for size in (N, M))
+    labels_x, labels_y = (torch.arange(size) % 4 for size in (N, M))
+    return LabelledCost(
+        x, y, a, b, labels_x=labels_x, labels_y=labels_y, class_costs=table, lambda_x=0.5
+    )
+
+
+def dense(cost: LabelledCost) -> Tensor:
+    return reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
+
+
+def operators(dtype: torch.dtype) -> list[TiledOperator]:
+    streamed = StreamedOperator(labelled_cost(), dtype)
+    return [streamed, StoredOperator.keep(streamed)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_sampled_operator_is_the_cost_of_its_points(dtype: torch.dtype, kind: int) -> None:
+    operator = operators(dtype)[kind]
+    rows, columns = torch.tensor([5, 399, 0, 5]), torch.tensor([2, 332, 7])
+    sampled = operator.sample(rows, columns)
+    cost = dense(labelled_cost())[rows][:, columns]
+    g = torch.tensor([0.3, -1.0, 2.0], dtype=dtype)
+    even = torch.full((3,), 1 / 3, dtype=torch.float64)
+    expected = reference.softmin_rows(cost, even, g.double(), 0.2)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(
+        sampled.softmin_rows(g, 0.2).double(), expected, rtol=0, atol=tolerance
+    )
+    torch.testing.assert_close(sampled.b, even)
+    assert sampled.shape == (4, 3)
+    assert sampled.mean_cost == pytest.approx(float(cost.mean()), rel=tolerance)
+    assert sampled.cost_range.lowest <= cost.min()
+    assert sampled.cost_range.highest >= cost.max()
+
+
+@pytest.mark.usefixtures("small_samples")
+def test_a_sample_has_one_point_of_each_share_of_the_mass() -> None:
+    operator = operators(torch.float64)[1]
+    sample = draw_sample(operator)
+    assert sample is not None
+    for indices, weights, size in zip(sample, (operator.a, operator.b), (N, M), strict=True):
+        count = max(24, size // 16)
+        assert len(indices) == count
+        assert (weights[indices] > 0).all()
+        ends = weights.cumsum(0)[indices]
+        shares = torch.arange(count) / count
+        assert (ends > shares).all()
+        assert (ends - weights[indices] < shares + 1 / count).all()
+
+
+def test_small_problems_and_short_passes_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = operators(torch.float64)[1]
+    assert draw_sample(operator) is None
+    monkeypatch.setattr(approach, "FEWEST", 24)
+    assert draw_sample(operator) is not None
+    monkeypatch.setattr(StoredOperator, "short_passes", True)
+    assert draw_sample(operator) is None
+
+
+@pytest.mark.usefixtures("small_samples")
+@pytest.mark.parametrize("relative", [1.0, 0.07, 0.01, 1e-3])
+@pytest.mark.parametrize("uniform", [True, False])
+def test_the_solution_is_that_of_dense_newton(relative: float, uniform: bool) -> None:
+    cost = labelled_cost(uniform=uniform)
+    operator = StreamedOperator(cost, torch.float64)
+    epsilon = relative * operator.mean_cost
+    term = solve_alternating(operator, epsilon, SolverOptions(1e-8))
+    value, _, _ = reference.entropic_transport(dense(cost), cost.a, cost.b, epsilon)
+    assert term.converged
+    assert term.bounds[0] - 1e-10 <= value <= term.bounds[1] + 1e-10
+    assert term.value == pytest.approx(value, rel=1e-7)
+
+
+@pytest.mark.usefixtures("small_samples")
+@pytest.mark.parametrize("uniform", [True, False])
+def test_the_first_error_is_small_where_a_sample_knows_the_potential(uniform: bool) -> None:
+    operator = StreamedOperator(labelled_cost(uniform=uniform), torch.float64)
+    errors: list[float] = []
+    solve_alternating(
+        operator,
+        0.3 * operator.mean_cost,
+        SolverOptions(1e-4),
+        progress=lambda _, iteration, error: errors.append(error),
+    )
+    # From zero it is 1.1.
+    assert errors[0] < 0.1
+
+
+@pytest.mark.usefixtures("small_samples")
+def test_the_work_on_a_sample_is_counted() -> None:
+    operator = StreamedOperator(labelled_cost(uniform=True), torch.float64)
+    term = solve_alternating(operator, 0.1 * operator.mean_cost, SolverOptions(1e-4))
+    on_sample = term.passes - (2 * term.iterations + 1)
+    iterations = on_sample / (2 * 25 * 24 / (N * M))
+    assert iterations == pytest.approx(round(iterations))
+    assert 2 <= round(iterations) <= 20
+
+
+@pytest.mark.usefixtures("small_samples")
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_the_budget_holds_with_a_sample(most: int) -> None:
+    operator = StreamedOperator(labelled_cost(), torch.float64)
+    options = SolverOptions(1e-9, max_iterations=most)
+    term = solve_alternating(operator, 0.001 * operator.mean_cost, options)
+    assert term.iterations == most
+    assert not term.converged
+
+
+def test_a_sample_saves_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(1500, 3, generator=draw) + shift for shift in (0, 0.5))
+    even = torch.full((1500,), 1 / 1500, dtype=torch.float64)
+    labels = torch.zeros(1500, dtype=torch.int64)
+    cost = LabelledCost(
+        x,
+        y,
+        even,
+        even,
+        labels_x=labels,
+        labels_y=labels,
+        class_costs=torch.zeros(1, 1).double(),
+        lambda_x=0.5,
+    )
+    operator = StoredOperator.keep(StreamedOperator(cost, torch.float32))
+    with_sample, without = [], []
+    for relative in (0.3, 0.1, 0.03):
+        epsilon = relative * operator.mean_cost
+        with_sample.append(solve_alternating(operator, epsilon, SolverOptions(1e-3)).passes)
+    monkeypatch.setattr(approach, "draw_sample", lambda _: None)
+    for relative in (0.3, 0.1, 0.03):
+        epsilon = relative * operator.mean_cost
+        without.append(solve_alternating(operator, epsilon, SolverOptions(1e-3)).passes)
+    assert sum(with_sample) < 0.8 * sum(without)
