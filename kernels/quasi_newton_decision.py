@@ -5,14 +5,7 @@ a row and a column to the inner products of the remembered differences, and give
 
     sum_k c_k v_k + rho r + c        v_k: steps s_k and falls y_k,  r: the residual
 
-by its coefficients. L-BFGS in them, the oldest pair first, with R_ij = <s_i, y_j> for i <= j,
-curvatures D_i = R_ii and the scale t = tr D / tr Y^T Y, all without means:
-
-    alpha = R^-1 S^T r,    z = t (Y^T r - Y^T Y alpha),
-    beta_i = alpha_i - (z_i + sum_{j<i} R_ji beta_j) / D_i,
-    move = t (r - <b, r>) - t sum_i alpha_i y_i + sum_i beta_i s_i.
-
-These are Nocedal's two loops (Chen, Wang & Zhou 2014, Large-scale L-BFGS using MapReduce).
+by its coefficients, which `quasi_newton_loops` finds.
 
 Shapes: partial sums (programs, SUMS + 2 MEMORY), numbers (8,), products (2, MEMORY, MEMORY + 1),
 decision (2 MEMORY + OTHERS,), all float64.
@@ -24,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.quasi_newton_loops import entry, two_loops
 from otdd_flash.kernels.quasi_newton_sums import (
     DUAL,
     FALL,
@@ -56,12 +50,6 @@ CANCELLED = tl.constexpr(2.0**-40)
 
 
 @triton.jit
-def entry(vector, i):
-    """The element i of a vector in registers."""
-    return tl.sum(tl.where(tl.arange(0, vector.shape[0]) == i, vector, 0.0), 0)
-
-
-@triton.jit
 def total_sums(partial_ptr, columns, m_column, programs, width, BLOCK: tl.constexpr):
     """Add up some columns of the partial sums, always in the same order."""
     sums = tl.zeros((BLOCK, columns.shape[0]), tl.float64)
@@ -71,6 +59,44 @@ def total_sums(partial_ptr, columns, m_column, programs, width, BLOCK: tl.conste
         p_partial = partial_ptr + o_program[:, None] * width + columns[None, :]
         sums += tl.load(p_partial, mask=mask, other=0.0)
     return tl.sum(sums, 0)
+
+
+@triton.jit
+def update_numbers(
+    dual,
+    gain,
+    gap,
+    size,
+    rounding,
+    numbers_ptr,  # (8,) float64
+    new_numbers_ptr,  # (8,) float64
+    DUAL_ROUNDING: tl.constexpr,
+    GROWTH: tl.constexpr,
+    PATIENCE: tl.constexpr,
+):
+    """Whether the point is kept, the plain updates to come, and <b, r> at the point that is."""
+    last_dual, last_gain = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
+    last_gap, last_size = tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3)
+    lowest, stale = tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5)
+    plain, penalty = tl.load(numbers_ptr + 6), tl.load(numbers_ptr + 7)
+    surplus = dual - last_dual - last_gain
+    better, lower = surplus > DUAL_ROUNDING * rounding, gap < lowest
+    steady = (gap <= GROWTH * lowest) & (stale < PATIENCE)
+    forced = (plain > 0) | (last_dual == -float("inf"))
+    kept = forced | better | ((surplus >= -DUAL_ROUNDING * rounding) & steady)
+    forgiven = kept & (plain <= 0) & (better | lower)
+    penalty = tl.where(forgiven, tl.maximum(penalty / 2, 1.0), penalty)
+    waits = tl.where(kept, tl.maximum(plain - 1, 0.0), penalty)
+    gain = tl.where(kept, gain, last_gain)
+    tl.store(new_numbers_ptr, tl.where(kept, dual, last_dual))
+    tl.store(new_numbers_ptr + 1, gain)
+    tl.store(new_numbers_ptr + 2, tl.where(kept, gap, last_gap))
+    tl.store(new_numbers_ptr + 3, tl.where(kept, size, last_size))
+    tl.store(new_numbers_ptr + 4, tl.where(kept & lower, gap, lowest))
+    tl.store(new_numbers_ptr + 5, tl.where(kept & lower, 0.0, stale + 1))
+    tl.store(new_numbers_ptr + 6, waits)
+    tl.store(new_numbers_ptr + 7, tl.where(kept, penalty, 2 * penalty))
+    return kept, waits, gain
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -95,59 +121,40 @@ def quasi_newton_decision_kernel(
     """One program; lanes are remembered differences, the oldest first."""
     o = tl.arange(0, LANES)
     sums = total_sums(partial_ptr, o, o < SUMS, programs, SUMS + 2 * MEMORY, BLOCK)
-    gain = entry(sums, RESIDUAL)
+    seen_gain = entry(sums, RESIDUAL)
     step_mean, fall_mean = entry(sums, STEP), entry(sums, FALL)
     step_step = entry(sums, STEP_STEP) - step_mean * step_mean
     step_fall = entry(sums, STEP_FALL) - step_mean * fall_mean
     fall_fall = entry(sums, FALL_FALL) - fall_mean * fall_mean
-    step_residual = entry(sums, STEP_RESIDUAL) - step_mean * gain
-    fall_residual = entry(sums, FALL_RESIDUAL) - fall_mean * gain
+    step_residual = entry(sums, STEP_RESIDUAL) - step_mean * seen_gain
+    fall_residual = entry(sums, FALL_RESIDUAL) - fall_mean * seen_gain
     dual, gap, size = entry(sums, DUAL), entry(sums, GAP), entry(sums, SIZE)
 
-    last_dual, last_gain = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
-    last_gap, last_size = tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3)
-    lowest, stale = tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5)
-    plain, penalty = tl.load(numbers_ptr + 6), tl.load(numbers_ptr + 7)
     rounding = unit * size
     sound = (step_fall > rounding * tl.sqrt(tl.maximum(step_step, 0.0))) & (
         step_fall > CANCELLED * tl.abs(step_mean * fall_mean)
     )
-    # NaN is not below infinity.
-    sound = sound & (tl.abs(last_dual) < float("inf")) & (step_fall < float("inf"))
-    surplus = dual - last_dual - last_gain
-    better, lower = surplus > DUAL_ROUNDING * rounding, gap < lowest
-    steady = (gap <= GROWTH * lowest) & (stale < PATIENCE)
-    forced = (plain > 0) | (last_dual == -float("inf"))
-    kept = forced | better | ((surplus >= -DUAL_ROUNDING * rounding) & steady)
-    forgiven = kept & (plain <= 0) & (better | lower)
-    penalty = tl.where(forgiven, tl.maximum(penalty / 2, 1.0), penalty)
-    waits = tl.where(kept, tl.maximum(plain - 1, 0.0), penalty)
-    gain = tl.where(kept, gain, last_gain)
-    tl.store(new_numbers_ptr, tl.where(kept, dual, last_dual))
-    tl.store(new_numbers_ptr + 1, gain)
-    tl.store(new_numbers_ptr + 2, tl.where(kept, gap, last_gap))
-    tl.store(new_numbers_ptr + 3, tl.where(kept, size, last_size))
-    tl.store(new_numbers_ptr + 4, tl.where(kept & lower, gap, lowest))
-    tl.store(new_numbers_ptr + 5, tl.where(kept & lower, 0.0, stale + 1))
-    tl.store(new_numbers_ptr + 6, waits)
-    tl.store(new_numbers_ptr + 7, tl.where(kept, penalty, 2 * penalty))
+    # An infinite one is not above its means, and NaN above nothing.
+    sound = sound & (tl.abs(tl.load(numbers_ptr)) < float("inf"))
+    kept, waits, gain = update_numbers(
+        dual, seen_gain, gap, size, rounding,
+        numbers_ptr, new_numbers_ptr, DUAL_ROUNDING, GROWTH, PATIENCE,
+    )  # fmt: skip
 
-    # Inner products with the newest fall and with the residual at the point that is kept. Where
-    # the step is remembered, all older ones move up by one place. Loads may then reach one past
-    # them, within the products; what they find is not used.
+    # Inner products with the newest fall, and with the residual at the point that is kept. Where
+    # the step is remembered, all older ones move up by one place.
     WIDTH: tl.constexpr = MEMORY + 1
     moved = sound.to(tl.int32)
     o_old = o + moved
-    m_old = o_old < MEMORY
-    newest = (o_old == MEMORY) & (o < MEMORY)
-    p_steps = products_ptr + o_old * WIDTH
-    p_falls = p_steps + MEMORY * WIDTH
-    new_steps = total_sums(partial_ptr + SUMS, o_old, m_old, programs, SUMS + 2 * MEMORY, BLOCK)
-    new_falls = total_sums(
-        partial_ptr + SUMS + MEMORY, o_old, m_old, programs, SUMS + 2 * MEMORY, BLOCK
-    )
-    last_steps = tl.load(p_steps + MEMORY, mask=m_old, other=0.0)
-    last_falls = tl.load(p_falls + MEMORY, mask=m_old, other=0.0)
+    m_old, m_lane = o_old < MEMORY, o < MEMORY
+    newest = (o_old == MEMORY) & m_lane
+    partial_ptr += SUMS
+    new_steps = total_sums(partial_ptr, o_old, m_old, programs, SUMS + 2 * MEMORY, BLOCK)
+    partial_ptr += MEMORY
+    new_falls = total_sums(partial_ptr, o_old, m_old, programs, SUMS + 2 * MEMORY, BLOCK)
+    p_residual = products_ptr + o_old * WIDTH + MEMORY
+    last_steps = tl.load(p_residual, mask=m_old, other=0.0)
+    last_falls = tl.load(p_residual + MEMORY * WIDTH, mask=m_old, other=0.0)
     steps_fall = tl.where(newest, step_fall, last_steps - new_steps)
     falls_fall = tl.where(newest, fall_fall, last_falls - new_falls)
     new_steps = tl.where(newest, step_residual, new_steps)
@@ -156,42 +163,13 @@ def quasi_newton_decision_kernel(
     last_falls = tl.where(newest, fall_residual + fall_fall, last_falls)
     on_steps = tl.where(kept, new_steps, last_steps)
     on_falls = tl.where(kept, new_falls, last_falls)
-    m_lane = o < MEMORY
-    p_new_steps = new_products_ptr + o * WIDTH
-    p_new_falls = p_new_steps + MEMORY * WIDTH
-    tl.store(p_new_steps + MEMORY, on_steps, mask=m_lane)
-    tl.store(p_new_falls + MEMORY, on_falls, mask=m_lane)
-
-    curvatures = tl.where(newest, step_fall, tl.load(p_steps + o_old, mask=m_old, other=0.0))
-    squares = tl.where(newest, fall_fall, tl.load(p_falls + o_old, mask=m_old, other=0.0))
-    empty = entry(curvatures, MEMORY - 1) == 0
-    scale = tl.where(empty, damping, tl.sum(curvatures, 0) / tl.sum(squares, 0))
-    inverse = 1 / tl.where(curvatures == 0, 1.0, curvatures)
-
-    rest, alpha = on_steps, tl.zeros((LANES,), tl.float64)
-    for i in tl.static_range(MEMORY - 1, -1, -1):
-        column = tl.load(p_steps + i + moved, mask=m_old, other=0.0)
-        if i == MEMORY - 1:
-            column = tl.where(sound, steps_fall, column)
-        tl.store(p_new_steps + i, column, mask=m_lane)
-        factor = entry(rest * inverse, i)
-        alpha = tl.where(o == i, factor, alpha)
-        rest -= factor * column
-
-    squared = tl.load(
-        p_falls[:, None] + o_old[None, :], mask=m_old[:, None] & m_old[None, :], other=0.0
-    )
-    squared = tl.where(newest[:, None], falls_fall[None, :], squared)
-    squared = tl.where(newest[None, :], falls_fall[:, None], squared)  # (LANES, LANES)
-    tl.store(p_new_falls[:, None] + o[None, :], squared, mask=m_lane[:, None] & m_lane[None, :])
-    rest = scale * (on_falls - tl.sum(squared * alpha[None, :], 1))
-    beta = tl.zeros((LANES,), tl.float64)
-    for i in tl.static_range(MEMORY):
-        row = tl.load(products_ptr + (i + moved) * WIDTH + o_old, mask=m_old, other=0.0)
-        row = tl.where(newest, entry(steps_fall, i), row)
-        factor = entry(alpha - rest * inverse, i)
-        beta = tl.where(o == i, factor, beta)
-        rest += factor * row
+    p_residual = new_products_ptr + o * WIDTH + MEMORY
+    tl.store(p_residual, on_steps, mask=m_lane)
+    tl.store(p_residual + MEMORY * WIDTH, on_falls, mask=m_lane)
+    alpha, beta, scale = two_loops(
+        products_ptr, new_products_ptr, moved, newest,
+        steps_fall, falls_fall, on_steps, on_falls, damping, MEMORY,
+    )  # fmt: skip
 
     constant = -scale * gain
     largest = tl.sum(tl.abs(alpha) + tl.abs(beta), 0) + tl.abs(constant)

@@ -12,7 +12,7 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.late_reader import LateReader
 from otdd_flash.solver.options import SolverOptions
-from otdd_flash.solver.sweep import steps_between_looks, sweep
+from otdd_flash.solver.sweep import _overwrite, steps_between_looks, sweep
 from otdd_flash.solver.symmetric import solve_symmetric
 
 
@@ -30,6 +30,14 @@ def test_a_sweep_takes_that_many_steps(count):
     assert torch.equal(after, torch.full((3,), 0.5 * count))
     assert torch.equal(before, after - 0.5)
     assert torch.equal(start[0], torch.zeros(3))
+
+
+def test_a_state_may_be_overwritten_by_its_own_parts():
+    old = (torch.arange(4.0), torch.arange(4.0) + 9, torch.ones(2).double())
+    new = (old[1], old[0], old[2] + 1)
+    expected = [tensor.clone() for tensor in new]
+    _overwrite(old, new)
+    assert all(map(torch.equal, old, expected))
 
 
 @pytest.mark.parametrize(
