@@ -34,11 +34,13 @@ that. The balanced plan pays for the same error at the prices log (Q_ii / P_ii) 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.polytope import balanced_value, filled_value
 
@@ -61,6 +63,9 @@ def certify(
     """One row update from g (m,), near f (n,), one column marginal, one rounding: three passes.
 
     With `updated`, which is T'(f), of an f that is T(g) already, the rounding alone.
+
+    Raises:
+        InputError: rounding leaves nothing of the plan.
     """
     if updated is None:
         f = operator.softmin_rows(g, epsilon, f)
@@ -76,6 +81,13 @@ def certify(
             _rounded_value(operator, f, torch.minimum(g, updated), updated, epsilon),
         )
     ).tolist()
+    if not math.isfinite(total):
+        # Rows are exact and add up to 1: what overflows is the rounding of a far point's exponent.
+        raise InputError(
+            f"some costs are too far above the mean at epsilon={epsilon:g}: rounding alone makes "
+            "the plan's mass overflow; raise epsilon, set precision=double or leave out points "
+            "that are far from all others"
+        )
     value = dual + epsilon * (1 - total)
     rounding = value_rounding(operator, size, epsilon)
     floor = rounding_floor(operator, size, epsilon)
