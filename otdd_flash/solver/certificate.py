@@ -29,7 +29,10 @@ It also hides a part of the marginal error, `rounding_floor`, which the upper bo
 for. (2) adds it to ||c - b||_1 or ||r - a||_1. It is spread over all points, so the rounded plan
 has to move that share of itself to the product a b^T, at SAFETY floor (mean C - value): by Jensen's
 inequality T(g)_i <= sum_j b_j (C_ij - g_j), so no point's share costs less than 0 and all add up to
-that. The balanced plan pays for the same error at the prices log (Q_ii / P_ii) of its diagonal.
+that. A point with a small mass and costs far above the mean has more than its share: by rounding it
+can take all mass of some rows, and only the sum of all columns tells. What row and column sums do
+not agree on has to move too, at the highest price of a row. The balanced plan pays for the same
+error at the prices log (Q_ii / P_ii) of its diagonal.
 """
 
 from __future__ import annotations
@@ -71,14 +74,14 @@ def certify(
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
     masses = column_marginal(operator.b, g, updated, epsilon)
-    gap, size, total, dual, swing, primal = torch.stack(
+    gap, size, total, dual, swing, primal, astray = torch.stack(
         (
             (masses - operator.b).abs().sum(),
             magnitude(operator, f, g),
             masses.sum(),
             operator.a @ f.double() + operator.b @ g.double(),
             oscillation(g, operator.b > 0),
-            _rounded_value(operator, f, torch.minimum(g, updated), updated, epsilon),
+            *_rounded_value(operator, f, torch.minimum(g, updated), updated, epsilon),
         )
     ).tolist()
     if not math.isfinite(total):
@@ -94,7 +97,7 @@ def certify(
     error = gap + floor
     upper = min(
         value + error * (swing + cost_spread(operator)) / 2,
-        primal + SAFETY * floor * max(0.0, operator.mean_cost - value),
+        primal + astray + SAFETY * floor * max(0.0, operator.mean_cost - value),
     )
     return Certificate(f, g, value, (value - rounding, max(value, upper) + rounding), error)
 
@@ -179,14 +182,21 @@ def cost_spread(operator: Operator) -> float:
 
 def _rounded_value(
     operator: Operator, f: Tensor, lowered: Tensor, updated: Tensor, epsilon: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Primal value of the plan of (f, g) rounded onto the transport polytope: one pass.
 
     Columns with too much mass are scaled down to b, by lowering g to min(g, T(f)); rows, which were
     exact, are then short of mass too.
+
+    Returns:
+        The value, and what it may be short of where row and column sums do not add up to the same.
     """
     columns = column_marginal(operator.b, lowered, updated, epsilon)
     softmin = operator.softmin_rows(lowered, epsilon, f)
     rows = column_marginal(operator.a, f, softmin, epsilon)
     marginals = torch.minimum(rows, operator.a), columns
-    return filled_value(operator, (f, lowered), marginals, epsilon)
+    # No more than to move that mass from the dearest row to the product.
+    prices = operator.expected_costs(operator.b) - operator.b @ lowered.double() - f.double()
+    dearest = torch.where(operator.a > 0, prices, 0).max()
+    value = filled_value(operator, (f, lowered), marginals, epsilon)
+    return value, (rows.sum() - columns.sum()).abs() * dearest
