@@ -99,10 +99,7 @@ def certify(
     rounding = value_rounding(operator, size, epsilon)
     floor = rounding_floor(operator, size, epsilon)
     error = gap + floor
-    upper = min(
-        value + error * (swing + cost_spread(operator)) / 2,
-        primal + moved,
-    )
+    upper = min(value + error * (swing + cost_spread(operator)) / 2, primal + moved)
     return Certificate(f, g, value, (value - rounding, max(value, upper) + rounding), error)
 
 

@@ -106,6 +106,15 @@ def test_the_error_is_that_of_moving_the_points() -> None:
     assert lattice.cost_error == pytest.approx(expected, rel=1e-6)
 
 
+def test_an_operator_counts_what_moving_the_points_changes() -> None:
+    x, y = grey(60, 0).double(), grey(40, 1).double()
+    moved = cost_between(x * (1 + 2.0**-24), y * (1 - 2.0**-24))
+    lattice = lattice_of(moved)
+    assert lattice is not None
+    errors = [KernelOperator(cost, "fast").cost_error for cost in (moved, cost_between(x, y))]
+    assert errors[0] - errors[1] == pytest.approx(lattice.cost_error, rel=1e-3)
+
+
 @pytest.mark.parametrize("precision", ["fast", "high"])
 @pytest.mark.parametrize("scale", [1.0, 255.0])
 def test_a_pass_is_that_of_the_points_as_given(precision: str, scale: float) -> None:
