@@ -29,16 +29,21 @@ It also hides a part of the marginal error, `rounding_floor`, which the upper bo
 for. (2) adds it to ||c - b||_1 or ||r - a||_1. It is spread over all points, so the rounded plan
 has to move that share of itself to the product a b^T, at SAFETY floor (mean C - value): by Jensen's
 inequality T(g)_i <= sum_j b_j (C_ij - g_j), so no point's share costs less than 0 and all add up to
-that. The balanced plan pays for the same error at the prices log (Q_ii / P_ii) of its diagonal.
+that. A point with a small mass and costs far above the mean has more than its share: by rounding it
+can take all mass of some rows, and only the sum of all columns tells. What row and column sums do
+not agree on has to move too, at the highest price of a row. The balanced plan pays for the same
+error at the prices log (Q_ii / P_ii) of its diagonal.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.solver.polytope import balanced_value, filled_value
 
@@ -61,28 +66,38 @@ def certify(
     """One row update from g (m,), near f (n,), one column marginal, one rounding: three passes.
 
     With `updated`, which is T'(f), of an f that is T(g) already, the rounding alone.
+
+    Raises:
+        InputError: rounding leaves nothing of the plan.
     """
     if updated is None:
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
     masses = column_marginal(operator.b, g, updated, epsilon)
-    gap, size, total, dual, swing, primal = torch.stack(
+    gap, size, total, dual, swing, primal, astray = torch.stack(
         (
             (masses - operator.b).abs().sum(),
             magnitude(operator, f, g),
             masses.sum(),
             operator.a @ f.double() + operator.b @ g.double(),
             oscillation(g, operator.b > 0),
-            _rounded_value(operator, f, torch.minimum(g, updated), updated, epsilon),
+            *_rounded_value(operator, f, torch.minimum(g, updated), updated, epsilon),
         )
     ).tolist()
+    if not math.isfinite(total):
+        # Rows are exact and add up to 1: what overflows is the rounding of a far point's exponent.
+        raise InputError(
+            f"some costs are too far above the mean at epsilon={epsilon:g}: rounding alone makes "
+            "the plan's mass overflow; raise epsilon, set precision=double or leave out points "
+            "that are far from all others"
+        )
     value = dual + epsilon * (1 - total)
     rounding = value_rounding(operator, size, epsilon)
     floor = rounding_floor(operator, size, epsilon)
     error = gap + floor
     upper = min(
         value + error * (swing + cost_spread(operator)) / 2,
-        primal + SAFETY * floor * max(0.0, operator.mean_cost - value),
+        primal + astray + SAFETY * floor * max(0.0, operator.mean_cost - value),
     )
     return Certificate(f, g, value, (value - rounding, max(value, upper) + rounding), error)
 
@@ -167,14 +182,21 @@ def cost_spread(operator: Operator) -> float:
 
 def _rounded_value(
     operator: Operator, f: Tensor, lowered: Tensor, updated: Tensor, epsilon: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Primal value of the plan of (f, g) rounded onto the transport polytope: one pass.
 
     Columns with too much mass are scaled down to b, by lowering g to min(g, T(f)); rows, which were
     exact, are then short of mass too.
+
+    Returns:
+        The value, and what it may be short of where row and column sums do not add up to the same.
     """
     columns = column_marginal(operator.b, lowered, updated, epsilon)
     softmin = operator.softmin_rows(lowered, epsilon, f)
     rows = column_marginal(operator.a, f, softmin, epsilon)
     marginals = torch.minimum(rows, operator.a), columns
-    return filled_value(operator, (f, lowered), marginals, epsilon)
+    # No more than to move that mass from the dearest row to the product.
+    prices = operator.expected_costs(operator.b) - operator.b @ lowered.double() - f.double()
+    dearest = torch.where(operator.a > 0, prices, 0).max()
+    value = filled_value(operator, (f, lowered), marginals, epsilon)
+    return value, (rows.sum() - columns.sum()).abs() * dearest

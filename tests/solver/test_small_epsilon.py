@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import otdd_flash as otdd
 from experiments.peers import Problem, pot_emd2
@@ -111,6 +112,44 @@ def test_above_the_reach_of_rounding_the_default_tolerance_is_a_thousandth(
 def test_where_rounding_leaves_no_marginals_the_default_is_refused_too(digits: Problem) -> None:
     with pytest.raises(InputError, match=r"too tight for float32.*raise solver\.tolerance"):
         solve(digits, 1e-6 * mean_cost(digits), "high", otdd.SolverOptions())
+
+
+@pytest.mark.parametrize("options", [{}, {"tolerance": 1.0}, {"bound_width": 0.01}])
+def test_an_epsilon_that_leaves_nothing_of_the_plan_is_refused(
+    digits: Problem, options: dict[str, float]
+) -> None:
+    message = r"^epsilon=.* is too small for float32.*; raise epsilon, set precision=double$"
+    for relative in (1e-8, 1e-13):
+        with pytest.raises(InputError, match=message):
+            solve(digits, relative * mean_cost(digits), "high", otdd.SolverOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (1e19, r"costs of up to .* overflow in .*scale the features down or set precision=double"),
+        (1e-20, r"epsilon=.* underflows in .*; scale the features up or set precision=double"),
+    ],
+)
+def test_scales_out_of_the_range_of_float32_are_refused(scale: float, message: str) -> None:
+    x, y = torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0)) * scale
+    epsilon = 0.1 * scale**2
+    with pytest.raises(InputError, match=message):
+        otdd.sinkhorn(x, y, epsilon=epsilon, compute=otdd.ComputeOptions("cpu"))
+    double = otdd.ComputeOptions("cpu", precision="double")
+    assert otdd.sinkhorn(x, y, epsilon=epsilon, compute=double).converged
+
+
+def test_a_plan_whose_mass_overflows_by_rounding_is_refused() -> None:
+    draw = torch.Generator().manual_seed(5)
+    x, y = torch.randn(300, 3, generator=draw), torch.randn(150, 3, generator=draw)
+    y[0] = 1e6
+    masses = torch.ones(150, dtype=torch.float64)
+    masses[0] = 1e-8
+    far = LabeledSamples(y, None, (), masses)
+    options = otdd.SolverOptions(bound_width=0.01, max_iterations=20)
+    with pytest.raises(InputError, match=r"too far above the mean.*leave out points"):
+        otdd.sinkhorn(x, far, epsilon=0.02, options=options, compute=otdd.ComputeOptions("cpu"))
 
 
 def test_a_tolerance_out_of_reach_of_float32_is_refused_with_a_way_out(digits: Problem) -> None:
