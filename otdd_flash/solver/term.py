@@ -66,7 +66,7 @@ class TransportTerm:
         `asked` is the tolerance before rounding made it `tolerance`.
         """
         converged = certificate.marginal_error <= tolerance
-        reached: StoppedBy = "tolerance" if tolerance <= asked else "rounding"
+        reached: StoppedBy = "tolerance" if certificate.marginal_error <= asked else "rounding"
         return cls(
             certificate.f,
             certificate.g,

@@ -14,7 +14,9 @@ from experiments.peers import Problem, pot_emd2
 from otdd_flash.errors import InputError
 from otdd_flash.labels import measure_classes
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.term import TransportTerm
 
 # Over the mean cost.
 EPSILONS = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
@@ -168,3 +170,19 @@ def test_real_images_from_large_to_small_epsilon(real_data: Path, precision: str
         for name in ("mnist", "usps")
     )
     check_descent(labelled(*sides), precision, otdd.SolverOptions(1e-2))
+
+
+@pytest.mark.parametrize(("error", "reason"), [(9e-4, "tolerance"), (1.1e-3, "rounding")])
+def test_rounding_is_the_reason_only_where_the_error_is_larger(error: float, reason: str) -> None:
+    none = torch.zeros(1)
+    term = TransportTerm.from_certificate(
+        Certificate(none, none, 1.0, (0.9, 1.1), error),
+        0.1,
+        iterations=3,
+        passes=7.0,
+        tolerance=2e-3,
+        asked=1e-3,
+        unless_converged="max_iterations",
+    )
+    assert term.converged
+    assert term.stopped_by == reason
