@@ -13,9 +13,9 @@ the next one, which count for nothing: their columns have no mass, their rows ar
 nothing is padded but the end of the pool, and a potential takes as much memory as its class.
 
 One program owns a block of rows of a segment and a range of its columns; a segment that is not
-active ends at once. The sums of the ranges are left to `segmented_update`. The ranges depend on the
-segment alone, so its numbers do not change with the segments beside it. Coordinates and the flat
-loop are those of `half_step`.
+active ends at once. The sums of the ranges are left to those who read them, `segmented_softmin` and
+`segmented_look`. The ranges depend on the segment alone, so its numbers do not change with the
+segments beside it. Coordinates and the flat loop are those of `half_step`.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def segmented_step(
         potential,
         programs,
         table,
-        active.to(torch.int8),
+        active.view(torch.int8),
         scales,
         *out,
         coordinates.shape[0] // 2,

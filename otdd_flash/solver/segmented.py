@@ -30,8 +30,9 @@ class SegmentTerms(NamedTuple):
         lower: lower bound.
         upper: upper bound.
         marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
-        rounding: the part of `marginal_error` that rounding may hide.
-        iterations: updates of both potentials, or of the only one.
+        rounding: the part of `marginal_error` that rounding may hide; all of it where iterations
+            no longer lower it.
+        iterations: looks at both potentials, or at the only one.
     """
 
     value: Tensor
@@ -106,8 +107,10 @@ def run(segments: Segments, rule: Rule, finished: Finished | None = None) -> Seg
 
 def rounding_floor(segments: Segments, size: Tensor, epsilon: Tensor | float) -> Tensor:
     """Marginal errors that rounding causes (S,), as `certificate.rounding_floor`."""
-    unit = torch.finfo(segments.dtype).eps / 2
-    return unit * ((size + 2 * segments.mean_cost) / epsilon + 4)
+    unit, unit_of_sums = (
+        torch.finfo(dtype).eps / 2 for dtype in (segments.dtype, segments.sum_dtype)
+    )
+    return unit * (size + 2 * segments.mean_cost) / epsilon + 4 * unit_of_sums
 
 
 def value_rounding(segments: Segments, size: Tensor, epsilon: Tensor | float) -> Tensor:

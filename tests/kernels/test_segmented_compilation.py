@@ -45,6 +45,11 @@ def argument_type(name: str, height: int, tile: Tile) -> str:
         "programs_ptr": "*i32",
         "segments_ptr": "*i64",
         "active_ptr": "*i8",
+        "kept_here_ptr": "*i8",
+        "learnt_ptr": "*i8",
+        "slot_ptr": "*i64",
+        "epsilon_ptr": "*fp64",
+        "coefficients_ptr": "*fp64",
         "masses_ptr": "*fp64",
         "seen_ptr": "*fp64",
         "n": "i32",
@@ -71,8 +76,9 @@ def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[s
 
 
 def main() -> None:
+    from otdd_flash.kernels import segmented_look, segmented_move, segmented_softmin
     from otdd_flash.kernels.segmented_step import RANGE_COLUMNS, segmented_step_kernel
-    from otdd_flash.kernels.segmented_update import BLOCK, segmented_update_kernel
+    from otdd_flash.operators.segments import MEMORY
 
     capability = int(sys.argv[1])
     taken = []
@@ -90,8 +96,19 @@ def main() -> None:
                 "DESCRIPTORS": tile.descriptors,
             }
             taken.append(needs(segmented_step_kernel, constants, int(height), tile, capability))
-    constants = {"LN_2": 0.7, "BLOCK": BLOCK}
-    taken.append(needs(segmented_update_kernel, constants, 0, tile._replace(warps=4), capability))
+    vectors = {"VECTORS": 2 * MEMORY}
+    for kernel, constants in (
+        (
+            segmented_softmin.segmented_softmin_kernel,
+            {"LN_2": 0.7, "BLOCK": segmented_softmin.BLOCK},
+        ),
+        (
+            segmented_look.segmented_look_kernel,
+            {"LN_2": 0.7, "NUMBERS": 14, "BLOCK": segmented_look.BLOCK} | vectors,
+        ),
+        (segmented_move.segmented_move_kernel, {"BLOCK": segmented_move.BLOCK} | vectors),
+    ):
+        taken.append(needs(kernel, constants, 0, tile._replace(warps=4), capability))
     sys.stdout.write(json.dumps(taken) + "\n")
 
 
