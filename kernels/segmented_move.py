@@ -24,10 +24,7 @@ BLOCK = 256
 def segmented_move_kernel(
     segments_ptr,  # (S, 8) int64, columns as rows
     active_ptr,  # (S,) int8
-    kept_here_ptr,  # (S,) int8
-    learnt_ptr,  # (S,) int8
-    slot_ptr,  # (S,) int64
-    coefficients_ptr,  # (S, 4 + VECTORS) float64: means of s and y, scale, shift, weights
+    move_ptr,  # (S, 7 + VECTORS) float64
     candidate_ptr,  # (entries,) float32, overwritten
     fresh_ptr,  # (entries,) float32
     kept_ptr,  # (entries,) float32, overwritten
@@ -41,16 +38,14 @@ def segmented_move_kernel(
     p_segment = segments_ptr + 8 * i_segment
     columns, offset = tl.load(p_segment + 1), tl.load(p_segment + 2)
     blocks = tl.where(tl.load(active_ptr + i_segment) != 0, tl.cdiv(columns, BLOCK), 0)
-    is_kept, is_learnt = tl.load(kept_here_ptr + i_segment), tl.load(learnt_ptr + i_segment)
+    p_move = move_ptr + (7 + VECTORS) * i_segment
+    is_kept, is_learnt = tl.load(p_move), tl.load(p_move + 1)
     # There is no vector of a negative number.
-    slot = tl.where(is_learnt != 0, tl.load(slot_ptr + i_segment).to(tl.int32), -VECTORS)
-    p_coefficients = coefficients_ptr + (4 + VECTORS) * i_segment
-    mean_step = tl.load(p_coefficients).to(tl.float32)
-    mean_fall = tl.load(p_coefficients + 1).to(tl.float32)
-    scale = tl.load(p_coefficients + 2).to(tl.float32)
-    shift = tl.load(p_coefficients + 3).to(tl.float32)
+    slot = tl.where(is_learnt != 0, tl.load(p_move + 2).to(tl.int32), -VECTORS)
+    mean_step, mean_fall = tl.load(p_move + 3).to(tl.float32), tl.load(p_move + 4).to(tl.float32)
+    scale, shift = tl.load(p_move + 5).to(tl.float32), tl.load(p_move + 6).to(tl.float32)
     i_vector = tl.arange(0, VECTORS)
-    weights = tl.load(p_coefficients + 4 + i_vector).to(tl.float32)  # (VECTORS,)
+    weights = tl.load(p_move + 7 + i_vector).to(tl.float32)  # (VECTORS,)
     m_step = (i_vector == slot)[:, None]
     m_newest = m_step | (i_vector == slot + VECTORS // 2)[:, None]
     for i_block in range(blocks):
@@ -78,33 +73,21 @@ def segmented_move_kernel(
         tl.store(candidate_ptr + o_entry, moved, mask=m_column)
 
 
-def segmented_move(
-    table: Tensor,
-    active: Tensor,
-    kept: Tensor,
-    learnt: Tensor,
-    slot: Tensor,
-    coefficients: Tensor,
-    vectors: Vectors,
-) -> None:
+def segmented_move(table: Tensor, active: Tensor, move: Tensor, vectors: Vectors) -> None:
     """Move the candidates of all active segments.
 
     Args:
         table: (S, 8) int64, as for `segmented_step`, with the columns as rows.
         active: (S,) bool, segments to work on.
-        kept: (S,) bool, where the candidate is kept.
-        learnt: (S,) bool, where the newest differences are remembered.
-        slot: (S,) int64, in which place.
-        coefficients: (S, 4 + 2 memory) float64, the means of s and y, scale, shift and weights.
+        move: (S, 7 + 2 memory) float64, per segment: whether the candidate is kept, whether the
+            newest differences are remembered, in which place, means of s and y, scale, shift and
+            weights.
         vectors: of the columns; overwritten.
     """
     segmented_move_kernel[(len(table),)](
         table,
         active.view(torch.int8),
-        kept.view(torch.int8),
-        learnt.view(torch.int8),
-        slot,
-        coefficients,
+        move,
         *vectors,
         VECTORS=vectors.remembered.numel() // vectors.candidate.numel(),
         BLOCK=BLOCK,

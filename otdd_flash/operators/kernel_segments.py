@@ -8,8 +8,6 @@ is the `offset`.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -28,8 +26,6 @@ from otdd_flash.kernels.segmented_step import (
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel import PRODUCT_DEPTH
 from otdd_flash.operators.segments import MEMORY, Look, Move
-
-LOG2_E = math.log2(math.e)
 
 # What is made of potentials before the first iteration, a column's vectors, and a segment's rows of
 # small tables.
@@ -87,30 +83,27 @@ class KernelSegments:
 
     def look(self, epsilon: Tensor, active: Tensor) -> Look:
         """Look at the candidates."""
-        inverse = LOG2_E / epsilon
-        scales = torch.stack((inverse * self._product_scale, inverse), 1).float()
+        return Look.of(*self.numbers(epsilon, active))
+
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of a look."""
         masses, vectors = self._classes.pool.masses, self._vectors
         if not self._symmetric:
-            self._half_step(0, scales, vectors.candidate, active)
+            self._half_step(0, epsilon, vectors.candidate, active)
             rows = segmented_softmin(
                 self._sums, masses, self._tables[0], active, epsilon, self._rows
             )
-        self._half_step(-1, scales, self._rows, active)
+        self._half_step(-1, epsilon, self._rows, active)
         columns = segmented_look(self._sums, masses, self._tables[-1], active, epsilon, vectors)
-        return Look.of(columns[:, :2] if self._symmetric else rows, columns)
+        return columns[:, :2] if self._symmetric else rows, columns
 
     def move(self, move: Move, active: Tensor) -> None:
         """Choose the next candidates."""
-        numbers = torch.stack((move.mean_step, move.mean_fall, move.scale, move.shift), 1)
-        segmented_move(
-            self._tables[-1],
-            active,
-            move.kept,
-            move.learnt,
-            move.slot,
-            torch.cat((numbers, move.weights), 1),
-            self._vectors,
-        )
+        self.move_by(move.numbers, active)
+
+    def move_by(self, numbers: Tensor, active: Tensor) -> None:
+        """Choose them by the numbers of a move."""
+        segmented_move(self._tables[-1], active, numbers, self._vectors)
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments; potentials stay where they are."""
@@ -120,7 +113,7 @@ class KernelSegments:
         self._tables = [table[order] for table in self._tables]
         self._programs = [programs_of(table, self._small) for table in self._tables]
 
-    def _half_step(self, side: int, scales: Tensor, other: Tensor, active: Tensor) -> None:
+    def _half_step(self, side: int, epsilon: Tensor, other: Tensor, active: Tensor) -> None:
         """Sums of one side's rows over what the potentials of the other are for."""
         segmented_step(
             self._classes.pool,
@@ -129,7 +122,8 @@ class KernelSegments:
             self._programs[side],
             self._tables[side],
             active,
-            scales,
+            epsilon,
+            self._product_scale,
             other,
             self._sums,
         )

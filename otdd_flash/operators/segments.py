@@ -18,7 +18,7 @@ What it computes for a segment must not depend on the segments beside it, to the
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -121,6 +121,11 @@ class Move(NamedTuple):
     shift: Tensor
     weights: Tensor
 
+    @property
+    def numbers(self) -> Tensor:
+        """All of it as (S, 7 + 2 MEMORY) float64, in this order."""
+        return torch.cat((torch.stack([part.double() for part in self[:-1]], 1), self.weights), 1)
+
 
 class Segments(Protocol):
     """S transport problems and their vectors; all attributes of shape (S,) are float64.
@@ -186,4 +191,17 @@ class Segments(Protocol):
 
     def keep(self, order: Tensor) -> None:
         """Go on with the segments `order` (S',) only, in that order."""
+        ...
+
+
+@runtime_checkable
+class TritonSegments(Segments, Protocol):
+    """Segments whose passes run in Triton, so that what is decided between them can, too."""
+
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """A look by its numbers, as `Look.of` takes them; arguments as for `look`."""
+        ...
+
+    def move_by(self, numbers: Tensor, active: Tensor) -> None:
+        """A move by its numbers, as `Move.numbers` gives them; arguments as for `move`."""
         ...

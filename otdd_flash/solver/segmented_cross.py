@@ -24,7 +24,7 @@ from otdd_flash.solver.segmented import (
     run,
     value_rounding,
 )
-from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Shown, Start
+from otdd_flash.solver.segmented_quasi_newton import Form, Shown, Start, iterations_of
 
 
 def solve_cross_terms(
@@ -49,10 +49,10 @@ def solve_cross_terms(
     start = Start(torch.where(hopeless, epsilon, level), none)
     first = coarse_form(segments, options)
     if first is not None:
-        rule = QuasiNewton(*first, epsilon, show_cross, 1.0, start)
+        rule = iterations_of(*first, epsilon, CROSS, start)
         iterations = run(first.segments, rule).iterations
         start = Start(torch.full_like(iterations, epsilon), iterations)
-    rule = QuasiNewton(segments, options, epsilon, show_cross, 1.0, start)
+    rule = iterations_of(segments, options, epsilon, CROSS, start)
     return run(segments, rule, finished)
 
 
@@ -73,6 +73,9 @@ def show_cross(segments: Segments, look: Look, epsilon: Tensor) -> Shown:
         upper=value + error * spread + rounding,
         error=error,
     )
+
+
+CROSS = Form(show_cross, damping=1.0, symmetric=False)
 
 
 def _first_levels(segments: Segments, epsilon: float) -> Tensor:

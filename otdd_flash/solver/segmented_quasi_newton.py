@@ -7,6 +7,8 @@ segment is done with a look at the final epsilon whose marginal error is within 
 Where rounding is near the marginal error, iterations may get nowhere although the floor is below
 the tolerance. A segment that has not improved for `STALLED` of them ends there, and calls all of
 its error rounding.
+
+This file is the reference; where passes run in Triton, `segmented_kernels` does the same.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.segments import MEMORY, Look, Move, Segments
+from otdd_flash.operators.segments import MEMORY, Look, Move, Segments, TritonSegments
 from otdd_flash.solver.options import SolverOptions
-from otdd_flash.solver.segmented import SegmentTerms, Step
+from otdd_flash.solver.segmented import Rule, Step
 from otdd_flash.solver.segmented_differences import Differences
 from otdd_flash.solver.segmented_trust import Trust
 
@@ -56,11 +58,37 @@ class Shown(NamedTuple):
 Reading = Callable[[Segments, Look, Tensor], Shown]
 
 
+class Form(NamedTuple):
+    """What tells problems between two clouds from those of one cloud with itself.
+
+    Attributes:
+        reading: of a look.
+        damping: the plain update is g + damping r.
+        symmetric: whether rows are columns.
+    """
+
+    reading: Reading
+    damping: float
+    symmetric: bool
+
+
 class Start(NamedTuple):
     """Levels of epsilon (S,) to start at, and iterations (S,) that were taken before."""
 
     level: Tensor
     iterations: Tensor
+
+
+def iterations_of(
+    segments: Segments, options: SolverOptions, epsilon: float, form: Form, start: Start
+) -> Rule:
+    """The iterations of all segments, where their passes run; arguments as for `QuasiNewton`."""
+    if isinstance(segments, TritonSegments):
+        # Triton is not everywhere.
+        from otdd_flash.solver.segmented_kernels import QuasiNewtonKernels
+
+        return QuasiNewtonKernels(segments, options, epsilon, form, start)
+    return QuasiNewton(segments, options, epsilon, form, start)
 
 
 class QuasiNewton:
@@ -70,8 +98,7 @@ class QuasiNewton:
         segments: the problems.
         options: when a segment stops.
         epsilon: the final one.
-        reading: of a look.
-        damping: the plain update is g + damping r.
+        form: of the problems.
         start: where to.
     """
 
@@ -80,12 +107,11 @@ class QuasiNewton:
         segments: Segments,
         options: SolverOptions,
         epsilon: float,
-        reading: Reading,
-        damping: float,
+        form: Form,
         start: Start,
     ) -> None:
         self._segments, self._options, self._epsilon = segments, options, epsilon
-        self._reading, self._damping = reading, damping
+        self._form = form
         self._level, self._iterations = start
         self._trust = Trust.fresh(start.level)
         self._differences = Differences(start.level)
@@ -96,7 +122,7 @@ class QuasiNewton:
         last = self._iterations >= self._options.max_iterations
         level = torch.where(last, self._epsilon, self._level)
         look = self._segments.look(level, active)
-        shown = self._reading(self._segments, look, level)
+        shown = self._form.reading(self._segments, look, level)
         # Only the last g that was kept at this level has a residual to compare with.
         started = self._trust.dual.isfinite()
         kept, trust = self._trust.judge(shown.dual, shown.gain, look.gap, level * shown.floor)
@@ -113,8 +139,8 @@ class QuasiNewton:
         self._trust = trust.restarted(falls)
         self._level = torch.where(falls, level / 2, level).clamp_min(self._epsilon)
         rounding = torch.where(stalled, shown.error, shown.floor)
-        numbers = shown.value, shown.lower, shown.upper, shown.error
-        return Step(done, SegmentTerms(*numbers, rounding, self._iterations))
+        terms = shown.value, shown.lower, shown.upper, shown.error, rounding, self._iterations
+        return Step(done, torch.stack(terms, 1))
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments."""
@@ -141,9 +167,9 @@ class QuasiNewton:
             slot,
             look.mean_step,
             look.mean_fall,
-            scale=torch.where(plain, self._damping, scale),
+            scale=torch.where(plain, self._form.damping, scale),
             # The mean, of which the differences say nothing, moves as in a plain update.
-            shift=torch.where(plain, 0, (self._damping - scale) * mean),
+            shift=torch.where(plain, 0, (self._form.damping - scale) * mean),
             weights=torch.where(plain[:, None], 0, weights),
         )
 

@@ -20,7 +20,7 @@ from otdd_flash.solver.segmented import (
     run,
     value_rounding,
 )
-from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Shown, Start
+from otdd_flash.solver.segmented_quasi_newton import Form, Shown, Start, iterations_of
 
 
 def solve_self_terms(
@@ -34,9 +34,9 @@ def solve_self_terms(
     start = Start(level, torch.zeros_like(level))
     first = coarse_form(segments, options)
     if first is not None:
-        rule = QuasiNewton(*first, epsilon, show_self, 0.5, start)
+        rule = iterations_of(*first, epsilon, SELF, start)
         start = Start(level, run(first.segments, rule).iterations)
-    rule = QuasiNewton(segments, options, epsilon, show_self, 0.5, start)
+    rule = iterations_of(segments, options, epsilon, SELF, start)
     return run(segments, rule, finished)
 
 
@@ -57,3 +57,6 @@ def show_self(segments: Segments, look: Look, epsilon: Tensor) -> Shown:
         upper=value + error * (look.highest - look.lowest + segments.cost_spread) + rounding,
         error=error,
     )
+
+
+SELF = Form(show_self, damping=0.5, symmetric=True)

@@ -81,16 +81,12 @@ def test_directions_are_those_of_one_problem(rounds):
     for ring, residual, direction in zip(
         rings, residuals, directions(found, rings, residuals), strict=True
     ):
-        empty = torch.zeros(quasi_newton.MEMORY, POINTS, dtype=torch.float64)
+        memory = torch.zeros(2, quasi_newton.MEMORY, POINTS, dtype=torch.float64)
         newest = ring.history[-MEMORY:]
-        steps, falls = (torch.stack(values) for values in zip(*newest, strict=True))
-        expected = quasi_newton._direction(
-            residual,
-            torch.cat((empty, steps))[-quasi_newton.MEMORY :],
-            torch.cat((empty, falls))[-quasi_newton.MEMORY :],
-            ring.weights,
-            1.0,
-        )
+        for kind, vectors in enumerate(zip(*newest, strict=True)):
+            memory[kind, -len(newest) :] = torch.stack(vectors)
+        others = torch.cat((memory[1], residual[None])) * ring.weights
+        expected = quasi_newton._direction(residual, memory, memory @ others.T, 1.0)
         torch.testing.assert_close(direction, expected, rtol=1e-8, atol=1e-8)
 
 

@@ -11,9 +11,9 @@ from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver import quasi_newton
 from otdd_flash.solver.alternating import alternate
 from otdd_flash.solver.options import SolverOptions
-from otdd_flash.solver.segmented_cross import show_cross
+from otdd_flash.solver.segmented_cross import CROSS
 from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Start
-from otdd_flash.solver.segmented_self import show_self
+from otdd_flash.solver.segmented_self import SELF
 from otdd_flash.solver.symmetric import average
 
 EPSILON, STEPS = 0.05, 30
@@ -26,12 +26,12 @@ def cloud(size, seed):
     return WeightedPoints(points, masses / masses.sum())
 
 
-def candidates_together(sides, show, damping):
+def candidates_together(sides, form):
     """The candidates of all problems after every step (STEPS, S, m)."""
     segments = StoredSegments(sides, (32, 32))
     level = torch.full_like(segments.mean_cost, EPSILON)
     start = Start(level, torch.zeros_like(level))
-    rule = QuasiNewton(segments, SolverOptions(1e-12), EPSILON, show, damping, start)
+    rule = QuasiNewton(segments, SolverOptions(1e-12), EPSILON, form, start)
     active = torch.ones(len(sides), dtype=torch.bool)
     seen = []
     for _ in range(STEPS):
@@ -49,22 +49,20 @@ def candidates_alone(rows, columns, step):
     for iteration in range(STEPS):
         track = quasi_newton.Track(*step(operator, EPSILON, track))
         seen.append(track.candidate)
-        if rejected is None and float(track.penalty) > 1:
+        if rejected is None and float(track.named.penalty) > 1:
             rejected = iteration
     return torch.stack(seen), rejected
 
 
-@pytest.mark.parametrize(
-    ("step", "show", "damping"), [(alternate, show_cross, 1.0), (average, show_self, 0.5)]
-)
-def test_candidates_are_those_of_one_problem(step, show, damping, monkeypatch):
+@pytest.mark.parametrize(("step", "form"), [(alternate, CROSS), (average, SELF)])
+def test_candidates_are_those_of_one_problem(step, form, monkeypatch):
     """Up to a constant and rounding, where steps are kept and where they are not."""
     monkeypatch.setattr(quasi_newton, "MEMORY", MEMORY)
     clouds = [cloud(size, size) for size in (30, 17, 25)]
     sides = [
         (one, one) if step is average else (one, clouds[k - 1]) for k, one in enumerate(clouds)
     ]
-    together = candidates_together(sides, show, damping)
+    together = candidates_together(sides, form)
     rejected = []
     for k, (rows, columns) in enumerate(sides):
         alone, first = candidates_alone(rows, columns, step)
