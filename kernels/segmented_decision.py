@@ -14,7 +14,7 @@ its level of epsilon and at `state_width` numbers,
 
     iterations,   dual, gain, lowest, stale, plain, penalty,   slot, R^-1, Y^T Y, D.
 
-One program per segment.
+One lane per segment, as all of them do the same with few numbers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from otdd_flash.kernels.segmented_trust import judge
 
 # Numbers of a state before those remembered, of terms, and of a move before its weights.
 TRUST, TERMS, MOVE = 7, 6, 7
+
+# Segments of a program.
+BLOCK = 8
 
 
 class Limits(NamedTuple):
@@ -89,8 +92,10 @@ def read_plan(p_rows, p_columns, epsilon, SELF: tl.constexpr):
     return plan
 
 
-@triton.jit
+# A number of segments that the kernel was compiled for would change their bits.
+@triton.jit(do_not_specialize=["count"])
 def segmented_decision_kernel(
+    count,
     rows_ptr,  # (S, 2) float64, of this stride
     row_stride,
     columns_ptr,  # (S, NUMBERS + 4 MEMORY) float64
@@ -117,9 +122,11 @@ def segmented_decision_kernel(
     TRUST: tl.constexpr,
     TERMS: tl.constexpr,
     MOVE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program per segment."""
-    i_segment = tl.program_id(0).to(tl.int64)
+    """One program per block of segments; lanes past the last segment repeat it."""
+    i_lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i_segment = tl.minimum(i_lane, count - 1).to(tl.int64)
     p_columns = columns_ptr + (NUMBERS + 4 * MEMORY) * i_segment
     p_costs, p_rows = costs_ptr + 4 * i_segment, rows_ptr + row_stride * i_segment
     p_state, p_new_state = state_ptr + WIDTH * i_segment, new_state_ptr + WIDTH * i_segment
@@ -169,11 +176,11 @@ def segmented_decision_kernel(
         p_columns + 6, p_columns + NUMBERS, started, epsilon * floor,
         p_state + TRUST, p_new_state + TRUST, MEMORY,
     )  # fmt: skip
-    largest = tl.abs(scale) + tl.sum(tl.abs(steps) + tl.abs(falls_weights), 0)
+    largest = tl.abs(scale) + tl.sum(tl.abs(steps) + tl.abs(falls_weights), 1)
     ends = done | falls
     usable = (plain <= 0) & (ends == 0) & (largest < float("inf"))
     p_move = move_ptr + (MOVE + 2 * MEMORY) * i_segment
-    p_weights = p_move + MOVE + tl.arange(0, MEMORY)
+    p_weights = p_move[:, None] + (MOVE + tl.arange(0, MEMORY))[None, :]
     tl.store(p_move, (kept | ends).to(tl.float64))
     tl.store(p_move + 1, sound.to(tl.float64))
     tl.store(p_move + 2, tl.load(p_state + TRUST))
@@ -182,8 +189,8 @@ def segmented_decision_kernel(
     tl.store(p_move + 5, tl.where(usable, scale, DAMPING))
     # The mean, of which the differences say nothing, moves as in a plain update.
     tl.store(p_move + 6, tl.where(usable, (DAMPING - scale) * mean_residual, 0.0))
-    tl.store(p_weights, tl.where(usable, steps, 0.0))
-    tl.store(p_weights + MEMORY, tl.where(usable, falls_weights, 0.0))
+    tl.store(p_weights, tl.where(usable[:, None], steps, 0.0))
+    tl.store(p_weights + MEMORY, tl.where(usable[:, None], falls_weights, 0.0))
 
 
 def state_width(memory: int) -> int:
@@ -203,6 +210,7 @@ def constants_of(memory: int, damping: float, symmetric: bool, limits: Limits) -
         "TRUST": TRUST,
         "TERMS": TERMS,
         "MOVE": MOVE,
+        "BLOCK": BLOCK,
     }
 
 
@@ -235,7 +243,8 @@ def segmented_decision(
     done = torch.empty(count, dtype=torch.bool, device=level.device)
     terms, move = level.new_empty((count, TERMS)), level.new_empty((count, MOVE + 2 * memory))
     after = Standing(torch.empty_like(level), torch.empty_like(standing.state))
-    segmented_decision_kernel[(count,)](
+    segmented_decision_kernel[(triton.cdiv(count, BLOCK),)](
+        count,
         rows,
         rows.stride(0),
         columns,

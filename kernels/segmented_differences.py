@@ -1,7 +1,7 @@
-"""What `solver.segmented_differences` does for a problem, as part of a kernel.
+"""What `solver.segmented_differences` does for a block of problems, as part of a kernel.
 
-Lanes and both axes of small squares are slots of remembered differences. What is remembered are the
-slot that comes next, R^-1, Y^T Y and D: `memory_width` numbers.
+What is remembered of a problem are the slot that comes next, R^-1, Y^T Y and D, in `memory_width`
+numbers. Shapes: (BLOCK,) problems, (BLOCK, MEMORY) and (BLOCK, MEMORY, MEMORY) their slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def memory_width(memory: int) -> int:
 
 @triton.jit
 def learn_and_direct(
-    p_products,  # (8,) <1, s>, <1, y>, <1, r>, <s, s>, <s, y>, <y, y>, <s, r>, <y, r>
+    p_products,  # <1, s>, <1, y>, <1, r>, <s, s>, <s, y>, <y, y>, <s, r>, <y, r>
     p_remembered,  # (4 MEMORY,) of steps, then falls, with y; then both with r
     started,  # whether there are newest differences
     rounding,  # what a single softmin may be off by
@@ -39,32 +39,37 @@ def learn_and_direct(
     noise = rounding * tl.sqrt(tl.maximum(step_step, 0.0))
     sound = started & (step_fall > noise) & (step_fall < float("inf"))
 
-    o = tl.arange(0, MEMORY)
+    i_slot = tl.arange(0, MEMORY)
+    o, o_square = i_slot[None, :], MEMORY * i_slot[:, None] + i_slot[None, :]
+    p_inverse = p_memory[:, None, None] + (1 + o_square)[None, :, :]
+    p_curvatures = p_memory[:, None] + (1 + 2 * MEMORY * MEMORY + o)
+    p_new_inverse = p_new_memory[:, None, None] + (1 + o_square)[None, :, :]
+    p_new_curvatures = p_new_memory[:, None] + (1 + 2 * MEMORY * MEMORY + o)
+    p_steps = p_remembered[:, None] + o
+
     slot = tl.load(p_memory)
     # There is no slot of a negative number.
-    newest = o == tl.where(sound, slot, -1.0).to(tl.int32)
-    row, column = newest[:, None], newest[None, :]
-    steps = tl.where(newest, step_fall, tl.load(p_remembered + o))
-    falls = tl.where(newest, fall_fall, tl.load(p_remembered + MEMORY + o))
-    o_inverse = 1 + MEMORY * o[:, None] + o[None, :]
-    o_squares = MEMORY * MEMORY + o_inverse
-    o_curvatures = 1 + 2 * MEMORY * MEMORY + o
-    inverse = tl.where(row | column, 0.0, tl.load(p_memory + o_inverse))
-    last = tl.where(newest, 1.0, -tl.sum(inverse * steps[None, :], 1)) / step_fall
-    inverse = tl.where(column, last[:, None], inverse)
-    squares = tl.where(row, falls[None, :], tl.load(p_memory + o_squares))
-    squares = tl.where(column, falls[:, None], squares)
-    curvatures = tl.where(newest, steps, tl.load(p_memory + o_curvatures))
+    newest = o == tl.where(sound, slot, -1.0).to(tl.int32)[:, None]
+    row, column = newest[:, :, None], newest[:, None, :]
+    steps = tl.where(newest, step_fall[:, None], tl.load(p_steps))
+    falls = tl.where(newest, fall_fall[:, None], tl.load(p_steps + MEMORY))
+    inverse = tl.where(row | column, 0.0, tl.load(p_inverse))
+    last = tl.where(newest, 1.0, -tl.sum(inverse * steps[:, None, :], 2)) / step_fall[:, None]
+    inverse = tl.where(column, last[:, :, None], inverse)
+    squares = tl.where(row, falls[:, None, :], tl.load(p_inverse + MEMORY * MEMORY))
+    squares = tl.where(column, falls[:, :, None], squares)
+    curvatures = tl.where(newest, steps, tl.load(p_curvatures))
     following = tl.where(slot == MEMORY - 1, 0.0, slot + 1)
     tl.store(p_new_memory, tl.where(sound, following, slot))
-    tl.store(p_new_memory + o_inverse, inverse)
-    tl.store(p_new_memory + o_squares, squares)
-    tl.store(p_new_memory + o_curvatures, curvatures)
+    tl.store(p_new_inverse, inverse)
+    tl.store(p_new_inverse + MEMORY * MEMORY, squares)
+    tl.store(p_new_curvatures, curvatures)
 
-    steps = tl.where(newest, step_residual, tl.load(p_remembered + 2 * MEMORY + o))
-    falls = tl.where(newest, fall_residual, tl.load(p_remembered + 3 * MEMORY + o))
-    diagonal = tl.where(o[:, None] == o[None, :], squares, 0.0)
-    scale = tl.sum(curvatures, 0) / tl.sum(tl.sum(diagonal, 1), 0)
-    inner = tl.sum(inverse * steps[None, :], 1)
-    outer = scale * (tl.sum(squares * inner[None, :], 1) - falls) + curvatures * inner
-    return sound, scale, tl.sum(inverse * outer[:, None], 0), -scale * inner
+    steps = tl.where(newest, step_residual[:, None], tl.load(p_steps + 2 * MEMORY))
+    falls = tl.where(newest, fall_residual[:, None], tl.load(p_steps + 3 * MEMORY))
+    diagonal = tl.where((i_slot[:, None] == i_slot[None, :])[None, :, :], squares, 0.0)
+    scale = tl.sum(curvatures, 1) / tl.sum(tl.sum(diagonal, 2), 1)
+    inner = tl.sum(inverse * steps[:, None, :], 2)
+    outer = tl.sum(squares * inner[:, None, :], 2) - falls
+    outer = scale[:, None] * outer + curvatures * inner
+    return sound, scale, tl.sum(inverse * outer[:, :, None], 1), -scale[:, None] * inner

@@ -1,4 +1,4 @@
-"""What `solver.segmented_trust` decides for a problem, as part of a kernel."""
+"""What `solver.segmented_trust` decides for a block of problems, as part of a kernel."""
 
 from __future__ import annotations
 

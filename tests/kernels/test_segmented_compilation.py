@@ -47,6 +47,7 @@ def argument_type(name: str, height: int, tile: Tile) -> str:
         "active_ptr": "*i8",
         "done_ptr": "*i8",
         "n": "i32",
+        "count": "i32",
         "row_stride": "i32",
     }
     doubles = ("epsilon", "factors", "masses", "seen", "move", "rows", "columns", "costs")
