@@ -225,6 +225,18 @@ def test_iterations_are_limited(clouds, iterations):
         assert int(terms.iterations) == iterations
 
 
+@pytest.mark.parametrize("steps", [3, 40])
+def test_terms_are_those_of_the_iteration_that_was_enough(clouds, steps, monkeypatch):
+    """To the last bit, however many more are launched before the host asks."""
+    points = weighted_points(clouds)
+    sides = [(points[i], points[j]) for i, j in all_pairs(4).tolist()]
+    expected = solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, SolverOptions())
+    monkeypatch.setattr(StoredSegments, "steps_between_looks", steps)
+    found = solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, SolverOptions())
+    for name in ("iterations", "marginal_error", "value", "lower", "upper", "rounding"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
 def test_finished_segments_are_told_once(clouds):
     told = []
     points = weighted_points(clouds)
