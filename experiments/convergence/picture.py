@@ -9,6 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.ticker import NullFormatter
+
 from experiments.convergence.problem import TARGET
 from otdd_flash.report.page import INK, new_figure, save_picture
 
@@ -17,9 +19,9 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-WIDTH, ROW_HEIGHT, MARGIN = 12.0, 3.5, 0.75
+WIDTH, ROW_HEIGHT, MARGIN = 12.0, 3.7, 0.75
 # Heights of a panel's curves, in parts of the panel; names hang below.
-CURVES = 0.36
+CURVES = 0.42
 # The least distance of two of them, in parts of a panel's width.
 NAME_GAP = 0.062
 NAMES = {"mnist": "MNIST", "usps": "USPS", "fashion_mnist": "Fashion-MNIST"}
@@ -82,6 +84,9 @@ def draw_figure(rows: Sequence[Row], quantity: str, along: str, path: Path) -> N
             found = [
                 row for row in rows if (row["pair"], row["points"], row["epsilon_relative"]) == key
             ]
+            if not found:
+                axes.set_visible(False)
+                continue
             _panel(axes, found, quantity, along, (min(heights), max(heights)))
             axes.set_title(
                 f"ε = {relative:g} of the mean cost", fontsize=9.5, loc="left", color=INK
@@ -115,6 +120,7 @@ def _panel(
     decades = [10.0**power for power in range(math.ceil(low), math.floor(high) + 1)]
     axes.set_yticks(decades)
     axes.set_yticks([], minor=True)
+    axes.xaxis.set_minor_formatter(NullFormatter())
     ends: list[tuple[float, float, Style]] = []
     for method, style in STYLES.items():
         row = next((row for row in rows if row["method"] == method), None)

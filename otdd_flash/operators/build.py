@@ -52,7 +52,8 @@ class ComputeOptions:
         device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
         backend: `auto` (Triton on CUDA but in double precision), `torch` or `triton`.
         precision: `fast` iterates on points rounded to float16 and ends on the original ones, in
-            Triton; `high` is float32-like throughout, as both are in PyTorch; `double` is float64.
+            Triton, but where float16 holds them; `high` is float32-like throughout, as both are in
+            PyTorch; `double` is float64.
         memory_budget: bytes that stored scores may take in PyTorch: `auto` (half of free memory)
             or `4GiB`.
     """

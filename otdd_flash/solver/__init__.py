@@ -1,10 +1,10 @@
 """Entropic optimal transport, solved to a marginal error and certified; written against `Operator`.
 
-`options` when to stop; `alternating` the cross term, `levels` how it comes down to a small epsilon;
-`symmetric` a self term; `iteration` the loop of both, `quasi_newton` what makes it short and
-`quasi_newton_kernels` the same on a GPU; `sweep` and `late_reader` let it run without waiting for
-the device; `certificate` value and bounds from potentials, `polytope` the plans that prove the
-upper ones; `term` what a solve returns;
+`options` when to stop; `alternating` the cross term, `approach` where it starts, from a sample of
+the points and down `levels` of epsilon; `symmetric` a self term; `iteration` the loop of both,
+`quasi_newton` what makes it short and `quasi_newton_kernels` the same on a GPU; `sweep` and
+`late_reader` let short ones run without waiting for the device; `certificate` value and bounds from
+potentials, `polytope` the plans that prove the upper ones; `term` what a solve returns;
 `geomloss_schedule` the fixed updates of that library, for comparisons; `term_solves` all terms
 within one budget, `bound_width` until their bounds are narrow, `shortfall` what to say when they
 are not; `divergence` the debiased combination; `problem` two clouds and their three terms;
