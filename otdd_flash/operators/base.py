@@ -1,4 +1,4 @@
-"""What the solver asks of a cost: seven operations, whatever holds the matrix.
+"""What the solver asks of a cost: eight operations, whatever holds the matrix.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
@@ -130,6 +130,10 @@ class Operator(Protocol):
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64; takes less than a pass."""
+        ...
+
+    def expected_column_costs(self, masses: Tensor) -> Tensor:
+        """sum_i C_ij p_i (m,) for masses p (n,), float64; takes less than a pass."""
         ...
 
     def own_costs(self) -> Tensor:

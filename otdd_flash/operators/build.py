@@ -96,12 +96,13 @@ def build_operator(
         keep_scores: False for a single pass, which storing would not speed up.
 
     Raises:
-        InputError: the backend cannot run on the device or in the precision, or there is not
-            enough memory.
+        InputError: the backend cannot run on the device or in the precision, the precision cannot
+            hold the costs, or there is not enough memory.
     """
     device = resolve_device(compute.device)
     check_resources(source, target, compute, device)
     cost = labelled_cost(source, target, class_distances, weights, device)
+    _check_range(cost, compute)
     if _use_triton(compute, device):
         from otdd_flash.operators.kernel import KernelOperator
 
@@ -185,6 +186,17 @@ def relative_epsilon(
     if not cost.mean_cost > 0:
         raise InputError("epsilon_relative needs a positive mean cost; here it is 0: set epsilon")
     return float(multiple * cost.mean_cost)
+
+
+def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
+    """Refuse costs whose sums would overflow."""
+    highest = cost.cost_range.highest
+    if not highest < torch.finfo(compute.dtype).max / 4:
+        way_out = "" if compute.precision == "double" else " or set precision=double"
+        raise InputError(
+            f"costs of up to {highest:.1e} overflow in precision={compute.precision}; scale the "
+            f"features down{way_out}"
+        )
 
 
 def _use_triton(compute: ComputeOptions, device: torch.device) -> bool:

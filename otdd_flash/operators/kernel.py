@@ -140,6 +140,10 @@ class KernelOperator:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.cost.expected_costs(masses)
 
+    def expected_column_costs(self, masses: Tensor) -> Tensor:
+        """sum_i C_ij p_i (m,) for masses p (n,), float64."""
+        return self.cost.expected_column_costs(masses)
+
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.cost.own_costs()

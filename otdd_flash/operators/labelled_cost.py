@@ -94,17 +94,25 @@ class LabelledCost:
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64: O((n + m) d), from q's moments."""
-        x, y = self.points
+        return self._expected_costs(0, masses)
+
+    def expected_column_costs(self, masses: Tensor) -> Tensor:
+        """sum_i C_ij p_i (m,) for masses p (n,), float64, likewise."""
+        return self._expected_costs(1, masses)
+
+    def _expected_costs(self, side: int, masses: Tensor) -> Tensor:
+        """Of the points of one side, with masses on the other."""
+        points, labels = (pair[side] for pair in (self.points, self.labels))
+        others, their_labels = (pair[1 - side] for pair in (self.points, self.labels))
+        costs = self.class_costs.T if side else self.class_costs
         total = masses.sum()
-        moment, squares = _moments(y, masses, self.centre)
-        found = masses.new_empty(len(x))
-        for part, rows in _in_float64(x):
+        moment, squares = _moments(others, masses, self.centre)
+        found = masses.new_empty(len(points))
+        for part, rows in _in_float64(points):
             centred = rows.sub_(self.centre)
             found[part] = total * _squared_norms(centred) - 2 * (centred @ moment) + squares
-        classes = self.class_costs @ _mass_per_class(
-            masses, self.labels[1], self.class_costs.shape[1]
-        )
-        return self.lambda_x * found + classes[self.labels[0]]
+        classes = costs @ _mass_per_class(masses, their_labels, costs.shape[1])
+        return self.lambda_x * found + classes[labels]
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) of a cloud with itself, float64."""

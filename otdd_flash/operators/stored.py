@@ -71,6 +71,11 @@ class StoredOperator(TiledOperator):
         scores = torch.mv(self.scores, masses.to(self.dtype)).double()
         return self.row_offset.double() * masses.sum() - scores
 
+    def expected_column_costs(self, masses: Tensor) -> Tensor:
+        """sum_i C_ij p_i (m,) for masses p (n,), float64: one product with the scores."""
+        scores = torch.mv(self.scores.T, masses.to(self.dtype)).double()
+        return self.row_offset.double() @ masses - scores
+
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.row_offset.double() - self.scores.diagonal().double()

@@ -61,6 +61,10 @@ class StreamedOperator(TiledOperator):
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self._cost.expected_costs(masses)
 
+    def expected_column_costs(self, masses: Tensor) -> Tensor:
+        """sum_i C_ij p_i (m,) for masses p (n,), float64."""
+        return self._cost.expected_column_costs(masses)
+
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self._cost.own_costs()

@@ -103,6 +103,10 @@ class TiledOperator(ABC):
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
 
     @abstractmethod
+    def expected_column_costs(self, masses: Tensor) -> Tensor:
+        """sum_i C_ij p_i (m,) for masses p (n,), float64."""
+
+    @abstractmethod
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
 

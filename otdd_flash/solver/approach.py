@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.certificate import absent
 from otdd_flash.solver.iteration import Enough, Iteration
 from otdd_flash.solver.levels import (
     ITERATIONS_PER_LEVEL,
@@ -49,9 +50,6 @@ SCORES_PER_SAMPLED = 32
 
 # What its solve may take.
 SAMPLE_ITERATIONS = 200
-
-# Stands for a potential of -inf: far below any cost, and finite.
-ABSENT = -1e20
 
 
 class Sample(NamedTuple):
@@ -113,9 +111,9 @@ def _of_sample(
     track = coarse.run(sampled, level, track, _reaches(LEVEL_TOLERANCE))
     # In the measure of all columns, those of the sample have other masses.
     drawn = torch.bincount(sample.columns, minlength=len(operator.b)) / len(sample.columns)
-    g = torch.full_like(operator.b, ABSENT)
+    g = torch.full_like(operator.b, absent(operator))
     g[sample.columns] = track.updated.double()
-    g = torch.where(drawn > 0, g + level * (drawn / operator.b).log(), ABSENT)
+    g = torch.where(drawn > 0, g + level * (drawn / operator.b).log(), absent(operator))
     part = len(sample.rows) * len(sample.columns) / (operator.shape[0] * operator.shape[1])
     return g.to(operator.dtype), 2 * coarse.iterations * part
 

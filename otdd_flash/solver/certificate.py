@@ -26,19 +26,28 @@ carries the error of its cost and of the potentials it was built from, so both e
     SAFETY (cost_error + u (<a, |f|> + <b, |g|>) + 4 u epsilon),      u = unit roundoff.
 
 It also hides a part of the marginal error, `rounding_floor`, which the upper bounds have to pay
-for. (2) adds it to ||c - b||_1 or ||r - a||_1. It is spread over all points, so the rounded plan
-has to move that share of itself to the product a b^T, at SAFETY floor (mean C - value): by Jensen's
-inequality T(g)_i <= sum_j b_j (C_ij - g_j), so no point's share costs less than 0 and all add up to
-that. The balanced plan pays for the same error at the prices log (Q_ii / P_ii) of its diagonal.
+for. (2) adds it to ||c - b||_1 or ||r - a||_1. The rounded plan may have to move as much of each
+row and column to the product a b^T, at the prices
+
+    p_i = sum_j b_j (C_ij - g_j) - f_i,    p_j = sum_i a_i (C_ij - f_i) - g_j,
+
+which are not negative at the optimum by Jensen's inequality, and add up to mean C - value on each
+side. A far point is both dear and badly known, so every point pays for its own error, and not all
+for the mean one. What computed row and column sums do not agree on has to move too, at the highest
+price of a row. Where a point's error could be all of its mass, the plan is made without it, lest it
+take what belongs to others. The balanced plan pays for the same error at the prices log (Q_ii /
+P_ii) of its diagonal.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.polytope import balanced_value, filled_value
 
@@ -61,28 +70,38 @@ def certify(
     """One row update from g (m,), near f (n,), one column marginal, one rounding: three passes.
 
     With `updated`, which is T'(f), of an f that is T(g) already, the rounding alone.
+
+    Raises:
+        InputError: rounding leaves nothing of the plan.
     """
     if updated is None:
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
     masses = column_marginal(operator.b, g, updated, epsilon)
-    gap, size, total, dual, swing, primal = torch.stack(
+    gap, size, total, dual, swing, primal, moved = torch.stack(
         (
             (masses - operator.b).abs().sum(),
             magnitude(operator, f, g),
             masses.sum(),
             operator.a @ f.double() + operator.b @ g.double(),
             oscillation(g, operator.b > 0),
-            _rounded_value(operator, f, torch.minimum(g, updated), updated, epsilon),
+            *_rounded_value(operator, f, g, updated, epsilon),
         )
     ).tolist()
+    if not math.isfinite(total):
+        # Rows are exact and add up to 1: what overflows is the rounding of a far point's exponent.
+        raise InputError(
+            f"some costs are too far above the mean at epsilon={epsilon:g}: rounding alone makes "
+            "the plan's mass overflow; raise epsilon, set precision=double or leave out points "
+            "that are far from all others"
+        )
     value = dual + epsilon * (1 - total)
     rounding = value_rounding(operator, size, epsilon)
     floor = rounding_floor(operator, size, epsilon)
     error = gap + floor
     upper = min(
         value + error * (swing + cost_spread(operator)) / 2,
-        primal + SAFETY * floor * max(0.0, operator.mean_cost - value),
+        primal + moved,
     )
     return Certificate(f, g, value, (value - rounding, max(value, upper) + rounding), error)
 
@@ -165,16 +184,49 @@ def cost_spread(operator: Operator) -> float:
     return operator.cost_range.highest - operator.cost_range.lowest
 
 
+def absent(operator: Operator) -> float:
+    """Stands for a potential of -inf: finite, and far below any cost."""
+    return -max(1e20, 1e6 * operator.cost_range.highest)
+
+
 def _rounded_value(
-    operator: Operator, f: Tensor, lowered: Tensor, updated: Tensor, epsilon: float
-) -> Tensor:
+    operator: Operator, f: Tensor, g: Tensor, updated: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
     """Primal value of the plan of (f, g) rounded onto the transport polytope: one pass.
 
     Columns with too much mass are scaled down to b, by lowering g to min(g, T(f)); rows, which were
-    exact, are then short of mass too.
+    exact, are then short of mass too. Points of whose mass rounding may hide all get none, and are
+    filled up like the others; if there are such rows, that takes another pass.
+
+    Returns:
+        The value, and what moving the mass that rounding hides may add to it.
     """
-    columns = column_marginal(operator.b, lowered, updated, epsilon)
-    softmin = operator.softmin_rows(lowered, epsilon, f)
-    rows = column_marginal(operator.a, f, softmin, epsilon)
-    marginals = torch.minimum(rows, operator.a), columns
-    return filled_value(operator, (f, lowered), marginals, epsilon)
+    a, b = operator.a, operator.b
+    row_costs, column_costs = operator.expected_costs(b), operator.expected_column_costs(a)
+    row_prices = (row_costs - b @ g.double() - f.double()).clamp_min(0)
+    column_prices = (column_costs - a @ f.double() - g.double()).clamp_min(0)
+    hidden_rows = _hidden(operator, f, row_costs, epsilon)
+    hidden_columns = _hidden(operator, g, column_costs, epsilon)
+    lost_rows, lost_columns = (a > 0) & (hidden_rows >= 1), (b > 0) & (hidden_columns >= 1)
+    if bool(lost_rows.any()):
+        f = torch.where(lost_rows, absent(operator), f)
+        updated = operator.softmin_columns(f, epsilon)
+    g = torch.where(lost_columns, absent(operator), torch.minimum(g, updated))
+    columns = column_marginal(b, g, updated, epsilon)
+    rows = column_marginal(a, f, operator.softmin_rows(g, epsilon, f), epsilon)
+    marginals = torch.minimum(rows, a), columns
+    value = filled_value(operator, (f, g), marginals, epsilon)
+    hidden = marginals[0] @ (hidden_rows * row_prices)
+    hidden = hidden + marginals[1] @ (hidden_columns * column_prices)
+    dearest = torch.where(a > 0, row_prices, 0).max()
+    return value, hidden + (rows.sum() - columns.sum()).abs() * dearest
+
+
+def _hidden(operator: Operator, potential: Tensor, costs: Tensor, epsilon: float) -> Tensor:
+    """What rounding may hide over what a plan gives each point, from its potential and mean costs.
+
+    Exponents are off by u ((|f_i| + sum_j b_j C_ij) / epsilon + 2), of which `rounding_floor` is
+    the mean of rows plus that of columns.
+    """
+    unit = torch.finfo(operator.dtype).eps / 2
+    return SAFETY * unit * ((potential.double().abs() + costs) / epsilon + 2)

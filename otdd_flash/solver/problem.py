@@ -55,8 +55,8 @@ class Problem:
         classes: the rows and columns of the table that belong to "x" and to "y".
 
     Raises:
-        InputError: a bad epsilon, clouds on two devices or of different dimension, a table of
-            another size or not finite, or no such device.
+        InputError: a bad epsilon, or one that the precision cannot hold, clouds on two devices or
+            of different dimension, a table of another size or not finite, or no such device.
     """
 
     def __init__(
@@ -78,6 +78,11 @@ class Problem:
                 "needs one space: use the same extractor for both"
             )
         self.cost, self.compute = cost or GroundCost(), compute or ComputeOptions()
+        if epsilon < torch.finfo(self.compute.dtype).tiny:
+            raise InputError(
+                f"epsilon={epsilon:g} underflows in precision={self.compute.precision}; scale the "
+                "features up or set precision=double"
+            )
         self.device = resolve_device(self.compute.device)
         sizes = self.source.class_total, self.target.class_total
         self.table = _checked_table(class_table, sizes, self.device)

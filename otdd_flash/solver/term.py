@@ -13,6 +13,9 @@ from otdd_flash.errors import InputError
 from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.options import LOOSEST_DEFAULT, SolverOptions, StoppedBy
 
+# The L1 distance of two masses, at the most.
+MOST_ERROR = 2.0
+
 
 @dataclass(frozen=True, eq=False)
 class TransportTerm:
@@ -63,7 +66,7 @@ class TransportTerm:
         `asked` is the tolerance before rounding made it `tolerance`.
         """
         converged = certificate.marginal_error <= tolerance
-        reached: StoppedBy = "tolerance" if tolerance <= asked else "rounding"
+        reached: StoppedBy = "tolerance" if certificate.marginal_error <= asked else "rounding"
         return cls(
             certificate.f,
             certificate.g,
@@ -107,10 +110,12 @@ def reachable_tolerance(
     as a lower one.
 
     Raises:
-        InputError: as `check_reachable`, where the tolerance does not give way.
+        InputError: as `check_reachable`, where the tolerance does not give way or rounding leaves
+            nothing of the plan.
     """
     asked, least = options.asked_tolerance, 2 * floor
-    if options.bound_width is not None or (options.tolerance is None and least <= LOOSEST_DEFAULT):
+    most = LOOSEST_DEFAULT if options.bound_width is None else MOST_ERROR
+    if (options.tolerance is None or options.bound_width is not None) and least < most:
         return max(asked, least)
     check_reachable(asked, floor, epsilon, dtype)
     return asked
@@ -128,8 +133,11 @@ def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch
     if 2 * floor > tolerance:
         name = str(dtype).removeprefix("torch.")
         way_out = "" if dtype == torch.float64 else ", set precision=double"
+        problem = f"solver.tolerance={tolerance:g} is too tight for {name} at epsilon={epsilon:g}"
+        raised = "solver.tolerance or epsilon"
+        if 2 * floor >= MOST_ERROR:
+            problem, raised = f"epsilon={epsilon:g} is too small for {name}", "epsilon"
         raise InputError(
-            f"solver.tolerance={tolerance:g} is too tight for {name} at epsilon={epsilon:g}: "
-            f"rounding alone moves the marginals by up to {2 * floor:.1e}; "
-            f"raise solver.tolerance or epsilon{way_out}"
+            f"{problem}: rounding alone moves the marginals by up to {2 * floor:.1e}; "
+            f"raise {raised}{way_out}"
         )

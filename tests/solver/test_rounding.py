@@ -71,6 +71,40 @@ def test_cross_terms(relative_epsilon: float) -> None:
     assert checked >= 15
 
 
+@pytest.mark.parametrize("relative_epsilon", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_a_far_point_of_little_mass(relative_epsilon: float) -> None:
+    """Its costs, rounded, are off by more than those of all others."""
+    cases = [(1e3, 1.0), (1e5, 1e-2), (1e5, 1e-4), (1e6, 1e-4)] * 2
+    for seed, far, mass in (*((k, *case) for k, case in enumerate(cases)), (34, 1e4, 1e-5)):
+        draw = torch.Generator().manual_seed(seed)
+        x, y = torch.randn(300, 3, generator=draw), torch.randn(150, 3, generator=draw)
+        y[0] = far
+        a, b = torch.ones(300, dtype=torch.float64), torch.ones(150, dtype=torch.float64)
+        b[0] = mass
+        labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
+        cost = LabelledCost(
+            x,
+            y,
+            a / a.sum(),
+            b / b.sum(),
+            labels_x=labels[0],
+            labels_y=labels[1],
+            class_costs=torch.zeros(1, 1, dtype=torch.float64),
+            lambda_x=0.5,
+        )
+        epsilon = relative_epsilon * cost.mean_cost
+        # In float64, one that no rounding spoils.
+        truth = solve_alternating(
+            StreamedOperator(cost, torch.float64), epsilon, SolverOptions(1e-6, 500)
+        )
+        for most in (20, 300):
+            options = SolverOptions(max_iterations=most)
+            term = solve_alternating(StreamedOperator(cost, torch.float32), epsilon, options)
+            assert term.bounds[0] <= truth.bounds[1]
+            assert truth.bounds[0] <= term.bounds[1]
+            assert term.bounds[1] - truth.bounds[1] <= 0.1 * cost.mean_cost
+
+
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 20.0])
 def test_self_terms(epsilon: float) -> None:
     for seed in range(30):

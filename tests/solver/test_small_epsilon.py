@@ -7,13 +7,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import otdd_flash as otdd
 from experiments.peers import Problem, pot_emd2
 from otdd_flash.errors import InputError
 from otdd_flash.labels import measure_classes
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.term import TransportTerm
 
 # Over the mean cost.
 EPSILONS = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
@@ -113,6 +116,44 @@ def test_where_rounding_leaves_no_marginals_the_default_is_refused_too(digits: P
         solve(digits, 1e-6 * mean_cost(digits), "high", otdd.SolverOptions())
 
 
+@pytest.mark.parametrize("options", [{}, {"tolerance": 1.0}, {"bound_width": 0.01}])
+def test_an_epsilon_that_leaves_nothing_of_the_plan_is_refused(
+    digits: Problem, options: dict[str, float]
+) -> None:
+    message = r"^epsilon=.* is too small for float32.*; raise epsilon, set precision=double$"
+    for relative in (1e-8, 1e-13):
+        with pytest.raises(InputError, match=message):
+            solve(digits, relative * mean_cost(digits), "high", otdd.SolverOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (1e19, r"costs of up to .* overflow in .*scale the features down or set precision=double"),
+        (1e-20, r"epsilon=.* underflows in .*; scale the features up or set precision=double"),
+    ],
+)
+def test_scales_out_of_the_range_of_float32_are_refused(scale: float, message: str) -> None:
+    x, y = torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0)) * scale
+    epsilon = 0.1 * scale**2
+    with pytest.raises(InputError, match=message):
+        otdd.sinkhorn(x, y, epsilon=epsilon, compute=otdd.ComputeOptions("cpu"))
+    double = otdd.ComputeOptions("cpu", precision="double")
+    assert otdd.sinkhorn(x, y, epsilon=epsilon, compute=double).converged
+
+
+def test_a_plan_whose_mass_overflows_by_rounding_is_refused() -> None:
+    draw = torch.Generator().manual_seed(5)
+    x, y = torch.randn(300, 3, generator=draw), torch.randn(150, 3, generator=draw)
+    y[0] = 1e6
+    masses = torch.ones(150, dtype=torch.float64)
+    masses[0] = 1e-8
+    far = LabeledSamples(y, None, (), masses)
+    options = otdd.SolverOptions(bound_width=0.01, max_iterations=20)
+    with pytest.raises(InputError, match=r"too far above the mean.*leave out points"):
+        otdd.sinkhorn(x, far, epsilon=0.02, options=options, compute=otdd.ComputeOptions("cpu"))
+
+
 def test_a_tolerance_out_of_reach_of_float32_is_refused_with_a_way_out(digits: Problem) -> None:
     mean = mean_cost(digits)
     for precision in ("fast", "high"):
@@ -129,3 +170,19 @@ def test_real_images_from_large_to_small_epsilon(real_data: Path, precision: str
         for name in ("mnist", "usps")
     )
     check_descent(labelled(*sides), precision, otdd.SolverOptions(1e-2))
+
+
+@pytest.mark.parametrize(("error", "reason"), [(9e-4, "tolerance"), (1.1e-3, "rounding")])
+def test_rounding_is_the_reason_only_where_the_error_is_larger(error: float, reason: str) -> None:
+    none = torch.zeros(1)
+    term = TransportTerm.from_certificate(
+        Certificate(none, none, 1.0, (0.9, 1.1), error),
+        0.1,
+        iterations=3,
+        passes=7.0,
+        tolerance=2e-3,
+        asked=1e-3,
+        unless_converged="max_iterations",
+    )
+    assert term.converged
+    assert term.stopped_by == reason
