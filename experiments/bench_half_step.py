@@ -34,7 +34,7 @@ from experiments.bench_divergence import marginal_error
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, extra_mib, milliseconds
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.solver.sweep import State, sweep
@@ -79,7 +79,7 @@ def ours(operator: KernelOperator, epsilon: float) -> tuple[Tensor, Tensor]:
     return f, g
 
 
-def alternate(operator: Operator, epsilon: float, state: State) -> State:
+def alternate(operator: Operator, epsilon: Epsilon, state: State) -> State:
     """One iteration without acceleration: f <- T(g), g <- T'(f)."""
     f, g = state
     f = operator.softmin_rows(g, epsilon, f)

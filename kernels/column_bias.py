@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.epsilon import load_scales
 from otdd_flash.kernels.packed_points import Layout
 
 
@@ -25,15 +26,16 @@ def column_bias_kernel(
     labels_ptr,  # (m,) int32, read if CLASSES
     costs_ptr,  # (V, costs_width) float32, read if CLASSES
     bias_ptr,  # (V, m) float32
+    epsilon_ptr,  # () float64
     m,
     costs_width,
-    scale,
     CLASSES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per (row of bias, BLOCK columns)."""
     i_class = tl.program_id(0)
     o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _, scale = load_scales(epsilon_ptr, 1.0)
     term = tl.load(potential_ptr + tl.load(origin_ptr + o_column)) - tl.load(squares_ptr + o_column)
     if CLASSES:
         p_costs = costs_ptr + i_class.to(tl.int64) * costs_width
@@ -48,7 +50,7 @@ def column_bias(
     log2_masses: Tensor,
     squares: Tensor,
     costs: Tensor | None,
-    scale: float,
+    epsilon: Tensor,
 ) -> Tensor:
     """The bias (V, m) of all columns for V classes of rows, or (1, m) without `costs`.
 
@@ -58,7 +60,7 @@ def column_bias(
         log2_masses: (m,) float32, very negative for columns that do not count.
         squares: (m,) float32, lambda_x ||y_j||^2.
         costs: (V, V') float32, lambda_y W between classes of rows and of columns.
-        scale: log2(e) / epsilon.
+        epsilon: () float64, in units of the cost.
     """
     m = layout.size
     rows = 1 if costs is None else costs.shape[0]
@@ -71,9 +73,9 @@ def column_bias(
         layout.labels,
         bias if costs is None else costs,
         bias,
+        epsilon,
         m,
         0 if costs is None else costs.shape[1],
-        scale,
         CLASSES=costs is not None,
         BLOCK=256,
     )

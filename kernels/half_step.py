@@ -28,7 +28,6 @@ block, through the second-level cache.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.column_bias import column_bias
+from otdd_flash.kernels.epsilon import load_scales, log2_scale
 from otdd_flash.kernels.merge_ranges import Partial, merge_ranges
 from otdd_flash.kernels.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import (
@@ -46,8 +46,6 @@ from otdd_flash.kernels.tiling import (
     operand,
     tile_for,
 )
-
-LOG2_E = math.log2(math.e)
 
 
 @triton.jit
@@ -64,11 +62,11 @@ def half_step_kernel(
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
     highest_ptr,  # (slots, n) float32
     sums_ptr,  # (slots, n) float32
+    epsilon_ptr,  # () float64
     n,
     m,
-    scale,
+    product_scale: tl.float64,  # in units of the cost
     costs_width,
-    costs_scale,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -88,6 +86,7 @@ def half_step_kernel(
     )  # fmt: skip
     bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * m
     o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    scale, costs_scale = load_scales(epsilon_ptr, product_scale)
     rows = n
     if REPAIR:
         marked = tl.load(marked_ptr + i_block)
@@ -169,7 +168,7 @@ def half_step(
     columns: Side,
     scores: Scores,
     potential: Tensor,
-    epsilon: float,
+    epsilon: Tensor,
     guess: Tensor | None = None,
 ) -> Tensor:
     """-epsilon log sum_j b_j exp((g_j - C_ij) / epsilon).
@@ -179,25 +178,24 @@ def half_step(
         columns: the side that is summed over.
         scores: how they make scores, with classes of `rows` first.
         potential: (M,) float32, of the columns, in units of the cost.
-        epsilon: in units of the cost.
+        epsilon: () float64, in units of the cost.
         guess: (N,) float32, near the result.
 
     Returns:
         (N,) float32, in units of the cost.
     """
-    layout, scale = rows.points.layout, LOG2_E / epsilon
-    bias = bias_of(rows, columns, scores, potential, scale)
+    layout = rows.points.layout
+    bias = bias_of(rows, columns, scores, potential, epsilon)
     n = layout.size
     out = torch.empty(len(layout.position), dtype=torch.float32, device=bias.device)
     if guess is None:
-        partial = _launch(rows, columns, scores, bias, scale)
+        partial = _launch(rows, columns, scores, bias, epsilon)
         merge_ranges(partial, rows, epsilon, out)
         return out
-    shift = (rows.squares - layout.spread(guess, 0.0)) * scale
+    shift = (rows.squares - layout.spread(guess, 0.0)) * log2_scale(epsilon)
     marked = torch.zeros(n // BLOCK_ROWS, dtype=torch.int32, device=bias.device)
-    merge_ranges(
-        _launch(rows, columns, scores, bias, scale, shift=shift), rows, epsilon, out, mark=marked
-    )
+    partial = _launch(rows, columns, scores, bias, epsilon, shift=shift)
+    merge_ranges(partial, rows, epsilon, out, mark=marked)
     repair(rows, columns, scores, bias, epsilon, marked, out)
     return out
 
@@ -207,16 +205,18 @@ def repair(
     columns: Side,
     scores: Scores,
     bias: Tensor,
-    epsilon: float,
+    epsilon: Tensor,
     marked: Tensor,
     out: Tensor,
 ) -> None:
     """Do marked blocks of rows again, with a running maximum; `out` (N,) is overwritten there."""
-    partial = _launch(rows, columns, scores, bias, LOG2_E / epsilon, marked=marked)
+    partial = _launch(rows, columns, scores, bias, epsilon, marked=marked)
     merge_ranges(partial, rows, epsilon, out, only=marked)
 
 
-def bias_of(rows: Side, columns: Side, scores: Scores, potential: Tensor, scale: float) -> Tensor:
+def bias_of(
+    rows: Side, columns: Side, scores: Scores, potential: Tensor, epsilon: Tensor
+) -> Tensor:
     """The bias (V, m) of the columns for the rows' classes, (1, m) if blocks have several."""
     return column_bias(
         potential,
@@ -224,7 +224,7 @@ def bias_of(rows: Side, columns: Side, scores: Scores, potential: Tensor, scale:
         columns.log2_masses,
         columns.squares,
         scores.costs if rows.points.layout.pure else None,
-        scale,
+        epsilon,
     )
 
 
@@ -233,7 +233,7 @@ def _launch(
     columns: Side,
     scores: Scores,
     bias: Tensor,
-    scale: float,
+    epsilon: Tensor,
     *,
     shift: Tensor | None = None,
     marked: Tensor | None = None,
@@ -258,7 +258,8 @@ def _launch(
             ranges.programs,
             highest,
             sums,
-            scores.scale * scale,
+            epsilon,
+            scores.scale,
             tile,
         )
         return Partial(highest, sums, ranges.slots)
@@ -275,11 +276,11 @@ def _launch(
         ranges.programs,
         highest,
         sums,
+        epsilon,
         n,
         m,
-        scores.scale * scale,
+        scores.scale,
         scores.costs.shape[1],
-        scale,
         DIM=dim,
         PARTS=scores.parts,
         BLOCK_M=BLOCK_ROWS,

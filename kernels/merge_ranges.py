@@ -10,13 +10,13 @@ many slots as ranges of columns; what is past them is not read. A row whose sum 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.epsilon import LN_2
 from otdd_flash.kernels.tiling import BLOCK_ROWS
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def merge_ranges_kernel(
     squares_ptr,  # (n,) float32, in units of the cost
     marked_ptr,  # (n / BLOCK_ROWS,) int32
     out_ptr,  # (N,) float32
+    epsilon_ptr,  # () float64
     count,
     n,
-    factor,
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -70,6 +70,7 @@ def merge_ranges_kernel(
         bad = tl.where(good, 0, 1)
         tl.store(p_marked, bad, mask=m_point & (bad > 0))
     squares = tl.load(squares_ptr + position, mask=m_point, other=0.0)
+    factor = (tl.load(epsilon_ptr) * LN_2).to(tl.float32)
     out = squares - factor * (highest + tl.log2(sums))
     tl.store(out_ptr + o_point, out, mask=m_point)
 
@@ -91,7 +92,7 @@ class Partial(NamedTuple):
 def merge_ranges(
     partial: Partial,
     rows: Side,
-    epsilon: float,
+    epsilon: Tensor,
     out: Tensor,
     *,
     mark: Tensor | None = None,
@@ -102,7 +103,7 @@ def merge_ranges(
     Args:
         partial: what the ranges gave.
         rows: the side whose potential it is.
-        epsilon: in units of the cost.
+        epsilon: () float64, in units of the cost.
         out: (N,) float32, overwritten.
         mark: (n / BLOCK_ROWS,) int32, set to 1 for blocks that must be done again.
         only: likewise, the blocks that are written; others keep their values.
@@ -115,9 +116,9 @@ def merge_ranges(
         rows.squares,
         layout.block_class if marked is None else marked,
         out,
+        epsilon,
         len(out),
         layout.size,
-        epsilon * math.log(2.0),
         LEAST=LEAST_SUM,
         LARGEST=LARGEST_SUM,
         BLOCK_ROWS=BLOCK_ROWS,

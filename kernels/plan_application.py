@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.half_step import LOG2_E, Scores, Side, bias_of
+from otdd_flash.kernels.epsilon import LOG2_E, on_device
+from otdd_flash.kernels.half_step import Scores, Side, bias_of
 from otdd_flash.kernels.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, load_step, narrow_tile, operand, tile_for
 
@@ -196,10 +197,10 @@ class _Launch:
         factors: tuple[PackedPoints, PackedPoints] | None,
     ) -> None:
         self.rows, self.columns, self.scores = rows.points, columns.points, scores
-        self.scale = LOG2_E / epsilon
+        self.scale = LOG2_E.value / epsilon
         f, g = potentials
         self.device = f.device
-        self.bias = bias_of(rows, columns, scores, g, self.scale)
+        self.bias = bias_of(rows, columns, scores, g, on_device(epsilon, self.device))
         self.row_term = (rows.points.layout.spread(f, 0.0) - rows.squares) * self.scale
         self.row_term += LOG2_SCALE
         self.dim = self.rows.coordinates.shape[1]

@@ -49,11 +49,12 @@ def log_mass_kernel(
     updated_ptr,  # (n,)
     masses_ptr,  # (n,) float64
     out_ptr,  # (1,) float64
+    epsilon_ptr,  # () float64
     n,
-    epsilon: tl.float64,
     BLOCK: tl.constexpr,
 ):
     """One program: log sum_i a_i exp((g_i - u_i) / epsilon)."""
+    epsilon = tl.load(epsilon_ptr)
     highest = tl.full((BLOCK,), -float("inf"), tl.float64)
     sums = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, n, BLOCK):
@@ -101,9 +102,9 @@ def quasi_newton_sums_kernel(
     b_ptr,  # (m,) float64
     log_mass_ptr,  # (1,) float64, read if SELF
     partial_ptr,  # (programs, SUMS + 2 MEMORY) float64
+    epsilon_ptr,  # () float64
     n,
     m,
-    epsilon: tl.float64,
     MEMORY: tl.constexpr,
     SUMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -112,6 +113,7 @@ def quasi_newton_sums_kernel(
 ):
     """One program per BLOCK rows and columns; points without mass count as 0."""
     i_block = tl.program_id(0)
+    epsilon = tl.load(epsilon_ptr)
     log_mass, shift = load_shift(log_mass_ptr, epsilon, SELF)
     o_point = i_block * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(a_ptr + o_point, mask=o_point < n, other=0.0)
@@ -150,18 +152,18 @@ def quasi_newton_sums_kernel(
     tl.store(p_partial + SUMS + o_row, sums, mask=o_row < 2 * MEMORY)
 
 
-def log_mass(g: Tensor, updated: Tensor, masses: Tensor, epsilon: float, out: Tensor) -> None:
+def log_mass(g: Tensor, updated: Tensor, masses: Tensor, epsilon: Tensor, out: Tensor) -> None:
     """Write log sum_i a_i exp((g_i - u_i) / epsilon) to `out` (1,), float64.
 
     Args:
         g: (n,) potential, in units of the cost.
         updated: (n,) its softmin.
         masses: (n,) float64.
-        epsilon: in units of the cost.
+        epsilon: () float64, in units of the cost.
         out: (1,) float64, overwritten.
     """
     block = min(BLOCK_MASS, triton.next_power_of_2(len(g)))
-    log_mass_kernel[(1,)](g, updated, masses, out, len(g), epsilon, BLOCK=block, num_warps=8)
+    log_mass_kernel[(1,)](g, updated, masses, out, epsilon, len(g), BLOCK=block, num_warps=8)
 
 
 def partial_shape(n: int, m: int, memory: int) -> tuple[int, int]:
@@ -174,7 +176,7 @@ def quasi_newton_sums(
     last: tuple[Tensor, Tensor],
     memory: Tensor,
     masses: tuple[Tensor, Tensor],
-    epsilon: float,
+    epsilon: Tensor,
     partial: Tensor,
     log_mass: Tensor | None,
 ) -> None:
@@ -186,7 +188,7 @@ def quasi_newton_sums(
         last: g and u (m,).
         memory: (2, MEMORY, m) float64.
         masses: a (n,) and b (m,), float64.
-        epsilon: in units of the cost.
+        epsilon: () float64, in units of the cost.
         partial: of `partial_shape`, float64, overwritten.
         log_mass: (1,) float64, of a self term.
     """
@@ -198,9 +200,9 @@ def quasi_newton_sums(
         *masses,
         partial if log_mass is None else log_mass,
         partial,
+        epsilon,
         n,
         m,
-        epsilon,
         MEMORY=remembered,
         SUMS=SUMS,
         ROWS=triton.next_power_of_2(2 * remembered),

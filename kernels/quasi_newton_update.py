@@ -47,9 +47,9 @@ def quasi_newton_update_kernel(
     new_updated_ptr,  # (m,)
     new_candidate_ptr,  # (m,)
     new_memory_ptr,  # (2 MEMORY, m) float64
+    epsilon_ptr,  # () float64
     n,
     m,
-    epsilon: tl.float64,
     damping,
     MEMORY: tl.constexpr,
     SELF: tl.constexpr,
@@ -58,7 +58,7 @@ def quasi_newton_update_kernel(
     """One program per BLOCK rows and columns."""
     p_others = decision_ptr + 2 * MEMORY
     kept, sound = tl.load(p_others + KEPT) != 0, tl.load(p_others + SOUND) != 0
-    _, shift = load_shift(log_mass_ptr, epsilon, SELF)
+    _, shift = load_shift(log_mass_ptr, tl.load(epsilon_ptr), SELF)
     o_point = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_row, m_column = o_point < n, o_point < m
     f = add_shift(tl.load(f_ptr + o_point, mask=m_row, other=0.0), -shift)
@@ -105,7 +105,7 @@ def quasi_newton_update(
     last: tuple[Tensor, Tensor, Tensor],
     memory: Tensor,
     masses: Tensor,
-    epsilon: float,
+    epsilon: Tensor,
     log_mass: Tensor | None,
     decision: Tensor,
     damping: float,
@@ -118,7 +118,7 @@ def quasi_newton_update(
         last: f (n,), g and u (m,).
         memory: (2, MEMORY, m) float64.
         masses: b (m,), float64.
-        epsilon: in units of the cost.
+        epsilon: () float64, in units of the cost.
         log_mass: (1,) float64, of a self term.
         decision: from `quasi_newton_decision`.
         damping: the plain update is g + damping r.
@@ -133,9 +133,9 @@ def quasi_newton_update(
         decision if log_mass is None else log_mass,
         decision,
         *out,
+        epsilon,
         n,
         m,
-        epsilon,
         damping,
         MEMORY=memory.shape[1],
         SELF=log_mass is not None,

@@ -16,6 +16,7 @@ beside the other's products. A stage is free again once both have used it.
 
 from __future__ import annotations
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from otdd_flash.kernels.epsilon import LOG2_E
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile
 
 # Triton renamed it.
@@ -146,9 +148,10 @@ def resident_half_step_kernel(
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
     highest_ptr,  # (slots, n) float32
     sums_ptr,  # (slots, n) float32
+    epsilon_ptr,  # () float64
     n,
     m,
-    scale,
+    product_scale: tl.float64,  # in units of the cost
     K_BLOCKS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -163,6 +166,7 @@ def resident_half_step_kernel(
     bias_ptr += gl.load(block_class_ptr + i_block).to(gl.int64) * m
     row = i_block * 2 * HALF_ROWS
     out_row = gl.load(p_range + 3).to(gl.int64) * n + row
+    scale = (product_scale * (LOG2_E / gl.load(epsilon_ptr))).to(gl.float32)
 
     rows = gl.allocate_shared_memory(gl.float16, [2 * K_BLOCKS, HALF_ROWS, BLOCK_K], x.layout)
     stages = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_N, BLOCK_K], y.layout)
@@ -204,7 +208,8 @@ def resident_half_step(
     ranges: Tensor,
     highest: Tensor,
     sums: Tensor,
-    scale: float,
+    epsilon: Tensor,
+    product_scale: float,
     tile: Tile,
 ) -> None:
     """Overwrite `highest` and `sums` (slots, n) with those of each range of columns.
@@ -218,7 +223,8 @@ def resident_half_step(
         ranges: (programs, 4) int32, as `column_ranges` makes them.
         highest: (slots, n) float32.
         sums: (slots, n) float32.
-        scale: of a product of packed coordinates, in logits.
+        epsilon: () float64, in units of the cost.
+        product_scale: of a product of packed coordinates, in units of the cost.
         tile: one that is `resident`.
     """
     assert 2 * HALF_ROWS.value == BLOCK_ROWS
@@ -238,9 +244,10 @@ def resident_half_step(
         ranges,
         highest,
         sums,
+        epsilon,
         highest.shape[1],
         bias.shape[1],
-        scale,
+        product_scale,
         K_BLOCKS=-(-x.shape[1] // tile.depth),
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,

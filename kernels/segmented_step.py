@@ -13,13 +13,14 @@ the next one, which count for nothing: their columns have no mass, their rows ar
 nothing is padded but the end of the pool, and a potential takes as much memory as its class.
 
 One program owns a block of rows of a segment and a range of its columns; a segment that is not
-active ends at once. The sums of the ranges are left to `segmented_update`. The ranges depend on the
-segment alone, so its numbers do not change with the segments beside it. Coordinates and the flat
-loop are those of `half_step`.
+active ends at once. The sums of the ranges are left to those who read them, `segmented_softmin` and
+`segmented_look`. The ranges depend on the segment alone, so its numbers do not change with the
+segments beside it. Coordinates and the flat loop are those of `half_step`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, load_step, narrow_tile, operand, tile_for
+
+LOG2_E = math.log2(math.e)
 
 # Columns of one range, whatever the tile.
 RANGE_COLUMNS = 2048
@@ -49,10 +52,12 @@ def segmented_step_kernel(
     programs_ptr,  # (programs, 2) int32: segment, and which of its programs
     segments_ptr,  # (S, 8) int64
     active_ptr,  # (S,) int8
-    scales_ptr,  # (S, 2) float32: of products, of potentials
+    epsilon_ptr,  # (S,) float64
+    factors_ptr,  # (S,) float64, of products
     highest_ptr,  # (partial entries,) float32
     sums_ptr,  # (partial entries,) float32
     n,
+    LOG2_E: tl.constexpr,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -75,8 +80,9 @@ def segmented_step_kernel(
     active = tl.load(active_ptr + i_segment)
     blocks = tl.where(active != 0, blocks, 0)
     stored_rows = tl.where(active != 0, rows, 0)
-    scale = tl.load(scales_ptr + 2 * i_segment)
-    potential_scale = tl.load(scales_ptr + 2 * i_segment + 1)
+    inverse = LOG2_E / tl.load(epsilon_ptr + i_segment)
+    scale = (inverse * tl.load(factors_ptr + i_segment)).to(tl.float32)
+    potential_scale = inverse.to(tl.float32)
     p_masses = log2_masses_ptr + column_start
     p_potential = potential_ptr + tl.load(p_segment + 5)
 
@@ -167,7 +173,8 @@ def segmented_step(
     programs: Tensor,
     table: Tensor,
     active: Tensor,
-    scales: Tensor,
+    epsilon: Tensor,
+    factors: Tensor,
     potential: Tensor,
     out: Sums,
 ) -> None:
@@ -182,7 +189,8 @@ def segmented_step(
             columns start and how many they are, where their potentials start, where its sums
             start in `out`, and its number of ranges.
         active: (S,) bool, segments to work on.
-        scales: (S, 2) float32, log2(e) / epsilon times the factor of products and times 1.
+        epsilon: (S,) float64, in units of the cost.
+        factors: (S,) float64, what products of coordinates count in units of the cost.
         potential: (entries,) float32, of the columns.
         out: overwritten for active segments.
     """
@@ -196,10 +204,12 @@ def segmented_step(
         potential,
         programs,
         table,
-        active.to(torch.int8),
-        scales,
+        active.view(torch.int8),
+        epsilon,
+        factors,
         *out,
         coordinates.shape[0] // 2,
+        LOG2_E=LOG2_E,
         DIM=dim,
         PARTS=parts,
         BLOCK_M=height,

@@ -26,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.column_bias import column_bias
-from otdd_flash.kernels.half_step import LOG2_E, Scores, Side, bias_of, repair
+from otdd_flash.kernels.epsilon import load_scales, log2_scale
+from otdd_flash.kernels.half_step import Scores, Side, bias_of, repair
 from otdd_flash.kernels.merge_ranges import LARGEST_SUM, LEAST_SUM
 from otdd_flash.kernels.tiling import BLOCK_ROWS, load_step, narrow_tile, operand
 
@@ -45,10 +46,10 @@ def symmetric_step_kernel(
     labels_ptr,  # (n,) int32, read if GATHER
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, row of partial
     partial_ptr,  # (n / BLOCK_M, n) float32
+    epsilon_ptr,  # () float64
     n,
-    scale,
+    product_scale: tl.float64,  # in units of the cost
     costs_width,
-    costs_scale,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -63,6 +64,7 @@ def symmetric_step_kernel(
         tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
     )  # fmt: skip
     bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * n
+    scale, costs_scale = load_scales(epsilon_ptr, product_scale)
     o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_term = tl.load(row_term_ptr + o_row)
     masses_x = tl.load(masses_ptr + o_row)
@@ -127,7 +129,7 @@ def merge_triangle_kernel(
 
 
 def symmetric_step(
-    side: Side, scores: Scores, masses: Tensor, potential: Tensor, epsilon: float
+    side: Side, scores: Scores, masses: Tensor, potential: Tensor, epsilon: Tensor
 ) -> Tensor:
     """-epsilon log sum_j a_j exp((f_j - C_ij) / epsilon) of a cloud with itself.
 
@@ -136,13 +138,12 @@ def symmetric_step(
         scores: how they make scores; the costs of classes are symmetric.
         masses: (n,) float32, packed, 0 for padding.
         potential: (N,) float32, in units of the cost.
-        epsilon: in units of the cost.
+        epsilon: () float64, in units of the cost.
 
     Returns:
         (N,) float32, in units of the cost.
     """
-    points, scale = side.points, LOG2_E / epsilon
-    layout, x = points.layout, points.coordinates
+    layout, x = side.points.layout, side.points.coordinates
     n, dim = layout.size, x.shape[1]
     tile = narrow_tile(x.device)
     ranges, slots = _ranges(n // BLOCK_ROWS, x.device)
@@ -152,23 +153,23 @@ def symmetric_step(
         torch.zeros_like(side.squares),
         side.squares,
         scores.costs if layout.pure else None,
-        scale,
+        epsilon,
     )
     partial = torch.empty((n // BLOCK_ROWS, n), dtype=torch.float32, device=x.device)
     symmetric_step_kernel[(len(ranges),)](
         operand(x, BLOCK_ROWS, tile),
         bias,
-        (layout.spread(potential, 0.0) - side.squares) * scale,
+        (layout.spread(potential, 0.0) - side.squares) * log2_scale(epsilon),
         masses,
         layout.block_class,
         scores.costs,
         layout.labels,
         ranges,
         partial,
+        epsilon,
         n,
-        scores.scale * scale,
+        scores.scale,
         scores.costs.shape[1],
-        scale,
         DIM=dim,
         PARTS=scores.parts,
         BLOCK_M=BLOCK_ROWS,
@@ -193,7 +194,8 @@ def symmetric_step(
         BLOCK_SLOTS=16,
     )
     out = potential - (epsilon * math.log(2.0)) * logs[layout.position]
-    repair(side, side, scores, bias_of(side, side, scores, potential, scale), epsilon, marked, out)
+    bias = bias_of(side, side, scores, potential, epsilon)
+    repair(side, side, scores, bias, epsilon, marked, out)
     return out
 
 

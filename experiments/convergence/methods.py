@@ -23,7 +23,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from experiments.bench_divergence import marginal_error
 from experiments.convergence.problem import COST, CrossTerm
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.solver.sweep import State, sweep
 
 TOLERANCES = (0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3)
@@ -141,7 +141,7 @@ class Plain:
         return marginal_error(self.operator, f, g, self.term.epsilon)
 
 
-def alternate_plainly(operator: Operator, epsilon: float, state: State) -> State:
+def alternate_plainly(operator: Operator, epsilon: Epsilon, state: State) -> State:
     """One iteration: g <- T'(f), f <- T(g)."""
     f, g = state
     g = operator.softmin_columns(f, epsilon, g)

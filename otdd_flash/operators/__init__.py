@@ -6,6 +6,6 @@ the passes in Triton on a GPU, `lattice` the points that they need not round; `b
 between them; `footprint` and `memory` what they take and what there is.
 
 Many problems side by side, one per pair of classes, have an interface of their own: `segments`;
-`stored_segments` and `anchored_segments` keep their scores in PyTorch, `kernel_segments` computes
-them in Triton on the points of a `class_pool`.
+`stored_segments` and `anchored_segments` keep their scores in PyTorch, and their vectors as
+`padded_vectors`; `kernel_segments` computes scores in Triton on the points of a `class_pool`.
 """

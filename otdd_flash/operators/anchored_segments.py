@@ -20,7 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.segments import Update, relaxed
+from otdd_flash.operators.padded_vectors import PaddedVectors
+from otdd_flash.operators.segments import Look, Move
 from otdd_flash.operators.stored_segments import StoredSegments, moved, tiles
 
 MOST_SHIFT = 20.0
@@ -39,8 +40,10 @@ class AnchoredSegments:
         self.mean_cost, self.cost_spread = stored.mean_cost, stored.cost_spread
         self.cost_error, self.offset = stored.cost_error, stored.offset
         single = tolerance >= LEAST_TOLERANCE_IN_FLOAT32
-        dtype = torch.float32 if single else torch.float64
-        self._anchors = [_Anchor(stored, side, dtype) for side in range(len(stored.potentials))]
+        self.sum_dtype = torch.float32 if single else torch.float64
+        sides = range(len(stored.potentials))
+        self._anchors = [_Anchor(stored, side, self.sum_dtype) for side in sides]
+        self._vectors = PaddedVectors(stored.masses[-1])
 
     @property
     def steps_between_looks(self) -> int:
@@ -51,20 +54,26 @@ class AnchoredSegments:
         """There is none."""
         return
 
-    def update(self, side: int, epsilon: Tensor, relaxation: Tensor, active: Tensor) -> Update:
-        """Move the potentials of one side towards their softmin."""
+    def look(self, epsilon: Tensor, active: Tensor) -> Look:
+        """Look at the candidates."""
         stored, index = self._stored, self._index
-        softmin = self._anchors[side].softmin(index, epsilon)
-        before, masses = stored.potentials[side][index], stored.masses[side][index]
-        after, seen = relaxed(before, softmin, masses, epsilon, relaxation, active)
-        stored.potentials[side][index] = after
-        return seen
+        for side, anchor in enumerate(self._anchors[:-1]):
+            stored.potentials[side][index] = anchor.softmin(index, epsilon)
+        updated = self._anchors[-1].softmin(index, epsilon)
+        rows = stored.potentials[0][index], stored.masses[0][index]
+        return self._vectors.look(rows, stored.potentials[-1][index], updated, epsilon)
+
+    def move(self, move: Move, active: Tensor) -> None:
+        """Choose the next candidates."""
+        potentials, index = self._stored.potentials[-1], self._index
+        potentials[index] = self._vectors.move(potentials[index], move, active)
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments; the potentials of the others are final."""
         self._index = self._index[order]
         self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
         self.cost_error, self.offset = self.cost_error[order], self.offset[order]
+        self._vectors.keep(order)
         for anchor in self._anchors:
             anchor.keep(order)
 

@@ -16,6 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+# A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
+# what runs in Triton records steps.
+Epsilon = float | Tensor
+
 
 class CostRange(NamedTuple):
     """Bounds on the cost over the support of both masses, in units of the cost."""
@@ -97,7 +101,7 @@ class Operator(Protocol):
         """The same cost to the full accuracy of `dtype`, for certificates; often itself."""
         ...
 
-    def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+    def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).
 
         A `guess` (n,) near the result can save time and never changes the result beyond rounding.
@@ -105,7 +109,7 @@ class Operator(Protocol):
         """
         ...
 
-    def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+    def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         ...
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.half_step import Scores, Side, half_step
 from otdd_flash.kernels.packed_points import PackedPoints, arrange, pack, power_of_two_scale
 from otdd_flash.kernels.plan_application import ROW_RANGE, apply_plan_blocks
 from otdd_flash.kernels.symmetric_step import symmetric_step
-from otdd_flash.operators.base import Applied
+from otdd_flash.operators.base import Applied, Epsilon
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.tiled import LOG2_ZERO
@@ -97,13 +98,15 @@ class KernelOperator:
         x, y = (side.rounded(self._parts)[:, :dim] for side in self._packed)
         return x, y
 
-    def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+    def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         if self._masses is not None and guess is g and self._many:
-            return symmetric_step(self._rows, self._scores, self._masses, _single(g), epsilon)
+            masses, potential = self._masses, _single(g)
+            level = on_device(epsilon, g.device)
+            return symmetric_step(self._rows, self._scores, masses, potential, level)
         return self._half_step(self._rows, self._columns, self._scores, g, epsilon, guess)
 
-    def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+    def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
 
@@ -158,11 +161,12 @@ class KernelOperator:
         columns: Side,
         scores: Scores,
         potential: Tensor,
-        epsilon: float,
+        epsilon: Epsilon,
         guess: Tensor | None,
     ) -> Tensor:
         near = None if guess is None or not self._many else _single(guess)
-        return half_step(rows, columns, scores, _single(potential), epsilon, near)
+        level = on_device(epsilon, potential.device)
+        return half_step(rows, columns, scores, _single(potential), level, near)
 
 
 def _applied(
@@ -186,7 +190,7 @@ def _applied(
     low, high = ROW_RANGE
     if not bool(((sums >= low) & (sums <= high)).all()):
         # Far from any marginal: with the potential that makes row sums 1, and corrected after.
-        exact = half_step(rows, columns, scores, g, epsilon)
+        exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
         out, sums = apply(exact)
         masses = masses * ((f.double() - exact.double()) / epsilon).exp()
     out = out[:, : values.shape[1]]

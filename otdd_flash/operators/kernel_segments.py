@@ -1,17 +1,19 @@
-"""Transport problems between classes of one pool, all updated by two launches of Triton kernels.
+"""Transport problems between classes of one pool, all looked at and moved by five Triton kernels.
 
 Potentials lie one segment after the other, float32, those of rows in one tensor and those of
-columns in another: every point holds one potential per opposite class. They belong to the cost
--2 x'_i . y'_j of `class_pool`; what is left out of it is the `offset`.
+columns in another, and so do the other vectors of the columns: every point holds one of each per
+opposite class. Potentials belong to the cost -2 x'_i . y'_j of `class_pool`; what is left out of it
+is the `offset`.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from otdd_flash.kernels.segmented_look import Vectors, segmented_look
+from otdd_flash.kernels.segmented_move import segmented_move
+from otdd_flash.kernels.segmented_softmin import segmented_softmin
 from otdd_flash.kernels.segmented_step import (
     RANGES,
     ROWS,
@@ -21,16 +23,15 @@ from otdd_flash.kernels.segmented_step import (
     ranges_of,
     segmented_step,
 )
-from otdd_flash.kernels.segmented_update import segmented_update
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel import PRODUCT_DEPTH
-from otdd_flash.operators.segments import Update
+from otdd_flash.operators.segments import MEMORY, Look, Move
 
-LOG2_E = math.log2(math.e)
-
-# What is made of potentials before the first iteration, and a segment's rows of small tables.
+# What is made of potentials before the first iteration, a column's vectors, and a segment's rows of
+# small tables.
 BYTES_PER_POTENTIAL = 24
-BYTES_PER_SEGMENT = 800
+BYTES_PER_COLUMN = 4 * (4 + 2 * MEMORY)
+BYTES_PER_SEGMENT = 4000
 
 
 class KernelSegments:
@@ -45,7 +46,7 @@ class KernelSegments:
         coarse_of: the problems that these are to be a less accurate form of.
     """
 
-    dtype = torch.float32
+    dtype = sum_dtype = torch.float32
     steps_between_looks = 8
 
     def __init__(
@@ -65,38 +66,44 @@ class KernelSegments:
         self._tables = [_table(classes, *side) for side in sides]
         self._programs = [programs_of(table, small) for table in self._tables]
         if coarse_of is None:
-            self._potentials = [_first_potentials(classes, side[0]) for side in sides]
+            candidate = _first_potentials(classes, columns)
+            count = int(classes.sizes[rows].sum())
+            self._rows = candidate if self._symmetric else candidate.new_empty(count)
+            self._vectors = _vectors(candidate)
             entries = max(int((table[:, ROWS] * table[:, RANGES]).sum()) for table in self._tables)
             empty = torch.empty((2, entries), dtype=self.dtype, device=rows.device)
             self._sums = Sums(*empty)
         else:
-            self._potentials, self._sums = coarse_of._potentials, coarse_of._sums
+            self._rows, self._sums = coarse_of._rows, coarse_of._sums
+            self._vectors = coarse_of._vectors
 
     def coarse(self, tolerance: float) -> KernelSegments:
         """The same with the products of rounded points."""
         return KernelSegments(self._classes, *self._sides, small=self._small, coarse_of=self)
 
-    def update(self, side: int, epsilon: Tensor, relaxation: Tensor, active: Tensor) -> Update:
-        """Move the potentials of one side towards their softmin."""
-        other = 0 if self._symmetric else 1 - side
-        table, pool = self._tables[side], self._classes.pool
-        inverse = LOG2_E / epsilon
-        scales = torch.stack((inverse * self._product_scale, inverse), 1).float()
-        segmented_step(
-            pool,
-            self._parts,
-            self._small,
-            self._programs[side],
-            table,
-            active,
-            scales,
-            self._potentials[other],
-            self._sums,
-        )
-        seen = segmented_update(
-            self._sums, pool.masses, table, active, epsilon, relaxation, self._potentials[side]
-        )
-        return Update(*seen.unbind(1))
+    def look(self, epsilon: Tensor, active: Tensor) -> Look:
+        """Look at the candidates."""
+        return Look.of(*self.numbers(epsilon, active))
+
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of a look."""
+        masses, vectors = self._classes.pool.masses, self._vectors
+        if not self._symmetric:
+            self._half_step(0, epsilon, vectors.candidate, active)
+            rows = segmented_softmin(
+                self._sums, masses, self._tables[0], active, epsilon, self._rows
+            )
+        self._half_step(-1, epsilon, self._rows, active)
+        columns = segmented_look(self._sums, masses, self._tables[-1], active, epsilon, vectors)
+        return columns[:, :2] if self._symmetric else rows, columns
+
+    def move(self, move: Move, active: Tensor) -> None:
+        """Choose the next candidates."""
+        self.move_by(move.numbers, active)
+
+    def move_by(self, numbers: Tensor, active: Tensor) -> None:
+        """Choose them by the numbers of a move."""
+        segmented_move(self._tables[-1], active, numbers, self._vectors)
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments; potentials stay where they are."""
@@ -105,6 +112,21 @@ class KernelSegments:
         self._sides = (rows, rows if self._symmetric else columns)
         self._tables = [table[order] for table in self._tables]
         self._programs = [programs_of(table, self._small) for table in self._tables]
+
+    def _half_step(self, side: int, epsilon: Tensor, other: Tensor, active: Tensor) -> None:
+        """Sums of one side's rows over what the potentials of the other are for."""
+        segmented_step(
+            self._classes.pool,
+            self._parts,
+            self._small,
+            self._programs[side],
+            self._tables[side],
+            active,
+            epsilon,
+            self._product_scale,
+            other,
+            self._sums,
+        )
 
     def _set_costs(self, rows: Tensor, columns: Tensor) -> None:
         """What the solver wants to know of the costs, (S,) each."""
@@ -126,7 +148,8 @@ def is_small(sizes: Tensor) -> Tensor:
 def bytes_of(sizes: Tensor) -> Tensor:
     """Bytes that problems take (S,), given the sizes of their classes (S, 2) int64."""
     partial = sizes * ranges_of(sizes.flip(1))
-    return BYTES_PER_POTENTIAL * sizes.sum(1) + 8 * partial.amax(1) + BYTES_PER_SEGMENT
+    vectors = BYTES_PER_POTENTIAL * sizes.sum(1) + BYTES_PER_COLUMN * sizes[:, 1]
+    return vectors + 8 * partial.amax(1) + BYTES_PER_SEGMENT
 
 
 def _table(classes: ClassPool, rows: Tensor, columns: Tensor) -> Tensor:
@@ -157,3 +180,10 @@ def _first_potentials(classes: ClassPool, side: Tensor) -> Tensor:
     starts = torch.repeat_interleave(classes.starts[side] - (counts.cumsum(0) - counts), counts)
     index = torch.arange(len(starts), device=side.device) + starts
     return -classes.squares[index]
+
+
+def _vectors(candidate: Tensor) -> Vectors:
+    """The vectors of columns before the first look."""
+    fresh, kept, residual = candidate.new_zeros((3, len(candidate)))
+    remembered = candidate.new_zeros(2 * MEMORY * len(candidate))
+    return Vectors(candidate, fresh, kept, residual, remembered)

@@ -1,28 +1,31 @@
 """What the segmented solver asks of many transport problems that it solves side by side.
 
-A segment is one problem: a cost C (n, m) with masses a (n,) and b (m,), and its potentials f (n,)
-and g (m,), which are kept with it. One update moves one potential of every segment; the solver sees
-no more of them than a few numbers per segment. How scores are held and how potentials of different
-lengths lie in memory is up to the implementation. What it computes for a segment must not depend on
-the segments beside it, to the last bit.
+A segment is one problem: a cost C (n, m) with masses a (n,) and b (m,). Its vectors lie with it,
+all of its columns (m,), and only they:
 
-An update over-relaxes (Thibault, Chizat, Dossal and Papadakis 2021, Overrelaxed Sinkhorn-Knopp
-algorithm for regularized optimal transport): with the softmin T that makes a marginal exact and
-delta = (T - u) / epsilon, a potential u becomes
+    candidate            the potential g to look at next;
+    kept, residual       the g that was kept last, and r = T'(T(g)) - g there;
+    remembered           MEMORY differences s of g and, of the same steps, falls y of r.
 
-    T + epsilon s,    s = (omega - 1) delta,    but at most log(1 + delta) where delta > 0.
+A look takes T(g) and T'(T(g)) of the candidate and tells a few numbers per segment, products in the
+metric <u, v> = sum_j b_j u_j v_j among them. A move makes the next candidate a combination of the
+vectors, with coefficients that the solver made of these numbers; it sees no more of any vector. A
+problem of a cloud with itself has one potential, its rows are its columns, and r = T(g) - g.
 
-A coordinate of mass w then adds w epsilon (delta + s - e^s + e^-delta) to the dual, which is not
-negative for 0 < omega <= 2: at its cap it has the derivative 1 / (1 + delta) - e^-delta >= 0 in
-delta, and for delta < 0 a derivative of the sign of delta. So any omega is safe, and 1 is Sinkhorn.
+How scores are held and how vectors of different lengths lie in memory is up to the implementation.
+What it computes for a segment must not depend on the segments beside it, to the last bit.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+# Differences that are remembered: more of them save few iterations, and half of the memory that
+# potentials take is theirs already.
+MEMORY = 4
 
 
 class WeightedPoints(NamedTuple):
@@ -37,77 +40,95 @@ class WeightedPoints(NamedTuple):
     masses: Tensor
 
 
-class Update(NamedTuple):
-    """What the update of a potential u with masses w has seen, T its softmin; all (S,) float64.
+class Look(NamedTuple):
+    """What a look at the candidates g has seen; (S,) float64 each if nothing else is said.
 
-    The plan is that of the potentials before the update: the softmin yields its marginal for free.
+    With f = T(g), or f = g of a cloud with itself; the step s from the g kept last and the fall y
+    of the residual r over it; and 1 for the constant vector. The plan is that of f and g.
 
     Attributes:
-        gap: sum_i w_i |exp((u_i - T_i) / epsilon) - 1|, the L1 error of that marginal.
-        mass: sum_i w_i exp((u_i - T_i) / epsilon), of the whole plan.
-        value: <w, u>.
-        size: <w, |u|>.
-        lowest: min u over the support.
-        highest: max u over the support.
-        next_value: <w, T>.
-        next_size: <w, |T|>.
+        row_value: <a, f>.
+        row_size: <a, |f|>.
+        value: <1, g>.
+        size: <1, |g|>.
+        lowest: min g over the support.
+        highest: max g over the support.
+        gap: sum_j b_j |exp(-r_j / epsilon) - 1|, the L1 error of the plan's column sums.
+        mass: sum_j b_j exp(-r_j / epsilon), of the whole plan.
+        mean_step: <1, s>.
+        mean_fall: <1, y>.
+        mean_residual: <1, r>.
+        step_step: <s, s>.
+        step_fall: <s, y>.
+        fall_fall: <y, y>.
+        step_residual: <s, r>.
+        fall_residual: <y, r>.
+        remembered_fall: (S, 2 MEMORY), of what is remembered with y: differences, then falls.
+        remembered_residual: (S, 2 MEMORY), with r.
     """
 
-    gap: Tensor
-    mass: Tensor
+    row_value: Tensor
+    row_size: Tensor
     value: Tensor
     size: Tensor
     lowest: Tensor
     highest: Tensor
-    next_value: Tensor
-    next_size: Tensor
+    gap: Tensor
+    mass: Tensor
+    mean_step: Tensor
+    mean_fall: Tensor
+    mean_residual: Tensor
+    step_step: Tensor
+    step_fall: Tensor
+    fall_fall: Tensor
+    step_residual: Tensor
+    fall_residual: Tensor
+    remembered_fall: Tensor
+    remembered_residual: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor, columns: Tensor) -> Look:
+        """From (S, 2) and (S, 14 + 4 MEMORY) numbers in this order."""
+        numbers, products = columns[:, : -4 * MEMORY], columns[:, -4 * MEMORY :]
+        return cls(*rows.unbind(1), *numbers.unbind(1), *products.chunk(2, 1))
 
 
-def relaxed(
-    potential: Tensor,
-    softmin: Tensor,
-    masses: Tensor,
-    epsilon: Tensor,
-    relaxation: Tensor,
-    active: Tensor,
-) -> tuple[Tensor, Update]:
-    """The update of potentials that are padded to one length, and what it has seen.
+class Move(NamedTuple):
+    """How to go on after a look; (S,) each if nothing else is said.
 
-    Args:
-        potential: (S, n) float64.
-        softmin: (S, n).
-        masses: (S, n), 0 for padding.
-        epsilon: (S,).
-        relaxation: (S,), omega.
-        active: (S,) bool; the other potentials stay.
+    With g and r those of the candidate where it is kept, and else those kept before, the next
+    candidate is
+
+        g + scale r + shift + sum_k weights_k remembered_k.
+
+    Attributes:
+        kept: bool.
+        learnt: bool, whether the newest differences are remembered, in `slot`.
+        slot: int64, below MEMORY.
+        mean_step: what the differences are lowered by to have mean zero.
+        mean_fall: likewise their falls.
+        scale: float64.
+        shift: float64.
+        weights: (S, 2 MEMORY) float64, of differences and of falls, the newest among them.
     """
-    scale, support = epsilon.unsqueeze(1), masses > 0
-    step = (softmin - potential) / scale
-    beyond = (relaxation - 1).unsqueeze(1) * step
-    capped = torch.minimum(beyond, step.clamp_min(0).log1p())
-    after = softmin + scale * torch.where(step > 0, capped, beyond)
-    after = torch.where(active.unsqueeze(1), after, potential)
-    change = torch.where(support, step.neg(), 0).exp()
-    parts = ((change - 1).abs(), change, potential, potential.abs(), softmin, softmin.abs())
-    gap, mass, value, size, next_value, next_size = _totals(torch.stack(parts) * masses)
-    lowest = torch.where(support, potential, torch.inf).amin(1)
-    highest = torch.where(support, potential, -torch.inf).amax(1)
-    return after, Update(gap, mass, value, size, lowest, highest, next_value, next_size)
 
+    kept: Tensor
+    learnt: Tensor
+    slot: Tensor
+    mean_step: Tensor
+    mean_fall: Tensor
+    scale: Tensor
+    shift: Tensor
+    weights: Tensor
 
-def _totals(values: Tensor) -> Tensor:
-    """Sums along the last dimension, sixteen numbers at a time.
-
-    How PyTorch adds up more of them depends on how many other sums there are.
-    """
-    while values.shape[-1] > 1:
-        padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % 16))
-        values = padded.unflatten(-1, (-1, 16)).sum(-1)  # type: ignore[no-untyped-call]
-    return values.squeeze(-1)
+    @property
+    def numbers(self) -> Tensor:
+        """All of it as (S, 7 + 2 MEMORY) float64, in this order."""
+        return torch.cat((torch.stack([part.double() for part in self[:-1]], 1), self.weights), 1)
 
 
 class Segments(Protocol):
-    """S transport problems and their potentials; all attributes of shape (S,) are float64.
+    """S transport problems and their vectors; all attributes of shape (S,) are float64.
 
     Costs may be known up to terms of one side, C_ij = C'_ij + p_i + q_j: potentials, spread and
     rounding then are those of C', and `offset` is what the value has to be raised by.
@@ -116,6 +137,11 @@ class Segments(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The type of the potentials."""
+        ...
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The type in which exponentials are summed."""
         ...
 
     @property
@@ -144,23 +170,38 @@ class Segments(Protocol):
         ...
 
     def coarse(self, tolerance: float) -> Segments | None:
-        """The same problems and potentials in a faster form; None without one.
+        """The same problems in a faster form, which leaves its last candidates; None without one.
 
         It can reach a marginal error of `tolerance` if these problems can.
         """
         ...
 
-    def update(self, side: int, epsilon: Tensor, relaxation: Tensor, active: Tensor) -> Update:
-        """Move the potentials of rows (side 0) or columns (1) towards their softmin.
+    def look(self, epsilon: Tensor, active: Tensor) -> Look:
+        """Look at the candidates.
 
         Args:
-            side: which; a problem of a cloud with itself has one potential, of side 0.
             epsilon: (S,) float64.
-            relaxation: (S,) float64, omega.
-            active: (S,) bool; other potentials stay, and what the update says of them is void.
+            active: (S,) bool; what is said of other segments is void.
         """
+        ...
+
+    def move(self, move: Move, active: Tensor) -> None:
+        """Choose the next candidates; the vectors of segments that are not active stay."""
         ...
 
     def keep(self, order: Tensor) -> None:
         """Go on with the segments `order` (S',) only, in that order."""
+        ...
+
+
+@runtime_checkable
+class TritonSegments(Segments, Protocol):
+    """Segments whose passes run in Triton, so that what is decided between them can, too."""
+
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """A look by its numbers, as `Look.of` takes them; arguments as for `look`."""
+        ...
+
+    def move_by(self, numbers: Tensor, active: Tensor) -> None:
+        """A move by its numbers, as `Move.numbers` gives them; arguments as for `move`."""
         ...

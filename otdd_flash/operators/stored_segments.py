@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.segments import Segments, Update, WeightedPoints, relaxed
+from otdd_flash.operators.padded_vectors import PaddedVectors
+from otdd_flash.operators.segments import Look, Move, Segments, WeightedPoints
 from otdd_flash.operators.tiled import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
 
 # Stands for log(0): finite, so that differences of two of them are 0 and not NaN.
@@ -28,7 +29,8 @@ SIZE_STEP = 16
 class StoredSegments:
     """S problems of cost ||x - y||^2 in float64, padded to one shape (n, m).
 
-    Memory: 8 S n m bytes.
+    Memory: 8 S n m bytes, and the vectors. Potentials are those of the rows and of the columns, or
+    the only one.
 
     Args:
         sides: of each problem, its rows' cloud and its columns'; twice the same object in all of
@@ -36,7 +38,7 @@ class StoredSegments:
         shape: (n, m), at least the sizes of any of them, multiples of `SIZE_STEP`.
     """
 
-    dtype = torch.float64
+    dtype = sum_dtype = torch.float64
 
     def __init__(
         self, sides: Sequence[tuple[WeightedPoints, WeightedPoints]], shape: tuple[int, int]
@@ -52,6 +54,7 @@ class StoredSegments:
             for side in ((0,) if self.symmetric else (0, 1))
         ]
         self.potentials = [torch.zeros_like(masses) for masses in self.masses]
+        self._vectors = PaddedVectors(self.masses[-1])
 
     @property
     def steps_between_looks(self) -> int:
@@ -68,16 +71,17 @@ class StoredSegments:
         """The side whose potentials an update of `side` reads."""
         return 0 if self.symmetric else 1 - side
 
-    def update(self, side: int, epsilon: Tensor, relaxation: Tensor, active: Tensor) -> Update:
-        """Move the potentials of one side towards their softmin."""
-        chosen = torch.arange(len(self.costs), device=self.costs.device)
-        logs = torch.empty_like(self.masses[side])
-        for segments, rows, scores in self.shifted_scores(side, chosen, epsilon, logs):
-            logs[segments, rows] += scores.sum(-1).log_()
-        softmin = -epsilon[:, None] * logs
-        before, masses = self.potentials[side], self.masses[side]
-        self.potentials[side], seen = relaxed(before, softmin, masses, epsilon, relaxation, active)
-        return seen
+    def look(self, epsilon: Tensor, active: Tensor) -> Look:
+        """Look at the candidates."""
+        if not self.symmetric:
+            self.potentials[0] = self._softmin(0, epsilon)
+        updated = self._softmin(len(self.potentials) - 1, epsilon)
+        rows = self.potentials[0], self.masses[0]
+        return self._vectors.look(rows, self.potentials[-1], updated, epsilon)
+
+    def move(self, move: Move, active: Tensor) -> None:
+        """Choose the next candidates."""
+        self.potentials[-1] = self._vectors.move(self.potentials[-1], move, active)
 
     def shifted_scores(
         self, side: int, chosen: Tensor, epsilon: Tensor, highest: Tensor
@@ -114,8 +118,16 @@ class StoredSegments:
         self.costs = moved(self.costs, order)
         self.masses = [values[order] for values in self.masses]
         self.potentials = [values[order] for values in self.potentials]
+        self._vectors.keep(order)
         self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
         self.cost_error, self.offset = self.cost_error[order], self.offset[order]
+
+    def _softmin(self, side: int, epsilon: Tensor) -> Tensor:
+        chosen = torch.arange(len(self.costs), device=self.costs.device)
+        logs = torch.empty_like(self.masses[side])
+        for segments, rows, scores in self.shifted_scores(side, chosen, epsilon, logs):
+            logs[segments, rows] += scores.sum(-1).log_()
+        return -epsilon[:, None] * logs
 
 
 def moved(values: Tensor, order: Tensor) -> Tensor:

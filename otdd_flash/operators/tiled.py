@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, CostRange
+from otdd_flash.operators.base import Applied, CostRange, Epsilon
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -118,8 +118,9 @@ class TiledOperator(ABC):
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, S[first row : first row + rows]) over all rows, in order."""
 
-    def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+    def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        epsilon = float(epsilon)
         scale = LOG2_E / epsilon
         column_term = self._log2_b + g.to(self.dtype) * scale
         logs = torch.empty_like(self.row_offset)
@@ -130,8 +131,9 @@ class TiledOperator(ABC):
             logs[rows] = highest.squeeze(1) + sums.log2_()
         return self.row_offset - (epsilon * LN_2) * logs
 
-    def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+    def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        epsilon = float(epsilon)
         scale = LOG2_E / epsilon
         row_term = (self._log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
         highest = torch.full_like(self._log2_b, -math.inf)

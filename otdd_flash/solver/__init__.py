@@ -11,5 +11,8 @@ are not; `divergence` the debiased combination; `problem` two clouds and their t
 `gradient` derivatives of a solved term and of the divergence; `clouds` and, for autograd, `loss`
 the entry points.
 
-`segmented` solves many problems side by side, `segmented_cross` and `segmented_self` are its rules.
+`segmented` solves many problems side by side; `segmented_quasi_newton` are their iterations, with
+`segmented_differences` what they learn and `segmented_trust` which steps they keep, and
+`segmented_kernels` the same on a GPU; `segmented_cross` and `segmented_self` say what a look at a
+cross or a self term proves.
 """

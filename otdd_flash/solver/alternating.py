@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.solver.approach import approach
 from otdd_flash.solver.certificate import certify, column_marginal, magnitude, rounding_floor
 from otdd_flash.solver.iteration import Iteration
@@ -74,7 +74,7 @@ def solve_alternating(
     )
 
 
-def alternate(operator: Operator, epsilon: float, state: State) -> State:
+def alternate(operator: Operator, epsilon: Epsilon, state: State) -> State:
     """One iteration: look at the candidate g with f = T(g) and T'(f), and choose the next."""
     track = Track(*state)
     g = track.candidate

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.solver.polytope import balanced_value, filled_value
 
 SAFETY = 2.0
@@ -140,7 +140,7 @@ def certify_self(
     return Certificate(f, f, value, bounds, error)
 
 
-def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
+def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: Epsilon) -> Tensor:
     """Column sums b_j exp((g_j - T(f)_j) / epsilon) of the plan of (f, g), given T(f), float64.
 
     The half-step that would update g thus yields the marginal of the plan before it, for free.

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import rounding_floor
 from otdd_flash.solver.late_reader import LateReader, Reading
@@ -91,8 +89,7 @@ class Iteration:
             count = min(left, steps_between_looks(operator, self.iterations - before))
             track = Track(*sweep(operator, self.step, level, track, count))
             self.iterations += count
-            numbers = torch.stack((track.gap, track.size))
-            reading = reader.exchange(numbers, _Look(self.iterations, track))
+            reading = reader.exchange(track.look, _Look(self.iterations, track))
             if reading is None:
                 continue
             error = self._error(operator, level, reading)

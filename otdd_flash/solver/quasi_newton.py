@@ -130,9 +130,10 @@ class Track(NamedTuple):
         return self.named.gap
 
     @property
-    def size(self) -> Tensor:
-        """<a, |f|> + <b, |g|> at the point."""
-        return self.named.size
+    def look(self) -> Tensor:
+        """(2,): the gap and the size at the point, as they stand in the numbers."""
+        first = Numbers._fields.index("gap")
+        return self.numbers[first : first + 2]
 
 
 def begin(f: Tensor, g: Tensor) -> Track:

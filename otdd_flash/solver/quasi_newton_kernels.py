@@ -11,22 +11,23 @@ import math
 import torch
 from torch import Tensor
 
+from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.quasi_newton_decision import decision_size, quasi_newton_decision
 from otdd_flash.kernels.quasi_newton_sums import log_mass, partial_shape, quasi_newton_sums
 from otdd_flash.kernels.quasi_newton_update import quasi_newton_update
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.solver.quasi_newton import DUAL_ROUNDING, GROWTH, PATIENCE, Track
 
 
 def advance_cross(
-    operator: Operator, epsilon: float, track: Track, f: Tensor, updated: Tensor
+    operator: Operator, epsilon: Epsilon, track: Track, f: Tensor, updated: Tensor
 ) -> Track:
     """Look at the candidate g with f = T(g) (n,) and T'(f) (m,), and choose the next."""
     seen = f, track.candidate, updated
     return _advance(operator, epsilon, track, seen, damping=1.0, symmetric=False)
 
 
-def advance_self(operator: Operator, epsilon: float, track: Track, softmin: Tensor) -> Track:
+def advance_self(operator: Operator, epsilon: Epsilon, track: Track, softmin: Tensor) -> Track:
     """Look at the candidate f with T(f) (n,), both of mass 1 first, and choose the next."""
     seen = track.candidate, track.candidate, softmin
     return _advance(operator, epsilon, track, seen, damping=0.5, symmetric=True)
@@ -34,24 +35,24 @@ def advance_self(operator: Operator, epsilon: float, track: Track, softmin: Tens
 
 def _advance(
     operator: Operator,
-    epsilon: float,
+    epsilon: Epsilon,
     track: Track,
     seen: tuple[Tensor, Tensor, Tensor],
     *,
     damping: float,
     symmetric: bool,
 ) -> Track:
-    memory = track.memory.shape[1]
+    level, memory = on_device(epsilon, track.g.device), track.memory.shape[1]
     shape = partial_shape(*operator.shape, memory)
     # One allocation, its parts aligned alike at all sizes.
     sizes = [decision_size(memory), 2, math.prod(shape)]
     decision, log_total, partial = torch.split(track.numbers.new_empty(sum(sizes)), sizes)
     partial, total = partial.view(shape), log_total if symmetric else None
     if total is not None:
-        log_mass(seen[1], seen[2], operator.a, epsilon, total)
+        log_mass(seen[1], seen[2], operator.a, level, total)
     last = track.f, track.g, track.updated
     masses = operator.a, operator.b
-    quasi_newton_sums(seen, last[1:], track.memory, masses, epsilon, partial, total)
+    quasi_newton_sums(seen, last[1:], track.memory, masses, level, partial, total)
     after = Track(*map(torch.empty_like, track))
     quasi_newton_decision(
         partial,
@@ -63,7 +64,5 @@ def _advance(
         limits=(DUAL_ROUNDING, GROWTH, PATIENCE),
     )
     out = after.f, after.g, after.updated, after.candidate, after.memory
-    quasi_newton_update(
-        seen, last, track.memory, operator.b, epsilon, total, decision, damping, out
-    )
+    quasi_newton_update(seen, last, track.memory, operator.b, level, total, decision, damping, out)
     return after

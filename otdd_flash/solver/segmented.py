@@ -30,8 +30,9 @@ class SegmentTerms(NamedTuple):
         lower: lower bound.
         upper: upper bound.
         marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
-        rounding: the part of `marginal_error` that rounding may hide.
-        iterations: updates of both potentials, or of the only one.
+        rounding: the part of `marginal_error` that rounding may hide; all of it where iterations
+            no longer lower it.
+        iterations: looks at both potentials, or at the only one.
     """
 
     value: Tensor
@@ -43,10 +44,15 @@ class SegmentTerms(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What an iteration has shown: which segments are done (S,) bool, and of all their terms."""
+    """What an iteration has shown.
+
+    Attributes:
+        done: (S,) bool, which segments are done.
+        terms: (S, 6) float64, the `SegmentTerms` of all of them.
+    """
 
     done: Tensor
-    terms: SegmentTerms
+    terms: Tensor
 
 
 class Rule(Protocol):
@@ -82,22 +88,23 @@ def run(segments: Segments, rule: Rule, finished: Finished | None = None) -> Seg
     count = len(segments.mean_cost)
     device = segments.mean_cost.device
     results = torch.zeros((count, 6), dtype=torch.float64, device=device)
+    last = results
     left = torch.arange(count, device=device)
     active = torch.ones(count, dtype=torch.bool, device=device)
     reader: LateReader[None] = LateReader()
     while len(left):
         for _ in range(segments.steps_between_looks):
             done, terms = rule.step(active)
-            now = (active & done).unsqueeze(1)
-            results[left] = torch.where(now, torch.stack(terms, 1), results[left])
+            last = torch.where(active[:, None], terms, last)
             active = active & ~done
         reading = reader.exchange(active.sum().reshape(1), None)
         if reading is None or reading.numbers[0] == len(left):
             continue
+        results[left] = last
         order = _compacted(active)
         if finished is not None:
             finished(len(left) - len(order))
-        left, active = left[order], active[order]
+        left, active, last = left[order], active[order], last[order]
         rule.keep(order)
         segments.keep(order)
         reader = LateReader()
@@ -106,8 +113,10 @@ def run(segments: Segments, rule: Rule, finished: Finished | None = None) -> Seg
 
 def rounding_floor(segments: Segments, size: Tensor, epsilon: Tensor | float) -> Tensor:
     """Marginal errors that rounding causes (S,), as `certificate.rounding_floor`."""
-    unit = torch.finfo(segments.dtype).eps / 2
-    return unit * ((size + 2 * segments.mean_cost) / epsilon + 4)
+    unit, unit_of_sums = (
+        torch.finfo(dtype).eps / 2 for dtype in (segments.dtype, segments.sum_dtype)
+    )
+    return unit * (size + 2 * segments.mean_cost) / epsilon + 4 * unit_of_sums
 
 
 def value_rounding(segments: Segments, size: Tensor, epsilon: Tensor | float) -> Tensor:

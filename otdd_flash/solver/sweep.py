@@ -1,29 +1,34 @@
 """Repeat a step of a solve: as it is, or recorded once as a CUDA graph and replayed.
 
 Where passes are short, launching their kernels one by one from Python takes longer than running
-them. A graph launches all kernels of a step at once.
+them. A graph launches all kernels of a step at once. They read epsilon from the device's memory, so
+one recording serves all levels of epsilon.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Epsilon, Operator
 
 State = tuple[Tensor, ...]
-Step = Callable[[Operator, float, State], State]
+Step = Callable[[Operator, Epsilon, State], State]
 
-# Steps between two looks at the marginals where passes are short and recorded.
+# Steps between two looks at the marginals where passes are short, and how many at one epsilon are
+# looked at one by one before: a level ends after a few.
 SHORT_STEPS = 4
+STEPS_LOOKED_AT = 12
 
-# A graph takes about as long to record as this many steps, so it is not recorded before them.
-STEPS_BEFORE_RECORDING = 12
+# A graph takes about as long to record as this many steps. The first compiles their kernels, and
+# may start from tensors that are aligned otherwise than those of the others.
+STEPS_BEFORE_RECORDING = 2
 
-_recordings: WeakKeyDictionary[Operator, dict[tuple[Step, float], _Recording]] = WeakKeyDictionary()
+_recordings: WeakKeyDictionary[Operator, dict[Step, _Recording]] = WeakKeyDictionary()
 
 
 def sweep(operator: Operator, step: Step, epsilon: float, state: State, count: int) -> State:
@@ -32,23 +37,26 @@ def sweep(operator: Operator, step: Step, epsilon: float, state: State, count: i
     Args:
         operator: given to the step.
         step: new state = step(operator, epsilon, state), without waiting for the device.
-        epsilon: given to the step.
+        epsilon: given to the step, where passes are short as a tensor () on the device.
         state: to start from; it is not changed.
         count: of steps, at least 1.
     """
     if not operator.short_passes:
         return _one_by_one(operator, step, epsilon, state, count)
     kept = _recordings.setdefault(operator, {})
-    recording = kept.setdefault((step, epsilon), _Recording())
-    return recording.run(operator, step, epsilon, state, count)
+    if step not in kept:
+        kept[step] = _Recording(operator, step)
+    return kept[step].run(operator, epsilon, state, count)
 
 
 def steps_between_looks(operator: Operator, taken: int) -> int:
     """How many steps to take before the marginals are looked at, after `taken` at this epsilon."""
-    return SHORT_STEPS if operator.short_passes and taken >= STEPS_BEFORE_RECORDING else 1
+    return SHORT_STEPS if operator.short_passes and taken >= STEPS_LOOKED_AT else 1
 
 
-def _one_by_one(operator: Operator, step: Step, epsilon: float, state: State, count: int) -> State:
+def _one_by_one(
+    operator: Operator, step: Step, epsilon: Epsilon, state: State, count: int
+) -> State:
     for _ in range(count):
         state = step(operator, epsilon, state)
     return state
@@ -57,41 +65,53 @@ def _one_by_one(operator: Operator, step: Step, epsilon: float, state: State, co
 class _Recording:
     """A step that becomes a CUDA graph, which reads and overwrites its own state, in time."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator: Operator, step: Step) -> None:
+        self._step = step
+        self._epsilon = torch.empty((), dtype=torch.float64, device=operator.a.device)
+        self._level = math.nan
         self._taken = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._state: State = ()
+        self._handed_out: State = ()
 
-    def run(
-        self, operator: Operator, step: Step, epsilon: float, state: State, count: int
-    ) -> State:
+    def run(self, operator: Operator, epsilon: float, state: State, count: int) -> State:
         """The state after `count` steps."""
-        alone = min(count, max(0, STEPS_BEFORE_RECORDING - self._taken))
-        state = _one_by_one(operator, step, epsilon, state, alone)
-        self._taken += count
+        if epsilon != self._level:
+            # Passed by value: the host does not wait.
+            self._epsilon.fill_(epsilon)
+            self._level = epsilon
+        alone = min(count, STEPS_BEFORE_RECORDING - self._taken)
+        state = _one_by_one(operator, self._step, self._epsilon, state, alone)
+        self._taken += alone
         if alone == count:
             return state
         if self._graph is None:
-            self._graph = self._record(operator, step, epsilon, state)
-        _overwrite(self._state, state)
+            self._graph = self._record(operator, state)
+        if not _same(state, self._handed_out):
+            _overwrite(self._state, state)
         for _ in range(count - alone):
             self._graph.replay()
-        return tuple(tensor.clone() for tensor in self._state)
+        self._handed_out = tuple(map(torch.empty_like, self._state))
+        _overwrite(self._handed_out, self._state)
+        return self._handed_out
 
-    def _record(
-        self, operator: Operator, step: Step, epsilon: float, state: State
-    ) -> torch.cuda.CUDAGraph:
+    def _record(self, operator: Operator, state: State) -> torch.cuda.CUDAGraph:
         self._state = tuple(tensor.clone() for tensor in state)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             graph.capture_begin()
             try:
-                _overwrite(self._state, step(operator, epsilon, self._state))
+                _overwrite(self._state, self._step(operator, self._epsilon, self._state))
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
+
+
+def _same(state: State, other: State) -> bool:
+    """Whether they are the same tensors, not only of the same values."""
+    return len(state) == len(other) and all(a is b for a, b in zip(state, other, strict=True))
 
 
 def _overwrite(state: State, new: State) -> None:

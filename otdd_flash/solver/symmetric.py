@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.solver.certificate import certify_self, magnitude
 from otdd_flash.solver.iteration import Iteration
 from otdd_flash.solver.options import Progress, SolverOptions
@@ -77,7 +77,7 @@ def solve_symmetric(
     )
 
 
-def average(operator: Operator, epsilon: float, state: State) -> State:
+def average(operator: Operator, epsilon: Epsilon, state: State) -> State:
     """One iteration: look at the candidate f with T(f), and choose the next."""
     track = Track(*state)
     f = track.candidate

@@ -29,6 +29,7 @@ from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 HALF_POINTERS = ("x", "y", "a", "b", "out_ptr")
 INTEGER_POINTERS = ("block_class_ptr", "labels_ptr", "labels_x_ptr", "labels_y_ptr", "marked_ptr")
+DOUBLES = {"epsilon_ptr": "*fp64", "product_scale": "fp64"}
 FLOATS = ("scale", "costs_scale", "factor_scale")
 
 
@@ -36,6 +37,8 @@ def argument_type(name: str, tile: Tile) -> str:
     if name in ("x", "y", "a", "b") and tile.descriptors:
         rows = tile.columns if name in ("y", "b") else BLOCK_ROWS
         return f"tensordesc<fp16[{rows}, {tile.depth}]>"
+    if name in DOUBLES:
+        return DOUBLES[name]
     if name in HALF_POINTERS:
         return "*fp16"
     if name in (*INTEGER_POINTERS, "ranges_ptr"):

@@ -35,7 +35,7 @@ def argument_type(name: str) -> str:
         return "*fp32"
     if name.endswith("_ptr"):
         return "*fp64"
-    return {"epsilon": "fp64", "damping": "fp32", "unit": "fp32"}.get(name, "i32")
+    return {"damping": "fp32", "unit": "fp32"}.get(name, "i32")
 
 
 def needs(kernel, constants: dict[str, object], warps: int, capability: int) -> dict[str, int]:

@@ -45,10 +45,14 @@ def argument_type(name: str, height: int, tile: Tile) -> str:
         "programs_ptr": "*i32",
         "segments_ptr": "*i64",
         "active_ptr": "*i8",
-        "masses_ptr": "*fp64",
-        "seen_ptr": "*fp64",
+        "done_ptr": "*i8",
         "n": "i32",
+        "count": "i32",
+        "row_stride": "i32",
     }
+    doubles = ("epsilon", "factors", "masses", "seen", "move", "rows", "columns", "costs")
+    doubles += ("settings", "level", "state", "terms", "new_level", "new_state")
+    types |= {f"{double}_ptr": "*fp64" for double in doubles}
     return types.get(name, "*fp32")
 
 
@@ -71,8 +75,11 @@ def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[s
 
 
 def main() -> None:
+    from otdd_flash.kernels import segmented_look, segmented_move, segmented_softmin
+    from otdd_flash.kernels.segmented_decision import constants_of, segmented_decision_kernel
     from otdd_flash.kernels.segmented_step import RANGE_COLUMNS, segmented_step_kernel
-    from otdd_flash.kernels.segmented_update import BLOCK, segmented_update_kernel
+    from otdd_flash.operators.segments import MEMORY
+    from otdd_flash.solver.segmented_kernels import LIMITS
 
     capability = int(sys.argv[1])
     taken = []
@@ -80,6 +87,7 @@ def main() -> None:
         tile = Tile(*values)
         for parts in (1, 3):
             constants = {
+                "LOG2_E": 1.4,
                 "DIM": 512,
                 "PARTS": parts,
                 "BLOCK_M": int(height),
@@ -90,8 +98,23 @@ def main() -> None:
                 "DESCRIPTORS": tile.descriptors,
             }
             taken.append(needs(segmented_step_kernel, constants, int(height), tile, capability))
-    constants = {"LN_2": 0.7, "BLOCK": BLOCK}
-    taken.append(needs(segmented_update_kernel, constants, 0, tile._replace(warps=4), capability))
+    vectors = {"VECTORS": 2 * MEMORY}
+    for kernel, constants in (
+        (
+            segmented_softmin.segmented_softmin_kernel,
+            {"LN_2": 0.7, "BLOCK": segmented_softmin.BLOCK},
+        ),
+        (
+            segmented_look.segmented_look_kernel,
+            {"LN_2": 0.7, "NUMBERS": 14, "BLOCK": segmented_look.BLOCK} | vectors,
+        ),
+        (segmented_move.segmented_move_kernel, {"BLOCK": segmented_move.BLOCK} | vectors),
+    ):
+        taken.append(needs(kernel, constants, 0, tile._replace(warps=4), capability))
+    for symmetric in (False, True):
+        constants = constants_of(MEMORY, 0.5, symmetric, LIMITS)
+        one_warp = tile._replace(warps=1)
+        taken.append(needs(segmented_decision_kernel, constants, 0, one_warp, capability))
     sys.stdout.write(json.dumps(taken) + "\n")
 
 

@@ -11,6 +11,11 @@ from otdd_flash.labels import kernel_terms, sinkhorn_pairs, transport_terms
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
+from otdd_flash.operators.class_pool import ClassPool
+from otdd_flash.operators.kernel_segments import BYTES_PER_SEGMENT, KernelSegments, bytes_of
+from otdd_flash.operators.segments import WeightedPoints
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.segmented_cross import solve_cross_terms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -76,12 +81,23 @@ def test_what_does_not_fit_the_memory_at_once_is_solved_in_parts(in_kernels, mon
         return solve(segments, *args)
 
     monkeypatch.setattr(kernel_terms, "solve_cross_terms", counting)
-    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: 5000)
+    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: 20_000)
     parts = sinkhorn_distances(clouds, all_pairs(3), 2.0)
     assert len(solved) > 1
     assert sum(solved) == 3
     for one, two in zip(together, parts, strict=True):
         assert torch.equal(one, two)
+
+
+def test_memory_counts_all_vectors():
+    clouds = on_device(make_clouds((300, 1, 40), dim=4))
+    pool = ClassPool([WeightedPoints(cloud.points, cloud.masses) for cloud in clouds])
+    rows, columns = torch.tensor([[0, 2, 1], [2, 0, 0]], device=DEVICE)
+    segments = KernelSegments(pool, rows, columns, small=False)
+    held = (*segments._vectors, *segments._sums, segments._rows)
+    taken = sum(values.numel() * values.element_size() for values in held)
+    counted = bytes_of(pool.sizes[torch.stack((rows, columns), 1)])
+    assert taken < int(counted.sum()) - 3 * BYTES_PER_SEGMENT < 3 * taken
 
 
 @pytest.mark.parametrize(("epsilon", "tolerance"), [(2.0, 1e-8), (1e-5, 1e-3)])
@@ -92,6 +108,18 @@ def test_what_float32_cannot_reach_is_solved_in_float64(in_kernels, epsilon, tol
     expected = sinkhorn_distances(clouds, all_pairs(3), epsilon, tolerance)
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
+def test_a_tolerance_near_the_rounding_floor_is_reached():
+    """Over-relaxed iterations amplify rounding: they stayed at forty times this tolerance."""
+    clouds = on_device(make_clouds((15, 12), dim=4, seed=3))
+    pool = ClassPool([WeightedPoints(cloud.points, cloud.masses) for cloud in clouds])
+    rows, columns = torch.tensor([[1], [0]], device=DEVICE)
+    segments = KernelSegments(pool, rows, columns, small=True)
+    options = SolverOptions(tolerance=4e-6, max_iterations=60)
+    terms = solve_cross_terms(segments, 1.0, options)
+    assert 6 * float(terms.rounding) > 4e-6
+    assert float(terms.marginal_error) <= 4e-6
 
 
 def test_stopping_early_is_said(in_kernels, monkeypatch):

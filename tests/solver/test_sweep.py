@@ -9,11 +9,15 @@ from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver import sweep as sweep_module
+from otdd_flash.solver.alternating import alternate, solve_alternating
 from otdd_flash.solver.late_reader import LateReader
 from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.quasi_newton import begin
 from otdd_flash.solver.sweep import _overwrite, steps_between_looks, sweep
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.symmetric import average, solve_symmetric
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def add_one(operator, epsilon, state):
@@ -30,6 +34,45 @@ def test_a_sweep_takes_that_many_steps(count):
     assert torch.equal(after, torch.full((3,), 0.5 * count))
     assert torch.equal(before, after - 0.5)
     assert torch.equal(start[0], torch.zeros(3))
+
+
+class Replayed:
+    """Stands for a graph: does its step again on the recording's own tensors."""
+
+    def __init__(self, recording, operator):
+        self.recording, self.operator = recording, operator
+
+    def replay(self):
+        own = self.recording._state
+        _overwrite(own, self.recording._step(self.operator, self.recording._epsilon, own))
+
+
+def record(recording, operator, state):
+    recording._state = tuple(tensor.clone() for tensor in state)
+    return Replayed(recording, operator)
+
+
+def test_replayed_steps_are_those_one_by_one_at_every_level(monkeypatch):
+    masses, recorded = torch.ones(1).double(), []
+    monkeypatch.setattr(StoredOperator, "short_passes", True)
+    monkeypatch.setattr(
+        sweep_module._Recording,
+        "_record",
+        lambda *arguments: recorded.append(arguments) or record(*arguments),
+    )
+    operator = StoredOperator.from_cost(torch.zeros(1, 1), masses, masses)
+    state, pairs = (torch.zeros(3), torch.zeros(3)), []
+    for count, epsilon in ((3, 0.5), (1, 0.5), (2, 0.25), (1, 0.25), (4, 0.5)):
+        # From what a sweep handed out, and from elsewhere.
+        for start in (state, (torch.rand(3), torch.rand(3))):
+            expected = start
+            for _ in range(count):
+                expected = add_one(operator, epsilon, expected)
+            state = sweep(operator, add_one, epsilon, start, count)
+            pairs.append((state, expected))
+    # Only now: what was handed out is not written to any more.
+    assert all(all(map(torch.equal, *pair)) for pair in pairs)
+    assert len(recorded) == 1
 
 
 def test_a_state_may_be_overwritten_by_its_own_parts():
@@ -76,6 +119,50 @@ def labelled_cost(n, m, device="cuda"):
         class_costs=costs + costs.T,
         lambda_x=0.5,
     )
+
+
+STEPS = [(alternate, 130, 70), (average, 130, 130)]
+
+
+@pytest.mark.parametrize(("step", "n", "m"), STEPS)
+@pytest.mark.parametrize("many", [1, 1 << 26])
+def test_a_step_reads_epsilon_from_the_device_alone(step, n, m, many, monkeypatch):
+    """As a recorded one must, on which the host has no more say."""
+    monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
+    operator = KernelOperator(labelled_cost(n, m, DEVICE), "fast")
+    level = torch.empty((), dtype=torch.float64, device=DEVICE)
+    state = begin(*(torch.zeros(size, device=DEVICE) for size in (n, m)))
+
+    def refuse(tensor):
+        raise AssertionError("the host waits for the device")
+
+    for epsilon in (1.0, 0.01, 1 / 3):
+        level.fill_(epsilon)
+        expected = step(operator, epsilon, state)
+        with monkeypatch.context() as patched:
+            for name in ("__float__", "__bool__", "item", "tolist"):
+                patched.setattr(torch.Tensor, name, refuse)
+            found = step(operator, level, state)
+        assert all(map(torch.equal, found, expected))
+        state = expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("step", "n", "m"), [(alternate, 900, 700), (average, 800, 800)])
+@pytest.mark.parametrize("many", [1, 1 << 26])
+def test_a_step_recorded_at_one_level_is_right_at_another(step, n, m, many, monkeypatch):
+    monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
+    operator = KernelOperator(labelled_cost(n, m), "fast")
+    assert operator.short_passes
+    state = begin(*(torch.zeros(size, device="cuda") for size in (n, m)))
+    handed_out = []
+    for epsilon in (1.0, 0.05, 0.3, 1.0):
+        expected = state
+        for _ in range(4):
+            expected = step(operator, epsilon, expected)
+        state = sweep(operator, step, epsilon, state, 4)
+        handed_out.append((state, expected))
+    assert all(all(map(torch.equal, *states)) for states in handed_out)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,75 @@
+"""What `solver.segmented_differences` does for a block of problems, as part of a kernel.
+
+What is remembered of a problem are the slot that comes next, R^-1, Y^T Y and D, in `memory_width`
+numbers. Shapes: (BLOCK,) problems, (BLOCK, MEMORY) and (BLOCK, MEMORY, MEMORY) their slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def memory_width(memory: int) -> int:
+    """Numbers that are remembered of a problem, with so many slots."""
+    return 1 + 2 * memory * memory + memory
+
+
+@triton.jit
+def learn_and_direct(
+    p_products,  # <1, s>, <1, y>, <1, r>, <s, s>, <s, y>, <y, y>, <s, r>, <y, r>
+    p_remembered,  # (4 MEMORY,) of steps, then falls, with y; then both with r
+    started,  # whether there are newest differences
+    rounding,  # what a single softmin may be off by
+    p_memory,  # (1 + 2 MEMORY MEMORY + MEMORY,)
+    p_new_memory,  # the same, overwritten
+    MEMORY: tl.constexpr,
+):
+    """Whether the newest differences are learnt, scale, and weights of steps and of falls.
+
+    Scale and weights are not finite where nothing is remembered.
+    """
+    mean_step, mean_fall = tl.load(p_products), tl.load(p_products + 1)
+    mean_residual = tl.load(p_products + 2)
+    step_step = tl.load(p_products + 3) - mean_step * mean_step
+    step_fall = tl.load(p_products + 4) - mean_step * mean_fall
+    fall_fall = tl.load(p_products + 5) - mean_fall * mean_fall
+    step_residual = tl.load(p_products + 6) - mean_step * mean_residual
+    fall_residual = tl.load(p_products + 7) - mean_fall * mean_residual
+    noise = rounding * tl.sqrt(tl.maximum(step_step, 0.0))
+    sound = started & (step_fall > noise) & (step_fall < float("inf"))
+
+    i_slot = tl.arange(0, MEMORY)
+    o, o_square = i_slot[None, :], MEMORY * i_slot[:, None] + i_slot[None, :]
+    p_inverse = p_memory[:, None, None] + (1 + o_square)[None, :, :]
+    p_curvatures = p_memory[:, None] + (1 + 2 * MEMORY * MEMORY + o)
+    p_new_inverse = p_new_memory[:, None, None] + (1 + o_square)[None, :, :]
+    p_new_curvatures = p_new_memory[:, None] + (1 + 2 * MEMORY * MEMORY + o)
+    p_steps = p_remembered[:, None] + o
+
+    slot = tl.load(p_memory)
+    # There is no slot of a negative number.
+    newest = o == tl.where(sound, slot, -1.0).to(tl.int32)[:, None]
+    row, column = newest[:, :, None], newest[:, None, :]
+    steps = tl.where(newest, step_fall[:, None], tl.load(p_steps))
+    falls = tl.where(newest, fall_fall[:, None], tl.load(p_steps + MEMORY))
+    inverse = tl.where(row | column, 0.0, tl.load(p_inverse))
+    last = tl.where(newest, 1.0, -tl.sum(inverse * steps[:, None, :], 2)) / step_fall[:, None]
+    inverse = tl.where(column, last[:, :, None], inverse)
+    squares = tl.where(row, falls[:, None, :], tl.load(p_inverse + MEMORY * MEMORY))
+    squares = tl.where(column, falls[:, :, None], squares)
+    curvatures = tl.where(newest, steps, tl.load(p_curvatures))
+    following = tl.where(slot == MEMORY - 1, 0.0, slot + 1)
+    tl.store(p_new_memory, tl.where(sound, following, slot))
+    tl.store(p_new_inverse, inverse)
+    tl.store(p_new_inverse + MEMORY * MEMORY, squares)
+    tl.store(p_new_curvatures, curvatures)
+
+    steps = tl.where(newest, step_residual[:, None], tl.load(p_steps + 2 * MEMORY))
+    falls = tl.where(newest, fall_residual[:, None], tl.load(p_steps + 3 * MEMORY))
+    diagonal = tl.where((i_slot[:, None] == i_slot[None, :])[None, :, :], squares, 0.0)
+    scale = tl.sum(curvatures, 1) / tl.sum(tl.sum(diagonal, 2), 1)
+    inner = tl.sum(inverse * steps[:, None, :], 2)
+    outer = tl.sum(squares * inner[:, None, :], 2) - falls
+    outer = scale[:, None] * outer + curvatures * inner
+    return sound, scale, tl.sum(inverse * outer[:, :, None], 1), -scale[:, None] * inner

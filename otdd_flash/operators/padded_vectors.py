@@ -1,0 +1,104 @@
+"""The vectors of transport problems that are padded to one length, in float64 and plain PyTorch.
+
+`segments` says what they are. Entries of padding have no mass, and their residuals are 0. The
+candidates are the potentials of the columns, which the problems hold themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.segments import MEMORY, Look, Move
+
+
+class PaddedVectors:
+    """The vectors of S segments of m columns, (S, m) each; 8 (3 + 2 MEMORY) S m bytes.
+
+    Args:
+        masses: (S, m) float64, of the columns; 0 for padding.
+    """
+
+    def __init__(self, masses: Tensor) -> None:
+        self._masses = masses
+        self._fresh = self._kept = self._residual = torch.zeros_like(masses)
+        count, m = masses.shape
+        self._remembered = masses.new_zeros((count, 2 * MEMORY, m))
+
+    def look(
+        self, rows: tuple[Tensor, Tensor], potential: Tensor, updated: Tensor, epsilon: Tensor
+    ) -> Look:
+        """What the candidates show.
+
+        Args:
+            rows: the potentials f (S, n) and the masses a (S, n).
+            potential: (S, m) the candidates g.
+            updated: (S, m) the softmin of f.
+            epsilon: (S,).
+        """
+        masses, support = self._masses, self._masses > 0
+        fresh = self._fresh = torch.where(support, updated - potential, 0)
+        change = (fresh / -epsilon[:, None]).exp()
+        step, fall = potential - self._kept, self._residual - fresh
+        lowest = torch.where(support, potential, torch.inf).amin(1)
+        highest = torch.where(support, potential, -torch.inf).amax(1)
+        value, size, gap, mass, *products = totals(
+            torch.stack(
+                (
+                    potential,
+                    potential.abs(),
+                    (change - 1).abs(),
+                    change,
+                    step,
+                    fall,
+                    fresh,
+                    step * step,
+                    step * fall,
+                    fall * fall,
+                    step * fresh,
+                    fall * fresh,
+                )
+            )
+            * masses
+        )
+        weighted = torch.stack((fall, fresh), 1) * masses[:, None]
+        remembered = totals(self._remembered[:, None] * weighted[:, :, None])
+        f, a = rows
+        row_value, row_size = totals(torch.stack((f, f.abs())) * a)
+        numbers = (row_value, row_size, value, size, lowest, highest, gap, mass, *products)
+        return Look(*numbers, *remembered.unbind(1))
+
+    def move(self, potential: Tensor, move: Move, active: Tensor) -> Tensor:
+        """The candidates (S, m) after those that were looked at."""
+        step = potential - self._kept - move.mean_step[:, None]
+        fall = self._residual - self._fresh - move.mean_fall[:, None]
+        learnt, kept = move.learnt & active, (move.kept & active)[:, None]
+        self._remember(step, move.slot, learnt)
+        self._remember(fall, move.slot + MEMORY, learnt)
+        self._kept = torch.where(kept, potential, self._kept)
+        self._residual = torch.where(kept, self._fresh, self._residual)
+        moved = self._kept + move.scale[:, None] * self._residual + move.shift[:, None]
+        for weight, vector in zip(move.weights.unbind(1), self._remembered.unbind(1), strict=True):
+            moved = moved + weight[:, None] * vector
+        return torch.where(active[:, None], moved, potential)
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with some segments."""
+        self._masses, self._fresh = self._masses[order], self._fresh[order]
+        self._kept, self._residual = self._kept[order], self._residual[order]
+        self._remembered = self._remembered[order]
+
+    def _remember(self, vector: Tensor, slot: Tensor, where: Tensor) -> None:
+        place = torch.arange(len(slot), device=slot.device), slot
+        self._remembered[place] = torch.where(where[:, None], vector, self._remembered[place])
+
+
+def totals(values: Tensor) -> Tensor:
+    """Sums along the last dimension, sixteen numbers at a time.
+
+    How PyTorch adds up more of them depends on how many other sums there are.
+    """
+    while values.shape[-1] > 1:
+        padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % 16))
+        values = padded.unflatten(-1, (-1, 16)).sum(-1)  # type: ignore[no-untyped-call]
+    return values.squeeze(-1)

@@ -1,0 +1,94 @@
+"""L-BFGS of many problems side by side, on the products of what each of them remembers.
+
+As in `quasi_newton`, with steps S and falls Y of the residual in the metric of the masses,
+
+    H r = c r + [S, c Y] [[R^-T (D + c Y^T Y) R^-1, -R^-T], [-R^-1, 0]] [S, c Y]^T r,
+
+R_ij = s_i^T y_j for steps s_i no newer than y_j and 0 for the others, D its diagonal and c = tr D /
+tr Y^T Y (Byrd, Nocedal & Schnabel 1994, Representations of quasi-Newton matrices). Differences lie
+in a ring of slots in which the newest replaces the oldest. That strikes the first row and column,
+in order of age, from R and just as well from its inverse, and appends a last column to both:
+
+    [[R, p], [0, d]]^-1 = [[R^-1, -R^-1 p / d], [0, 1 / d]],    p = S^T y, d = s^T y.
+
+So nothing is ever solved, and R^-1 is held with its rows and columns in the places of the slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.segments import MEMORY
+
+
+class Differences:
+    """What S problems remember; empty slots are 0.
+
+    Attributes:
+        slot: (S,) int64, where the next differences go.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        """For S problems, as many as entries of a tensor (S,)."""
+        self._inverse = like.new_zeros((len(like), MEMORY, MEMORY))
+        self._squares = self._inverse
+        self._curvatures = self._inverse[:, 0]
+        self.slot = torch.zeros_like(like, dtype=torch.int64)
+
+    def learn(self, sound: Tensor, steps: Tensor, falls: Tensor) -> None:
+        """Remember the newest differences of some problems.
+
+        Args:
+            sound: (S,) bool, of which.
+            steps: (S, MEMORY), products of the newest fall with the steps in all slots; in its own
+                slot is the newest step.
+            falls: (S, MEMORY), likewise with the falls.
+        """
+        here = self.here & sound[:, None]
+        row, column = here[:, :, None], here[:, None, :]
+        inverse = torch.where(row | column, 0, self._inverse)
+        curvature = _dot(here, steps)[:, None]
+        last = torch.where(here, 1, -_dot(inverse, steps[:, None])) / curvature
+        self._inverse = torch.where(column, last[:, :, None], inverse)
+        squares = torch.where(row, falls[:, None, :], self._squares)
+        self._squares = torch.where(column, falls[:, :, None], squares)
+        self._curvatures = torch.where(here, steps, self._curvatures)
+        self.slot = torch.where(sound, (self.slot + 1) % MEMORY, self.slot)
+
+    @property
+    def here(self) -> Tensor:
+        """Where the next differences go, as (S, MEMORY) bool."""
+        slots = torch.arange(MEMORY, device=self.slot.device)
+        return slots == self.slot[:, None]
+
+    def direction(self, steps: Tensor, falls: Tensor) -> Direction:
+        """H r, given the products (S, MEMORY) of r with steps and falls."""
+        squares = self._squares.diagonal(dim1=1, dim2=2).contiguous()
+        scale = (self._curvatures.sum(1) / squares.sum(1))[:, None]
+        inner = _dot(self._inverse, steps[:, None])
+        outer = scale * (_dot(self._squares, inner[:, None]) - falls) + self._curvatures * inner
+        outer = _dot(self._inverse.mT.contiguous(), outer[:, None])
+        return Direction(scale[:, 0], torch.cat((outer, -scale * inner), 1))
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with some problems."""
+        self._inverse, self._squares = self._inverse[order], self._squares[order]
+        self._curvatures, self.slot = self._curvatures[order], self.slot[order]
+
+
+class Direction(NamedTuple):
+    """scale r + sum_k weights_k remembered_k: (S,), and (S, 2 MEMORY) of steps and of falls.
+
+    Where nothing is remembered they are not finite.
+    """
+
+    scale: Tensor
+    weights: Tensor
+
+
+def _dot(one: Tensor, two: Tensor) -> Tensor:
+    """Sums of products over the last dimension."""
+    return (one * two).sum(-1)

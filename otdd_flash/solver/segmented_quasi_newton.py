@@ -1,0 +1,191 @@
+"""The iterations of many problems side by side: the quasi-Newton method of `quasi_newton`.
+
+Every segment has its own differences, trust and level of epsilon, which depend on nothing but
+itself. A level is left when its marginal error falls to `LEVEL_TOLERANCE` or the tolerance. A
+segment is done with a look at the final epsilon whose marginal error is within the tolerance.
+
+Where rounding is near the marginal error, iterations may get nowhere although the floor is below
+the tolerance. A segment that has not improved for `STALLED` of them ends there, and calls all of
+its error rounding.
+
+This file is the reference; where passes run in Triton, `segmented_kernels` does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.segments import MEMORY, Look, Move, Segments, TritonSegments
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.segmented import Rule, Step
+from otdd_flash.solver.segmented_differences import Differences
+from otdd_flash.solver.segmented_trust import Trust
+
+LEVEL_TOLERANCE = 0.05
+
+# Iterations without a lower marginal error after which it is rounding, if it is at most so many
+# times the floor.
+STALLED, STALLED_FLOORS = 50, 8.0
+
+
+class Shown(NamedTuple):
+    """What a look tells of the plan, (S,) each.
+
+    Attributes:
+        dual: dual value.
+        gain: what the plain update adds to it at the least.
+        floor: the marginal errors that rounding causes.
+        value: certified dual value.
+        lower: lower bound.
+        upper: upper bound.
+        error: bound on the marginal error, floor included.
+    """
+
+    dual: Tensor
+    gain: Tensor
+    floor: Tensor
+    value: Tensor
+    lower: Tensor
+    upper: Tensor
+    error: Tensor
+
+
+# (segments, look, epsilon (S,)): what it tells.
+Reading = Callable[[Segments, Look, Tensor], Shown]
+
+
+class Form(NamedTuple):
+    """What tells problems between two clouds from those of one cloud with itself.
+
+    Attributes:
+        reading: of a look.
+        damping: the plain update is g + damping r.
+        symmetric: whether rows are columns.
+    """
+
+    reading: Reading
+    damping: float
+    symmetric: bool
+
+
+class Start(NamedTuple):
+    """Levels of epsilon (S,) to start at, and iterations (S,) that were taken before."""
+
+    level: Tensor
+    iterations: Tensor
+
+
+def iterations_of(
+    segments: Segments, options: SolverOptions, epsilon: float, form: Form, start: Start
+) -> Rule:
+    """The iterations of all segments, where their passes run; arguments as for `QuasiNewton`."""
+    if isinstance(segments, TritonSegments):
+        # Triton is not everywhere.
+        from otdd_flash.solver.segmented_kernels import QuasiNewtonKernels
+
+        return QuasiNewtonKernels(segments, options, epsilon, form, start)
+    return QuasiNewton(segments, options, epsilon, form, start)
+
+
+class QuasiNewton:
+    """The iterations of all segments.
+
+    Args:
+        segments: the problems.
+        options: when a segment stops.
+        epsilon: the final one.
+        form: of the problems.
+        start: where to.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        options: SolverOptions,
+        epsilon: float,
+        form: Form,
+        start: Start,
+    ) -> None:
+        self._segments, self._options, self._epsilon = segments, options, epsilon
+        self._form = form
+        self._level, self._iterations = start
+        self._trust = Trust.fresh(start.level)
+        self._differences = Differences(start.level)
+
+    def step(self, active: Tensor) -> Step:
+        """Look at the candidates and choose the next."""
+        self._iterations = self._iterations + 1
+        last = self._iterations >= self._options.max_iterations
+        level = torch.where(last, self._epsilon, self._level)
+        look = self._segments.look(level, active)
+        shown = self._form.reading(self._segments, look, level)
+        # Only the last g that was kept at this level has a residual to compare with.
+        started = self._trust.dual.isfinite()
+        kept, trust = self._trust.judge(shown.dual, shown.gain, look.gap, level * shown.floor)
+        final, tolerance = level <= self._epsilon, self._options.asked_tolerance
+        stalled = (trust.stale >= STALLED) & (look.gap <= STALLED_FLOORS * shown.floor)
+        # Where rounding alone exceeds the tolerance there is nothing to wait for.
+        hopeless = 2 * shown.floor > tolerance
+        done = final & (last | (shown.error <= tolerance) | hopeless | stalled)
+        falls = ~final & (shown.error <= max(LEVEL_TOLERANCE, tolerance))
+        ends = done | falls
+        plain = ends | (trust.plain > 0)
+        sound = started & _sound(look, level * shown.floor)
+        self._segments.move(self._move(look, kept | ends, sound, plain), active)
+        self._trust = trust.restarted(falls)
+        self._level = torch.where(falls, level / 2, level).clamp_min(self._epsilon)
+        rounding = torch.where(stalled, shown.error, shown.floor)
+        terms = shown.value, shown.lower, shown.upper, shown.error, rounding, self._iterations
+        return Step(done, torch.stack(terms, 1))
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with some segments."""
+        self._level, self._iterations = self._level[order], self._iterations[order]
+        self._trust = Trust(*(numbers[order] for numbers in self._trust))
+        self._differences.keep(order)
+
+    def _move(self, look: Look, kept: Tensor, sound: Tensor, plain: Tensor) -> Move:
+        """Learn from the newest differences, and choose what to look at next."""
+        differences, here = self._differences, self._differences.here
+        slot = differences.slot
+        newest = _centred(look, look.step_fall, look.fall_fall, look.mean_fall)
+        fall = _with_newest(look.remembered_fall, here, newest)
+        differences.learn(sound, *fall.chunk(2, 1))
+        # After a step that is not kept comes a plain one, so that r is that of this look.
+        mean = look.mean_residual
+        newest = _centred(look, look.step_residual, look.fall_residual, mean)
+        residual = _with_newest(look.remembered_residual, here & sound[:, None], newest)
+        scale, weights = differences.direction(*residual.chunk(2, 1))
+        plain = plain | ~(scale.isfinite() & weights.isfinite().all(1))
+        return Move(
+            kept,
+            sound,
+            slot,
+            look.mean_step,
+            look.mean_fall,
+            scale=torch.where(plain, self._form.damping, scale),
+            # The mean, of which the differences say nothing, moves as in a plain update.
+            shift=torch.where(plain, 0, (self._form.damping - scale) * mean),
+            weights=torch.where(plain[:, None], 0, weights),
+        )
+
+
+def _sound(look: Look, rounding: Tensor) -> Tensor:
+    """Whether the curvature of the newest differences (S,) exceeds rounding."""
+    curvature = look.step_fall - look.mean_step * look.mean_fall
+    square = look.step_step - look.mean_step.square()
+    return (curvature > rounding * square.clamp_min(0).sqrt()) & curvature.isfinite()
+
+
+def _centred(look: Look, step: Tensor, fall: Tensor, mean: Tensor) -> Tensor:
+    """Products (S, 2) of the newest step and fall with a vector, all without their means."""
+    return torch.stack((step - look.mean_step * mean, fall - look.mean_fall * mean), 1)
+
+
+def _with_newest(remembered: Tensor, here: Tensor, newest: Tensor) -> Tensor:
+    """Products with what is remembered (S, 2 MEMORY), once the newest (S, 2) has its slot."""
+    return torch.where(here.repeat(1, 2), newest.repeat_interleave(MEMORY, 1), remembered)

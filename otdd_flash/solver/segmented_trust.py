@@ -1,0 +1,85 @@
+"""Which quasi-Newton steps of many problems side by side are kept: the rule of `quasi_newton`.
+
+The plain update raises the dual by at least a gain that is known before it is taken. A step is kept
+if it does as well; one that is not is followed by plain updates, twice as many each time in a row.
+Where a gain drowns in the rounding of the dual, the marginal error must soon fall instead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.solver.quasi_newton import GROWTH, PATIENCE
+
+# What a difference of duals may be off by, in units of what a single softmin may be off by: over
+# the points of a cloud most of that averages out.
+DUAL_ROUNDING = 0.25
+
+
+class Trust(NamedTuple):
+    """Where problems stand, (S,) float64 each.
+
+    Attributes:
+        dual: dual value of the potentials that were kept last.
+        gain: what the plain update adds to it at the least.
+        lowest: the lowest marginal error that was kept since the last restart.
+        stale: iterations since it was found.
+        plain: plain updates to come.
+        penalty: how many follow the next step that is not kept.
+    """
+
+    dual: Tensor
+    gain: Tensor
+    lowest: Tensor
+    stale: Tensor
+    plain: Tensor
+    penalty: Tensor
+
+    @classmethod
+    def fresh(cls, like: Tensor) -> Trust:
+        """Of problems of which nothing is known yet, as many as entries of a tensor (S,)."""
+        zero, infinity = torch.zeros_like(like), torch.full_like(like, torch.inf)
+        return cls(-infinity, zero, infinity, zero, zero, zero + 1)
+
+    def restarted(self, where: Tensor) -> Trust:
+        """With a fresh start of some problems (S,) bool."""
+        fresh = Trust.fresh(self.dual)
+        return Trust(*(torch.where(where, a, b) for a, b in zip(fresh, self, strict=True)))
+
+    def judge(self, dual: Tensor, gain: Tensor, gap: Tensor, rounding: Tensor) -> Judgement:
+        """Keep the potentials that were just looked at or not.
+
+        Args:
+            dual: theirs.
+            gain: theirs.
+            gap: their marginal error.
+            rounding: what a single softmin may be off by.
+        """
+        plain, lower = self.plain > 0, gap < self.lowest
+        surplus = dual - self.dual - self.gain
+        better = surplus > DUAL_ROUNDING * rounding
+        level = surplus >= -DUAL_ROUNDING * rounding
+        steady = (gap <= GROWTH * self.lowest) & (self.stale < PATIENCE)
+        kept = plain | self.dual.isneginf() | better | (level & steady)
+        # Trust comes back with a step that certainly gained something.
+        forgiven = kept & ~plain & (better | lower)
+        penalty = torch.where(forgiven, (self.penalty / 2).clamp_min(1), self.penalty)
+        trust = Trust(
+            torch.where(kept, dual, self.dual),
+            torch.where(kept, gain, self.gain),
+            torch.where(kept & lower, gap, self.lowest),
+            torch.where(kept & lower, 0, self.stale + 1),
+            torch.where(kept, (self.plain - 1).clamp_min(0), penalty),
+            torch.where(kept, penalty, 2 * penalty),
+        )
+        return Judgement(kept, trust)
+
+
+class Judgement(NamedTuple):
+    """Which potentials are kept (S,) bool, and where their problems stand then."""
+
+    kept: Tensor
+    trust: Trust
