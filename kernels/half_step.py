@@ -42,8 +42,10 @@ from otdd_flash.kernels.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     column_ranges,
+    gathering_tile,
     load_step,
     operand,
+    pipeline_stages,
     tile_for,
 )
 
@@ -93,7 +95,8 @@ def half_step_kernel(
         blocks = tl.where(marked != 0, blocks, 0)
         rows = tl.where(marked != 0, n, 0)
     if GATHER:
-        p_costs = costs_ptr + tl.load(labels_x_ptr + o_row).to(tl.int64) * costs_width
+        # Indices into the table, below 2^31, take half of the registers of pointers.
+        o_costs = tl.load(labels_x_ptr + o_row) * costs_width
 
     STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
     sums = tl.zeros((BLOCK_M,), tl.float32)
@@ -120,7 +123,7 @@ def half_step_kernel(
             logits = scores * scale + b_bias[None, :]
             if GATHER:
                 labels_y = tl.load(labels_y_ptr + o_column)
-                logits -= costs_scale * tl.load(p_costs[:, None] + labels_y[None, :])
+                logits -= costs_scale * tl.load(costs_ptr + (o_costs[:, None] + labels_y[None, :]))
             if SHIFTED:
                 sums += tl.sum(tl.exp2(logits - highest[:, None]), 1)
             else:
@@ -241,7 +244,7 @@ def _launch(
     """Highest logit, or the shift, and sum of each row over each of its ranges of columns."""
     layout, x, y = rows.points.layout, rows.points.coordinates, columns.points.coordinates
     n, m, dim = layout.size, bias.shape[1], x.shape[1]
-    tile = tile_for(dim * scores.parts, x.device)
+    tile = tile_for(dim * scores.parts, x.device) if layout.pure else gathering_tile(x.device)
     ranges = column_ranges(n // BLOCK_ROWS, m // tile.columns, tile, x.device)
     highest = torch.empty((ranges.most, n), dtype=torch.float32, device=x.device)
     sums = torch.empty_like(highest)
@@ -286,12 +289,13 @@ def _launch(
         BLOCK_M=BLOCK_ROWS,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
-        STAGES=tile.stages,
+        STAGES=pipeline_stages(tile, not layout.pure),
         EARLY_BIAS=tile.early_bias,
         DESCRIPTORS=tile.descriptors,
         GATHER=not layout.pure,
         SHIFTED=shift is not None,
         REPAIR=marked is not None,
         num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return Partial(highest, sums, ranges.slots)

@@ -1,7 +1,8 @@
 """Points as the kernels want them: in class-pure blocks if that pays, centred, in float16.
 
 Points are sorted by class and each class is padded to whole blocks of rows. With many small classes
-that would be mostly padding: then only the whole is padded, and rows keep their order.
+that would be mostly padding: then only the whole is padded, and a tile of scores gathers class
+distances, which lie side by side for points in order.
 
 Coordinates are centred and scaled, as a rule by the power of two that brings the largest into
 [2^14, 2^15). A float16 then carries the same 11 significant bits as a TF32 rounding of the
@@ -134,18 +135,19 @@ def arrange(labels: Tensor, classes: int) -> Layout:
     """
     count = len(labels)
     if classes == 1:
-        return _in_order(labels, pure=True)
+        position = torch.arange(count, device=labels.device)
+        return _layout(labels, position, _up(count, BLOCK_COLUMNS), pure=True)
     counts = torch.bincount(labels, minlength=classes)
     padded = _up(counts, BLOCK_ROWS)
     ends = torch.cumsum(padded, 0)
     size = int(ends[-1])
-    if size > MOST_PADDING * _up(count, BLOCK_ROWS):
-        return _in_order(labels, pure=False)
+    pure = size <= MOST_PADDING * _up(count, BLOCK_ROWS)
     order = torch.argsort(labels, stable=True)
-    index = torch.arange(count, device=labels.device)
-    shift = (ends - padded) - (torch.cumsum(counts, 0) - counts)
     position = torch.empty_like(order)
-    position[order] = index + shift[labels[order]]
+    position[order] = torch.arange(count, device=labels.device)
+    if not pure:
+        return _layout(labels, position, _up(count, BLOCK_COLUMNS), pure=False)
+    position += ((ends - padded) - (torch.cumsum(counts, 0) - counts))[labels]
     return _layout(labels, position, _up(size, BLOCK_COLUMNS), pure=True)
 
 
@@ -188,12 +190,6 @@ def power_of_two_scale(largest: float) -> float:
     It stays a normal float32: smaller data underflow, larger ones cannot be squared.
     """
     return 1.0 if largest == 0 else 2.0 ** max(-100, min(100, 14 - math.floor(math.log2(largest))))
-
-
-def _in_order(labels: Tensor, *, pure: bool) -> Layout:
-    """Rows as they are, padded at the end."""
-    position = torch.arange(len(labels), device=labels.device)
-    return _layout(labels, position, _up(len(labels), BLOCK_COLUMNS), pure=pure)
 
 
 def _layout(labels: Tensor, position: Tensor, size: int, *, pure: bool) -> Layout:

@@ -26,7 +26,15 @@ from torch import Tensor
 from otdd_flash.kernels.epsilon import LOG2_E, on_device
 from otdd_flash.kernels.half_step import Scores, Side, bias_of
 from otdd_flash.kernels.packed_points import PackedPoints
-from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, load_step, narrow_tile, operand, tile_for
+from otdd_flash.kernels.tiling import (
+    BLOCK_ROWS,
+    Tile,
+    gathering_tile,
+    load_step,
+    narrow_tile,
+    operand,
+    tile_for,
+)
 
 # A block of the plan: 64 MiB a part, about what the second-level cache of an H200 holds.
 BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
@@ -94,9 +102,10 @@ def plan_block_kernel(
     bias_ptr += tl.load(block_class_ptr + row // BLOCK_M).to(tl.int64) * m
     logits = scores * scale + tl.load(bias_ptr + o_column)[None, :]
     if GATHER:
-        p_costs = costs_ptr + tl.load(labels_x_ptr + o_row).to(tl.int64) * costs_width
+        # Indices into the table, below 2^31, take half of the registers of pointers.
+        o_costs = tl.load(labels_x_ptr + o_row) * costs_width
         labels_y = tl.load(labels_y_ptr + o_column)
-        logits -= costs_scale * tl.load(p_costs[:, None] + labels_y[None, :])
+        logits -= costs_scale * tl.load(costs_ptr + (o_costs[:, None] + labels_y[None, :]))
     plan = tl.exp2(logits + tl.load(row_term_ptr + o_row)[:, None])
     o_block_row = i_row * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(sums_ptr + i_column * height + o_block_row, tl.sum(plan, 1))
@@ -176,11 +185,13 @@ def apply_plan_blocks(
     return out[:count], sums[:count]
 
 
-def plan_tile(depth: int, device: torch.device, *, factors: bool) -> Tile:
+def plan_tile(depth: int, device: torch.device, *, factors: bool, gather: bool) -> Tile:
     """The tile for products of `depth` coordinates.
 
     Two blocks of accumulators need more registers than four warps have.
     """
+    if gather:
+        return gathering_tile(device)
     return narrow_tile(device)._replace(warps=8) if factors else tile_for(depth, device)
 
 
@@ -204,7 +215,12 @@ class _Launch:
         self.row_term = (rows.points.layout.spread(f, 0.0) - rows.squares) * self.scale
         self.row_term += LOG2_SCALE
         self.dim = self.rows.coordinates.shape[1]
-        self.tile = plan_tile(self.dim * scores.parts, self.device, factors=factors is not None)
+        self.tile = plan_tile(
+            self.dim * scores.parts,
+            self.device,
+            factors=factors is not None,
+            gather=not rows.points.layout.pure,
+        )
         self.factors, self.factor_unit = factors, 1.0
         if factors is not None:
             # Cauchy-Schwarz: no entry of A B^T times the unit's inverse exceeds 1.

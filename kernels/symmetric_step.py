@@ -29,7 +29,14 @@ from otdd_flash.kernels.column_bias import column_bias
 from otdd_flash.kernels.epsilon import load_scales, log2_scale
 from otdd_flash.kernels.half_step import Scores, Side, bias_of, repair
 from otdd_flash.kernels.merge_ranges import LARGEST_SUM, LEAST_SUM
-from otdd_flash.kernels.tiling import BLOCK_ROWS, load_step, narrow_tile, operand
+from otdd_flash.kernels.tiling import (
+    BLOCK_ROWS,
+    gathering_tile,
+    load_step,
+    narrow_tile,
+    operand,
+    pipeline_stages,
+)
 
 # Column blocks of a program: short enough to balance the ragged ranges of a triangle.
 BLOCKS_PER_RANGE = 16
@@ -69,7 +76,8 @@ def symmetric_step_kernel(
     row_term = tl.load(row_term_ptr + o_row)
     masses_x = tl.load(masses_ptr + o_row)
     if GATHER:
-        p_costs = costs_ptr + tl.load(labels_ptr + o_row).to(tl.int64) * costs_width
+        # Indices into the table, below 2^31, take half of the registers of pointers.
+        o_costs = tl.load(labels_ptr + o_row) * costs_width
     p_columns = partial_ptr + i_block.to(tl.int64) * n
 
     STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
@@ -90,7 +98,7 @@ def symmetric_step_kernel(
             logits = scores * scale + b_bias[None, :] + row_term[:, None]
             if GATHER:
                 labels_y = tl.load(labels_ptr + o_column)
-                logits -= costs_scale * tl.load(p_costs[:, None] + labels_y[None, :])
+                logits -= costs_scale * tl.load(costs_ptr + (o_costs[:, None] + labels_y[None, :]))
             kernel = tl.exp2(logits)
             sums += tl.sum(kernel * masses_y[None, :], 1)
             if column > i_block * BLOCK_M:
@@ -145,7 +153,7 @@ def symmetric_step(
     """
     layout, x = side.points.layout, side.points.coordinates
     n, dim = layout.size, x.shape[1]
-    tile = narrow_tile(x.device)
+    tile = narrow_tile(x.device) if layout.pure else gathering_tile(x.device)
     ranges, slots = _ranges(n // BLOCK_ROWS, x.device)
     bias = column_bias(
         potential,
@@ -174,10 +182,11 @@ def symmetric_step(
         PARTS=scores.parts,
         BLOCK_M=BLOCK_ROWS,
         BLOCK_K=tile.depth,
-        STAGES=tile.stages,
+        STAGES=pipeline_stages(tile, not layout.pure),
         DESCRIPTORS=tile.descriptors,
         GATHER=not layout.pure,
         num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     logs = torch.empty(n, dtype=torch.float32, device=x.device)
     marked = torch.empty(n // BLOCK_ROWS, dtype=torch.int32, device=x.device)

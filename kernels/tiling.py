@@ -65,6 +65,24 @@ def narrow_tile(device: torch.device) -> Tile:
     return Tile(128, 64, 4, 3 if _has_room_for_wide_tiles(device) else 2, descriptors=True)
 
 
+@lru_cache
+def gathering_tile(device: torch.device) -> Tile:
+    """The tile of kernels that gather a class distance for each score, at any depth.
+
+    Gathered numbers need as many registers as the scores.
+    """
+    return narrow_tile(device)._replace(warps=8)
+
+
+def pipeline_stages(tile: Tile, gather: bool) -> int | None:
+    """Stages that a loop asks for itself; None leaves them to the launch.
+
+    Triton fetches early whatever a loop with stages of its own loads, otherwise only what its
+    products read. Gathered class distances fetched early would not fit shared memory.
+    """
+    return None if gather else tile.stages
+
+
 def _has_room_for_wide_tiles(device: torch.device) -> bool:
     """Whether four stages of 128 + 256 rows of 64 float16 fit; workstation cards have 100 KB."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200_000

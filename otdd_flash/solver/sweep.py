@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -97,16 +98,27 @@ class _Recording:
 
     def _record(self, operator: Operator, state: State) -> torch.cuda.CUDAGraph:
         self._state = tuple(tensor.clone() for tensor in state)
+        pool = _memory_of(torch.cuda.current_stream())
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            graph.capture_begin()
+            graph.capture_begin(pool=pool.id)  # type: ignore[arg-type]
             try:
                 _overwrite(self._state, self._step(operator, self._epsilon, self._state))
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
+
+
+@lru_cache
+def _memory_of(stream: torch.cuda.Stream) -> torch.cuda.MemPool:
+    """What graphs that are replayed on a stream compute in.
+
+    One runs after the other, and leaves results in its state, which is not in there. With memory of
+    its own every graph would take new memory from the device, which PyTorch keeps when it is gone.
+    """
+    return torch.cuda.MemPool()
 
 
 def _same(state: State, other: State) -> bool:

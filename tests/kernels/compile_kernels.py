@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import triton
@@ -24,7 +25,7 @@ from otdd_flash.kernels import resident_half_step
 from otdd_flash.kernels.half_step import half_step_kernel
 from otdd_flash.kernels.plan_application import plan_block_kernel
 from otdd_flash.kernels.symmetric_step import symmetric_step_kernel
-from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile
+from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 HALF_POINTERS = ("x", "y", "a", "b", "out_ptr")
@@ -59,7 +60,7 @@ def needs(kernel, constants: dict[str, object], tile: Tile, capability: int) -> 
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
-    return resources(source, capability, tile.warps)
+    return resources(source, capability, tile.warps, tile.stages)
 
 
 def resident_needs(dim: int, shifted: bool, tile: Tile) -> dict[str, int]:
@@ -83,13 +84,12 @@ def resident_needs(dim: int, shifted: bool, tile: Tile) -> dict[str, int]:
         for name in names
     }
     values = {(names.index(name),): value for name, value in constants.items()}
-    return resources(GluonASTSource(kernel, signature, values), 90, 4)
+    return resources(GluonASTSource(kernel, signature, values), 90, 4, tile.stages)
 
 
-def resources(source: ASTSource, capability: int, warps: int) -> dict[str, int]:
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}
-    )
+def resources(source: ASTSource, capability: int, warps: int, stages: int = 3) -> dict[str, int]:
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -114,21 +114,22 @@ def main() -> None:
     }
     taken = {}
     for name, (kernel, choices) in variants.items():
-        tile = tiles[name]
-        shared = {
-            "DIM": dim,
-            "PARTS": parts,
-            "BLOCK_M": BLOCK_ROWS,
-            "BLOCK_N": tile.columns,
-            "BLOCK_K": tile.depth,
-            "STAGES": tile.stages,
-            "EARLY_BIAS": tile.early_bias,
-            "DESCRIPTORS": tile.descriptors,
-            "GATHER": False,
-        }
-        known = {key: value for key, value in shared.items() if key in kernel.arg_names}
-        for choice in choices:
-            taken[f"{name} {choice}"] = needs(kernel, known | choice, tile, capability)
+        for choice, gather in product(choices, (False, True)):
+            tile = tiles[f"{name}_gathering" if gather else name]
+            constants = {
+                "DIM": dim,
+                "PARTS": parts,
+                "BLOCK_M": BLOCK_ROWS,
+                "BLOCK_N": tile.columns,
+                "BLOCK_K": tile.depth,
+                "STAGES": pipeline_stages(tile, gather and kernel is not plan_block_kernel),
+                "EARLY_BIAS": tile.early_bias,
+                "DESCRIPTORS": tile.descriptors,
+                "GATHER": gather,
+            }
+            known = {key: value for key, value in constants.items() if key in kernel.arg_names}
+            label = f"{name} {choice}{' gathering' if gather else ''}"
+            taken[label] = needs(kernel, known | choice, tile, capability)
     if tiles["half_step"].resident and parts == 1:
         for shifted in (False, True):
             name = f"half_step resident {shifted}"

@@ -24,6 +24,7 @@ LARGE = [
     (2000, 2500, 784, 100, 3),
     (1000, 900, 4096, 2, 2),
     (3000, 2000, 100, 3000, 500),
+    (700, 600, 16, 300, 200),
 ]
 LARGE_CASES = [pytest.param(case, marks=pytest.mark.gpu) for case in LARGE]
 LAMBDA_X = 0.7

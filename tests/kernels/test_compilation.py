@@ -14,7 +14,7 @@ import torch
 
 from otdd_flash.kernels import tiling
 from otdd_flash.kernels.plan_application import plan_tile
-from otdd_flash.kernels.tiling import narrow_tile, tile_for
+from otdd_flash.kernels.tiling import gathering_tile, narrow_tile, tile_for
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 ROOT = SCRIPT.parents[2]
@@ -38,19 +38,28 @@ def tiles_of(card: Card, dim: int, parts: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tiling, "_has_room_for_wide_tiles", lambda _: card.shared_memory > 200_000)
     device, depth = torch.device("cuda"), dim * parts
     try:
-        return {
+        of_plan = {
+            f"plan_block{'_with_factors' * factors}{'_gathering' * gather}": plan_tile(
+                depth, device, factors=factors, gather=gather
+            )
+            for factors in (False, True)
+            for gather in (False, True)
+        }
+        return of_plan | {
             "half_step": tile_for(depth, device),
-            "plan_block": plan_tile(depth, device, factors=False),
-            "plan_block_with_factors": plan_tile(depth, device, factors=True),
             "symmetric_step": narrow_tile(device),
+            "half_step_gathering": gathering_tile(device),
+            "symmetric_step_gathering": gathering_tile(device),
         }
     finally:
-        for function in (tile_for, narrow_tile):
+        for function in (tile_for, narrow_tile, gathering_tile):
             function.cache_clear()
 
 
 @pytest.mark.parametrize("name", CARDS)
-@pytest.mark.parametrize(("dim", "parts"), [(64, 1), (64, 3), (300, 1), (512, 1), (512, 3)])
+@pytest.mark.parametrize(
+    ("dim", "parts"), [(16, 1), (64, 1), (64, 3), (300, 1), (512, 1), (512, 3)]
+)
 def test_kernels_compile_and_fit(name, dim, parts, monkeypatch):
     card = CARDS[name]
     tiles = tiles_of(card, dim, parts, monkeypatch)

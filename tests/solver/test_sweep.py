@@ -209,3 +209,20 @@ def test_recorded_self_terms_are_those_that_are_not_recorded(monkeypatch):
     assert first.converged
     assert second.converged
     assert first.bounds[0] <= second.value <= first.bounds[1]
+
+
+@pytest.mark.gpu
+def test_recordings_that_are_gone_keep_no_memory():
+    cost = labelled_cost(900, 700)
+
+    def solve():
+        operator = KernelOperator(cost, "fast")
+        assert operator.short_passes
+        return solve_alternating(operator, 0.03 * operator.mean_cost, SolverOptions(1e-3))
+
+    for _ in range(5):
+        solve()
+    kept = torch.cuda.memory_reserved()
+    for _ in range(20):
+        solve()
+    assert torch.cuda.memory_reserved() <= kept
