@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -98,27 +99,35 @@ class _Recording:
 
     def _record(self, operator: Operator, state: State) -> torch.cuda.CUDAGraph:
         self._state = tuple(tensor.clone() for tensor in state)
-        pool = _memory_of(torch.cuda.current_stream())
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool.id)  # type: ignore[arg-type]
-            try:
-                _overwrite(self._state, self._step(operator, self._epsilon, self._state))
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        return graph
+        first = _first_graph(torch.cuda.current_stream())
+        return _captured(
+            lambda: _overwrite(self._state, self._step(operator, self._epsilon, self._state)),
+            first.pool(),
+        )
+
+
+def _captured(launch: Callable[[], object], memory: Any = None) -> torch.cuda.CUDAGraph:
+    """What a function launches, as a graph that computes in the memory of another, or its own."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=memory)
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 @lru_cache
-def _memory_of(stream: torch.cuda.Stream) -> torch.cuda.MemPool:
-    """What graphs that are replayed on a stream compute in.
+def _first_graph(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A graph that stays, in whose memory all others of a stream compute.
 
     One runs after the other, and leaves results in its state, which is not in there. With memory of
     its own every graph would take new memory from the device, which PyTorch keeps when it is gone.
     """
-    return torch.cuda.MemPool()
+    return _captured(lambda: torch.zeros((), device=stream.device))
 
 
 def _same(state: State, other: State) -> bool:

