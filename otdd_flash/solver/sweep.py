@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,9 +21,9 @@ State = tuple[Tensor, ...]
 Step = Callable[[Operator, Epsilon, State], State]
 
 # Steps between two looks at the marginals where passes are short, and how many at one epsilon are
-# looked at one by one before: a level ends after a few.
+# looked at one by one before: most levels end before that.
 SHORT_STEPS = 4
-STEPS_LOOKED_AT = 12
+STEPS_LOOKED_AT = 32
 
 # A graph takes about as long to record as this many steps. The first compiles their kernels, and
 # may start from tensors that are aligned otherwise than those of the others.
@@ -99,35 +98,41 @@ class _Recording:
 
     def _record(self, operator: Operator, state: State) -> torch.cuda.CUDAGraph:
         self._state = tuple(tensor.clone() for tensor in state)
-        first = _first_graph(torch.cuda.current_stream())
-        return _captured(
-            lambda: _overwrite(self._state, self._step(operator, self._epsilon, self._state)),
-            first.pool(),
+        recorder = _recorder(torch.cuda.current_stream())
+        return recorder.record(
+            lambda: _overwrite(self._state, self._step(operator, self._epsilon, self._state))
         )
 
 
-def _captured(launch: Callable[[], object], memory: Any = None) -> torch.cuda.CUDAGraph:
-    """What a function launches, as a graph that computes in the memory of another, or its own."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=memory)
-        try:
-            launch()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph
+class _Recorder:
+    """Records graphs that are replayed on one stream; all compute in the memory of the first.
 
-
-@lru_cache
-def _first_graph(stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph that stays, in whose memory all others of a stream compute.
-
-    One runs after the other, and leaves results in its state, which is not in there. With memory of
-    its own every graph would take new memory from the device, which PyTorch keeps when it is gone.
+    They run one after another and leave results in their states, which are not in there. With
+    memory of its own every graph would take new memory from the device, which PyTorch keeps when
+    the graph is gone; what one side stream has used it gives to no other.
     """
-    return _captured(lambda: torch.zeros((), device=stream.device))
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._side = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
+        self._first: torch.cuda.CUDAGraph | None = None
+        self._first = self.record(lambda: torch.zeros((), device=stream.device))
+
+    def record(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """What a function launches."""
+        graph = torch.cuda.CUDAGraph()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            pool = None if self._first is None else self._first.pool()
+            graph.capture_begin(pool=pool)
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._side)
+        return graph
+
+
+_recorder = lru_cache(_Recorder)
 
 
 def _same(state: State, other: State) -> bool:

@@ -84,7 +84,7 @@ def test_a_state_may_be_overwritten_by_its_own_parts():
 
 
 @pytest.mark.parametrize(
-    ("short", "taken", "steps"), [(True, 11, 1), (True, 12, 4), (False, 99, 1)]
+    ("short", "taken", "steps"), [(True, 31, 1), (True, 32, 4), (False, 99, 1)]
 )
 def test_only_recorded_steps_are_looked_at_in_groups(short, taken, steps, monkeypatch):
     masses = torch.ones(1).double()
