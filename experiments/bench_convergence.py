@@ -43,6 +43,7 @@ from experiments.convergence import rivals
 from experiments.convergence.methods import Budgets, Chain, Plain, Settings, ours
 from experiments.convergence.picture import draw
 from experiments.convergence.problem import (
+    FEW_TRAINING_IMAGES,
     TARGET,
     TRAINING_IMAGES,
     Clouds,
@@ -209,7 +210,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--sizes", type=int, nargs="+", help="2000, and with cuda 10000 and 60000")
     parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
-    parser.add_argument("--points", nargs="+", choices=POINTS, help="both, or pixels on a cpu")
+    parser.add_argument("--points", nargs="+", choices=POINTS, help="both")
     parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
     parser.add_argument("--methods", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--time-cap", type=float, default=20.0, help="seconds for a peer's trace")
@@ -221,10 +222,11 @@ def parse() -> argparse.Namespace:
     given = parser.parse_args()
     on_cpu = given.device == "cpu"
     given.sizes = given.sizes or (SIZES[-1:] if on_cpu else SIZES)
-    given.points = given.points or (POINTS[:1] if on_cpu else POINTS)
-    given.training_images = 100 if given.quick else TRAINING_IMAGES
+    given.points = given.points or POINTS
+    given.training_images = FEW_TRAINING_IMAGES if on_cpu else TRAINING_IMAGES
     if given.quick:
         given.sizes, given.epsilons, given.time_cap, given.plain_cap = [100], [1e-1, 1e-2], 1.0, 1.0
+        given.training_images = 100
     return given
 
 
