@@ -5,10 +5,12 @@ the potentials of those before (Schmitzer 2019, Stabilized sparse scaling algori
 regularized transport problems), unless the first iterations promise to do without.
 
 A large problem is first solved between a sample of each side, at a small part of a pass an
-iteration. Its potentials extend to all points by the softmin, which is defined anywhere (Pooladian
-& Niles-Weed 2021, Entropic estimation of optimal transport maps):
+iteration. Its potentials extend to all points by the softmin over its columns, which is defined
+anywhere (Pooladian & Niles-Weed 2021, Entropic estimation of optimal transport maps):
 
-    f_i = -epsilon log sum_j q_j exp((g_j - C_ij) / epsilon),    q = masses of the sample.
+    f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon),    j in the sample.
+
+Weights as drawn, equal ones, save no iteration over those b_j.
 
 A sample knows the potential down to an epsilon below which it has too few points near any other;
 levels take over from there.
@@ -109,13 +111,10 @@ def _of_sample(
     levels = levels_above(level, TOP * sampled.mean_cost)
     track = _descend(coarse, sampled, _nothing(sampled), levels)
     track = coarse.run(sampled, level, track, _reaches(LEVEL_TOLERANCE))
-    # In the measure of all columns, those of the sample have other masses.
-    drawn = torch.bincount(sample.columns, minlength=len(operator.b)) / len(sample.columns)
-    g = torch.full_like(operator.b, absent(operator))
-    g[sample.columns] = track.updated.double()
-    g = torch.where(drawn > 0, g + level * (drawn / operator.b).log(), absent(operator))
+    g = torch.full_like(operator.b, absent(operator), dtype=operator.dtype)
+    g[sample.columns] = track.updated
     part = len(sample.rows) * len(sample.columns) / (operator.shape[0] * operator.shape[1])
-    return g.to(operator.dtype), 2 * coarse.iterations * part
+    return g, 2 * coarse.iterations * part
 
 
 def _try_or_descend(solve: Iteration, operator: Operator) -> Track:
