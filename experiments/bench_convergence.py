@@ -5,8 +5,9 @@
 
 The cross term OT_epsilon(x, y) of MNIST -> Fashion-MNIST and MNIST -> USPS (7,291 points at most),
 pixels at 28 x 28 (d = 784) and features of a ResNet18 trained here (d = 512; on a tenth of the
-images without a GPU), epsilon a multiple of the mean cost. Peers know no labels, so all solve ||x - y||^2 / 2 without class distances, and that
-problem alone is compared; ours is measured with gaussian class distances too.
+images without a GPU), epsilon a multiple of the mean cost. Peers know no labels, so all solve
+||x - y||^2 / 2 without class distances, and that problem alone is compared; ours is measured with
+gaussian class distances too.
 
 A trace starts at the clouds on the device and holds, for each look, the seconds and the sweeps over
 n x m scores until then; the L1 marginal error of the potentials, of the larger marginal, by our own
