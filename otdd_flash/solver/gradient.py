@@ -144,16 +144,14 @@ class _Plan:
         # The potentials belong to the cost of the original points.
         self.operator = operator.refined
         self.term, self.weights = term, inputs.weights
-        device, dtype = operator.a.device, operator.dtype
-        points = [side.features.to(device) for side in inputs[:2]]
+        device = operator.a.device
+        self.points = [side.features.to(device) for side in inputs[:2]]
         # One origin for both, near both: r x - P y then loses nothing to their distance from 0.
         means = (
             masses.to(side.dtype) @ side
-            for masses, side in zip((operator.a, operator.b), points, strict=True)
+            for masses, side in zip((operator.a, operator.b), self.points, strict=True)
         )
-        centre = sum(means, torch.zeros((), device=device)) / 2
-        self.x, self.y = ((side - centre).to(dtype) for side in points)
-        self.types = points[0].dtype, points[1].dtype
+        self.centre = sum(means, torch.zeros((), device=device)) / 2
         self.labels = [_labels(side).to(device) for side in inputs[:2]]
         self.class_distances = inputs.class_distances.to(device, torch.float64)
 
@@ -161,9 +159,9 @@ class _Plan:
         """What follows from P applied to the columns' points and classes, in one pass."""
         columns: dict[str, Tensor] = {}
         if needs & {"x", "lambda_x"}:
-            columns["points"] = self.y
+            columns["points"] = self._centred(1)
         if "lambda_x" in needs:
-            columns["squares"] = self.y.square().sum(1, keepdim=True)
+            columns["squares"] = columns["points"].square().sum(1, keepdim=True)
         if needs & {"classes", "lambda_y"}:
             classes = self.class_distances.shape[1]
             one_hot = torch.nn.functional.one_hot(self.labels[1], classes)
@@ -171,16 +169,19 @@ class _Plan:
         if not columns:
             return {}
         images, r = self._apply(columns)
+        # One copy of points at a time.
+        columns.clear()
         gradient: Gradient = {}
-        if "x" in needs:
-            gradient["x"] = self._pull(self.x, r, images["points"]).to(self.types[0])
         if "lambda_x" in needs:
             # sum P ||x - y||^2, with the same rounded plan in all three parts.
-            squares = self.x.square().sum(1).double()
-            products = (self.x * images["points"]).sum(1).double()
+            x = self._centred(0)
+            squares = x.square().sum(1).double()
+            products = (x * images["points"]).sum(1).double()
             gradient["lambda_x"] = (
                 r @ squares + images["squares"].double().sum() - 2 * products.sum()
             )
+        if "x" in needs:
+            gradient["x"] = self._pull(0, r, images["points"])
         if "classes" in images:
             coupling = torch.zeros_like(self.class_distances)
             coupling.index_add_(0, self.labels[0], images["classes"].double())
@@ -193,8 +194,8 @@ class _Plan:
     def from_columns(self) -> Tensor:
         """2 lambda_x (c y - P^T x), shape (m, d)."""
         f, g, epsilon = self.term.f, self.term.g, self.term.epsilon
-        image, c = self.operator.apply_plan_transposed(f, g, epsilon, self.x)
-        return self._pull(self.y, c, image).to(self.types[1])
+        image, c = self.operator.apply_plan_transposed(f, g, epsilon, self._centred(0))
+        return self._pull(1, c, image)
 
     def row_masses(self) -> Tensor:
         """F - epsilon (r / a - 1), shape (n,)."""
@@ -223,10 +224,15 @@ class _Plan:
         named = zip(columns, parts, scales, strict=True)
         return {name: part * scale for name, part, scale in named}, r
 
-    def _pull(self, points: Tensor, masses: Tensor, image: Tensor) -> Tensor:
-        """2 lambda_x (r x - P y)."""
-        pulled = masses.to(points.dtype).unsqueeze(1) * points
-        return pulled.sub_(image).mul_(2 * self.weights.lambda_x)
+    def _pull(self, side: int, masses: Tensor, image: Tensor) -> Tensor:
+        """2 lambda_x (r x - P y), in the type of the points that it moves."""
+        points = self._centred(side)
+        pulled = points.mul_(masses.to(points.dtype).unsqueeze(1)).sub_(image)
+        return pulled.mul_(2 * self.weights.lambda_x).to(self.points[side].dtype)
+
+    def _centred(self, side: int) -> Tensor:
+        """A new copy of the rows' points, 0, or the columns', 1, about the common origin."""
+        return (self.points[side] - self.centre).to(self.operator.dtype)
 
 
 def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
