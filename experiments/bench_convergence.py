@@ -211,7 +211,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--sizes", type=int, nargs="+", help="2000, and with cuda 10000 and 60000")
     parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
-    parser.add_argument("--points", nargs="+", choices=POINTS, help="both")
+    parser.add_argument("--points", nargs="+", choices=POINTS, help="by default both")
     parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
     parser.add_argument("--methods", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--time-cap", type=float, default=20.0, help="seconds for a peer's trace")

@@ -32,6 +32,7 @@ from otdd_flash.kernels.quasi_newton_sums import (
     STEP_STEP,
     SUMS,
 )
+from otdd_flash.kernels.trust import judge
 
 # What follows the coefficients of the remembered differences.
 RESIDUAL_FACTOR = tl.constexpr(0)
@@ -67,36 +68,30 @@ def update_numbers(
     gain,
     gap,
     size,
-    rounding,
+    slack,
     numbers_ptr,  # (8,) float64
     new_numbers_ptr,  # (8,) float64
-    DUAL_ROUNDING: tl.constexpr,
     GROWTH: tl.constexpr,
     PATIENCE: tl.constexpr,
 ):
     """Whether the point is kept, the plain updates to come, and <b, r> at the point that is."""
     last_dual, last_gain = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
     last_gap, last_size = tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3)
-    lowest, stale = tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5)
-    plain, penalty = tl.load(numbers_ptr + 6), tl.load(numbers_ptr + 7)
-    surplus = dual - last_dual - last_gain
-    better, lower = surplus > DUAL_ROUNDING * rounding, gap < lowest
-    steady = (gap <= GROWTH * lowest) & (stale < PATIENCE)
-    forced = (plain > 0) | (last_dual == -float("inf"))
-    kept = forced | better | ((surplus >= -DUAL_ROUNDING * rounding) & steady)
-    forgiven = kept & (plain <= 0) & (better | lower)
-    penalty = tl.where(forgiven, tl.maximum(penalty / 2, 1.0), penalty)
-    waits = tl.where(kept, tl.maximum(plain - 1, 0.0), penalty)
+    kept, lowest, stale, plain, penalty = judge(
+        dual, gap, slack, last_dual, last_gain,
+        tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5), tl.load(numbers_ptr + 6),
+        tl.load(numbers_ptr + 7), GROWTH, PATIENCE,
+    )  # fmt: skip
     gain = tl.where(kept, gain, last_gain)
     tl.store(new_numbers_ptr, tl.where(kept, dual, last_dual))
     tl.store(new_numbers_ptr + 1, gain)
     tl.store(new_numbers_ptr + 2, tl.where(kept, gap, last_gap))
     tl.store(new_numbers_ptr + 3, tl.where(kept, size, last_size))
-    tl.store(new_numbers_ptr + 4, tl.where(kept & lower, gap, lowest))
-    tl.store(new_numbers_ptr + 5, tl.where(kept & lower, 0.0, stale + 1))
-    tl.store(new_numbers_ptr + 6, waits)
-    tl.store(new_numbers_ptr + 7, tl.where(kept, penalty, 2 * penalty))
-    return kept, waits, gain
+    tl.store(new_numbers_ptr + 4, lowest)
+    tl.store(new_numbers_ptr + 5, stale)
+    tl.store(new_numbers_ptr + 6, plain)
+    tl.store(new_numbers_ptr + 7, penalty)
+    return kept, plain, gain
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -137,8 +132,8 @@ def quasi_newton_decision_kernel(
     # An infinite one is not above its means, and NaN above nothing.
     sound = sound & (tl.abs(tl.load(numbers_ptr)) < float("inf"))
     kept, waits, gain = update_numbers(
-        dual, seen_gain, gap, size, rounding,
-        numbers_ptr, new_numbers_ptr, DUAL_ROUNDING, GROWTH, PATIENCE,
+        dual, seen_gain, gap, size, DUAL_ROUNDING * rounding,
+        numbers_ptr, new_numbers_ptr, GROWTH, PATIENCE,
     )  # fmt: skip
 
     # Inner products with the newest fall, and with the residual at the point that is kept. Where
@@ -209,7 +204,7 @@ def quasi_newton_decision(
         decision: (`decision_size`,) float64, overwritten.
         unit: unit roundoff of the potentials.
         damping: the plain update is g + damping r.
-        limits: DUAL_ROUNDING, GROWTH and PATIENCE of `solver.quasi_newton`.
+        limits: DUAL_ROUNDING of `solver.quasi_newton`, GROWTH and PATIENCE of `solver.trust`.
     """
     memory = before[1].shape[1]
     quasi_newton_decision_kernel[(1,)](

@@ -6,7 +6,7 @@ epsilon or is done, and the move
 
     g + scale r + shift + sum_k weights_k remembered_k
 
-to the next candidate. The rules are those of `segmented_trust` and `segmented_differences`.
+to the next candidate. The rules are those of `trust` and `segmented_differences`.
 
 Shapes: looks (S, 2) and (S, 14 + 4 MEMORY) as in `operators.segments.Look`, moves (S, 7 + 2 MEMORY)
 as in `Move`, terms (S, 6) as in `solver.segmented.SegmentTerms`, all float64. A segment stands at
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.segmented_differences import learn_and_direct, memory_width
 from otdd_flash.kernels.segmented_look import NUMBERS
-from otdd_flash.kernels.segmented_trust import judge
+from otdd_flash.kernels.trust import judge
 
 # Numbers of a state before those remembered, of terms, and of a move before its weights.
 TRUST, TERMS, MOVE = 7, 6, 7
@@ -92,6 +92,34 @@ def read_plan(p_rows, p_columns, epsilon, SELF: tl.constexpr):
     return plan
 
 
+@triton.jit
+def update_trust(
+    dual,
+    gain,
+    gap,
+    slack,
+    restarted,  # whether trust starts afresh afterwards
+    p_trust,  # (6,) dual, gain, lowest, stale, plain, penalty
+    p_new_trust,  # (6,), overwritten
+    GROWTH: tl.constexpr,
+    PATIENCE: tl.constexpr,
+):
+    """Whether the potentials are kept, iterations since the lowest error, plain updates to come."""
+    last_dual, last_gain = tl.load(p_trust), tl.load(p_trust + 1)
+    kept, lowest, stale, plain, penalty = judge(
+        dual, gap, slack, last_dual, last_gain,
+        tl.load(p_trust + 2), tl.load(p_trust + 3), tl.load(p_trust + 4), tl.load(p_trust + 5),
+        GROWTH, PATIENCE,
+    )  # fmt: skip
+    tl.store(p_new_trust, tl.where(restarted, -float("inf"), tl.where(kept, dual, last_dual)))
+    tl.store(p_new_trust + 1, tl.where(restarted, 0.0, tl.where(kept, gain, last_gain)))
+    tl.store(p_new_trust + 2, tl.where(restarted, float("inf"), lowest))
+    tl.store(p_new_trust + 3, tl.where(restarted, 0.0, stale))
+    tl.store(p_new_trust + 4, tl.where(restarted, 0.0, plain))
+    tl.store(p_new_trust + 5, tl.where(restarted, 1.0, penalty))
+    return kept, stale, plain
+
+
 # A number of segments that the kernel was compiled for would change their bits.
 @triton.jit(do_not_specialize=["count"])
 def segmented_decision_kernel(
@@ -144,9 +172,9 @@ def segmented_decision_kernel(
     falls = (epsilon > final_epsilon) & (error <= level_tolerance)
     # Only the last g that was kept at this level has a residual to compare with.
     started = tl.abs(tl.load(p_state + 1)) < float("inf")
-    kept, stale, plain = judge(
-        dual, gain, gap, epsilon * floor, falls, p_state + 1, p_new_state + 1,
-        DUAL_ROUNDING, GROWTH, PATIENCE,
+    kept, stale, plain = update_trust(
+        dual, gain, gap, DUAL_ROUNDING * (epsilon * floor), falls, p_state + 1, p_new_state + 1,
+        GROWTH, PATIENCE,
     )  # fmt: skip
     stalled = (stale >= STALLED) & (gap <= STALLED_FLOORS * floor)
     # Where rounding alone exceeds the tolerance there is nothing to wait for.

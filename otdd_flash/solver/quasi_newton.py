@@ -39,15 +39,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from otdd_flash.solver.trust import Trust
+
 # Differences that are remembered.
 MEMORY = 10
 
 # What a difference of duals may be off by, in units of the unit roundoff times their sums.
 DUAL_ROUNDING = 4.0
-
-# How far the marginal error may grow over its lowest where the dual cannot tell, and for how long.
-GROWTH = 4.0
-PATIENCE = 10.0
 
 
 class Point(NamedTuple):
@@ -80,10 +78,10 @@ class Numbers(NamedTuple):
         gain: likewise.
         gap: likewise.
         size: likewise.
-        lowest: the lowest gap since the last restart.
-        stale: iterations since it was found.
-        plain: plain updates to come; the candidate is one if this is positive.
-        penalty: how many follow the next rejection.
+        lowest: as in `Trust`, and those that follow.
+        stale: likewise.
+        plain: likewise; the candidate is a plain update if this is positive.
+        penalty: likewise.
     """
 
     dual: Tensor
@@ -94,6 +92,11 @@ class Numbers(NamedTuple):
     stale: Tensor
     plain: Tensor
     penalty: Tensor
+
+    @property
+    def trust(self) -> Trust:
+        """What decides on the next point."""
+        return Trust(self.dual, self.gain, *self[4:])
 
 
 class Track(NamedTuple):
@@ -171,31 +174,17 @@ def advance(track: Track, seen: Point, weights: Tensor, damping: float) -> Track
     before = track.named
     rounding = torch.finfo(seen.g.dtype).eps / 2 * seen.size
     memory, sound = _learn(track, seen, weights, rounding)
-    plain, lower = before.plain > 0, seen.gap < before.lowest
-    surplus = seen.dual - before.dual - before.gain
-    better = surplus > DUAL_ROUNDING * rounding
-    steady = (seen.gap <= GROWTH * before.lowest) & (before.stale < PATIENCE)
-    forced = plain | before.dual.isneginf()
-    kept = forced | better | ((surplus >= -DUAL_ROUNDING * rounding) & steady)
+    slack = DUAL_ROUNDING * rounding
+    kept, trust = before.trust.judge(seen.dual, seen.gain, seen.gap, slack)
     last = (*track[:3], *before[:4])
     point = Point(*(torch.where(kept, new, old) for new, old in zip(seen, last, strict=True)))
-    # Trust comes back with a step that certainly gained something.
-    forgiven = kept & ~plain & (better | lower)
-    penalty = torch.where(forgiven, (before.penalty / 2).clamp_min(1), before.penalty)
-    waits = torch.where(kept, (before.plain - 1).clamp_min(0), penalty)
     residual = point.updated.double() - point.g.double()
     centred = _centred(residual, weights)
     products = _products(track.products, memory, sound, centred, weights)
     learnt = _direction(centred, memory, products, damping)
-    usable = (waits == 0) & learnt.isfinite().all() & (weights > 0)
+    usable = (trust.plain == 0) & learnt.isfinite().all() & (weights > 0)
     move = torch.where(usable, learnt, damping * residual)
-    numbers = Numbers(
-        *point[3:],
-        lowest=torch.where(kept & lower, seen.gap, before.lowest),
-        stale=torch.where(kept & lower, 0, before.stale + 1),
-        plain=waits,
-        penalty=torch.where(kept, penalty, 2 * penalty),
-    )
+    numbers = Numbers(*point[3:], *trust[2:])
     candidate = (point.g.double() + move).to(seen.g.dtype)
     return Track(*point[:3], candidate, memory, products, torch.stack(numbers))
 

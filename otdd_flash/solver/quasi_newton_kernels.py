@@ -16,7 +16,8 @@ from otdd_flash.kernels.quasi_newton_decision import decision_size, quasi_newton
 from otdd_flash.kernels.quasi_newton_sums import log_mass, partial_shape, quasi_newton_sums
 from otdd_flash.kernels.quasi_newton_update import quasi_newton_update
 from otdd_flash.operators.base import Epsilon, Operator
-from otdd_flash.solver.quasi_newton import DUAL_ROUNDING, GROWTH, PATIENCE, Track
+from otdd_flash.solver.quasi_newton import DUAL_ROUNDING, Track
+from otdd_flash.solver.trust import GROWTH, PATIENCE
 
 
 def advance_cross(

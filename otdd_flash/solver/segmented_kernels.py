@@ -18,16 +18,16 @@ from otdd_flash.kernels.segmented_decision import (
 from otdd_flash.operators.segments import MEMORY, TritonSegments
 from otdd_flash.solver.certificate import SAFETY
 from otdd_flash.solver.options import SolverOptions
-from otdd_flash.solver.quasi_newton import GROWTH, PATIENCE
 from otdd_flash.solver.segmented import Step
 from otdd_flash.solver.segmented_quasi_newton import (
+    DUAL_ROUNDING,
     LEVEL_TOLERANCE,
     STALLED,
     STALLED_FLOORS,
     Form,
     Start,
 )
-from otdd_flash.solver.segmented_trust import DUAL_ROUNDING, Trust
+from otdd_flash.solver.trust import GROWTH, PATIENCE, Trust
 
 LIMITS = Limits(DUAL_ROUNDING, GROWTH, PATIENCE, STALLED, STALLED_FLOORS, SAFETY)
 

@@ -23,9 +23,13 @@ from otdd_flash.operators.segments import MEMORY, Look, Move, Segments, TritonSe
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented import Rule, Step
 from otdd_flash.solver.segmented_differences import Differences
-from otdd_flash.solver.segmented_trust import Trust
+from otdd_flash.solver.trust import Trust
 
 LEVEL_TOLERANCE = 0.05
+
+# What a difference of duals may be off by, in units of what a single softmin may be off by: over
+# the points of a cloud most of that averages out.
+DUAL_ROUNDING = 0.25
 
 # Iterations without a lower marginal error after which it is rounding, if it is at most so many
 # times the floor.
@@ -125,7 +129,9 @@ class QuasiNewton:
         shown = self._form.reading(self._segments, look, level)
         # Only the last g that was kept at this level has a residual to compare with.
         started = self._trust.dual.isfinite()
-        kept, trust = self._trust.judge(shown.dual, shown.gain, look.gap, level * shown.floor)
+        rounding = level * shown.floor
+        slack = DUAL_ROUNDING * rounding
+        kept, trust = self._trust.judge(shown.dual, shown.gain, look.gap, slack)
         final, tolerance = level <= self._epsilon, self._options.asked_tolerance
         stalled = (trust.stale >= STALLED) & (look.gap <= STALLED_FLOORS * shown.floor)
         # Where rounding alone exceeds the tolerance there is nothing to wait for.
@@ -134,12 +140,12 @@ class QuasiNewton:
         falls = ~final & (shown.error <= max(LEVEL_TOLERANCE, tolerance))
         ends = done | falls
         plain = ends | (trust.plain > 0)
-        sound = started & _sound(look, level * shown.floor)
+        sound = started & _sound(look, rounding)
         self._segments.move(self._move(look, kept | ends, sound, plain), active)
         self._trust = trust.restarted(falls)
         self._level = torch.where(falls, level / 2, level).clamp_min(self._epsilon)
-        rounding = torch.where(stalled, shown.error, shown.floor)
-        terms = shown.value, shown.lower, shown.upper, shown.error, rounding, self._iterations
+        hidden = torch.where(stalled, shown.error, shown.floor)
+        terms = shown.value, shown.lower, shown.upper, shown.error, hidden, self._iterations
         return Step(done, torch.stack(terms, 1))
 
     def keep(self, order: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from otdd_flash.kernels import segmented_decision
 from otdd_flash.operators.segments import MEMORY, Look
-from otdd_flash.solver import segmented_kernels, segmented_quasi_newton, segmented_trust
+from otdd_flash.solver import segmented_kernels, segmented_quasi_newton, trust
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented_cross import CROSS
 from otdd_flash.solver.segmented_kernels import QuasiNewtonKernels
@@ -91,7 +91,7 @@ def impatient(monkeypatch):
     """After two iterations without a lower error it counts, and after five they end."""
     limits = segmented_kernels.LIMITS._replace(patience=2.0, stalled=5.0)
     monkeypatch.setattr(segmented_kernels, "LIMITS", limits)
-    monkeypatch.setattr(segmented_trust, "PATIENCE", 2)
+    monkeypatch.setattr(trust, "PATIENCE", 2)
     monkeypatch.setattr(segmented_quasi_newton, "STALLED", 5)
 
 

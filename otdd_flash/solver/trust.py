@@ -1,4 +1,4 @@
-"""Which quasi-Newton steps of many problems side by side are kept: the rule of `quasi_newton`.
+"""Which quasi-Newton steps are kept, of one problem or of many side by side.
 
 The plain update raises the dual by at least a gain that is known before it is taken. A step is kept
 if it does as well; one that is not is followed by plain updates, twice as many each time in a row.
@@ -12,15 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.solver.quasi_newton import GROWTH, PATIENCE
-
-# What a difference of duals may be off by, in units of what a single softmin may be off by: over
-# the points of a cloud most of that averages out.
-DUAL_ROUNDING = 0.25
+# How far the marginal error may grow over its lowest where the dual cannot tell, and for how long.
+GROWTH = 4.0
+PATIENCE = 10.0
 
 
 class Trust(NamedTuple):
-    """Where problems stand, (S,) float64 each.
+    """Where problems stand, () or (S,) float64 each.
 
     Attributes:
         dual: dual value of the potentials that were kept last.
@@ -49,19 +47,18 @@ class Trust(NamedTuple):
         fresh = Trust.fresh(self.dual)
         return Trust(*(torch.where(where, a, b) for a, b in zip(fresh, self, strict=True)))
 
-    def judge(self, dual: Tensor, gain: Tensor, gap: Tensor, rounding: Tensor) -> Judgement:
+    def judge(self, dual: Tensor, gain: Tensor, gap: Tensor, slack: Tensor) -> Judgement:
         """Keep the potentials that were just looked at or not.
 
         Args:
             dual: theirs.
             gain: theirs.
             gap: their marginal error.
-            rounding: what a single softmin may be off by.
+            slack: what a difference of duals may be off by.
         """
         plain, lower = self.plain > 0, gap < self.lowest
         surplus = dual - self.dual - self.gain
-        better = surplus > DUAL_ROUNDING * rounding
-        level = surplus >= -DUAL_ROUNDING * rounding
+        better, level = surplus > slack, surplus >= -slack
         steady = (gap <= GROWTH * self.lowest) & (self.stale < PATIENCE)
         kept = plain | self.dual.isneginf() | better | (level & steady)
         # Trust comes back with a step that certainly gained something.
@@ -79,7 +76,7 @@ class Trust(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """Which potentials are kept (S,) bool, and where their problems stand then."""
+    """Which potentials are kept, () or (S,) bool, and where their problems stand then."""
 
     kept: Tensor
     trust: Trust
