@@ -12,7 +12,11 @@ Shapes: looks (S, 2) and (S, 14 + 4 MEMORY) as in `operators.segments.Look`, mov
 as in `Move`, terms (S, 6) as in `solver.segmented.SegmentTerms`, all float64. A segment stands at
 its level of epsilon and at `state_width` numbers,
 
-    iterations,   dual, gain, lowest, stale, plain, penalty,   slot, R^-1, Y^T Y, D.
+    iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,   slot, R^-1, Y^T Y,
+    D,
+
+the first six of trust, the next three of progress. What rounding may have done is as
+`solver.segmented` derives it, from numbers of the passes that come with the costs.
 
 One lane per segment, as all of them do the same with few numbers.
 """
@@ -31,7 +35,9 @@ from otdd_flash.kernels.segmented_look import NUMBERS
 from otdd_flash.kernels.trust import judge
 
 # Numbers of a state before those remembered, of terms, and of a move before its weights.
-TRUST, TERMS, MOVE = 7, 6, 7
+TRUST, TERMS, MOVE = 10, 6, 7
+# What is known of a segment's costs: mean, spread, offset, and `PassErrors`.
+COSTS = 9
 
 # Segments of a program.
 BLOCK = 8
@@ -45,7 +51,10 @@ class Limits(NamedTuple):
     patience: float
     stalled: float
     stalled_floors: float
-    safety: float
+    fallen: float
+    trifle: float
+    value_trifle: float
+    most_error: float
 
 
 class Standing(NamedTuple):
@@ -78,18 +87,65 @@ class Decision(NamedTuple):
 
 @triton.jit
 def read_plan(p_rows, p_columns, epsilon, SELF: tl.constexpr):
-    """Dual, gain, <a, |f|> + <b, |g|>, the same after shifts, and the error of the mass."""
+    """Two dual values, gain, three sizes, and the error of the mass.
+
+    The second dual is that of exact rows; sizes are <a, |f|> + <b, |g|>, that with shifts, and that
+    of potentials that were rounded to be stored.
+    """
     value, size, mass = tl.load(p_columns), tl.load(p_columns + 1), tl.load(p_columns + 5)
     gain = tl.load(p_columns + 8)
     if SELF:
         shift = epsilon * tl.log(mass)
         size = 2 * size
-        plan = 2 * value - shift, gain + shift, size, size + tl.abs(shift), tl.abs(mass - 1)
+        dual, excess = 2 * value - shift, tl.abs(mass - 1)
+        plan = dual, dual, gain + shift, size, size + tl.abs(shift), 0.0, excess
     else:
-        dual = tl.load(p_rows) + value + epsilon * (1 - mass)
-        size = tl.load(p_rows + 1) + size
-        plan = dual, gain + epsilon * (mass - 1), size, size, 0.0
+        exact, stored = tl.load(p_rows) + value, tl.load(p_rows + 1)
+        dual, size = exact + epsilon * (1 - mass), stored + size
+        plan = dual, tl.maximum(exact, dual), gain + epsilon * (mass - 1), size, size, stored, 0.0
     return plan
+
+
+@triton.jit
+def rounding_of(
+    p_costs,
+    stored,
+    size,
+    off,
+    epsilon,
+    TRIFLE: tl.constexpr,
+    VALUE_TRIFLE: tl.constexpr,
+    MOST_ERROR: tl.constexpr,
+):
+    """What rounding may have done to the marginal error and to the value."""
+    spread, offset, mean, largest = (
+        tl.load(p_costs + 1), tl.load(p_costs + 2), tl.load(p_costs + 3), tl.load(p_costs + 4)
+    )  # fmt: skip
+    peak, sums, unit = tl.load(p_costs + 5), tl.load(p_costs + 6), tl.load(p_costs + 7)
+    trifles = TRIFLE * (size + spread)
+    whole = VALUE_TRIFLE * (size + spread + tl.abs(offset) + epsilon)
+    stored_most = unit * (stored + spread)
+    stored = unit * stored
+    theta = (2 * largest + stored_most + trifles) / epsilon + 2 * sums
+    growth = tl.exp(theta + theta * tl.exp(theta))
+    off_most = tl.minimum(off + 2 * growth * theta, MOST_ERROR)
+    mean = tl.minimum(mean * (1 + off_most * peak), largest)
+    floor = growth * ((2 * mean + stored + trifles) / epsilon + 2 * sums)
+    value = mean + stored + epsilon * sums * (1 + off) + tl.load(p_costs + 8) + whole
+    return floor, value
+
+
+@triton.jit
+def update_progress(gap, dual, slack, restarted, p_progress, p_new_progress, FALLEN: tl.constexpr):
+    """Iterations since the marginal error fell or the dual rose."""
+    last_gap, last_dual = tl.load(p_progress), tl.load(p_progress + 1)
+    fallen, risen = gap <= FALLEN * last_gap, dual > last_dual + slack
+    age = tl.where(fallen | risen, 0.0, tl.load(p_progress + 2) + 1)
+    new_gap, new_dual = tl.where(fallen, gap, last_gap), tl.where(risen, dual, last_dual)
+    tl.store(p_new_progress, tl.where(restarted, float("inf"), new_gap))
+    tl.store(p_new_progress + 1, tl.where(restarted, -float("inf"), new_dual))
+    tl.store(p_new_progress + 2, tl.where(restarted, 0.0, age))
+    return age
 
 
 @triton.jit
@@ -104,7 +160,7 @@ def update_trust(
     GROWTH: tl.constexpr,
     PATIENCE: tl.constexpr,
 ):
-    """Whether the potentials are kept, iterations since the lowest error, plain updates to come."""
+    """Whether the potentials are kept, and plain updates to come."""
     last_dual, last_gain = tl.load(p_trust), tl.load(p_trust + 1)
     kept, lowest, stale, plain, penalty = judge(
         dual, gap, slack, last_dual, last_gain,
@@ -117,7 +173,7 @@ def update_trust(
     tl.store(p_new_trust + 3, tl.where(restarted, 0.0, stale))
     tl.store(p_new_trust + 4, tl.where(restarted, 0.0, plain))
     tl.store(p_new_trust + 5, tl.where(restarted, 1.0, penalty))
-    return kept, stale, plain
+    return kept, plain
 
 
 # A number of segments that the kernel was compiled for would change their bits.
@@ -127,7 +183,7 @@ def segmented_decision_kernel(
     rows_ptr,  # (S, 2) float64, of this stride
     row_stride,
     columns_ptr,  # (S, NUMBERS + 4 MEMORY) float64
-    costs_ptr,  # (S, 4) float64: mean, spread, error, offset
+    costs_ptr,  # (S, COSTS) float64: mean, spread, offset, errors of passes
     settings_ptr,  # (6,) float64
     level_ptr,  # (S,) float64
     state_ptr,  # (S, WIDTH) float64
@@ -143,20 +199,24 @@ def segmented_decision_kernel(
     PATIENCE: tl.constexpr,
     STALLED: tl.constexpr,
     STALLED_FLOORS: tl.constexpr,
-    SAFETY: tl.constexpr,
+    FALLEN: tl.constexpr,
+    TRIFLE: tl.constexpr,
+    VALUE_TRIFLE: tl.constexpr,
+    MOST_ERROR: tl.constexpr,
     NUMBERS: tl.constexpr,
     MEMORY: tl.constexpr,
     WIDTH: tl.constexpr,
     TRUST: tl.constexpr,
     TERMS: tl.constexpr,
     MOVE: tl.constexpr,
+    COSTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per block of segments; lanes past the last segment repeat it."""
     i_lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i_segment = tl.minimum(i_lane, count - 1).to(tl.int64)
     p_columns = columns_ptr + (NUMBERS + 4 * MEMORY) * i_segment
-    p_costs, p_rows = costs_ptr + 4 * i_segment, rows_ptr + row_stride * i_segment
+    p_costs, p_rows = costs_ptr + COSTS * i_segment, rows_ptr + row_stride * i_segment
     p_state, p_new_state = state_ptr + WIDTH * i_segment, new_state_ptr + WIDTH * i_segment
     final_epsilon, tolerance = tl.load(settings_ptr), tl.load(settings_ptr + 1)
     level_tolerance, max_iterations = tl.load(settings_ptr + 2), tl.load(settings_ptr + 3)
@@ -165,18 +225,26 @@ def segmented_decision_kernel(
     lowest, highest = tl.load(p_columns + 2), tl.load(p_columns + 3)
     gap, mean_residual = tl.load(p_columns + 4), tl.load(p_columns + 8)
 
-    dual, gain, size, shifted_size, excess = read_plan(p_rows, p_columns, epsilon, SELF)
-    floor = unit * (size + 2 * tl.load(p_costs)) / epsilon + 4 * unit_of_sums
-    error = gap + excess + floor
+    dual, exact, gain, size, shifted_size, stored, excess = read_plan(
+        p_rows, p_columns, epsilon, SELF
+    )
+    noise = unit * (size + 2 * tl.load(p_costs)) / epsilon + 4 * unit_of_sums
+    floor, rounding = rounding_of(
+        p_costs, stored, shifted_size, gap + excess, epsilon, TRIFLE, VALUE_TRIFLE, MOST_ERROR
+    )
+    error = tl.minimum(gap + excess + floor, MOST_ERROR)
     final = epsilon <= final_epsilon
     falls = (epsilon > final_epsilon) & (error <= level_tolerance)
     # Only the last g that was kept at this level has a residual to compare with.
     started = tl.abs(tl.load(p_state + 1)) < float("inf")
-    kept, stale, plain = update_trust(
-        dual, gain, gap, DUAL_ROUNDING * (epsilon * floor), falls, p_state + 1, p_new_state + 1,
+    kept, plain = update_trust(
+        dual, gain, gap, DUAL_ROUNDING * (epsilon * noise), falls, p_state + 1, p_new_state + 1,
         GROWTH, PATIENCE,
     )  # fmt: skip
-    stalled = (stale >= STALLED) & (gap <= STALLED_FLOORS * floor)
+    age = update_progress(
+        gap, dual, DUAL_ROUNDING * (epsilon * noise), falls, p_state + 7, p_new_state + 7, FALLEN
+    )
+    stalled = (age >= STALLED) & (gap <= STALLED_FLOORS * floor)
     # Where rounding alone exceeds the tolerance there is nothing to wait for.
     hopeless = 2 * floor > tolerance
     last = iterations >= max_iterations
@@ -187,21 +255,21 @@ def segmented_decision_kernel(
     tl.store(new_level_ptr + i_segment, level)
     tl.store(p_new_state, iterations)
 
-    value = dual + tl.load(p_costs + 3)
-    rounding = SAFETY * (tl.load(p_costs + 2) + unit * (shifted_size + 4 * epsilon))
+    offset = tl.load(p_costs + 2)
+    value = dual + offset
     spread = highest - lowest + tl.load(p_costs + 1)
     if not SELF:
         spread = spread / 2
     p_terms = terms_ptr + TERMS * i_segment
     tl.store(p_terms, value)
     tl.store(p_terms + 1, value - rounding)
-    tl.store(p_terms + 2, value + error * spread + rounding)
+    tl.store(p_terms + 2, exact + offset + error * spread + rounding)
     tl.store(p_terms + 3, error)
     tl.store(p_terms + 4, tl.where(stalled, error, floor))
     tl.store(p_terms + 5, iterations)
 
     sound, scale, steps, falls_weights = learn_and_direct(
-        p_columns + 6, p_columns + NUMBERS, started, epsilon * floor,
+        p_columns + 6, p_columns + NUMBERS, started, epsilon * noise,
         p_state + TRUST, p_new_state + TRUST, MEMORY,
     )  # fmt: skip
     largest = tl.abs(scale) + tl.sum(tl.abs(steps) + tl.abs(falls_weights), 1)
@@ -238,6 +306,7 @@ def constants_of(memory: int, damping: float, symmetric: bool, limits: Limits) -
         "TRUST": TRUST,
         "TERMS": TERMS,
         "MOVE": MOVE,
+        "COSTS": COSTS,
         "BLOCK": BLOCK,
     }
 
@@ -257,7 +326,8 @@ def segmented_decision(
 
     Args:
         seen: the numbers of a look, (S, 2) of rows and (S, 14 + 4 memory) of columns.
-        costs: (S, 4) float64, mean, spread, error and offset of `operators.segments.Segments`.
+        costs: (S, `COSTS`) float64, mean, spread, offset and errors of
+        `operators.segments.Segments`.
         settings: (6,) float64: the final epsilon, the tolerances there and above it, the most
             iterations, the unit roundoffs of potentials and of sums.
         standing: before the look.

@@ -1,9 +1,9 @@
 """From the sums of a segmented half-step to what a look at potentials g of columns has seen.
 
-With T'_j merged from the ranges as in `segmented_softmin`, the residual r_j = T'_j - g_j is stored
-and, with the step s = g - g° and the fall y = r° - r from the potentials kept last, every segment
-gets the numbers of `operators.segments.Look` from <1, g> on, of float64: with <u, v> = sum_j b_j
-u_j v_j and c_j = exp(-r_j / epsilon),
+With T'_j merged from the ranges as in `segmented_softmin`, the residual r_j = T'_j - g_j is stored,
+in float32. With the step s = g - g° and the fall y = r° - r from the potentials kept last, every
+segment gets the numbers of `operators.segments.Look` from <1, g> on, of float64: with <u, v> =
+sum_j b_j u_j v_j and c_j = exp(-r_j / epsilon) of the residual that was not rounded yet,
 
     <1, g>, <1, |g|>, min g, max g, <1, |c - 1|>, <1, c>,
     <1, s>, <1, y>, <1, r>, <s, s>, <s, y>, <y, y>, <s, r>, <y, r>,
@@ -52,7 +52,7 @@ class Vectors(NamedTuple):
 @triton.jit
 def segmented_look_kernel(
     highest_ptr,  # (partial entries,) float32
-    sums_ptr,  # (partial entries,) float32
+    sums_ptr,  # (partial entries,) float64
     masses_ptr,  # (n,) float64
     segments_ptr,  # (S, 8) int64, columns as rows
     active_ptr,  # (S,) int8
@@ -74,7 +74,7 @@ def segmented_look_kernel(
     start, columns, offset = (
         tl.load(p_segment), tl.load(p_segment + 1), tl.load(p_segment + 2)
     )  # fmt: skip
-    epsilon = tl.load(epsilon_ptr + i_segment).to(tl.float32)
+    epsilon = tl.load(epsilon_ptr + i_segment)
     blocks = tl.where(tl.load(active_ptr + i_segment) != 0, tl.cdiv(columns, BLOCK), 0)
     o_vector = tl.arange(0, VECTORS)[:, None] * columns  # (VECTORS, 1)
 
@@ -103,11 +103,13 @@ def segmented_look_kernel(
         potential = tl.load(candidate_ptr + offset + o_column, mask=m_column, other=0.0)
         kept = tl.load(kept_ptr + offset + o_column, mask=m_column, other=0.0)
         before = tl.load(residual_ptr + offset + o_column, mask=m_column, other=0.0)
-        fresh = tl.where(m_column, updated - potential, 0.0)
+        # Not yet rounded to what is stored.
+        exact = tl.where(m_column, updated - potential.to(tl.float64), 0.0)
+        fresh = exact.to(tl.float32)
         tl.store(fresh_ptr + offset + o_column, fresh, mask=m_column)
         # Columns past the end have no mass.
         masses = tl.load(masses_ptr + start + o_column, mask=m_column, other=0.0)
-        change = tl.exp(-fresh / epsilon).to(tl.float64)
+        change = tl.exp(-exact / epsilon)
         value += masses * potential
         size += masses * tl.abs(potential)
         gap += masses * tl.abs(change - 1)

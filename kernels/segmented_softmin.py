@@ -2,7 +2,8 @@
 
     f_i = -epsilon ln(2) (h_i + log2 sum_k s_ki 2^(h_ki - h_i)),    h_i = max_k h_ki
 
-over the ranges k of a row's columns, and two sums per segment of float64: <a, f> and <a, |f|>.
+over the ranges k of a row's columns, in float64, and two sums per segment: <a, f> and <a, |f|> of
+the f that are stored, in float32.
 
 One program per segment reads its rows in fixed blocks, so that the order of additions depends on
 nothing but the segment.
@@ -26,7 +27,7 @@ LN_2 = math.log(2.0)
 @triton.jit
 def merged_softmin(
     highest_ptr,  # (partial entries,) float32
-    sums_ptr,  # (partial entries,) float32
+    sums_ptr,  # (partial entries,) float64
     p_segment,  # (8,) int64, of a table of segments
     o_row,  # (BLOCK,) rows of the segment
     m_row,  # which of them there are
@@ -34,14 +35,14 @@ def merged_softmin(
     LN_2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The softmin (BLOCK,) float32 of rows of a segment, finite where there are none."""
+    """The softmin (BLOCK,) float64 of rows of a segment, finite where there are none."""
     rows, partial = tl.load(p_segment + 1), tl.load(p_segment + 6)
     ranges = tl.load(p_segment + 7).to(tl.int32)
-    top = tl.full((BLOCK,), -float("inf"), tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)
+    top = tl.full((BLOCK,), -float("inf"), tl.float64)
+    sums = tl.zeros((BLOCK,), tl.float64)
     for i_range in range(ranges):
         o_partial = partial + i_range * rows + o_row
-        part = tl.load(highest_ptr + o_partial, mask=m_row, other=0.0)
+        part = tl.load(highest_ptr + o_partial, mask=m_row, other=0.0).to(tl.float64)
         raised = tl.maximum(top, part)
         added = tl.load(sums_ptr + o_partial, mask=m_row, other=1.0)
         sums = sums * tl.exp2(top - raised) + added * tl.exp2(part - raised)
@@ -52,7 +53,7 @@ def merged_softmin(
 @triton.jit
 def segmented_softmin_kernel(
     highest_ptr,  # (partial entries,) float32
-    sums_ptr,  # (partial entries,) float32
+    sums_ptr,  # (partial entries,) float64
     masses_ptr,  # (n,) float64
     segments_ptr,  # (S, 8) int64
     active_ptr,  # (S,) int8
@@ -67,7 +68,7 @@ def segmented_softmin_kernel(
     p_segment = segments_ptr + 8 * i_segment
     start, rows = tl.load(p_segment), tl.load(p_segment + 1)
     p_potential = potential_ptr + tl.load(p_segment + 2)
-    epsilon = tl.load(epsilon_ptr + i_segment).to(tl.float32)
+    epsilon = tl.load(epsilon_ptr + i_segment)
     blocks = tl.where(tl.load(active_ptr + i_segment) != 0, tl.cdiv(rows, BLOCK), 0)
     value = tl.zeros((BLOCK,), tl.float64)
     size = tl.zeros((BLOCK,), tl.float64)
@@ -76,7 +77,7 @@ def segmented_softmin_kernel(
         m_row = o_row < rows
         softmin = merged_softmin(
             highest_ptr, sums_ptr, p_segment, o_row, m_row, epsilon, LN_2, BLOCK
-        )
+        ).to(tl.float32)
         tl.store(p_potential + o_row, softmin, mask=m_row)
         masses = tl.load(masses_ptr + start + o_row, mask=m_row, other=0.0)
         value += masses * softmin

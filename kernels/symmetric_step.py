@@ -9,16 +9,18 @@ averaged update f <- (f + T(f)) / 2 no e_ij exceeds 1 / sqrt(a_i a_j), because a
 exceed 1. Sums that leave float32's range all the same mark their rows, which `half_step` then does
 with a maximum.
 
-Shapes: as in `half_step`, with x on both sides. Sums over tiles go to partial (n / BLOCK_ROWS, n):
-row k holds the column sums that row block k gave to the blocks after it; the row sums of block b,
-one for each range of its columns, stand in its own columns from row b on. So block b adds up rows
-0, 1, ... of its columns, always in the same order: no atomics, the same bits in every run.
+Shapes: as in `half_step`, with x on both sides. Row blocks are done a stripe at a time, so that sums
+over tiles take a bounded part of the memory: of_columns (stripe, n) holds in row k the column sums
+that the k-th row block of the stripe gave to the blocks after it, of_rows (slots, stripe BLOCK_ROWS)
+the row sums, one for each range of their columns. After a stripe they are added to totals (n,) in
+float64, always in the same order: no atomics, the same bits in every run.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,6 +43,9 @@ from otdd_flash.kernels.tiling import (
 # Column blocks of a program: short enough to balance the ragged ranges of a triangle.
 BLOCKS_PER_RANGE = 16
 
+# Bytes of the sums over tiles of one stripe.
+STRIPE_BYTES = 1 << 28
+
 
 @triton.jit
 def symmetric_step_kernel(
@@ -51,10 +56,13 @@ def symmetric_step_kernel(
     block_class_ptr,  # (n / BLOCK_M,) int32
     costs_ptr,  # (V, V) float32, read if GATHER
     labels_ptr,  # (n,) int32, read if GATHER
-    ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, row of partial
-    partial_ptr,  # (n / BLOCK_M, n) float32
+    ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
+    of_columns_ptr,  # (stripe, n) float32
+    of_rows_ptr,  # (slots, stripe BLOCK_M) float32
     epsilon_ptr,  # () float64
     n,
+    first_block,  # of the stripe
+    stripe,
     product_scale: tl.float64,  # in units of the cost
     costs_width,
     DIM: tl.constexpr,
@@ -78,7 +86,7 @@ def symmetric_step_kernel(
     if GATHER:
         # Indices into the table, below 2^31, take half of the registers of pointers.
         o_costs = tl.load(labels_ptr + o_row) * costs_width
-    p_columns = partial_ptr + i_block.to(tl.int64) * n
+    p_columns = of_columns_ptr + (i_block - first_block).to(tl.int64) * n
 
     STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
     sums = tl.zeros((BLOCK_M,), tl.float32)
@@ -104,36 +112,63 @@ def symmetric_step_kernel(
             if column > i_block * BLOCK_M:
                 tl.store(p_columns + o_column, tl.sum(kernel * masses_x[:, None], 0))
             scores = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
-    tl.store(partial_ptr + slot.to(tl.int64) * n + o_row, sums)
+    o_out = slot.to(tl.int64) * (stripe * BLOCK_M) + o_row - first_block * BLOCK_M
+    tl.store(of_rows_ptr + o_out, sums)
+
+
+@triton.jit
+def add_partial(sums, partial_ptr, rows, stride, o_row, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Add `rows` rows of partial sums to sums (BLOCK_M,) float64, in order."""
+    for first in range(0, rows, BLOCK):
+        o_partial = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        p_partial = partial_ptr + o_partial[:, None] * stride + o_row[None, :]
+        partial = tl.load(p_partial, mask=o_partial[:, None] < rows, other=0.0)
+        sums += tl.sum(partial.to(tl.float64), 0)
+    return sums
 
 
 @triton.jit
 def merge_triangle_kernel(
-    partial_ptr,  # (n / BLOCK_M, n) float32
-    slots_ptr,  # (n / BLOCK_M,) int32, rows of partial that a block adds up
+    of_columns_ptr,  # (stripe, n) float32
+    of_rows_ptr,  # (slots, stripe BLOCK_M) float32
+    totals_ptr,  # (n,) float64
     filled_ptr,  # (n,) int8
     marked_ptr,  # (n / BLOCK_M,) int32
     out_ptr,  # (n,) float32
     n,
+    first_block,  # of the stripe
+    stripe,
     LEAST: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
+    RANGE: tl.constexpr,
 ):
-    """One program per block of rows: log2 of its sums, and whether one left the range."""
-    i_block = tl.program_id(0)
+    """One program per row block from the stripe on.
+
+    Totals, and of the blocks of the stripe log2 of them and whether one left the range.
+    """
+    i_block = first_block + tl.program_id(0)
     o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    slots = tl.load(slots_ptr + i_block)
-    sums = tl.zeros((BLOCK_M,), tl.float32)
-    for first in range(0, slots, BLOCK_SLOTS):
-        o_slot = (first + tl.arange(0, BLOCK_SLOTS)).to(tl.int64)
-        p_partial = partial_ptr + o_slot[:, None] * n + o_row[None, :]
-        sums += tl.sum(tl.load(p_partial, mask=o_slot[:, None] < slots, other=0.0), 0)
-    # NaN compares as neither, and so is not good.
-    good = (sums >= LEAST) & (sums <= LARGEST)
-    bad = tl.where(good, 0, tl.load(filled_ptr + o_row).to(tl.int32))
-    tl.store(marked_ptr + i_block, tl.max(bad, 0))
-    tl.store(out_ptr + o_row, tl.log2(sums))
+    within = i_block - first_block
+    sums = tl.zeros((BLOCK_M,), tl.float64)
+    if first_block > 0:
+        sums += tl.load(totals_ptr + o_row)
+    before = tl.minimum(within, stripe)
+    sums = add_partial(sums, of_columns_ptr, before, n, o_row, BLOCK_M, BLOCK_SLOTS)
+    if within < stripe:
+        slots = tl.cdiv(n // BLOCK_M - i_block, RANGE)
+        o_within = within * BLOCK_M + tl.arange(0, BLOCK_M)
+        sums = add_partial(
+            sums, of_rows_ptr, slots, stripe * BLOCK_M, o_within, BLOCK_M, BLOCK_SLOTS
+        )
+        # NaN compares as neither, and so is not good.
+        good = (sums >= LEAST) & (sums <= LARGEST)
+        bad = tl.where(good, 0, tl.load(filled_ptr + o_row).to(tl.int32))
+        tl.store(marked_ptr + i_block, tl.max(bad, 0))
+        tl.store(out_ptr + o_row, tl.log2(sums.to(tl.float32)))
+    else:
+        tl.store(totals_ptr + o_row, sums)
 
 
 def symmetric_step(
@@ -154,7 +189,6 @@ def symmetric_step(
     layout, x = side.points.layout, side.points.coordinates
     n, dim = layout.size, x.shape[1]
     tile = narrow_tile(x.device) if layout.pure else gathering_tile(x.device)
-    ranges, slots = _ranges(n // BLOCK_ROWS, x.device)
     bias = column_bias(
         potential,
         layout,
@@ -163,65 +197,94 @@ def symmetric_step(
         scores.costs if layout.pure else None,
         epsilon,
     )
-    partial = torch.empty((n // BLOCK_ROWS, n), dtype=torch.float32, device=x.device)
-    symmetric_step_kernel[(len(ranges),)](
-        operand(x, BLOCK_ROWS, tile),
-        bias,
-        (layout.spread(potential, 0.0) - side.squares) * log2_scale(epsilon),
-        masses,
-        layout.block_class,
-        scores.costs,
-        layout.labels,
-        ranges,
-        partial,
-        epsilon,
-        n,
-        scores.scale,
-        scores.costs.shape[1],
-        DIM=dim,
-        PARTS=scores.parts,
-        BLOCK_M=BLOCK_ROWS,
-        BLOCK_K=tile.depth,
-        STAGES=pipeline_stages(tile, not layout.pure),
-        DESCRIPTORS=tile.descriptors,
-        GATHER=not layout.pure,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    row_term = (layout.spread(potential, 0.0) - side.squares) * log2_scale(epsilon)
+    blocks = n // BLOCK_ROWS
+    height = stripe_height(blocks)
+    of_columns = torch.empty((height, n), dtype=torch.float32, device=x.device)
+    of_rows = torch.empty(
+        (triton.cdiv(blocks, BLOCKS_PER_RANGE), height * BLOCK_ROWS), device=x.device
     )
+    totals = torch.empty(n if height < blocks else 0, dtype=torch.float64, device=x.device)
     logs = torch.empty(n, dtype=torch.float32, device=x.device)
-    marked = torch.empty(n // BLOCK_ROWS, dtype=torch.int32, device=x.device)
-    merge_triangle_kernel[(n // BLOCK_ROWS,)](
-        partial,
-        slots,
-        layout.filled.to(torch.int8),
-        marked,
-        logs,
-        n,
-        LEAST=LEAST_SUM,
-        LARGEST=LARGEST_SUM,
-        BLOCK_M=BLOCK_ROWS,
-        BLOCK_SLOTS=16,
-    )
+    marked = torch.empty(blocks, dtype=torch.int32, device=x.device)
+    filled = layout.filled.to(torch.int8)
+    for first in range(0, blocks, height):
+        stripe = min(height, blocks - first)
+        ranges = ranges_of_stripe(Stripe(first, stripe, blocks), x.device)
+        symmetric_step_kernel[(len(ranges),)](
+            operand(x, BLOCK_ROWS, tile),
+            bias,
+            row_term,
+            masses,
+            layout.block_class,
+            scores.costs,
+            layout.labels,
+            ranges,
+            of_columns,
+            of_rows,
+            epsilon,
+            n,
+            first,
+            stripe,
+            scores.scale,
+            scores.costs.shape[1],
+            DIM=dim,
+            PARTS=scores.parts,
+            BLOCK_M=BLOCK_ROWS,
+            BLOCK_K=tile.depth,
+            STAGES=pipeline_stages(tile, not layout.pure),
+            DESCRIPTORS=tile.descriptors,
+            GATHER=not layout.pure,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        merge_triangle_kernel[(blocks - first,)](
+            of_columns,
+            of_rows,
+            totals,
+            filled,
+            marked,
+            logs,
+            n,
+            first,
+            stripe,
+            LEAST=LEAST_SUM,
+            LARGEST=LARGEST_SUM,
+            BLOCK_M=BLOCK_ROWS,
+            BLOCK_SLOTS=16,
+            RANGE=BLOCKS_PER_RANGE,
+        )
     out = potential - (epsilon * math.log(2.0)) * logs[layout.position]
     bias = bias_of(side, side, scores, potential, epsilon)
     repair(side, side, scores, bias, epsilon, marked, out)
     return out
 
 
-@lru_cache
-def _ranges(blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ranges of column blocks (programs, 4), longest first, and rows of partial for each block.
+class Stripe(NamedTuple):
+    """Row blocks [first, first + height) of so many."""
 
-    int32: row block, first column block, number of column blocks, row of partial for its row sums.
+    first: int
+    height: int
+    blocks: int
+
+
+def stripe_height(blocks: int) -> int:
+    """Row blocks whose sums over tiles fit `STRIPE_BYTES`."""
+    return max(1, min(blocks, STRIPE_BYTES // (4 * BLOCK_ROWS * blocks)))
+
+
+@lru_cache(maxsize=64)
+def ranges_of_stripe(stripe: Stripe, device: torch.device) -> Tensor:
+    """Ranges of column blocks (programs, 4) int32, longest first.
+
+    Row block, first column block, number of column blocks, and slot: how many ranges before it are
+    of the same row block.
     """
-    ranges, slots = [], []
-    for block in range(blocks):
-        starts = range(block, blocks, BLOCKS_PER_RANGE)
-        for k, first in enumerate(starts):
-            ranges.append((block, first, min(BLOCKS_PER_RANGE, blocks - first), block + k))
-        slots.append(block + len(starts))
-    ranges.sort(key=lambda item: -item[2])
-    return (
-        torch.tensor(ranges, dtype=torch.int32, device=device),
-        torch.tensor(slots, dtype=torch.int32, device=device),
-    )
+    rows = torch.arange(stripe.first, stripe.first + stripe.height)
+    counts = (stripe.blocks - rows + BLOCKS_PER_RANGE - 1) // BLOCKS_PER_RANGE
+    row = torch.repeat_interleave(rows, counts)
+    slot = torch.arange(len(row)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    first = row + slot * BLOCKS_PER_RANGE
+    length = (stripe.blocks - first).clamp_max(BLOCKS_PER_RANGE)
+    order = torch.argsort(-length, stable=True)
+    return torch.stack((row, first, length, slot), 1)[order].to(device, torch.int32)

@@ -221,7 +221,7 @@ class _Solves:
         where = f"{'; '.join(pairs[:5])}{more}"
         return shortfall(
             self.options,
-            "max_iterations",
+            next(divergence.stopped_by for divergence in found),
             where=where,
             marginal_error=max(divergence.marginal_error for divergence in found),
             tolerance=largest_tolerance(divergence.tolerance for divergence in found),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.labels import ClassDistances
-from otdd_flash.operators.base import Applied
+from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.build import (
     ComputeOptions,
     GroundCost,
@@ -24,9 +25,12 @@ from otdd_flash.operators.build import (
 from otdd_flash.operators.memory import within_memory
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.version import __version__
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +124,13 @@ class DistanceResult:
         Points without mass are mapped too, by the conditional plan that their potential defines.
         """
         uniform = LabeledSamples(self.source.features, self.source.labels, self.source.class_names)
-        moved = self._applied(uniform, self.target.features)
-        return moved.values / moved.masses.to(moved.values.dtype).unsqueeze(1)
+
+        def means(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
+            points = self.target.features.to(f.device)
+            origin = origin_near([(points, operator.b)], operator.dtype)
+            return conditional_means(operator, f, g, self.epsilon, points, origin).add_(origin)
+
+        return self._with_plan(uniform, means)
 
     def summary(self, **more: Any) -> dict[str, Any]:
         """The content of result.json; `more` replaces or adds keys."""
@@ -178,15 +187,25 @@ class DistanceResult:
         return read_result(Path(path), _restore, "DistanceResult")
 
     def _applied(self, source: LabeledSamples, values: Tensor) -> Applied:
-        """The plan from `source`, which may differ from the result's in its masses, applied."""
+        """The plan from `source`, applied to values (m, k)."""
+
+        def apply(operator: Operator, f: Tensor, g: Tensor) -> Applied:
+            return operator.apply_plan(f, g, self.epsilon, values.to(f.device))
+
+        return self._with_plan(source, apply)
+
+    def _with_plan(self, source: LabeledSamples, use: Callable[[Operator, Tensor, Tensor], T]) -> T:
+        """What `use` makes of the cost and both potentials, on the device.
+
+        `source` may differ from the result's in its masses.
+        """
         device = resolve_device(self.compute.device)
 
-        def apply() -> Applied:
+        def apply() -> T:
             clouds = source, self.target, self.class_distances.xy
             operator = build_operator(*clouds, self.cost, self.compute, keep_scores=False)
             # The potentials belong to the original points; a loaded result's are on the CPU.
-            f, g, moved = (tensor.to(device) for tensor in (*self.potentials, values))
-            return operator.refined.apply_plan(f, g, self.epsilon, moved)
+            return use(operator.refined, *(tensor.to(device) for tensor in self.potentials))
 
         needed = check_resources(source, self.target, self.compute, device)
         size = cost_size(source, self.target)

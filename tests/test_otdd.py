@@ -308,7 +308,7 @@ def test_convergence_can_be_required(pair):
         ({"lambda_x": 0.0, "lambda_y": 0.0}, "both 0"),
         ({"labels": "mean"}, "unknown labels method 'mean'; choose one of: gaussian"),
         ({"min_class_size": 0}, "min_class_size must be at least 1, got 0"),
-        ({"epsilon": 1e-5}, "too tight for float32 at epsilon=1e-05.*precision=double"),
+        ({"epsilon": 1e-5}, "too small for float32.*precision=double"),
     ],
 )
 def test_impossible_requests_are_refused(pair, arguments, message):

@@ -75,6 +75,8 @@ def solves(monkeypatch):
     ],
     ids=["plain", "sinkhorn", "none", "double", "tight", "rounding"],
 )
+# The last one is at the floor of rounding, which it may miss or not, as the single one does.
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
 def test_every_number_is_that_of_a_single_comparison(datasets, options):
     result = pairwise_distances(datasets, **options)
     tolerances = []

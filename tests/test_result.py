@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.options import SolverOptions
 
 
 def dataset(size, seed, *, classes=3, weighted=False, labelled=True, dtype=torch.float32):
@@ -61,6 +63,35 @@ def solved(setting, *, identical=False):
 def result(request):
     name, identical = request.param
     return solved(name, identical=identical)
+
+
+COMPUTE = {
+    "stored": ComputeOptions("cpu", precision="high"),
+    "kernels": ComputeOptions("auto", "triton", "high"),
+    "rounding kernels": ComputeOptions("auto", "triton", "fast"),
+}
+
+
+def shifted_result(offset, compute, dtype=torch.float32):
+    """Points on a grid of 1/512 that float32 holds at 1e4 too, but float16 does not at 0."""
+    generator = torch.Generator().manual_seed(0)
+    source, target = (
+        LabeledSamples(
+            (torch.randint(-4096, 4096, (n, 5), generator=generator) / 512).to(dtype) + offset,
+            None,
+            (),
+        )
+        for n in (19, 47)
+    )
+    return dataset_distance(
+        source,
+        target,
+        epsilon=8.0,
+        labels="none",
+        debias=False,
+        compute=compute,
+        solver=SolverOptions(1e-2),
+    )
 
 
 def dense_plan(result):
@@ -152,6 +183,37 @@ def test_the_barycentric_map_is_the_conditional_mean(result):
     assert_near(moved, expected)
     if result.source.weights is not None:
         assert int((result.source.weights == 0).sum()) >= 3
+
+
+# Spacing of float32 at the offset: results far from 0 are rounded to half of it.
+SPACING = {500.0: 2.0**-15, 1e4: 2.0**-10}
+
+
+@pytest.mark.parametrize("compute", [*COMPUTE.values()], ids=[*COMPUTE])
+@pytest.mark.parametrize("offset", [500.0, 1e4])
+def test_the_barycentric_map_moves_along_with_the_points(offset, compute):
+    """A sum of far points would be rounded at every step, and not once in the end."""
+    near, far = (shifted_result(by, compute) for by in (0.0, offset))
+    # The same potentials: costs do not depend on the origin, on these points to the last bit.
+    far = replace(far, divergence=near.divergence)
+    means = far.barycentric_map().double().cpu() - offset
+    spread = float(far.target.features.std())
+    gap = (means - near.barycentric_map().double().cpu()).abs().max()
+    assert float(gap) <= SPACING[offset] + 4e-6 * spread
+    rows = dense_plan(near)
+    expected = rows @ near.target.features.double() / rows.sum(1, keepdim=True)
+    assert float((means - expected).abs().max()) <= SPACING[offset] / 2 + 4e-6 * spread
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_double_precision_the_map_is_exact_anywhere(dtype, offset):
+    far = shifted_result(offset, ComputeOptions("cpu", precision="double"), dtype)
+    rows = dense_plan(far)
+    expected = rows @ far.target.features.double() / rows.sum(1, keepdim=True)
+    moved = far.barycentric_map()
+    assert moved.dtype == torch.float64
+    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-11)
 
 
 def assert_same_samples(one, two):

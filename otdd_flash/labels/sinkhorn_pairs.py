@@ -103,19 +103,30 @@ def _warn_of_late(
     cross: tuple[Tensor, SegmentTerms],
     options: SolverOptions,
 ) -> None:
-    """Name the classes and pairs that stopped before the tolerance."""
-    tolerance = options.asked_tolerance
-    late = [clouds[k].name for k in torch.nonzero(own.marginal_error > tolerance).squeeze(1)]
-    late += [
-        f"{clouds[i].name} against {clouds[j].name}"
-        for i, j in cross[0][cross[1].marginal_error > tolerance].tolist()
-    ]
-    if not late:
-        return
-    shown = ", ".join(late[:5]) + (f" and {len(late) - 5} more" if len(late) > 5 else "")
-    warnings.warn(
-        f"labels=sinkhorn: not converged to {tolerance:g} after {options.max_iterations} "
-        f"iterations for {shown}; the bounds still hold. Raise labels.epsilon",
-        NotConvergedWarning,
-        stacklevel=4,
+    """Name the classes and pairs that stopped before the tolerance, and what stopped them."""
+    names = [cloud.name for cloud in clouds]
+    names += [f"{clouds[i].name} against {clouds[j].name}" for i, j in cross[0].tolist()]
+    error, rounding = (
+        torch.cat((one, two))
+        for one, two in (
+            (own.marginal_error, cross[1].marginal_error),
+            (own.rounding, cross[1].rounding),
+        )
     )
+    tolerance = options.asked_tolerance
+    late, by_rounding = error > tolerance, 2 * rounding > tolerance
+    for which, limit, largest in (
+        (late & by_rounding, "as far as rounding allows in float64", float(rounding.max())),
+        (late & ~by_rounding, f"after {options.max_iterations} iterations", 0.0),
+    ):
+        if bool(which.any()):
+            shown = [names[k] for k in torch.nonzero(which).squeeze(1).tolist()]
+            message = f"labels=sinkhorn: not converged to {tolerance:g} {limit} for "
+            message += ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" * (len(shown) > 5))
+            if largest:
+                message += f", whose marginal errors stay at up to {largest:.1e}"
+            warnings.warn(
+                f"{message}; the bounds still hold. Raise labels.epsilon",
+                NotConvergedWarning,
+                stacklevel=4,
+            )

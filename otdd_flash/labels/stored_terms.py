@@ -96,5 +96,6 @@ def _solve_streamed(
     operator = StreamedOperator(cost, torch.float64)
     solve = solve_symmetric if rows is columns else solve_alternating
     term = solve(operator, epsilon, options)
-    numbers = (term.value, *term.bounds, term.marginal_error, 0.0, float(term.iterations))
+    rounding = term.marginal_error if term.stopped_by == "rounding" else 0.0
+    numbers = (term.value, *term.bounds, term.marginal_error, rounding, float(term.iterations))
     return SegmentTerms(*torch.tensor(numbers, dtype=torch.float64).unsqueeze(1))

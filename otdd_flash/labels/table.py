@@ -13,10 +13,10 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.labels.npz_file import read_arrays, write_arrays
+from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
 
-# Entries come from sums of squares of very different sizes: what is this far below zero, relative
-# to the largest entry, or differs this much between W and its transpose, is taken for rounding.
-ROUNDING = 1e-5
+# Distances between classes that coincide are rounding alone and have no larger entry to compare
+# with: what is this far below zero, or differs this much from the transpose, is rounding as well.
 ABSOLUTE_ROUNDING = 1e-6
 
 
@@ -49,7 +49,8 @@ class ClassDistances:
         lower: (Vx + Vy, Vx + Vy) lower bounds of `full`, where a method gives them; else None.
         upper: (Vx + Vy, Vx + Vy) upper bounds.
 
-    All tables become float64 CPU tensors.
+    All tables become float64 CPU tensors. What rounding leaves of an asymmetry of `xx` and `yy` is
+    averaged out.
 
     Raises:
         InputError: shapes disagree, an entry is not finite or below zero by more than rounding, a
@@ -69,7 +70,9 @@ class ClassDistances:
             object.__setattr__(self, key, _as_block(key, getattr(self, key)))
         _check_shapes(self.xx, self.xy, self.yy)
         for key in ("xx", "yy"):
-            _check_symmetric(key, getattr(self, key))
+            block: Tensor = getattr(self, key)
+            symmetric = symmetrized(f"class distances {key}", block, _rounding(block))
+            object.__setattr__(self, key, symmetric)
         for key, size in zip(("names_x", "names_y"), self.xy.shape, strict=True):
             object.__setattr__(self, key, _as_names(key, getattr(self, key), size))
         for key in ("lower", "upper"):
@@ -175,7 +178,8 @@ class ClassDistances:
 
 def _as_block(key: str, values: Any) -> Tensor:
     try:
-        block = torch.as_tensor(values).detach().to("cpu", torch.float64)
+        # Of a list, as_tensor alone would make float32.
+        block = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError) as error:
         raise InputError(f"class distances {key} must be a real matrix: {error}") from None
     if block.ndim != 2 or 0 in block.shape:
@@ -203,17 +207,9 @@ def _check_shapes(xx: Tensor, xy: Tensor, yy: Tensor) -> None:
         )
 
 
-def _check_symmetric(key: str, block: Tensor) -> None:
-    gap = float((block - block.T).abs().max())
-    if gap > _rounding(block):
-        raise InputError(
-            f"class distances {key} must be symmetric, but differ by {gap:.6g} from its transpose"
-        )
-
-
 def _as_bounds(key: str, values: Any, full: Tensor) -> Tensor:
     """A table of bounds like `full`; lower bounds of small distances may be below zero."""
-    bounds = torch.as_tensor(values).detach().to("cpu", torch.float64)
+    bounds = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
     if bounds.shape != full.shape or not bool(torch.isfinite(bounds).all()):
         raise InputError(
             f"the {key} bounds of class distances must be finite and of shape "
@@ -238,7 +234,7 @@ def _as_names(key: str, names: Sequence[str] | None, size: int) -> tuple[str, ..
 
 
 def _rounding(block: Tensor) -> float:
-    return ROUNDING * float(block.abs().max()) + ABSOLUTE_ROUNDING
+    return ROUNDING * largest_entry(block) + ABSOLUTE_ROUNDING
 
 
 def _listing(names: Sequence[str], most: int = 12) -> str:

@@ -19,7 +19,7 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.stored_terms import solve_in_float64
 from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.solver.options import SolverOptions
-from otdd_flash.solver.segmented import Finished, SegmentTerms
+from otdd_flash.solver.segmented import MOST_ERROR, Finished, SegmentTerms
 from otdd_flash.solver.term import check_reachable
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ class TermSolver:
             if len(left):
                 for known, new in zip(terms, self._in_float64(pairs[left]), strict=True):
                     known[left] = new
-        lost = self._out_of_reach(terms)
+        # What all of its error is called rounding of could do no better; the others never can.
+        stalled = (terms.rounding == terms.marginal_error) & (terms.marginal_error < MOST_ERROR)
+        lost = self._out_of_reach(terms) & ~stalled
         if bool(lost.any()):
             floor = float(terms.rounding[lost].max())
             check_reachable(self._options.asked_tolerance, floor, self._epsilon, torch.float64)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.padded_vectors import PaddedVectors
-from otdd_flash.operators.segments import Look, Move
+from otdd_flash.operators.segments import Look, Move, PassErrors
 from otdd_flash.operators.stored_segments import StoredSegments, moved, tiles
 
 MOST_SHIFT = 20.0
@@ -38,9 +38,12 @@ class AnchoredSegments:
         self._stored = stored
         self._index = torch.arange(len(stored.costs), device=stored.costs.device)
         self.mean_cost, self.cost_spread = stored.mean_cost, stored.cost_spread
-        self.cost_error, self.offset = stored.cost_error, stored.offset
+        self.offset = stored.offset
         single = tolerance >= LEAST_TOLERANCE_IN_FLOAT32
         self.sum_dtype = torch.float32 if single else torch.float64
+        unit = torch.full_like(self.offset, torch.finfo(self.sum_dtype).eps / 2)
+        # Nothing that is reported rests on them: about what sums of rounded exponentials lose.
+        self.errors = stored.errors._replace(sums=2 * unit)
         sides = range(len(stored.potentials))
         self._anchors = [_Anchor(stored, side, self.sum_dtype) for side in sides]
         self._vectors = PaddedVectors(stored.masses[-1])
@@ -72,7 +75,8 @@ class AnchoredSegments:
         """Go on with some segments; the potentials of the others are final."""
         self._index = self._index[order]
         self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
-        self.cost_error, self.offset = self.cost_error[order], self.offset[order]
+        self.offset = self.offset[order]
+        self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
         self._vectors.keep(order)
         for anchor in self._anchors:
             anchor.keep(order)

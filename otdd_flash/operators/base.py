@@ -40,6 +40,30 @@ class Applied(NamedTuple):
     masses: Tensor
 
 
+class Marginals(NamedTuple):
+    """Row and column sums of one plan of f and g, every entry of which was computed once.
+
+    The computed entries are a_i b_j exp((f_i + g_j - C'_ij) / epsilon) of costs C' near C:
+
+        |C'_ij - C_ij| <= row_errors_i + column_errors_j + cost_rounding |C_ij|.
+
+    Attributes:
+        rows: (n,) row sums, float64.
+        columns: (m,) column sums, float64.
+        row_errors: (n,) float64, in units of the cost.
+        column_errors: (m,) float64, likewise.
+        cost_rounding: as said; 0 where costs are not stored.
+        relative_error: of each sum, against the sum of the computed entries.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    row_errors: Tensor
+    column_errors: Tensor
+    cost_rounding: float
+    relative_error: float
+
+
 class Operator(Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
 
@@ -80,9 +104,9 @@ class Operator(Protocol):
 
     @property
     def cost_error(self) -> float:
-        """Bound on the rounding error of computed costs, in units of the cost.
+        """Bound on the mean error of the costs of `marginals` over any plan between a and b.
 
-        Taken as the mean over an optimal plan between a and b, by which its value moves.
+        In units of the cost, and without what the potentials add to it.
         """
         ...
 
@@ -98,7 +122,7 @@ class Operator(Protocol):
 
     @property
     def refined(self) -> Operator:
-        """The same cost to the full accuracy of `dtype`, for certificates; often itself."""
+        """The same cost to the full accuracy of `dtype`, to end a solve on; often itself."""
         ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
@@ -111,6 +135,14 @@ class Operator(Protocol):
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        ...
+
+    def marginals(self, f: Tensor, g: Tensor, epsilon: float) -> Marginals:
+        """Row and column sums of the plan of f (n,) and g (m,), with bounds on their errors.
+
+        Potentials may be float32 or float64; those of points without mass are not read. The costs
+        C' that the sums belong to are the same in every call.
+        """
         ...
 
     def apply_plan(
@@ -134,10 +166,6 @@ class Operator(Protocol):
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64; takes less than a pass."""
-        ...
-
-    def expected_column_costs(self, masses: Tensor) -> Tensor:
-        """sum_i C_ij p_i (m,) for masses p (n,), float64; takes less than a pass."""
         ...
 
     def own_costs(self) -> Tensor:

@@ -107,11 +107,10 @@ def build_operator(
         from otdd_flash.operators.kernel import KernelOperator
 
         return KernelOperator(cost, compute.precision)
-    streamed = StreamedOperator(cost, compute.dtype)
     # Asked last: what is free by then is free for scores.
     if keep_scores and _scores_fit(cost.shape, compute, device):
-        return StoredOperator.keep(streamed)
-    return streamed
+        return StoredOperator.keep(cost, compute.dtype)
+    return StreamedOperator(cost, compute.dtype)
 
 
 def check_resources(
@@ -184,13 +183,16 @@ def relative_epsilon(
     """
     cost = labelled_cost(source, target, class_distances, weights, device)
     if not cost.mean_cost > 0:
-        raise InputError("epsilon_relative needs a positive mean cost; here it is 0: set epsilon")
+        raise InputError(
+            f"epsilon_relative needs a positive mean cost; here it is {cost.mean_cost:g}: set "
+            "epsilon"
+        )
     return float(multiple * cost.mean_cost)
 
 
 def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
     """Refuse costs whose sums would overflow."""
-    highest = cost.cost_range.highest
+    highest = max(map(abs, cost.cost_range))
     if not highest < torch.finfo(compute.dtype).max / 4:
         way_out = "" if compute.precision == "double" else " or set precision=double"
         raise InputError(

@@ -5,8 +5,29 @@
 with x' = x - mean, y' = y - mean and D the difference of the means. All but the product depends on
 one side only, so it changes potentials and leaves the plan as it is: its mean is the sum of both
 variances and ||D||^2. Products of class-centred points are the smallest there are, and so is their
-rounding error. A class is rounded without regard to the others: its mean and its scale, a power of
-two as in `packed_points`, are its own.
+rounding error. A class is rounded without regard to the others: its mean and its unit are its own.
+
+Digits. In units of the class, x' = h + l + r + e: h are whole numbers with ||h|| <= 2^12 and
+|h_k| <= 2^11, l is float16 of x' - h, and r of what is left then. What the exact form of
+`segmented_step` gets wrong about x' . y' is bounded by the largest norms L, R and E of l, r and e
+in
+a class, all measured; T = L + R, and A is the largest norm of x':
+
+    operation                                     bound on |error|
+    e is not there                                E ||y'|| + ||x'|| E' + E E'
+    l r', r l' and r r' are not there             L R' + R L' + R R'
+    smaller digits: products, chains, additions   c (||h|| T' + T ||h'|| + L L')
+    h h' scale in pieces                          2^-31 A A'
+    x - mean in float64                           2^-50 (A ||y'|| + ||x'|| A').
+
+c is `adder.chain_error` of one chain, u per chain that is added to the others, and 8 u for what is
+done to their sum (its product with the scale, three additions). The pieces: h h' is exact; of its
+product with the scale, the last 12 bits of h h' and those of the scale past 12 are rounded, 2^-11
+of
+the whole, six times at most, u each. As ||h|| <= ||x'|| + T + E, all of it is at most
+
+    P ||y'|| + ||x'|| P' + Q,    P = E + c T + 2^-50 A,
+    Q = 2^-31 A A' + E E' + L R' + R L' + R R' + c ((T + E) T' + T (T' + E') + L L').
 """
 
 from __future__ import annotations
@@ -16,12 +37,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.packed_points import power_of_two_scale
-from otdd_flash.kernels.segmented_step import OVERRUN, Pool
+from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
+from otdd_flash.kernels.segmented_step import CHAIN_PRODUCTS, DIGITS, OVERRUN, PARTS, Pool
 from otdd_flash.operators.segments import WeightedPoints
 
 # Of cdist: no cancellation.
 DIFFERENCES = "donot_use_mm_for_euclid_dist"
+
+# Largest norm of whole digits, and the largest of them.
+WHOLE_NORM, LARGEST_WHOLE = 4096.0, 2047.0
 
 
 class ClassPool:
@@ -33,9 +57,11 @@ class ClassPool:
         sizes: (V,) int64.
         mean_distances: (V, V) float64, ||D||^2 between the means of two classes.
         variances: (V,) float64, the mean of ||x'||^2.
-        radii: (V,) float64, the largest ||x'||.
-        scales: (V,) float64, powers of two; x' is so many times the coordinates.
+        units: (V,) float64; x' is so many times its digits.
+        norms: (V, 4) float64, the largest norms A, L, R and E.
+        drifts: (V,) float64, the norm of the mean of x', which is 0 but for rounding.
         squares: (n,) float32, ||x'||^2.
+        chain_error: c.
     """
 
     def __init__(self, classes: Sequence[WeightedPoints]) -> None:
@@ -43,42 +69,88 @@ class ClassPool:
         sizes = torch.tensor([len(cloud.points) for cloud in classes])
         self.starts, self.sizes = (sizes.cumsum(0) - sizes).to(device), sizes.to(device)
         n = int(sizes.sum()) + OVERRUN
-        means, largest = zip(*(_mean_and_reach(cloud) for cloud in classes), strict=True)
-        scales = [power_of_two_scale(size) for size in torch.stack(largest).tolist()]
-        coordinates = torch.zeros((2 * n, -(-dim // 8) * 8), dtype=torch.float16, device=device)
-        squares = torch.zeros(n, dtype=torch.float64, device=device)
-        start, variances = 0, []
-        for cloud, mean, scale in zip(classes, means, scales, strict=True):
-            centred = cloud.points.double() - mean
-            stop = start + len(centred)
+        shape = (DIGITS, n, -(-dim // 8) * 8)
+        coordinates = torch.zeros(shape, dtype=torch.float16, device=device)
+        squares = torch.zeros((n, DIGITS), dtype=torch.float64, device=device)
+        start, means, facts = 0, [], []
+        for cloud in classes:
+            points = cloud.points.double()
+            mean = cloud.masses @ points
+            points = points - mean
+            stop = start + len(points)
             # Of a tensor of its own: a sum over a part of another one rounds as its address says.
-            own_squares = centred.square().sum(1)
-            variances.append(cloud.masses @ own_squares)
-            squares[start:stop] = own_squares
-            centred *= scale
-            high = centred.float().half()
-            coordinates[start:stop, :dim] = high
-            coordinates[n + start : n + stop, :dim] = (centred - high.double()).float().half()
+            own_squares = points.square().sum(1)
+            unit = _unit(own_squares.max().sqrt(), points.abs().max(), dim)
+            parts = digits(points / unit)
+            errors = (part.double().square().sum(1) * unit.square() for part in parts[2:])
+            for digit, part in zip(coordinates, parts, strict=False):
+                digit[start:stop, :dim] = part
+            squares[start:stop] = torch.stack((own_squares, *errors), 1)
+            drift = (cloud.masses @ points).norm()
+            facts.append(torch.stack((cloud.masses @ own_squares, unit, drift)))
+            means.append(mean)
             start = stop
         masses = torch.cat([cloud.masses for cloud in classes])
         masses = torch.nn.functional.pad(masses, (0, OVERRUN))
-        self.pool = Pool(coordinates, masses.log2().clamp_min(-1e30).float(), masses)
+        self.pool = Pool(coordinates.flatten(0, 1), masses.log2().clamp_min(-1e30), masses)
         gaps = torch.cdist(*2 * (torch.stack(means),), compute_mode=DIFFERENCES)
         self.mean_distances = gaps.square_()
-        pieces = torch.split(squares[:start], sizes.tolist())
-        self.variances = torch.stack(variances)
-        self.radii = torch.stack([piece.max() for piece in pieces]).sqrt()
-        self.scales = 1 / torch.tensor(scales, dtype=torch.float64, device=device)
-        self.squares = squares.float()
+        self.variances, self.units, self.drifts = torch.stack(facts, 1).unbind()
+        self.norms = _largest(squares[:start], self.sizes).sqrt()
+        self.squares = squares[:, 0].float()
+        # One chain may be shorter at the end of its part, and blocks of coordinates are filled up.
+        chains = 2 + PARTS * (dim + 64) / CHAIN_PRODUCTS
+        self.chain_error = chain_error(CHAIN_PRODUCTS, adder_of(device)) + UNIT * (chains + 8)
 
     @property
     def dim(self) -> int:
         """Of the coordinates, padding included."""
         return self.pool.coordinates.shape[1]
 
+    @property
+    def radii(self) -> Tensor:
+        """A (V,) float64, the largest ||x'||."""
+        return self.norms[:, 0]
 
-def _mean_and_reach(cloud: WeightedPoints) -> tuple[Tensor, Tensor]:
-    """The mean (d,), and the largest coordinate in absolute value after centring."""
-    points = cloud.points.double()
-    mean = cloud.masses @ points
-    return mean, (points - mean).abs().max()
+    def product_errors(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds on the mean and on the largest error of x' . y' (S,), of exact forms."""
+        (reach, low, rest, lost), (reach_y, low_y, rest_y, lost_y) = (
+            self.norms[side].unbind(1) for side in (rows, columns)
+        )
+        digits_x, digits_y = low + rest, low_y + rest_y
+        point, point_y = (
+            norms[:, 3] + self.chain_error * (norms[:, 1] + norms[:, 2]) + 2.0**-50 * norms[:, 0]
+            for norms in (self.norms[rows], self.norms[columns])
+        )
+        chains = (digits_x + lost) * digits_y + digits_x * (digits_y + lost_y) + low * low_y
+        both = 2.0**-31 * reach * reach_y + lost * lost_y + self.chain_error * chains
+        both = both + low * rest_y + rest * low_y + rest * rest_y
+        # Means of norms over a plan that has the marginals, by Cauchy and Schwarz.
+        sizes = self.variances[rows].sqrt(), self.variances[columns].sqrt()
+        mean = point * sizes[1] + sizes[0] * point_y + both
+        return mean, point * reach_y + reach * point_y + both
+
+
+def digits(points: Tensor) -> tuple[Tensor, ...]:
+    """Rounded points, h, l, r, of float16, and e, all of the shape of points in units."""
+    whole = points.round()
+    left = points - whole
+    low = left.half()
+    left = left - low.double()
+    rest = left.half()
+    left = left - rest.double()
+    return points.float().half(), whole.half(), low, rest, left
+
+
+def _unit(reach: Tensor, largest: Tensor, dim: int) -> Tensor:
+    """What makes whole digits of points of that largest norm and largest coordinate."""
+    # Rounding adds at most half a unit per coordinate.
+    unit = torch.maximum(reach / (WHOLE_NORM - dim**0.5 / 2 - 1), largest / LARGEST_WHOLE)
+    return torch.where(unit > 0, unit, 1.0)
+
+
+def _largest(values: Tensor, sizes: Tensor) -> Tensor:
+    """The largest of every column (N, 4) over each class (V, 4)."""
+    owners = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+    out = values.new_zeros((len(sizes), values.shape[1]))
+    return out.scatter_reduce_(0, owners[:, None].expand_as(values), values, "amax")

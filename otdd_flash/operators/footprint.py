@@ -48,13 +48,14 @@ def kernel_bytes(size: CostSize) -> int:
     """
     # Triton, which these need, is not everywhere.
     from otdd_flash.kernels.plan_application import BLOCK_HEIGHT, BLOCK_WIDTH
+    from otdd_flash.kernels.symmetric_step import STRIPE_BYTES
     from otdd_flash.kernels.tiling import BLOCK_ROWS
 
     n, m = size.n, size.m
     coordinates = 2 * 2 * size.points * (-(-size.dim // 8) * 8)
     bias = 4 * m * (size.classes if size.classes * BLOCK_ROWS <= n // 2 else 1)
     plan = 2 * min(n, BLOCK_HEIGHT) * min(m, BLOCK_WIDTH)
-    sums = 4 * (n // BLOCK_ROWS) * n if size.symmetric else 0
+    sums = min(4 * (n // BLOCK_ROWS) * n, STRIPE_BYTES) if size.symmetric else 0
     return coordinates + bias + max(plan, sums)
 
 

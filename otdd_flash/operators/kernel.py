@@ -17,15 +17,13 @@ from otdd_flash.kernels.half_step import Scores, Side, half_step
 from otdd_flash.kernels.packed_points import PackedPoints, arrange, pack, power_of_two_scale
 from otdd_flash.kernels.plan_application import ROW_RANGE, apply_plan_blocks
 from otdd_flash.kernels.symmetric_step import symmetric_step
-from otdd_flash.operators.base import Applied, Epsilon
+from otdd_flash.operators.base import Applied, Epsilon, Marginals
+from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.tiled import LOG2_ZERO
 
 PARTS = {"fast": 1, "high": 3}
-
-# Tensor cores add 16 products at a time and cut off what does not fit: errors of one sign.
-PRODUCT_DEPTH = 16
 
 # Scores from which on saving work pays for launching more kernels.
 MANY_SCORES = 1 << 26
@@ -57,11 +55,11 @@ class KernelOperator:
         )
         self._parts = 1 if self._lattice else PARTS[precision]
         parts, (x, y) = self._parts, self._packed
-        steps = x.coordinates.shape[1] * parts / PRODUCT_DEPTH
-        unit = torch.finfo(self.dtype).eps / 2
-        self.cost_error = unit * (6 + steps) * self.mean_cost
-        if self._lattice:
-            self.cost_error += self._lattice.cost_error
+        self._fixed_point = (
+            FixedPoint(cost, (x.layout, y.layout), self._lattice)
+            if coarse is None
+            else coarse._fixed_point
+        )
         self._rows = _side(x, cost.a, cost.lambda_x, parts)
         self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
         scale = 2 * cost.lambda_x / x.scale**2
@@ -79,6 +77,11 @@ class KernelOperator:
     def backend(self) -> str:
         """How a pass runs."""
         return f"triton, scores streamed, {self._precision}"
+
+    @property
+    def cost_error(self) -> float:
+        """Bound on the mean error of the costs of `marginals`."""
+        return self._fixed_point.cost_error
 
     @property
     def in_triton(self) -> bool:
@@ -109,6 +112,10 @@ class KernelOperator:
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
+
+    def marginals(self, f: Tensor, g: Tensor, epsilon: float) -> Marginals:
+        """Row and column sums of the plan of f (n,) and g (m,)."""
+        return self._fixed_point.marginals(f, g, epsilon)
 
     def apply_plan(
         self,
@@ -142,10 +149,6 @@ class KernelOperator:
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self.cost.expected_costs(masses)
-
-    def expected_column_costs(self, masses: Tensor) -> Tensor:
-        """sum_i C_ij p_i (m,) for masses p (n,), float64."""
-        return self.cost.expected_column_costs(masses)
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""

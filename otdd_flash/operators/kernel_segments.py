@@ -4,28 +4,53 @@ Potentials lie one segment after the other, float32, those of rows in one tensor
 columns in another, and so do the other vectors of the columns: every point holds one of each per
 opposite class. Potentials belong to the cost -2 x'_i . y'_j of `class_pool`; what is left out of it
 is the `offset`.
+
+What a pass of the exact form may get wrong, u = 2^-24, for n terms in a sum:
+
+    operation                                        bound                       in `PassErrors`
+    product x'_i . y'_j                              P ||y'|| + ||x'|| P' + Q    mean, largest
+    exponent t <= 1 after the shift, base 2          u (2 |t| + 3)               sums
+    exp2 of the card (PTX: 2^-22), of NumPy          4 u                         sums
+    eight terms in float32, any order                7 u                         sums
+    log2 b, g / epsilon, sums, merges, logarithms    float64                     sums, `TRIFLE`
+    f_i as it is stored                              u |f_i|                     stored
+
+Two roundings are relative to t: that of the whole part of the bias added to the first piece of h h'
+scale, and that of the rest added to both. The 3 is for the rest of the bias, below 1 / 2 + 2^-10.
+Of a sum of terms 2^t with one of at least 1 / 2, the weighted mean of |t| is at most log2 n + 1:
+with weights p_j = 2^t_j / s it is their entropy, no more than log2 n, less log2 s. So the
+exponents make
+
+    sums = u (11 + ln 2 (2 (log2 n + 1) + 3)) (1 + 2^-8) + (n + 512) 2^-52.
+
+Norms over a plan whose marginals are t off: sum_j c_j ||y'_j||^2 <= V' + t A'^2, so `peak` is
+A^2 / V + A'^2 / V': sqrt(1 + t p) sqrt(1 + t p') <= 1 + t (p + p').
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.segmented_look import Vectors, segmented_look
 from otdd_flash.kernels.segmented_move import segmented_move
 from otdd_flash.kernels.segmented_softmin import segmented_softmin
 from otdd_flash.kernels.segmented_step import (
+    PARTS,
     RANGES,
     ROWS,
     SMALL,
+    TERMS_IN_FLOAT32,
     Sums,
     programs_of,
     ranges_of,
     segmented_step,
 )
 from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.kernel import PRODUCT_DEPTH
-from otdd_flash.operators.segments import MEMORY, Look, Move
+from otdd_flash.operators.segments import MEMORY, Look, Move, PassErrors
 
 # What is made of potentials before the first iteration, a column's vectors, and a segment's rows of
 # small tables.
@@ -60,7 +85,7 @@ class KernelSegments:
     ) -> None:
         self._classes, self._sides, self._small = classes, (rows, columns), small
         self._symmetric = rows is columns
-        self._parts = 3 if coarse_of is None else 1
+        self._parts = PARTS if coarse_of is None else 1
         self._set_costs(rows, columns)
         sides = ((rows, columns),) if self._symmetric else ((rows, columns), (columns, rows))
         self._tables = [_table(classes, *side) for side in sides]
@@ -71,8 +96,8 @@ class KernelSegments:
             self._rows = candidate if self._symmetric else candidate.new_empty(count)
             self._vectors = _vectors(candidate)
             entries = max(int((table[:, ROWS] * table[:, RANGES]).sum()) for table in self._tables)
-            empty = torch.empty((2, entries), dtype=self.dtype, device=rows.device)
-            self._sums = Sums(*empty)
+            highest = torch.empty(entries, dtype=torch.float32, device=rows.device)
+            self._sums = Sums(highest, highest.new_empty(entries, dtype=torch.float64))
         else:
             self._rows, self._sums = coarse_of._rows, coarse_of._sums
             self._vectors = coarse_of._vectors
@@ -134,10 +159,35 @@ class KernelSegments:
         self.mean_cost = classes.variances[rows] + classes.variances[columns]
         self.offset = self.mean_cost + classes.mean_distances[rows, columns]
         reach = 2 * classes.radii[rows] * classes.radii[columns]
-        self.cost_spread = 2 * reach
-        steps = classes.dim * self._parts / PRODUCT_DEPTH
-        self.cost_error = torch.finfo(self.dtype).eps / 2 * (3 + steps) * reach
-        self._product_scale = 2 * classes.scales[rows] * classes.scales[columns]
+        # Norms are those of x - mean, rounded.
+        self.cost_spread = 2 * reach * (1 + 2.0**-50 * (classes.dim + 8))
+        self.errors = self._errors(rows, columns)
+        self._product_scale = 2 * classes.units[rows] * classes.units[columns]
+
+    def _errors(self, rows: Tensor, columns: Tensor) -> PassErrors:
+        """Of the exact form as in the table above; of the coarse form the size of one rounding."""
+        classes, unit = self._classes, torch.full_like(self.mean_cost, UNIT)
+        if self._parts == 1:
+            mean = unit * self.mean_cost
+            return PassErrors(mean, mean, 0 * unit, 2 * unit, unit, 0 * unit)
+        terms = torch.maximum(classes.sizes[rows], classes.sizes[columns]).double()
+        exponents = math.log(2) * (2 * (terms.log2() + 1) + 3)
+        sums = unit * (4 + TERMS_IN_FLOAT32 - 1 + exponents) * (1 + 2.0**-8)
+        sums = sums + 2.0**-52 * (terms + 512)
+        mean, largest = (2 * errors for errors in classes.product_errors(rows, columns))
+        variances = classes.variances[rows], classes.variances[columns]
+        peaks = [
+            torch.where(variance > 0, classes.radii[side].square() / variance, 0)
+            for side, variance in zip((rows, columns), variances, strict=True)
+        ]
+        sizes = [variance.sqrt() for variance in variances]
+        apart = classes.mean_distances[rows, columns].sqrt()
+        # The means of x' and y' are 0 but for rounding, and meet D in the cost.
+        drift = classes.drifts[rows] + classes.drifts[columns]
+        drift = drift + 2.0**-52 * (terms + 4) * (sizes[0] + sizes[1])
+        moments = self.mean_cost + apart.square()
+        offset = 2 * drift * apart + 2.0**-52 * (terms + classes.dim + 8) * moments
+        return PassErrors(mean, largest, peaks[0] + peaks[1], sums, unit, offset)
 
 
 def is_small(sizes: Tensor) -> Tensor:
@@ -149,7 +199,7 @@ def bytes_of(sizes: Tensor) -> Tensor:
     """Bytes that problems take (S,), given the sizes of their classes (S, 2) int64."""
     partial = sizes * ranges_of(sizes.flip(1))
     vectors = BYTES_PER_POTENTIAL * sizes.sum(1) + BYTES_PER_COLUMN * sizes[:, 1]
-    return vectors + 8 * partial.amax(1) + BYTES_PER_SEGMENT
+    return vectors + 12 * partial.amax(1) + BYTES_PER_SEGMENT
 
 
 def _table(classes: ClassPool, rows: Tensor, columns: Tensor) -> Tensor:

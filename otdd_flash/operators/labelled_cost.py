@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,16 @@ from torch import Tensor
 
 from otdd_flash.operators.base import CostRange
 
+# Unit roundoff of float64.
+DOUBLE_UNIT = 2.0**-53
+
 # Coordinates that are in float64 at once: 2 MiB stay near a core's cache; 16 MiB are little beside
 # the points on a GPU, which wants few, large launches.
 CHUNK_ELEMENTS_CPU = 1 << 18
 CHUNK_ELEMENTS_GPU = 1 << 21
+
+# Points and coordinates that enter one product of float64 matrices.
+PRODUCT_ROWS_CPU, PRODUCT_ROWS_GPU, PRODUCT_DEPTH = 512, 4096, 1024
 
 
 class LabelledCost:
@@ -39,9 +46,11 @@ class LabelledCost:
     Attributes:
         centre: (d,) float64, the mean of both clouds' means.
         largest: of all coordinates, in absolute value, after centring.
+        farthest: the largest ||x||^2 of all points, after centring.
         cost_range: an interval that holds C on the support.
         mean_cost: sum_ij a_i b_j C_ij.
         symmetric: whether both sides are one cloud with one set of labels and masses.
+        squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64.
     """
 
     def __init__(
@@ -65,6 +74,7 @@ class LabelledCost:
         self.centre = (mean_x + mean_y) / 2
         seen_x = _norms(x, a, self.centre)
         seen_y = seen_x if self.symmetric else _norms(y, b, self.centre)
+        self.squares = seen_x.squares, seen_y.squares
         class_a = _mass_per_class(a, labels_x, class_costs.shape[0])
         class_b = _mass_per_class(b, labels_y, class_costs.shape[1])
         met = (class_a > 0)[:, None] & (class_b > 0)[None, :]
@@ -79,9 +89,12 @@ class LabelledCost:
                 torch.where(met, class_costs, math.inf).min(),
                 torch.where(met, class_costs, -math.inf).max(),
                 class_a @ class_costs @ class_b,
+                torch.maximum(seen_x.squares.max(), seen_y.squares.max()),
             )
         )
-        self.largest, highest_x, highest_y, squares, low, high, classes = numbers.tolist()
+        self.largest, highest_x, highest_y, squares, low, high, classes, self.farthest = (
+            numbers.tolist()
+        )
         self.mean_cost = lambda_x * squares + classes
         # 0 <= ||x - y||^2 <= (max ||x|| + max ||y||)^2.
         reach = lambda_x * (math.sqrt(highest_x) + math.sqrt(highest_y)) ** 2
@@ -92,27 +105,55 @@ class LabelledCost:
         """(n, m)."""
         return self.points[0].shape[0], self.points[1].shape[0]
 
+    @cached_property
+    def magnitudes(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,) float64, in units of the cost: what sums and products in C_ij add up to.
+
+            lambda_x (||x_i|| + ||y_j||)^2 + |lambda_y W[l_i, l_j]| <= row_i + column_j
+
+        by (s + t)^2 <= 2 s^2 + 2 t^2, and |W_kl| <= v_k + max_k' (|W_k'l| - v_k')_+ with the mean
+        v_k of |W_kl| over the columns' masses.
+        """
+        (labels_x, labels_y), sizes = self.labels, self.class_costs.abs()
+        means = sizes @ _mass_per_class(self.b, labels_y, sizes.shape[1])
+        rest = (sizes - means[:, None]).amax(0).clamp_min(0)
+        x, y = (2 * self.lambda_x * squares for squares in self.squares)
+        return x + means[labels_x], y + rest[labels_y]
+
+    @property
+    def cost_error_share(self) -> float:
+        """Error of the `costs`, over the magnitudes: products of d terms in any order, float64."""
+        return (2 * self.points[0].shape[1] + 16) * DOUBLE_UNIT
+
+    def costs(self, rows: slice, start: int, out: Tensor) -> None:
+        """Write C[rows, start:] to `out`, of that shape, float64."""
+        (x, y), (labels_x, labels_y) = self.points, self.labels
+        squares_x, squares_y = (self.lambda_x * squares for squares in self.squares)
+        torch.add(squares_x[rows, None], squares_y[start:], out=out)
+        if self.class_costs.numel() > 1:
+            out += self.class_costs[:, labels_y[start:]].index_select(0, labels_x[rows])
+        else:
+            out += self.class_costs
+        width, depth = PRODUCT_ROWS_GPU if x.is_cuda else PRODUCT_ROWS_CPU, PRODUCT_DEPTH
+        for k in range(0, x.shape[1], depth):
+            part = slice(k, k + depth)
+            left = x[rows, part] - self.centre[part]
+            for first in range(start, len(y), width):
+                right = y[first : first + width, part] - self.centre[part]
+                block = out[:, first - start : first - start + len(right)]
+                block.addmm_(left, right.T, alpha=-2 * self.lambda_x)
+
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64: O((n + m) d), from q's moments."""
-        return self._expected_costs(0, masses)
-
-    def expected_column_costs(self, masses: Tensor) -> Tensor:
-        """sum_i C_ij p_i (m,) for masses p (n,), float64, likewise."""
-        return self._expected_costs(1, masses)
-
-    def _expected_costs(self, side: int, masses: Tensor) -> Tensor:
-        """Of the points of one side, with masses on the other."""
-        points, labels = (pair[side] for pair in (self.points, self.labels))
-        others, their_labels = (pair[1 - side] for pair in (self.points, self.labels))
-        costs = self.class_costs.T if side else self.class_costs
+        (x, y), (labels_x, labels_y) = self.points, self.labels
         total = masses.sum()
-        moment, squares = _moments(others, masses, self.centre)
-        found = masses.new_empty(len(points))
-        for part, rows in _in_float64(points):
+        moment, squares = _moments(y, masses, self.centre)
+        found = masses.new_empty(len(x))
+        for part, rows in _in_float64(x):
             centred = rows.sub_(self.centre)
-            found[part] = total * _squared_norms(centred) - 2 * (centred @ moment) + squares
-        classes = costs @ _mass_per_class(masses, their_labels, costs.shape[1])
-        return self.lambda_x * found + classes[labels]
+            found[part] = total * self.squares[0][part] - 2 * (centred @ moment) + squares
+        classes = self.class_costs @ _mass_per_class(masses, labels_y, self.class_costs.shape[1])
+        return self.lambda_x * found + classes[labels_x]
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) of a cloud with itself, float64."""
@@ -144,17 +185,23 @@ def equal_masses(points: Tensor) -> Tensor:
     return torch.full((count,), 1 / count, dtype=torch.float64, device=points.device)
 
 
+def squared_distances(points: Tensor, centre: Tensor) -> Tensor:
+    """||x_i - c||^2 (n,), float64."""
+    return torch.cat([_squared_norms(rows.sub_(centre)) for _, rows in _in_float64(points)])
+
+
 def squared_norms(points: Tensor) -> Tensor:
     """||x_i||^2 (n,), float64."""
     return torch.cat([_squared_norms(rows) for _, rows in _in_float64(points)])
 
 
 class _Norms(NamedTuple):
-    """What a cloud's norms say, each a tensor of one number."""
+    """What a cloud's norms say, each a tensor of one number, and their squares (n,)."""
 
     largest: Tensor
     highest: Tensor
     mean: Tensor
+    squares: Tensor
 
 
 def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
@@ -166,9 +213,8 @@ def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
         extremes += torch.aminmax(centred)
         squares.append(_squared_norms(centred))
     norms = torch.cat(squares)
-    return _Norms(
-        torch.stack(extremes).abs().max(), torch.where(masses > 0, norms, 0.0).max(), masses @ norms
-    )
+    highest = torch.where(masses > 0, norms, 0.0).max()
+    return _Norms(torch.stack(extremes).abs().max(), highest, masses @ norms, norms)
 
 
 def _in_float64(points: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -31,22 +31,14 @@ class Lattice(NamedTuple):
     Attributes:
         scale: steps between neighbouring values of a coordinate in one unit of the points.
         centre: (d,) float64, a point of it near the points' centre.
-        cost_error: bound on what moving every point onto it changes costs by, taken as the mean
-            over an optimal plan, in units of the cost.
     """
 
     scale: float
     centre: Tensor
-    cost_error: float
 
 
 def lattice_of(cost: LabelledCost) -> Lattice | None:
-    """The lattice that holds all points, if float16 holds their coordinates on it.
-
-    If points x_i and y_j move by u_i and v_j, C_ij changes by about 2 lambda_x <x_i - y_j,
-    u_i - v_j>. By Cauchy and Schwarz the mean over a plan of at most the mean cost is at most
-    2 sqrt(lambda_x mean C) (rms u + rms v).
-    """
+    """The lattice that holds all points, if float16 holds their coordinates on it."""
     scales = [scale for scale in SCALES if cost.largest * scale + 1 <= LARGEST_INTEGER]
     if not scales:
         return None
@@ -60,6 +52,5 @@ def lattice_of(cost: LabelledCost) -> Lattice | None:
     for scale, root in zip(scales, roots, strict=True):
         if not math.isnan(root):
             centre = (cost.centre * scale).round() / scale
-            error = 2 * math.sqrt(cost.lambda_x * cost.mean_cost) * 2 * root / scale
-            return Lattice(scale, centre, error)
+            return Lattice(scale, centre)
     return None

@@ -40,6 +40,29 @@ class WeightedPoints(NamedTuple):
     masses: Tensor
 
 
+class PassErrors(NamedTuple):
+    """What rounding may do to one pass over the scores of each segment, (S,) float64 each.
+
+    The sums of a pass are those of some perturbed cost C^ times 1 + rho, |rho| <= `sums`, another
+    C^ for rows than for columns. `solver.segmented` makes bounds of them.
+
+    Attributes:
+        mean: bound on sum_ij P_ij |C^_ij - C_ij| over a plan P with the masses as marginals.
+        largest: bound on max_ij |C^_ij - C_ij|.
+        peak: over a plan whose marginals are t off, the mean is at most (1 + t peak) `mean`.
+        sums: relative error of a row's or a column's sum.
+        stored: relative error of potentials of rows as they are stored.
+        offset: error of `offset`, in units of the cost.
+    """
+
+    mean: Tensor
+    largest: Tensor
+    peak: Tensor
+    sums: Tensor
+    stored: Tensor
+    offset: Tensor
+
+
 class Look(NamedTuple):
     """What a look at the candidates g has seen; (S,) float64 each if nothing else is said.
 
@@ -155,8 +178,8 @@ class Segments(Protocol):
         ...
 
     @property
-    def cost_error(self) -> Tensor:
-        """Bound on the rounding error of a computed C'_ij (S,)."""
+    def errors(self) -> PassErrors:
+        """What rounding may do to a pass; of a coarse form, about what it does."""
         ...
 
     @property

@@ -11,7 +11,6 @@ and one block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -35,18 +34,17 @@ class StreamedOperator(TiledOperator):
 
     def __init__(self, cost: LabelledCost, dtype: torch.dtype) -> None:
         x, y = cost.centred(dtype)
-        # Of the rounded points, so that every cost is that of one cloud.
+        # Of the rounded points, so that scores are those of clouds nearby.
         squares_x, squares_y = (cost.lambda_x * squared_norms(points) for points in (x, y))
-        # A dot product of d terms, whose errors add up like a random walk, is 2 x.y <= ||x||^2 +
-        # ||y||^2, which the mean cost holds; three more roundings are of up to twice that.
-        unit, growth = torch.finfo(dtype).eps / 2, math.sqrt(x.shape[1])
         super().__init__(
             cost.a,
             cost.b,
             squares_x.to(dtype),
             cost_range=cost.cost_range,
             mean_cost=cost.mean_cost,
-            cost_error=unit * (6 + growth) * cost.mean_cost,
+            magnitudes=cost.magnitudes,
+            cost_error_share=cost.cost_error_share,
+            cost_rounding=0.0,
         )
         self._cost = cost
         self._points, self._labels, self._lambda_x = (x, y), cost.labels[0], cost.lambda_x
@@ -60,10 +58,6 @@ class StreamedOperator(TiledOperator):
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self._cost.expected_costs(masses)
-
-    def expected_column_costs(self, masses: Tensor) -> Tensor:
-        """sum_i C_ij p_i (m,) for masses p (n,), float64."""
-        return self._cost.expected_column_costs(masses)
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
@@ -85,3 +79,15 @@ class StreamedOperator(TiledOperator):
             block = buffer[: rows.stop - start]
             torch.index_select(self._bias, 0, self._labels[rows], out=block)
             yield start, block.addmm_(x[rows], y.T, alpha=2 * self._lambda_x)
+
+    def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield -C of the original points in blocks of rows, float64, in a reused buffer."""
+        n, m = self.shape
+        budget = BLOCK_ELEMENTS_CPU if self.device.type == "cpu" else BLOCK_ELEMENTS_GPU
+        height = max(1, min(n, budget // 4 // m))
+        buffer = torch.empty((height, m), dtype=torch.float64, device=self.device)
+        for start in range(0, n, height):
+            rows = slice(start, min(start + height, n))
+            block = buffer[: rows.stop - start]
+            self._cost.costs(rows, 0, block)
+            yield start, block.neg_()

@@ -20,13 +20,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, CostRange, Epsilon
+from otdd_flash.operators.base import Applied, CostRange, Epsilon, Marginals
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 # Stands for log2(0): finite, so that differences of two of them are 0 and not NaN.
 LOG2_ZERO = -1e30
+
+# The potential of a point without mass, far below any other.
+ABSENT = -1e250
+
+# Below it the exponential of a float64 is not worth taking.
+LEAST_EXPONENT = -700.0
+
+# Unit roundoff of float64, and how many of them an exponent takes over the sizes of its terms.
+DOUBLE_UNIT = 2.0**-53
+EVALUATION = 8
 
 # Elements of a tile: two of them fit a 2 MiB second-level cache; a GPU wants few, large launches.
 TILE_ELEMENTS_CPU = 1 << 17
@@ -42,7 +52,9 @@ class TiledOperator(ABC):
         row_offset: (n,) with C_ij = row_offset_i - S_ij.
         cost_range: an interval that holds C on the support.
         mean_cost: sum_ij a_i b_j C_ij.
-        cost_error: bound on the mean rounding error of computed costs, in units of the cost.
+        magnitudes: (n,) and (m,) float64 with |C_ij| <= magnitudes[0]_i + magnitudes[1]_j.
+        cost_error_share: error of the costs before they were stored, over the magnitudes.
+        cost_rounding: relative error of a stored cost.
     """
 
     def __init__(
@@ -53,13 +65,16 @@ class TiledOperator(ABC):
         *,
         cost_range: CostRange,
         mean_cost: float,
-        cost_error: float,
+        magnitudes: tuple[Tensor, Tensor],
+        cost_error_share: float,
+        cost_rounding: float,
     ) -> None:
         self.a, self.b = a, b
         self.row_offset = row_offset
         self.cost_range = cost_range
         self.mean_cost = mean_cost
-        self.cost_error = cost_error
+        self.magnitudes = magnitudes
+        self.cost_error_share, self.cost_rounding = cost_error_share, cost_rounding
         self._log2_a = _log2_masses(a, row_offset.dtype)
         self._log2_b = _log2_masses(b, row_offset.dtype)
 
@@ -84,6 +99,13 @@ class TiledOperator(ABC):
         """How the scores are held."""
 
     @property
+    def cost_error(self) -> float:
+        """Mean error of the costs of `marginals` over any plan between a and b."""
+        mean = float(self.a @ self.magnitudes[0] + self.b @ self.magnitudes[1])
+        size = self.mean_cost - 2 * min(0.0, self.cost_range.lowest)
+        return self.cost_rounding * size + (self.cost_error_share + EVALUATION * DOUBLE_UNIT) * mean
+
+    @property
     def short_passes(self) -> bool:
         """False: tiles are launched one by one."""
         return False
@@ -103,10 +125,6 @@ class TiledOperator(ABC):
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
 
     @abstractmethod
-    def expected_column_costs(self, masses: Tensor) -> Tensor:
-        """sum_i C_ij p_i (m,) for masses p (n,), float64."""
-
-    @abstractmethod
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
 
@@ -117,6 +135,53 @@ class TiledOperator(ABC):
     @abstractmethod
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, S[first row : first row + rows]) over all rows, in order."""
+
+    @abstractmethod
+    def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, -C[first row : first row + rows]), accurate to `cost_rounding`."""
+
+    def marginals(self, f: Tensor, g: Tensor, epsilon: float) -> Marginals:
+        """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
+        # Points without mass take none, whatever their potential is.
+        f, g = (
+            torch.where(masses > 0, potential.double(), ABSENT)
+            for masses, potential in ((self.a, f), (self.b, g))
+        )
+        rows, columns = torch.empty_like(self.a), torch.zeros_like(self.b)
+        for part, plan in self._exact_tiles(f, g, epsilon):
+            rows[part] = plan @ self.b
+            columns += self.a[part] @ plan
+        # Three operations on numbers of these sizes make an exponent.
+        errors = (
+            self.cost_error_share * magnitudes
+            + EVALUATION * DOUBLE_UNIT * (magnitudes + potential.abs())
+            for magnitudes, potential in zip(self.magnitudes, (f, g), strict=True)
+        )
+        return Marginals(
+            self.a * rows,
+            self.b * columns,
+            *errors,
+            cost_rounding=self.cost_rounding,
+            relative_error=(sum(self.shape) + EVALUATION) * DOUBLE_UNIT,
+        )
+
+    def _exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows and exp((f_i + g_j - C_ij) / epsilon) of them, in a buffer that is reused."""
+        n, m = self.shape
+        budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
+        height = max(1, min(n, budget // 2 // m))
+        scratch = torch.empty((height, m), dtype=torch.float64, device=self.device)
+        # f_i + g_j as a product of matrices: one read and one write of a tile.
+        left = torch.stack((f / epsilon, torch.ones_like(f)), 1)
+        right = torch.stack((torch.ones_like(g), g / epsilon))
+        for start, block in self.negative_costs():
+            for first in range(0, block.shape[0], height):
+                negative = block[first : first + height]
+                part = slice(start + first, start + first + negative.shape[0])
+                tile = scratch[: negative.shape[0]].copy_(negative)
+                tile.addmm_(left[part], right, beta=1 / epsilon)
+                # Below it exp is slow, and what it adds is nothing.
+                yield part, tile.clamp_min_(LEAST_EXPONENT).exp_()
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.solver.approach import approach
-from otdd_flash.solver.certificate import certify, column_marginal, magnitude, rounding_floor
+from otdd_flash.solver.certificate import (
+    Certificate,
+    certify,
+    column_marginal,
+    magnitude,
+    rounding_floor,
+)
 from otdd_flash.solver.iteration import Iteration
 from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.quasi_newton import Point, Track, advance, begin
@@ -53,21 +59,25 @@ def solve_alternating(
     else:
         f = torch.zeros_like(operator.a, dtype=operator.dtype)
         track, passes = begin(f, start.to(operator.dtype)), 0.0
-    track = solve.finish(operator, track)
-    iterations = solve.iterations
-    if solve.converged:
-        # The last look has taken the certificate's first two passes.
-        certificate = certify(operator.refined, track.f, track.g, epsilon, track.updated)
-    else:
-        certificate = certify(operator.refined, track.f, track.updated, epsilon)
-        iterations += 1
-        if progress is not None:
-            progress("xy", iterations, certificate.marginal_error)
+
+    def prove(operator: Operator, track: Track, polished: bool) -> Certificate:
+        nonlocal passes
+        if solve.settled:
+            # The last look has taken the certificate's first two passes.
+            known = track.f, track.g, epsilon, track.updated
+            certificate = certify(operator, *known, polished=polished)
+        else:
+            certificate = certify(operator, track.f, track.updated, epsilon)
+            solve.count(certificate)
+        passes += certificate.passes
+        return certificate
+
+    certificate = solve.finish(operator, track, prove)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,
-        iterations=iterations,
-        passes=passes + 2 * iterations + 1,
+        iterations=solve.iterations,
+        passes=passes + 2 * solve.iterations,
         tolerance=solve.tolerance,
         asked=options.asked_tolerance,
         unless_converged=solve.budget,

@@ -74,7 +74,7 @@ def approach(solve: Iteration, operator: Operator) -> tuple[Track, float]:
     sample = draw_sample(operator) if solve.left() > 0 else None
     if sample is None:
         return _try_or_descend(solve, operator), 0.0
-    level = max(solve.epsilon, SAMPLED_TOP * operator.mean_cost)
+    level = max(solve.epsilon, SAMPLED_TOP * _scale(operator))
     g, passes = _of_sample(solve, operator, sample, level)
     f = operator.softmin_rows(g, level)
     track = begin(f, operator.softmin_columns(f, level))
@@ -108,7 +108,7 @@ def _of_sample(
         max_iterations=SAMPLE_ITERATIONS, bound_width=1.0, max_seconds=solve.options.max_seconds
     )
     coarse = Iteration(solve.name, solve.step, level, options, None)
-    levels = levels_above(level, TOP * sampled.mean_cost)
+    levels = levels_above(level, TOP * _scale(sampled))
     track = _descend(coarse, sampled, _nothing(sampled), levels)
     track = coarse.run(sampled, level, track, _reaches(LEVEL_TOLERANCE))
     g = torch.full_like(operator.b, absent(operator), dtype=operator.dtype)
@@ -120,7 +120,7 @@ def _of_sample(
 def _try_or_descend(solve: Iteration, operator: Operator) -> Track:
     """Some iterations at the final epsilon, and if they promise too little, levels."""
     track = _nothing(operator)
-    levels = levels_above(solve.epsilon, TOP * operator.mean_cost)
+    levels = levels_above(solve.epsilon, TOP * _scale(operator))
     if not levels:
         return track
     outlook = Outlook(solve.tolerance, most=ITERATIONS_PER_LEVEL * len(levels))
@@ -143,6 +143,11 @@ def _descend(solve: Iteration, operator: Operator, track: Track, levels: list[fl
 def _nothing(operator: Operator) -> Track:
     a, b = operator.a, operator.b
     return begin(*(torch.zeros_like(side, dtype=operator.dtype) for side in (a, b)))
+
+
+def _scale(operator: Operator) -> float:
+    """The mean cost, above the lowest one if that is negative."""
+    return operator.mean_cost - min(0.0, operator.cost_range.lowest)
 
 
 def _reaches(tolerance: float) -> Enough:

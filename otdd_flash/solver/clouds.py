@@ -30,6 +30,7 @@ def sinkhorn(
         target: m points, likewise.
         epsilon: regularisation, in units of the cost.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
+            Only the block [x, y] is read.
         cost: its weights, lambda_x = lambda_y = 1/2 by default.
         options: when to stop.
         compute: where and how passes run.
@@ -62,11 +63,13 @@ def sinkhorn_divergence(
 ) -> Divergence:
     """S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2.
 
-    Arguments and errors as for `sinkhorn`; without `debias`, the cross term alone. `start` holds
-    potentials by term to start from, {"xy": g, "xx": f, "yy": g}. Clouds of equal fingerprint are
-    one cloud: a single self term, the value 0 and the bounds [0, 0].
+    Arguments and errors as for `sinkhorn`; without `debias`, the cross term alone. The blocks
+    [x, x] and [y, y] of `class_table` are read as well and must be symmetric but for rounding.
+    `start` holds potentials by term to start from, {"xy": g, "xx": f, "yy": g}. Clouds of equal
+    fingerprint are one cloud: a single self term, the value 0 and the bounds [0, 0].
 
     Raises:
+        InputError: as for `sinkhorn`, or a block [x, x] or [y, y] is not symmetric.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
     options = options or SolverOptions()

@@ -30,7 +30,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.options import Progress, SolverOptions
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term import TransportTerm, check_usable
 
 
 def solve_by_schedule(
@@ -60,6 +60,7 @@ def solve_by_schedule(
     else:
         f = g = _self(refined, epsilons)
         certificate = certify_self(refined, f, epsilon)
+    check_usable(certificate.hidden, epsilon, certificate.f.dtype)
     iterations = len(epsilons) + 3
     if progress is not None:
         progress(name, iterations, certificate.marginal_error)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.centred import less_origin, origin_near
 from otdd_flash.solver.problem import Problem, TermInputs
 from otdd_flash.solver.term import TransportTerm
 
@@ -85,6 +86,9 @@ def self_gradient(
         gradient["x"] *= 2
     if "a" in needs:
         gradient["a"] = 2 * plan.row_masses()
+    if "classes" in gradient:
+        # The cost is that of (W + W^T) / 2.
+        gradient["classes"] = (gradient["classes"] + gradient["classes"].T) / 2
     return gradient
 
 
@@ -147,11 +151,8 @@ class _Plan:
         device = operator.a.device
         self.points = [side.features.to(device) for side in inputs[:2]]
         # One origin for both, near both: r x - P y then loses nothing to their distance from 0.
-        means = (
-            masses.to(side.dtype) @ side
-            for masses, side in zip((operator.a, operator.b), self.points, strict=True)
-        )
-        self.centre = sum(means, torch.zeros((), device=device)) / 2
+        clouds = zip(self.points, (operator.a, operator.b), strict=True)
+        self.origin = origin_near(clouds, operator.dtype)
         self.labels = [_labels(side).to(device) for side in inputs[:2]]
         self.class_distances = inputs.class_distances.to(device, torch.float64)
 
@@ -232,7 +233,7 @@ class _Plan:
 
     def _centred(self, side: int) -> Tensor:
         """A new copy of the rows' points, 0, or the columns', 1, about the common origin."""
-        return (self.points[side] - self.centre).to(self.operator.dtype)
+        return less_origin(self.points[side], self.origin)
 
 
 def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: float) -> Tensor:

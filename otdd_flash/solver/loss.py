@@ -61,7 +61,8 @@ def sinkhorn_loss(
         labels_y: (m,) class indices in [0, V_y), which are not those of `labels_x`.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; 0 by default.
             The blocks [x, y], [x, x] and [y, y] are read, the block [y, x] is not and gets the
-            gradient 0.
+            gradient 0. The last two must be symmetric but for rounding, and so are their gradients;
+            they are not read without `debias`.
         class_totals: (V_x, V_y), needed where the last class of a side has no point.
         lambda_x: weight of ||x_i - y_j||^2, a number or a 0-dim tensor.
         lambda_y: weight of W, likewise.
@@ -76,8 +77,8 @@ def sinkhorn_loss(
 
     Raises:
         InputError: clouds on two devices or of two dimensions, masses that do not sum to 1, labels
-            or a table that do not fit, a bad epsilon or weight, or a tolerance that the precision
-            cannot reach.
+            or a table that do not fit, a block [x, x] or [y, y] of it that is not symmetric, a bad
+            epsilon or weight, or a tolerance that the precision cannot reach.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
     _check_clouds(x, y)

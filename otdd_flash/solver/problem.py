@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from otdd_flash.operators.build import (
 )
 from otdd_flash.operators.memory import within_memory
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
 from otdd_flash.solver.geomloss_schedule import box_diagonal
 from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
@@ -102,8 +104,12 @@ class Problem:
         )
 
     def block(self, term: str) -> Tensor:
-        """The class distances of the term "xy", "xx" or "yy"; [y, x] is never read."""
-        return self.table[self.classes[term[0]], self.classes[term[1]]]
+        """The class distances of the term "xy", "xx" or "yy"; [y, x] is never read.
+
+        Raises:
+            InputError: the block of a self term is not symmetric.
+        """
+        return self._self_blocks[term] if term in ("xx", "yy") else self._given_block(term)
 
     def inputs(self, term: str) -> TermInputs:
         """What the cost of a term is made of, on the device."""
@@ -130,14 +136,17 @@ class Problem:
         need no solve: the caller answers for their being of these clouds at this cost.
 
         Raises:
-            InputError: the backend cannot run on the device, or the memory is short: seen before
-                the first term as far as possible, else when an allocation fails.
+            InputError: the block of W of a self term is not symmetric, the backend cannot run on
+                the device, or the memory is short: seen before the first term as far as possible,
+                else when an allocation fails.
         """
         if options.schedule == "geomloss" and options.diameter is None:
             clouds = self.source.features, self.target.features
             options = replace(options, diameter=box_diagonal(*clouds))
         identical = debias and self.identical
         terms = ("xx",) if identical else ("xy", "xx", "yy") if debias else ("xy",)
+        for term in terms:
+            self.block(term)
         needed = max(
             check_resources(self._sides[term[0]], self._sides[term[1]], self.compute, self.device)
             for term in terms
@@ -166,6 +175,24 @@ class Problem:
 
         size = cost_size(self.source, self.target)
         return within_memory(solve, size, needed, self.device, self.compute.dtype)
+
+    @cached_property
+    def _self_blocks(self) -> dict[str, Tensor]:
+        """The blocks of both self terms, symmetric; not asked for by a cross term alone."""
+        blocks = {}
+        for term in ("xx", "yy"):
+            given = self._given_block(term)
+            blocks[term] = symmetrized(
+                f"the entries [{term[0]}, {term[1]}] of class_table",
+                given,
+                ROUNDING * largest_entry(given),
+                "; squared distances are the same both ways: give W with W == W.T, or set "
+                "debias=False, which reads the block [x, y] alone",
+            )
+        return blocks
+
+    def _given_block(self, term: str) -> Tensor:
+        return self.table[self.classes[term[0]], self.classes[term[1]]]
 
     def _on_device(self, side: str) -> LabeledSamples:
         """One side, moved to the device once for all terms."""

@@ -134,9 +134,8 @@ class Track(NamedTuple):
 
     @property
     def look(self) -> Tensor:
-        """(2,): the gap and the size at the point, as they stand in the numbers."""
-        first = Numbers._fields.index("gap")
-        return self.numbers[first : first + 2]
+        """(4,): dual, gain, gap and size of the point, as they stand in the numbers."""
+        return self.numbers[: Numbers._fields.index("size") + 1]
 
 
 def begin(f: Tensor, g: Tensor) -> Track:

@@ -17,12 +17,14 @@ from otdd_flash.operators.segments import Look, Segments
 from otdd_flash.solver.approach import TOP
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented import (
+    MOST_ERROR,
     Finished,
+    Plan,
     SegmentTerms,
     coarse_form,
-    rounding_floor,
+    rounding_noise,
+    rounding_of,
     run,
-    value_rounding,
 )
 from otdd_flash.solver.segmented_quasi_newton import Form, Shown, Start, iterations_of
 
@@ -45,7 +47,8 @@ def solve_cross_terms(
     """
     level, none = _first_levels(segments, epsilon), torch.zeros_like(segments.mean_cost)
     # Where rounding of the costs alone exceeds the tolerance, one look is one too many.
-    hopeless = 2 * rounding_floor(segments, none, epsilon) > options.asked_tolerance
+    floor = rounding_of(segments, Plan(none, none, none), epsilon).floor
+    hopeless = 2 * floor > options.asked_tolerance
     start = Start(torch.where(hopeless, epsilon, level), none)
     first = coarse_form(segments, options)
     if first is not None:
@@ -57,20 +60,26 @@ def solve_cross_terms(
 
 
 def show_cross(segments: Segments, look: Look, epsilon: Tensor) -> Shown:
-    """What a look tells of the plan of f = T(g) and g, whose row sums are exact."""
+    """What a look tells of the plan of f = T(g) and g, whose row sums are exact.
+
+    Upper bounds are those by oscillation, from exact f and the marginal error that they would have.
+    """
     size = look.row_size + look.size
-    floor = rounding_floor(segments, size, epsilon)
-    error = look.gap + floor
-    dual = look.row_value + look.value + epsilon * (1 - look.mass)
-    value, rounding = dual + segments.offset, value_rounding(segments, size, epsilon)
+    floor, rounding = rounding_of(segments, Plan(look.row_size, size, look.gap), epsilon)
+    error = (look.gap + floor).clamp_max(MOST_ERROR)
+    # Of exact rows, whose mass is 1.
+    exact = look.row_value + look.value
+    dual = exact + epsilon * (1 - look.mass)
+    value, highest = dual + segments.offset, torch.maximum(exact, dual) + segments.offset
     spread = (look.highest - look.lowest + segments.cost_spread) / 2
     return Shown(
         dual,
         gain=look.mean_residual + epsilon * (look.mass - 1),
+        noise=rounding_noise(segments, size, epsilon),
         floor=floor,
         value=value,
         lower=value - rounding,
-        upper=value + error * spread + rounding,
+        upper=highest + error * spread + rounding,
         error=error,
     )
 

@@ -16,20 +16,31 @@ from otdd_flash.kernels.segmented_decision import (
     state_width,
 )
 from otdd_flash.operators.segments import MEMORY, TritonSegments
-from otdd_flash.solver.certificate import SAFETY
 from otdd_flash.solver.options import SolverOptions
-from otdd_flash.solver.segmented import Step
+from otdd_flash.solver.segmented import MOST_ERROR, TRIFLE, VALUE_TRIFLE, Step
 from otdd_flash.solver.segmented_quasi_newton import (
     DUAL_ROUNDING,
+    FALLEN,
     LEVEL_TOLERANCE,
     STALLED,
     STALLED_FLOORS,
     Form,
+    Progress,
     Start,
 )
 from otdd_flash.solver.trust import GROWTH, PATIENCE, Trust
 
-LIMITS = Limits(DUAL_ROUNDING, GROWTH, PATIENCE, STALLED, STALLED_FLOORS, SAFETY)
+LIMITS = Limits(
+    DUAL_ROUNDING,
+    GROWTH,
+    PATIENCE,
+    STALLED,
+    STALLED_FLOORS,
+    FALLEN,
+    TRIFLE,
+    VALUE_TRIFLE,
+    MOST_ERROR,
+)
 
 
 class QuasiNewtonKernels:
@@ -44,7 +55,7 @@ class QuasiNewtonKernels:
         start: Start,
     ) -> None:
         self._segments, self._form = segments, form
-        costs = segments.mean_cost, segments.cost_spread, segments.cost_error, segments.offset
+        costs = segments.mean_cost, segments.cost_spread, segments.offset, *segments.errors
         self._costs = torch.stack(costs, 1)
         tolerance, most = options.asked_tolerance, options.max_iterations
         units = (torch.finfo(dtype).eps / 2 for dtype in (segments.dtype, segments.sum_dtype))
@@ -53,7 +64,7 @@ class QuasiNewtonKernels:
         )
         level = torch.where(start.iterations + 1 >= most, epsilon, start.level)
         state = level.new_zeros((len(level), state_width(MEMORY)))
-        known = torch.stack((start.iterations, *Trust.fresh(level)), 1)
+        known = torch.stack((start.iterations, *Trust.fresh(level), *Progress.none(level)), 1)
         state[:, : known.shape[1]] = known
         self._standing = Standing(level, state)
 

@@ -5,8 +5,11 @@ itself. A level is left when its marginal error falls to `LEVEL_TOLERANCE` or th
 segment is done with a look at the final epsilon whose marginal error is within the tolerance.
 
 Where rounding is near the marginal error, iterations may get nowhere although the floor is below
-the tolerance. A segment that has not improved for `STALLED` of them ends there, and calls all of
-its error rounding.
+the tolerance. A segment whose marginal error has not fallen to `FALLEN` of what it was, nor its
+dual risen by more than its rounding, in `STALLED` of them ends there, and calls all of its error
+rounding. The floor is a worst case, often near a tenth of the tolerance: a slow solve may still be
+on its way there, so that its error has to halve would end some that converge. A tenth ends noise as
+surely, because lows of noise do not go on falling: 22 tenths are all that ten floors are from one.
 
 This file is the reference; where passes run in Triton, `segmented_kernels` does the same.
 """
@@ -31,9 +34,9 @@ LEVEL_TOLERANCE = 0.05
 # the points of a cloud most of that averages out.
 DUAL_ROUNDING = 0.25
 
-# Iterations without a lower marginal error after which it is rounding, if it is at most so many
+# Iterations without progress after which the marginal error is rounding, if it is at most so many
 # times the floor.
-STALLED, STALLED_FLOORS = 50, 8.0
+STALLED, STALLED_FLOORS, FALLEN = 10, 10.0, 0.9
 
 
 class Shown(NamedTuple):
@@ -42,7 +45,8 @@ class Shown(NamedTuple):
     Attributes:
         dual: dual value.
         gain: what the plain update adds to it at the least.
-        floor: the marginal errors that rounding causes.
+        noise: the size of marginal errors that rounding makes as a rule.
+        floor: the largest that it may make.
         value: certified dual value.
         lower: lower bound.
         upper: upper bound.
@@ -51,11 +55,46 @@ class Shown(NamedTuple):
 
     dual: Tensor
     gain: Tensor
+    noise: Tensor
     floor: Tensor
     value: Tensor
     lower: Tensor
     upper: Tensor
     error: Tensor
+
+
+class Progress(NamedTuple):
+    """Of what a segment has made progress, at this level of epsilon; (S,) float64 each.
+
+    Attributes:
+        gap: the marginal error that has to fall.
+        dual: the dual that has to rise.
+        age: iterations since one of them did.
+    """
+
+    gap: Tensor
+    dual: Tensor
+    age: Tensor
+
+    @classmethod
+    def none(cls, like: Tensor) -> Progress:
+        """Before the first look, for as many as entries of a tensor (S,)."""
+        infinity = torch.full_like(like, torch.inf)
+        return cls(infinity, -infinity, torch.zeros_like(like))
+
+    def after(self, gap: Tensor, dual: Tensor, slack: Tensor) -> Progress:
+        """With one more look; a dual may be off by `slack`. Marks only ever get harder."""
+        fallen, risen = gap <= FALLEN * self.gap, dual > self.dual + slack
+        return Progress(
+            torch.where(fallen, gap, self.gap),
+            torch.where(risen, dual, self.dual),
+            torch.where(fallen | risen, 0, self.age + 1),
+        )
+
+    def restarted(self, where: Tensor) -> Progress:
+        """With a fresh start of some segments (S,) bool."""
+        fresh = Progress.none(self.gap)
+        return Progress(*(torch.where(where, a, b) for a, b in zip(fresh, self, strict=True)))
 
 
 # (segments, look, epsilon (S,)): what it tells.
@@ -118,6 +157,7 @@ class QuasiNewton:
         self._form = form
         self._level, self._iterations = start
         self._trust = Trust.fresh(start.level)
+        self._progress = Progress.none(start.level)
         self._differences = Differences(start.level)
 
     def step(self, active: Tensor) -> Step:
@@ -129,11 +169,12 @@ class QuasiNewton:
         shown = self._form.reading(self._segments, look, level)
         # Only the last g that was kept at this level has a residual to compare with.
         started = self._trust.dual.isfinite()
-        rounding = level * shown.floor
+        rounding = level * shown.noise
         slack = DUAL_ROUNDING * rounding
         kept, trust = self._trust.judge(shown.dual, shown.gain, look.gap, slack)
         final, tolerance = level <= self._epsilon, self._options.asked_tolerance
-        stalled = (trust.stale >= STALLED) & (look.gap <= STALLED_FLOORS * shown.floor)
+        progress = self._progress.after(look.gap, shown.dual, slack)
+        stalled = (progress.age >= STALLED) & (look.gap <= STALLED_FLOORS * shown.floor)
         # Where rounding alone exceeds the tolerance there is nothing to wait for.
         hopeless = 2 * shown.floor > tolerance
         done = final & (last | (shown.error <= tolerance) | hopeless | stalled)
@@ -142,7 +183,7 @@ class QuasiNewton:
         plain = ends | (trust.plain > 0)
         sound = started & _sound(look, rounding)
         self._segments.move(self._move(look, kept | ends, sound, plain), active)
-        self._trust = trust.restarted(falls)
+        self._trust, self._progress = trust.restarted(falls), progress.restarted(falls)
         self._level = torch.where(falls, level / 2, level).clamp_min(self._epsilon)
         hidden = torch.where(stalled, shown.error, shown.floor)
         terms = shown.value, shown.lower, shown.upper, shown.error, hidden, self._iterations
@@ -152,6 +193,7 @@ class QuasiNewton:
         """Go on with some segments."""
         self._level, self._iterations = self._level[order], self._iterations[order]
         self._trust = Trust(*(numbers[order] for numbers in self._trust))
+        self._progress = Progress(*(numbers[order] for numbers in self._progress))
         self._differences.keep(order)
 
     def _move(self, look: Look, kept: Tensor, sound: Tensor, plain: Tensor) -> Move:

@@ -13,12 +13,14 @@ from torch import Tensor
 from otdd_flash.operators.segments import Look, Segments
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented import (
+    MOST_ERROR,
     Finished,
+    Plan,
     SegmentTerms,
     coarse_form,
-    rounding_floor,
+    rounding_noise,
+    rounding_of,
     run,
-    value_rounding,
 )
 from otdd_flash.solver.segmented_quasi_newton import Form, Shown, Start, iterations_of
 
@@ -42,15 +44,18 @@ def solve_self_terms(
 
 def show_self(segments: Segments, look: Look, epsilon: Tensor) -> Shown:
     """What a look tells of the plan of one potential, shifted to mass 1."""
-    floor = rounding_floor(segments, 2 * look.size, epsilon)
-    error = look.gap + (look.mass - 1).abs() + floor
+    off = look.gap + (look.mass - 1).abs()
     shift = epsilon * look.mass.log()
+    size = 2 * look.size + shift.abs()
+    # Potentials are taken as they are stored.
+    floor, rounding = rounding_of(segments, Plan(torch.zeros_like(off), size, off), epsilon)
+    error = (off + floor).clamp_max(MOST_ERROR)
     dual = 2 * look.value - shift
     value = dual + segments.offset
-    rounding = value_rounding(segments, 2 * look.size + shift.abs(), epsilon)
     return Shown(
         dual,
         gain=look.mean_residual + shift,
+        noise=rounding_noise(segments, 2 * look.size, epsilon),
         floor=floor,
         value=value,
         lower=value - rounding,

@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Epsilon, Operator
-from otdd_flash.solver.certificate import certify_self, magnitude
+from otdd_flash.solver.certificate import (
+    Certificate,
+    certify_self,
+    magnitude,
+    rounding_floor,
+)
 from otdd_flash.solver.iteration import Iteration
 from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.quasi_newton import Point, Track, advance, begin
@@ -54,23 +59,25 @@ def solve_symmetric(
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
     f = (torch.zeros_like(operator.a) if start is None else start).to(operator.dtype)
-    solve = Iteration(name, average, epsilon, options, progress)
-    track = solve.finish(operator, begin(f, f))
-    iterations = solve.iterations
-    if solve.converged:
-        # The last look has taken the certificate's pass.
-        certificate = certify_self(operator.refined, track.f, epsilon, track.updated)
-    else:
-        f = (track.f + track.updated) / 2
-        certificate = certify_self(operator.refined, f, epsilon)
-        iterations += 1
-        if progress is not None:
-            progress(name, iterations, certificate.marginal_error)
+    # The certificate looks at one update more, which at least halves the marginal error as a rule.
+    solve = Iteration(name, average, epsilon, options, progress, aim=2.0)
+    solve.admit(operator, rounding_floor(operator, 0.0, epsilon))
+
+    passes = 0
+
+    def prove(operator: Operator, track: Track, _: bool) -> Certificate:
+        nonlocal passes
+        certificate = certify_self(operator, (track.f + track.updated) / 2, epsilon)
+        solve.count(certificate)
+        passes += certificate.passes - 1
+        return certificate
+
+    certificate = solve.finish(operator, begin(f, f), prove, refine=False)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,
-        iterations=iterations,
-        passes=iterations,
+        iterations=solve.iterations,
+        passes=passes + solve.iterations,
         tolerance=solve.tolerance,
         asked=options.asked_tolerance,
         unless_converged=solve.budget,

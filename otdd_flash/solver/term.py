@@ -16,6 +16,9 @@ from otdd_flash.solver.options import LOOSEST_DEFAULT, SolverOptions, StoppedBy
 # The L1 distance of two masses, at the most.
 MOST_ERROR = 2.0
 
+# The marginal error that an advised epsilon should have, half of the most that is accepted.
+AMPLE = LOOSEST_DEFAULT / 2
+
 
 @dataclass(frozen=True, eq=False)
 class TransportTerm:
@@ -64,7 +67,11 @@ class TransportTerm:
         """The term that a certificate proves, and what it took to get there.
 
         `asked` is the tolerance before rounding made it `tolerance`.
+
+        Raises:
+            InputError: rounding may hide more of the marginals than is of use.
         """
+        check_usable(certificate.hidden, epsilon, certificate.f.dtype)
         converged = certificate.marginal_error <= tolerance
         reached: StoppedBy = "tolerance" if certificate.marginal_error <= asked else "rounding"
         return cls(
@@ -131,13 +138,45 @@ def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch
         InputError: twice `floor` exceeds `tolerance`.
     """
     if 2 * floor > tolerance:
-        name = str(dtype).removeprefix("torch.")
-        way_out = "" if dtype == torch.float64 else ", set precision=double"
-        problem = f"solver.tolerance={tolerance:g} is too tight for {name} at epsilon={epsilon:g}"
-        raised = "solver.tolerance or epsilon"
-        if 2 * floor >= MOST_ERROR:
-            problem, raised = f"epsilon={epsilon:g} is too small for {name}", "epsilon"
+        if 2 * floor >= LOOSEST_DEFAULT:
+            raise InputError(rounded_away(2 * floor, epsilon, dtype))
         raise InputError(
-            f"{problem}: rounding alone moves the marginals by up to {2 * floor:.1e}; "
-            f"raise {raised}{way_out}"
+            f"solver.tolerance={tolerance:g} is too tight for {_name(dtype)} at epsilon="
+            f"{epsilon:g}: rounding alone moves the marginals by up to {2 * floor:.1e}; raise "
+            f"solver.tolerance or epsilon{_or_double(2 * floor, tolerance, dtype)}"
         )
+
+
+def check_usable(hidden: float, epsilon: float, dtype: torch.dtype) -> None:
+    """Refuse a plan of which rounding may hide more than `LOOSEST_DEFAULT`.
+
+    Raises:
+        InputError: `hidden` does.
+    """
+    if not hidden < float("inf"):
+        raise InputError(
+            f"some costs are too far above the mean at epsilon={epsilon:g}: rounding alone decides "
+            "about the masses of their points; raise epsilon, set precision=double or leave out "
+            "points that are far from all others"
+        )
+    if hidden > LOOSEST_DEFAULT:
+        raise InputError(rounded_away(hidden, epsilon, dtype))
+
+
+def rounded_away(hidden: float, epsilon: float, dtype: torch.dtype) -> str:
+    """What to say where rounding moves the marginals by so much, and what would do."""
+    return (
+        f"epsilon={epsilon:g} is too small for {_name(dtype)}: rounding alone moves the marginals "
+        f"by up to {hidden:.1e}; raise epsilon to about {epsilon * hidden / AMPLE:.2g}"
+        f"{_or_double(hidden, AMPLE, dtype)}"
+    )
+
+
+def _or_double(hidden: float, enough: float, dtype: torch.dtype) -> str:
+    """The way out by float64, where it is one."""
+    gained = torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
+    return " or set precision=double" if dtype != torch.float64 and hidden * gained < enough else ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -136,6 +136,37 @@ def test_float32_points_keep_their_type(make_cloud: Any, name: str) -> None:
     torch.testing.assert_close(rough, velocity.float(), rtol=1e-4, atol=1e-5)
 
 
+# Parameters that float32 does not hold, near points that it does: V is what lies between them.
+FAR = 1000.0
+BESIDE = 1e-5
+FAR_SPECS: dict[str, dict[str, Any]] = {
+    "norm": {"centre": [FAR + BESIDE] * 5},
+    "affine_norm": {"matrix": MATRIX + BESIDE / FAR, "offset": [2500.0, 5.0]},
+    "hyperplane_margin": {
+        "normal": [1.0, -1.0 + BESIDE / FAR, 0.0, 0.0, 0.0],
+        "signs": {"cat": 1, 3: -1},
+        "offset": 2 * BESIDE,
+        "margin": 1.0,
+    },
+    "coordinate_collapse": {"coordinates": [0, 3], "value": FAR + BESIDE},
+}
+
+
+@pytest.mark.parametrize("name", FAR_SPECS)
+def test_parameters_are_not_rounded_to_the_points_type(make_cloud: Any, name: str) -> None:
+    """Velocities of float32 points are those in float64, rounded once."""
+    cloud = make_cloud()
+    # Steps of 2^-14, exact at 1000 in float32.
+    points = FAR + (cloud.features * 16).round() * 2.0**-14
+    assert torch.equal(points.float().double(), points)
+    terms = build_functionals([{"name": name, "weight": 1.0, **FAR_SPECS[name]}], cloud)
+    exact, velocity = value_and_velocity(terms, points, cloud.labels, cloud.masses)
+    value, single = value_and_velocity(terms, points.float(), cloud.labels, cloud.masses)
+    assert single.dtype == torch.float32
+    assert value == pytest.approx(exact, rel=1e-12, abs=0)
+    torch.testing.assert_close(single.double(), velocity, rtol=4e-7, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("n", "tile"), [(33, 1), (33, 100), (33, 33 * 33), (33, 33 * 32), (1, 4), (3, 2)]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ import pytest
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.functionals import build_functionals, value_and_velocity
+from otdd_flash.flows.functionals import (
+    AffineNorm,
+    HyperplaneMargin,
+    Norm,
+    build_functionals,
+    value_and_velocity,
+)
 
 SOURCE = """
 import torch
@@ -159,3 +166,29 @@ def test_radius_needs_two_classes_apart(make_cloud: Any) -> None:
         build_functionals([spec], replace(cloud, labels=torch.ones(12, dtype=torch.int64)))
     with pytest.raises(InputError, match="coincide; give radius"):
         build_functionals([spec], replace(cloud, features=torch.ones(12, 2)))
+
+
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor, np.array], ids=lambda f: f.__name__)
+def test_parameters_keep_all_their_digits(make_cloud: Any, form: Callable[..., Any]) -> None:
+    """A list of numbers was once read as float32."""
+    numbers = [1000 / 3, 1e-3, 0.1, 2.0**-40 + 1, 7.0]
+    exact = torch.tensor(numbers, dtype=torch.float64)
+    given = form(numbers, dtype=torch.float64) if form is torch.tensor else form(numbers)
+    row, signs = [given] if isinstance(given, list | tuple) else given[None], {"cat": 1}
+    norm, affine, plane = (
+        term.function
+        for term in build_functionals(
+            [
+                {"name": "norm", "weight": 1.0, "centre": given},
+                {"name": "affine_norm", "weight": 1.0, "matrix": row, "offset": [0.1]},
+                {"name": "hyperplane_margin", "weight": 1.0, "normal": given, "signs": signs},
+            ],
+            make_cloud(),
+        )
+    )
+    assert isinstance(norm, Norm)
+    assert isinstance(affine, AffineNorm)
+    assert isinstance(plane, HyperplaneMargin)
+    for kept in (norm.centre, affine.matrix[0], plane.normal):
+        assert torch.equal(kept, exact)
+    assert float(affine.offset) == 0.1

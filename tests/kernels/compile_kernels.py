@@ -24,6 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from otdd_flash.kernels import resident_half_step
 from otdd_flash.kernels.half_step import half_step_kernel
 from otdd_flash.kernels.plan_application import plan_block_kernel
+from otdd_flash.kernels.plan_marginals import GROUP, MarginalTile, plan_marginals_kernel
 from otdd_flash.kernels.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 
@@ -63,6 +64,44 @@ def needs(kernel, constants: dict[str, object], tile: Tile, capability: int) -> 
     return resources(source, capability, tile.warps, tile.stages)
 
 
+def marginal_needs(
+    dim: int, digits: int, gather: bool, triangle: bool, marginal: MarginalTile, capability: int
+) -> dict[str, int]:
+    kernel, (rows, tile, registers) = plan_marginals_kernel, marginal
+    constants = {
+        "DIM": dim,
+        "DIGITS": digits,
+        "BLOCK_M": rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.depth,
+        "STAGES": pipeline_stages(tile, gather),
+        "GROUP": GROUP,
+        "DESCRIPTORS": tile.descriptors,
+        "GATHER": gather,
+        "TRIANGLE": triangle,
+    }
+    names = kernel.arg_names
+    types = {"product_scale": "fp64", "labels_x_ptr": "*i32", "labels_y_ptr": "*i32"}
+    for name, height in (("x", rows), ("y", tile.columns)):
+        box = f"tensordesc<i8[{height}, {tile.depth}]>"
+        types[name] = box if tile.descriptors else "*i8"
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else types.get(name, "*fp64" if name.endswith("_ptr") else "i32")
+        for name in names
+    }
+    free = ("blocks_per_program", "diagonal", "costs_width")
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or (signature[name] == "i32" and name not in free)
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, aligned)
+    return resources(source, capability, tile.warps, tile.stages, registers)
+
+
 def resident_needs(dim: int, shifted: bool, tile: Tile) -> dict[str, int]:
     kernel = resident_half_step.resident_half_step_kernel
     half = resident_half_step.HALF_ROWS.value
@@ -87,8 +126,10 @@ def resident_needs(dim: int, shifted: bool, tile: Tile) -> dict[str, int]:
     return resources(GluonASTSource(kernel, signature, values), 90, 4, tile.stages)
 
 
-def resources(source: ASTSource, capability: int, warps: int, stages: int = 3) -> dict[str, int]:
-    options = {"num_warps": warps, "num_stages": stages}
+def resources(
+    source: ASTSource, capability: int, warps: int, stages: int = 3, registers: int | None = None
+) -> dict[str, int]:
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -102,7 +143,19 @@ def resources(source: ASTSource, capability: int, warps: int, stages: int = 3) -
 
 def main() -> None:
     capability, dim, parts = (int(argument) for argument in sys.argv[1:4])
-    tiles = {name: Tile(*values) for name, values in json.loads(sys.argv[4]).items()}
+    given = json.loads(sys.argv[4])
+    if "plan_marginals" in given:
+        rows, tile, registers = given["plan_marginals"]
+        marginal = MarginalTile(rows, Tile(*tile), registers)
+        taken = {
+            f"plan_marginals{' gathering' if gather else ''}": marginal_needs(
+                dim, parts, gather, not gather, marginal, capability
+            )
+            for gather in (False, True)
+        }
+        sys.stdout.write(json.dumps(taken) + "\n")
+        return
+    tiles = {name: Tile(*values) for name, values in given.items()}
     variants = {
         "half_step": (
             half_step_kernel,

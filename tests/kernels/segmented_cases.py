@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.kernels.segmented_step import RANGE_COLUMNS
+from otdd_flash.kernels.segmented_step import DIGITS, RANGE_COLUMNS
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, is_small
 from otdd_flash.operators.segments import MEMORY, WeightedPoints
@@ -52,7 +52,7 @@ class Case:
         self.whole = self.segments
         if coarse:
             self.segments = self.segments.coarse(1e-3)
-        self.parts = 1 if coarse else 3
+        self.digits = slice(0, 1) if coarse else slice(1, DIGITS)
         draw = torch.Generator().manual_seed(7)
         potential = self.whole._vectors.candidate
         noise = torch.randn(len(potential), generator=draw).to(DEVICE)
@@ -60,10 +60,9 @@ class Case:
 
     def points(self, k):
         """The class as the kernels see it."""
-        high, low = self.pool.pool.coordinates.double().chunk(2)
+        digits = self.pool.pool.coordinates.double().unflatten(0, (DIGITS, -1))[self.digits]
         rows = slice(int(self.pool.starts[k]), int(self.pool.starts[k]) + self.sizes[k])
-        seen = high[rows] if self.parts == 1 else high[rows] + low[rows]
-        return seen * self.pool.scales[k]
+        return digits[:, rows].sum(0) * self.pool.units[k]
 
     def potentials(self, side):
         counts = [self.sizes[pair[side]] for pair in self.pairs]
@@ -106,5 +105,5 @@ class Case:
 def close(case, segment, actual, expected):
     """Within the rounding of the products, and float32's of exponents of this size."""
     size = float(expected.abs().max()) + EPSILON
-    atol = float(case.segments.cost_error[segment]) + 3e-6 * size
+    atol = float(case.segments.errors.largest[segment]) + 3e-6 * size
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol)

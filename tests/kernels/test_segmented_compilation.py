@@ -51,7 +51,16 @@ def argument_type(name: str, height: int, tile: Tile) -> str:
         "row_stride": "i32",
     }
     doubles = ("epsilon", "factors", "masses", "seen", "move", "rows", "columns", "costs")
-    doubles += ("settings", "level", "state", "terms", "new_level", "new_state")
+    doubles += (
+        "log2_masses",
+        "sums",
+        "settings",
+        "level",
+        "state",
+        "terms",
+        "new_level",
+        "new_state",
+    )
     types |= {f"{double}_ptr": "*fp64" for double in doubles}
     return types.get(name, "*fp32")
 
@@ -77,7 +86,13 @@ def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[s
 def main() -> None:
     from otdd_flash.kernels import segmented_look, segmented_move, segmented_softmin
     from otdd_flash.kernels.segmented_decision import constants_of, segmented_decision_kernel
-    from otdd_flash.kernels.segmented_step import RANGE_COLUMNS, segmented_step_kernel
+    from otdd_flash.kernels.segmented_step import (
+        CHAIN_PRODUCTS,
+        PARTS,
+        RANGE_COLUMNS,
+        TERMS_IN_FLOAT32,
+        segmented_step_kernel,
+    )
     from otdd_flash.operators.segments import MEMORY
     from otdd_flash.solver.segmented_kernels import LIMITS
 
@@ -85,7 +100,10 @@ def main() -> None:
     taken = []
     for height, values in json.loads(sys.argv[2]).items():
         tile = Tile(*values)
-        for parts in (1, 3):
+        for parts in (1, PARTS):
+            if parts > 1 and tile.columns > int(height):
+                # `gathering_tile` of that card.
+                tile = tile._replace(columns=int(height), stages=3)
             constants = {
                 "LOG2_E": 1.4,
                 "DIM": 512,
@@ -93,6 +111,8 @@ def main() -> None:
                 "BLOCK_M": int(height),
                 "BLOCK_N": tile.columns,
                 "BLOCK_K": tile.depth,
+                "CHAIN": CHAIN_PRODUCTS // tile.depth,
+                "EIGHT": TERMS_IN_FLOAT32,
                 "RANGE": RANGE_COLUMNS // tile.columns,
                 "STAGES": tile.stages,
                 "DESCRIPTORS": tile.descriptors,

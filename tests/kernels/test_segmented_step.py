@@ -8,7 +8,7 @@ import pytest
 import torch
 from segmented_cases import CASES, DEVICE, LARGE, Case, classes, close
 
-from otdd_flash.kernels.segmented_step import OVERRUN, segment_tile
+from otdd_flash.kernels.segmented_step import DIGITS, OVERRUN, segment_tile
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.segments import WeightedPoints
 
@@ -59,17 +59,19 @@ def test_segments_that_are_not_active_keep_their_potentials():
 
 
 def test_a_pool_rounds_every_class_by_itself():
-    """And to 22 bits, about the class's own mean, whatever stands beside it."""
+    """And to more than float32's bits, about the class's own mean, whatever stands beside it."""
     cloud = classes([40], 6)[0]
     far = WeightedPoints(cloud.points * 1e4 - 3e5, cloud.masses)
     alone, beside = ClassPool([cloud]), ClassPool([far, cloud])
     rows = alone.pool.coordinates[:40]
     assert torch.equal(rows, beside.pool.coordinates[40:80])
-    half = len(alone.pool.coordinates) // 2
-    assert half == 40 + OVERRUN
-    seen = (rows.double() + alone.pool.coordinates[half : half + 40].double()) * alone.scales
+    digits = alone.pool.coordinates.unflatten(0, (DIGITS, -1))
+    assert digits.shape[1] == 40 + OVERRUN
+    seen = digits[1:, :40].double().sum(0) * alone.units
     centred = cloud.points.double() - cloud.masses @ cloud.points.double()
-    assert float((seen[:, :6] - centred).abs().max()) < 2**-21 * float(centred.abs().max())
+    assert float((seen[:, :6] - centred).abs().max()) < 2**-33 * float(centred.abs().max())
+    assert torch.equal(digits[1].round(), digits[1])
+    assert float(digits[1].double().norm(dim=1).max()) <= 2**12
     torch.testing.assert_close(alone.variances[0], cloud.masses @ centred.square().sum(1))
     assert math.isclose(float(alone.radii[0]), float(centred.norm(dim=1).max()))
     assert segment_tile(8, 1, True, DEVICE)[0] == 64

@@ -105,6 +105,13 @@ def test_the_nearest_class_is_told_both_ways():
     ]
 
 
+def test_lists_keep_all_their_digits():
+    """They were once read as float32."""
+    table = ClassDistances([[0.0, 0.1], [0.1, 0.0]], [[1 / 3], [0.7]], [[0.0]])
+    assert table.xx.tolist() == [[0.0, 0.1], [0.1, 0.0]]
+    assert table.xy.tolist() == [[1 / 3], [0.7]]
+
+
 def test_rounding_is_no_error():
     noisy = XX + np.array([[-1e-7, 1e-6], [0, 0]])
     assert float(ClassDistances(noisy, XY, YY).xx[0, 0]) == -1e-7

@@ -178,7 +178,7 @@ def test_a_pair_too_large_to_store_is_streamed(clouds, monkeypatch):
 
 
 def test_a_tolerance_below_rounding_is_refused(clouds):
-    with pytest.raises(InputError, match=r"too tight for float64 at epsilon=1e-13.*raise"):
+    with pytest.raises(InputError, match=r"epsilon=1e-13 is too small for float64.*raise"):
         sinkhorn_distances(clouds, all_pairs(5), 1e-13)
 
 

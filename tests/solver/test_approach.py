@@ -51,8 +51,8 @@ def dense(cost: LabelledCost) -> Tensor:
 
 
 def operators(dtype: torch.dtype) -> list[TiledOperator]:
-    streamed = StreamedOperator(labelled_cost(), dtype)
-    return [streamed, StoredOperator.keep(streamed)]
+    cost = labelled_cost()
+    return [StreamedOperator(cost, dtype), StoredOperator.keep(cost, dtype)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -134,7 +134,7 @@ def test_the_first_error_is_small_where_a_sample_knows_the_potential(uniform: bo
 def test_every_pass_is_counted(relative: float, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = StreamedOperator(labelled_cost(), torch.float64)
     scores = []
-    for name in ("softmin_rows", "softmin_columns"):
+    for name in ("softmin_rows", "softmin_columns", "marginals"):
         run = getattr(StreamedOperator, name)
 
         def counted(self: TiledOperator, *arguments: Any, run: Any = run) -> Tensor:
@@ -172,7 +172,7 @@ def test_a_sample_saves_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
         class_costs=torch.zeros(1, 1).double(),
         lambda_x=0.5,
     )
-    operator = StoredOperator.keep(StreamedOperator(cost, torch.float32))
+    operator = StoredOperator.keep(cost, torch.float32)
     with_sample, without = [], []
     for relative in (0.3, 0.1, 0.03):
         epsilon = relative * operator.mean_cost

@@ -218,7 +218,7 @@ def test_memory_that_runs_out_is_told_without_a_traceback(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
     if broken == "building":
-        monkeypatch.setattr(LabelledCost, "centred", run_out)
+        monkeypatch.setattr(LabelledCost, "costs", run_out)
     else:
         monkeypatch.setattr(StoredOperator, "softmin_rows", run_out)
     pattern = (

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from otdd_flash.kernels import segmented_decision
-from otdd_flash.operators.segments import MEMORY, Look
+from otdd_flash.operators.segments import MEMORY, Look, PassErrors
 from otdd_flash.solver import segmented_kernels, segmented_quasi_newton, trust
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented_cross import CROSS
@@ -35,9 +35,11 @@ class Drawn:
 
     def __init__(self, form):
         self.draw = torch.Generator().manual_seed(3)
-        costs = self.random(4, COUNT).abs().to(DEVICE)
-        self.mean_cost, self.cost_spread, self.cost_error, self.offset = costs
-        self.mean_cost[HOPELESS] = 1e4
+        costs = self.random(9, COUNT).abs().to(DEVICE)
+        self.mean_cost, self.cost_spread, self.offset, *errors = costs
+        sizes = (1e-7, 3e-7, 1.0, 1e-6, 6e-8, 1e-7)
+        self.errors = PassErrors(*(size * one for size, one in zip(sizes, errors, strict=True)))
+        self.errors.mean[HOPELESS] = self.errors.largest[HOPELESS] = 1e-3
         self.looks = [self.drawn(form, step) for step in range(STEPS)]
         self.levels, self.moves = [], []
 
@@ -59,6 +61,9 @@ class Drawn:
         rows[UNDECIDED, 0] = columns[UNDECIDED, 0] = columns[UNDECIDED, 8] = 0
         columns[UNDECIDED, 5] = 1
         columns[SLOW, 4], columns[STUCK, 4] = 0.5, 1e-6
+        # What makes no progress, in its dual either.
+        rows[STUCK, 0] = columns[STUCK, 0] = 0
+        columns[STUCK, 5] = 1
         rows[WORSE, 0] = columns[WORSE, 0] = -step
         for segment, gaps in ((WORSE, WORSE_GAPS), (UNDECIDED, UNDECIDED_GAPS)):
             columns[segment, 4] = gaps[step % len(gaps)]
@@ -81,8 +86,9 @@ class Drawn:
         self.move_by(move.numbers, active)
 
     def keep(self, order):
-        for name in ("mean_cost", "cost_spread", "cost_error", "offset"):
+        for name in ("mean_cost", "cost_spread", "offset"):
             setattr(self, name, getattr(self, name)[order])
+        self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
         self.looks = [(rows[order], columns[order]) for rows, columns in self.looks]
 
 

@@ -31,7 +31,7 @@ def candidates_together(sides, form):
     segments = StoredSegments(sides, (32, 32))
     level = torch.full_like(segments.mean_cost, EPSILON)
     start = Start(level, torch.zeros_like(level))
-    rule = QuasiNewton(segments, SolverOptions(1e-12), EPSILON, form, start)
+    rule = QuasiNewton(segments, SolverOptions(1e-10), EPSILON, form, start)
     active = torch.ones(len(sides), dtype=torch.bool)
     seen = []
     for _ in range(STEPS):

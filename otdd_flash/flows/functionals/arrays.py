@@ -42,7 +42,8 @@ def as_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
     """
     given = _read(name, Path(value).expanduser()) if isinstance(value, str | Path) else value
     try:
-        tensor = torch.as_tensor(given).detach().to("cpu", torch.float64, copy=True)
+        # Of a list, as_tensor alone would make float32.
+        tensor = torch.as_tensor(given, dtype=torch.float64).detach().to("cpu", copy=True)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"{name} must be numbers or a file of them, got {given!r}") from None
     fits = tensor.ndim == len(shape) and all(

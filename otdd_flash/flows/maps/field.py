@@ -43,6 +43,7 @@ from otdd_flash.flows.maps.base import check_dimension
 from otdd_flash.flows.maps.neighbours import in_classes_of
 from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.centred import conditional_means, less_origin, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
 
@@ -113,13 +114,14 @@ class VelocityField:
         ).to(device)
         particles, target = self.particles.to(device), self.target.to(device)
         # One origin near both: their difference then loses nothing to their distance from 0.
-        origin = (_mean(particles) + _mean(target)) / 2
+        clouds = ((cloud.features, cloud.masses) for cloud in (particles, target))
+        origin = origin_near(clouds, self.compute.dtype)
         first = self.particles.class_total
         own, theirs = self.table[:first, :first], self.table[:first, first:]
         softmin, stay = self._conditional(points, particles, own, self.f, origin)
         if mass > 0:
             share = _own_share(softmin, self.epsilon, mass).to(stay.dtype).unsqueeze(1)
-            stay.lerp_((points.features - origin).to(stay.dtype), share)
+            stay.lerp_(less_origin(points.features, origin), share)
         _, go = self._conditional(points, target, theirs, self.g, origin)
         return stay.sub_(go).mul_(2 * self.cost.lambda_x).to(samples.features)
 
@@ -135,9 +137,10 @@ class VelocityField:
         operator = build_operator(points, cloud, class_distances, self.cost, self.compute).refined
         potential = potential.to(operator.a.device)
         softmin = operator.softmin_rows(potential, self.epsilon)
-        shifted = (cloud.features - origin).to(operator.dtype)
-        image, masses = operator.apply_plan(softmin, potential, self.epsilon, shifted)
-        return softmin, image / masses.to(image.dtype).unsqueeze(1)
+        means = conditional_means(
+            operator, softmin, potential, self.epsilon, cloud.features, origin
+        )
+        return softmin, means
 
 
 def _own_share(softmin: Tensor, epsilon: float, mass: float) -> Tensor:
@@ -145,8 +148,3 @@ def _own_share(softmin: Tensor, epsilon: float, mass: float) -> Tensor:
     slope = (1 - mass) / math.sqrt(mass) * (-softmin.double() / epsilon).exp()
     # The positive root, written without a difference; an infinite slope rightly makes it 0.
     return (2 / (slope + (slope.square() + 4).sqrt())).square()
-
-
-def _mean(cloud: LabeledSamples) -> Tensor:
-    """(d,), in the type of the features."""
-    return cloud.masses.to(cloud.features.dtype) @ cloud.features

@@ -1,0 +1,172 @@
+"""Points in fixed point, as digits of int8 whose products tensor cores add exactly.
+
+    v = (x - centre) scale ~ X_0 + X_1 / 128 + X_2 / 128^2 + ...
+
+X_0 is v rounded, in [-128, 127]; the balanced digits after it, of base 128, lie in [-64, 64]. A
+product of int8 matrices is an exact int32 on every card, whatever the order of its additions. So
+the score <v, w> of two points is known to a bound that is derived, not measured:
+
+    S = sum_{s + t < digits} 128^-(s + t) <X_s, Y_t>
+
+Two things are missing from it, both bounded by `product_error`. Pairs of digits with s + t >=
+digits are left out; in these both s and t are at least 1, so each is at most 64^2 d 128^-(s + t).
+And levels s + t are added from the finest: a level k >= 2 is rounded to a multiple of 128^-(k - 1)
+before it joins the next one, which costs at most half of that multiple. Levels 1 and 0 are added
+exactly. One digit is exact for points whose v are integers.
+
+What the digits themselves leave of v is `lost`, for the caller to account for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.packed_points import Layout
+
+BASE = 128
+# The largest balanced digit after the first.
+LARGEST_DIGIT = BASE // 2
+# Rows start at multiples of 64 bytes, the depth of most tiles: none is in two lines of a cache.
+ALIGNMENT = 64
+
+
+@triton.jit
+def pack_digits_kernel(
+    points_ptr,  # (N, d), any real type and strides
+    centre_ptr,  # (d,) float64
+    origin_ptr,  # (rows,) int64
+    filled_ptr,  # (rows,) int8
+    out_ptr,  # (DIGITS rows, DIM) int8
+    squares_ptr,  # (rows,) float64
+    lost_ptr,  # (rows,) float64
+    rows,
+    d,
+    row_stride,
+    column_stride,
+    scale: tl.float64,
+    DIGITS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program per BLOCK_M packed rows: their digits, and sums of v^2 and of what is lost."""
+    o_row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    origin = tl.load(origin_ptr + o_row) * row_stride
+    filled = tl.load(filled_ptr + o_row) != 0
+    squares = tl.zeros((BLOCK_M,), tl.float64)
+    lost = tl.zeros((BLOCK_M,), tl.float64)
+    for k in range(0, DIM, BLOCK_K):
+        o_k = k + tl.arange(0, BLOCK_K)
+        mask = filled[:, None] & (o_k[None, :] < d)
+        points = tl.load(
+            points_ptr + origin[:, None] + o_k[None, :].to(tl.int64) * column_stride,
+            mask=mask,
+            other=0.0,
+        )
+        centre = tl.load(centre_ptr + o_k, mask=o_k < d, other=0.0)
+        rest = tl.where(mask, points.to(tl.float64) - centre[None, :], 0.0) * scale
+        squares += tl.sum(rest * rest, 1)  # (BLOCK_M,)
+        unit = 1.0
+        p_out = out_ptr + o_row[:, None] * DIM + o_k[None, :]
+        for digit in tl.static_range(DIGITS):
+            # Exact from here on: a difference of neighbours, and products by powers of two.
+            if digit == 0:
+                whole = tl.minimum(tl.maximum(tl.floor(rest + 0.5), -128.0), 127.0)
+            else:
+                rest *= 128.0
+                unit *= 0.0078125
+                whole = tl.minimum(tl.maximum(tl.floor(rest + 0.5), -64.0), 64.0)
+            rest -= whole
+            tl.store(p_out, whole.to(tl.int8), mask=o_k[None, :] < DIM)
+            p_out += rows.to(tl.int64) * DIM
+        rest *= unit
+        lost += tl.sum(rest * rest, 1)  # (BLOCK_M,)
+    tl.store(squares_ptr + o_row, squares / scale / scale)
+    # Above what the additions of the sum may have rounded off.
+    tl.store(lost_ptr + o_row, lost * (1 + 1e-12))
+
+
+class Digits(NamedTuple):
+    """Some packed rows of a cloud in fixed point.
+
+    Attributes:
+        values: (digits, rows, DIM) int8; DIM is d padded by zeros to a multiple of 64.
+        squares: (rows,) float64, |x - centre|^2 of the points themselves, in their unit.
+        lost: (rows,) float64, upper bounds on |v - sum_s X_s 128^-s|^2, in units of v^2, for a v
+            that differs from the exact one by 2^-52 |v| at most.
+    """
+
+    values: Tensor
+    squares: Tensor
+    lost: Tensor
+
+
+def padded_dim(dim: int) -> int:
+    """Coordinates of a packed row for points of `dim` coordinates."""
+    return -(-dim // ALIGNMENT) * ALIGNMENT
+
+
+def pack_digits(
+    points: Tensor,
+    layout: Layout,
+    centre: Tensor,
+    scale: float,
+    digits: int,
+    first: int,
+    rows: int,
+) -> Digits:
+    """Cut packed rows [first, first + rows) of a cloud into digits; rows of padding are 0.
+
+    Args:
+        points: (N, d) of any real type and strides.
+        layout: where each point stands among the packed rows.
+        centre: (d,) float64, subtracted.
+        scale: times the differences, brings them into [-127, 127].
+        digits: 1, 3 or 4.
+        first: a multiple of 128.
+        rows: a multiple of 128.
+    """
+    dim, device = padded_dim(points.shape[1]), points.device
+    values = torch.empty((digits, rows, dim), dtype=torch.int8, device=device)
+    squares = torch.empty(rows, dtype=torch.float64, device=device)
+    lost = torch.empty_like(squares)
+    block_m, block_k = (8, 128) if points.is_cuda else (128, triton.next_power_of_2(dim))
+    pack_digits_kernel[(rows // block_m,)](
+        points,
+        centre,
+        layout.origin[first : first + rows],
+        layout.filled[first : first + rows].to(torch.int8),
+        values,
+        squares,
+        lost,
+        rows,
+        points.shape[1],
+        *points.stride(),
+        scale,
+        DIGITS=digits,
+        DIM=dim,
+        BLOCK_M=block_m,
+        BLOCK_K=block_k,
+        num_warps=4,
+    )
+    return Digits(values, squares, lost)
+
+
+def product_error(digits: int, dim: int) -> float:
+    """Bound on |S - sum of all pairs of digits|, in units of v^2, for points of `dim` coordinates.
+
+    Of D digits, level D - 1 + k with k = 1, ..., D - 1 leaves out D - k pairs, each at most 64^2
+    dim 128^-(D - 1 + k). Carries out of levels D - 1, ..., 2 are rounded by at most 1/2 of 128^-(D
+    - 2), ..., 128^-1.
+    """
+    omitted = sum(
+        (digits - k) * float(LARGEST_DIGIT) ** 2 * dim * float(BASE) ** -(digits - 1 + k)
+        for k in range(1, digits)
+    )
+    rounded = sum(0.5 * float(BASE) ** -(level - 1) for level in range(2, digits))
+    return omitted + rounded

@@ -1,0 +1,52 @@
+"""Plans applied to points about an origin near them, not about 0.
+
+A sum sum_j P_ij y_j in floating point is off by its terms' size times their rounding. Of points far
+from 0, next to each other, that is their distance from 0 and not the spread that matters:
+
+    sum_j P_ij y_j / r_i = o + sum_j P_ij (y_j - o) / r_i,      r = P 1,
+
+for any o. With o the points' mean only the spread is rounded, and in the end o + ..., once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import Operator
+
+
+def origin_near(clouds: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+    """The mean (d,) of the means of clouds, each points (n, d) and masses (n,), as a `dtype`.
+
+    It is near the points, not their exact mean: what is computed about it does not depend on it.
+    """
+    means = [(masses.to(points.dtype) @ points).to(dtype) for points, masses in clouds]
+    return torch.stack(means).mean(0)
+
+
+def less_origin(points: Tensor, origin: Tensor) -> Tensor:
+    """A new copy of points (n, d) about an origin, in its type; subtracted in the wider of both."""
+    return (points - origin).to(origin.dtype)
+
+
+def conditional_means(
+    operator: Operator, f: Tensor, g: Tensor, epsilon: float, points: Tensor, origin: Tensor
+) -> Tensor:
+    """sum_j P_ij y_j / r_i - o: where the plan of potentials sends each row on average.
+
+    Args:
+        operator: the cost (n, m) and the masses.
+        f: (n,) potential, in units of the cost.
+        g: (m,) potential.
+        epsilon: regularisation, in units of the cost.
+        points: y (m, d) on the operator's device.
+        origin: o (d,), in the type of the operator.
+
+    Returns:
+        (n, d) in the type of the operator.
+    """
+    image, masses = operator.apply_plan(f, g, epsilon, less_origin(points, origin))
+    return image / masses.to(image.dtype).unsqueeze(1)

@@ -1,0 +1,318 @@
+"""Sums of a plan from exact products: every documented bound, against dense float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_cases import DEVICE
+
+from otdd_flash.kernels import plan_marginals as module
+from otdd_flash.kernels.digits import pack_digits, product_error
+from otdd_flash.kernels.packed_points import arrange
+from otdd_flash.kernels.plan_marginals import (
+    LEAST_ENTRY,
+    SUM_ERROR,
+    DigitSide,
+    chunk_sizes,
+    plan_marginals,
+)
+
+NOTHING = -1e30
+# (n, m, d, classes of each side); 60 and 70 are gathered, the others stand in pure blocks.
+SMALL = [
+    (1, 1, 1, 1, 1),
+    (33, 130, 3, 1, 70),
+    (130, 33, 70, 2, 1),
+    (256, 100, 200, 1, 1),
+    (300, 33, 70, 60, 1),
+    (290, 300, 40, 2, 2),
+]
+LARGE = [
+    (4000, 3500, 128, 10, 10),
+    (3000, 2049, 784, 3, 7),
+    (9000, 9000, 64, 10, 10),
+    (2000, 900, 2000, 100, 30),
+    (700, 600, 16, 300, 200),
+]
+LARGE_CASES = [pytest.param(case, marks=pytest.mark.gpu) for case in LARGE]
+DIGITS = [1, 3, 4]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of two blocks of columns and four of rows, programs of one or two, groups of 3."""
+    monkeypatch.setattr(module, "CHUNK_COLUMNS", 256)
+    monkeypatch.setattr(module, "MOST_ROWS", 512)
+    monkeypatch.setattr(module, "PROGRAMS", 4)
+    monkeypatch.setattr(module, "BLOCKS_PER_PROGRAM", 2)
+    monkeypatch.setattr(module, "GROUP", 3)
+
+
+def decoded(values):
+    """What digits (digits, n, DIM) stand for, (n, DIM) float64; exact."""
+    weights = 128.0 ** -torch.arange(len(values), device=DEVICE).double()
+    return (values.double() * weights[:, None, None]).sum(0)
+
+
+def points_of(n, d, digits, draw):
+    """Points, their centre and scale: integers for one digit."""
+    if digits == 1:
+        integers = torch.randint(-128, 128, (n, d), generator=draw)
+        return integers.float() + 5, torch.full((d,), 5.0).double(), 1.0
+    # Half of a shared centre, so that scores have a sign.
+    centre = torch.linspace(-1, 1, d).double()
+    points = torch.rand(n, d, generator=draw) * 2 + centre.float() - 0.5
+    return points, centre, 80.0 / 1.5
+
+
+def side_of(n, d, classes, digits, seed):
+    """A side of random points, its labels, and terms with points of no mass."""
+    draw = torch.Generator().manual_seed(seed)
+    points, centre, scale = points_of(n, d, digits, draw)
+    labels = torch.randint(0, classes, (n,), generator=draw)
+    term = torch.randn(n, generator=draw).double() * 3
+    if n > 1:
+        term[n // 2] = NOTHING
+    layout = arrange(labels.to(DEVICE), classes)
+    term = layout.spread(term.to(DEVICE), NOTHING)
+    return DigitSide(points.to(DEVICE), layout, centre.to(DEVICE), scale, term)
+
+
+def dense(rows, columns, costs, product_scale, digits):
+    """The sums (n,), (m,) of the decoded points, and the largest size of an exponent's terms."""
+    x, y = (
+        decoded(pack_digits(*side[:4], digits, 0, side.layout.size).values)
+        for side in (rows, columns)
+    )
+    products = product_scale * (x @ y.T)
+    exponents = products + rows.term[:, None] + columns.term[None, :]
+    if costs is not None:
+        exponents -= costs[rows.layout.labels.long()][:, columns.layout.labels.long()]
+    plan = exponents.exp2()
+    largest = products.abs().max() + 40
+    return plan.sum(1), plan.sum(0), float(largest)
+
+
+def tolerance(rows, product_scale, digits, largest):
+    """The documented relative error of a sum."""
+    of_products = product_scale * product_error(digits, rows.points.shape[1])
+    return SUM_ERROR + math.expm1(math.log(2) * (of_products + 2.0**-50 * largest))
+
+
+def check(got, expected, relative, entries):
+    # `expected` adds in float64 too.
+    limit = (relative + 1e-11) * expected + LEAST_ENTRY * entries
+    assert bool(((got - expected).abs() <= limit).all())
+
+
+def problem(case, digits):
+    n, m, d, classes_x, classes_y = case
+    rows, columns = side_of(n, d, classes_x, digits, 1), side_of(m, d, classes_y, digits, 2)
+    draw = torch.Generator().manual_seed(3)
+    costs = torch.rand(classes_x, classes_y, generator=draw).double().to(DEVICE) * 3
+    # Exponents within 40 of the terms.
+    return rows, columns, costs, 40 / (6400 * d)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *LARGE_CASES], ids=str)
+@pytest.mark.parametrize("digits", DIGITS)
+def test_sums_are_within_the_documented_error(case, digits):
+    rows, columns, costs, scale = problem(case, digits)
+    *expected, largest = dense(rows, columns, costs, scale, digits)
+    got = plan_marginals(rows, columns, costs, scale, digits)
+    for sums, reference, count in zip(got, expected, (case[1], case[0]), strict=True):
+        assert float(reference.max()) > 0
+        check(sums, reference, tolerance(rows, scale, digits, largest), count)
+        assert bool((sums[reference == 0] == 0).all())
+
+
+@pytest.mark.parametrize("case", [SMALL[1], *LARGE_CASES[:1]], ids=str)
+def test_costs_of_none_are_zeros(case):
+    rows, columns, _, scale = problem(case, 3)
+    *expected, largest = dense(rows, columns, None, scale, 3)
+    got = plan_marginals(rows, columns, None, scale, 3)
+    for sums, reference in zip(got, expected, strict=True):
+        check(sums, reference, tolerance(rows, scale, 3, largest), max(case[:2]))
+
+
+@pytest.mark.parametrize("case", [(600, 700, 5, 3, 2), (700, 300, 3, 1, 200)], ids=str)
+@pytest.mark.parametrize("digits", [1, 3])
+def test_chunks_give_the_sums_of_the_whole(case, digits, small_chunks):
+    rows, columns, costs, scale = problem(case, digits)
+    assert chunk_sizes(64) == (512, 256)
+    *expected, largest = dense(rows, columns, costs, scale, digits)
+    got = plan_marginals(rows, columns, costs, scale, digits)
+    for sums, reference in zip(got, expected, strict=True):
+        check(sums, reference, tolerance(rows, scale, digits, largest), 1100)
+
+
+def symmetric_problem(n, d, classes, digits):
+    rows = side_of(n, d, classes, digits, 1)
+    costs = torch.rand(classes, classes, generator=torch.Generator().manual_seed(3)).double()
+    costs = (costs + costs.T).fill_diagonal_(0).to(DEVICE) * 2
+    return rows, costs, 20 / (6400 * d)
+
+
+@pytest.mark.parametrize("case", [*SMALL, *LARGE_CASES], ids=str)
+@pytest.mark.parametrize("digits", DIGITS)
+def test_half_of_a_symmetric_plan_gives_its_sums(case, digits):
+    rows, costs, scale = symmetric_problem(case[0], case[2], case[3], digits)
+    expected, _, largest = dense(rows, rows, costs, scale, digits)
+    got, same = plan_marginals(rows, rows, costs, scale, digits, symmetric=True)
+    assert got is same
+    check(got, expected, tolerance(rows, scale, digits, largest), case[0])
+
+
+@pytest.mark.parametrize(("n", "classes"), [(1000, 1), (600, 3), (300, 200)])
+def test_chunks_of_a_symmetric_plan_give_its_sums(n, classes, small_chunks):
+    rows, costs, scale = symmetric_problem(n, 5, classes, 3)
+    expected, _, largest = dense(rows, rows, costs, scale, 3)
+    got, _ = plan_marginals(rows, rows, costs, scale, 3, symmetric=True)
+    check(got, expected, tolerance(rows, scale, 3, largest), n)
+
+
+def test_two_runs_agree_bit_for_bit():
+    rows, columns, costs, scale = problem(SMALL[5], 3)
+    first, second = (plan_marginals(rows, columns, costs, scale, 3) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def nearly_half(n, d):
+    """v = 1 + 63.5 / 128, cut into 1, 64 and -64: every pair of digits left out is largest."""
+    return torch.full((n, d), 1 + 63.5 / 128, dtype=torch.float64)
+
+
+def alternating(n, d):
+    """Two clusters, and coordinates whose digits alternate in sign."""
+    sign = torch.where(torch.arange(d) % 2 == 0, 1.0, -1.0)
+    return nearly_half(n, d) * sign * torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0)[:, None]
+
+
+def below_half(n, d):
+    """All digits after the first as large as they get, of one sign."""
+    return torch.full((n, d), 30 + (1 - 2.0**-40) / 2, dtype=torch.float64)
+
+
+def nearly_constant(n, d):
+    draw = torch.Generator().manual_seed(0)
+    return 90 + 1e-3 * torch.randn(n, d, generator=draw).double()
+
+
+@pytest.mark.parametrize("make", [nearly_half, alternating, below_half, nearly_constant])
+@pytest.mark.parametrize("d", [1, 33, pytest.param(2000, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("digits", [3, 4])
+def test_scores_are_within_the_documented_error(make, d, digits):
+    # The plan's exponents are the errors of the scores, in units of the bound.
+    points = make(140, d).to(DEVICE)
+    layout = arrange(torch.zeros(140, dtype=torch.int64, device=DEVICE), 1)
+    centre = torch.zeros(d, dtype=torch.float64, device=DEVICE)
+    values = pack_digits(points, layout, centre, 1.0, digits, 0, layout.size).values
+    x = decoded(values)[:140]
+    bound = product_error(digits, d)
+    one = arrange(torch.zeros(1, dtype=torch.int64, device=DEVICE), 1)
+    for j in (0, 1):
+        term = layout.spread(-(x @ x[j]) / bound, NOTHING)
+        columns = DigitSide(
+            points[j : j + 1], one, centre, 1.0, one.spread(torch.zeros_like(term[:1]), NOTHING)
+        )
+        rows = DigitSide(points, layout, centre, 1.0, term)
+        sums, _ = plan_marginals(rows, columns, None, 1 / bound, digits)
+        errors = sums[:140].log2().abs()
+        slack = 2.0**-50 * 3 * float((x @ x[j]).abs().max()) / bound
+        assert float(errors.max()) <= 1 + 2e-6 + slack
+        if make is nearly_half and d > 1:
+            assert float(errors.max()) > 0.3
+
+
+@pytest.mark.parametrize("d", [1, 70, 1000])
+def test_products_of_one_digit_are_exact(d):
+    draw = torch.Generator().manual_seed(0)
+    points = torch.randint(-128, 128, (140, d), generator=draw).to(DEVICE)
+    points[0], points[1] = -128, 127
+    layout = arrange(torch.zeros(140, dtype=torch.int64, device=DEVICE), 1)
+    centre = torch.zeros(d, dtype=torch.float64, device=DEVICE)
+    one = arrange(torch.zeros(1, dtype=torch.int64, device=DEVICE), 1)
+    for j in (0, 1, 2):
+        product = points.double() @ points[j].double()
+        rows = DigitSide(points, layout, centre, 1.0, layout.spread(-product, NOTHING))
+        zero = one.spread(torch.zeros(1, dtype=torch.float64, device=DEVICE), NOTHING)
+        columns = DigitSide(points[j : j + 1], one, centre, 1.0, zero)
+        sums, _ = plan_marginals(rows, columns, None, 1.0, 1)
+        assert bool(((sums[:140] - 1).abs() <= SUM_ERROR).all())
+
+
+@pytest.mark.parametrize("e", [-126.0, -125.5, -125.0, -124.9, -1e7, NOTHING, 127.9, 128.0, 9999900.0])
+def test_exponents_at_the_ends_of_the_range(e):
+    rows = side_of(5, 3, 1, 1, 1)
+    zeros = torch.zeros_like(rows.points)
+    term = rows.layout.spread(torch.full((5,), e, dtype=torch.float64, device=DEVICE), NOTHING)
+    rows = rows._replace(points=zeros, centre=rows.centre * 0, term=term)
+    one = arrange(torch.zeros(1, dtype=torch.int64, device=DEVICE), 1)
+    zero = one.spread(torch.zeros(1, dtype=torch.float64, device=DEVICE), NOTHING)
+    columns = rows._replace(points=zeros[:1], layout=one, term=zero)
+    sums, totals = plan_marginals(rows, columns, None, 1.0, 1)
+    expected = 0.0 if e < -125 else math.inf if e >= 128 else 2.0**e
+    assert sums[:5].tolist() == pytest.approx([expected] * 5, rel=SUM_ERROR, abs=0)
+    assert not bool(sums[5:].any())
+    assert not bool(totals[1:].any())
+
+
+@pytest.mark.parametrize("digits", DIGITS)
+@pytest.mark.parametrize(("n", "d", "classes"), [(1, 1, 1), (300, 70, 2), (130, 200, 60)])
+def test_digits_stand_for_the_points(n, d, classes, digits):
+    side = side_of(n, d, classes, digits, 4)
+    layout = side.layout
+    got = pack_digits(*side[:4], digits, 0, layout.size)
+    v = (side.points.double() - side.centre) * side.scale
+    v = torch.where(layout.filled[:, None], v[layout.origin], 0.0)
+    difference = (decoded(got.values)[:, :d] - v).square().sum(1)
+    rounded = 2.0**-51 * v.square().sum(1).sqrt()
+    assert bool((difference.sqrt() <= got.lost.sqrt() + rounded).all())
+    assert float(got.lost.max()) <= d * (128.0 ** -(digits - 1) / 2) ** 2 * (1 + 1e-9)
+    assert not bool(got.values[:, :, d:].any())
+    assert not bool(got.values[:, ~layout.filled].any())
+    assert int(got.values[1:].abs().max() if digits > 1 else 0) <= 64
+    squares = v.square().sum(1) / side.scale**2
+    torch.testing.assert_close(got.squares, squares, rtol=1e-13, atol=0)
+
+
+def test_what_does_not_fit_is_counted_as_lost():
+    layout = arrange(torch.zeros(2, dtype=torch.int64, device=DEVICE), 1)
+    points = torch.tensor([[130.0, 0.0], [-140.0, 5.0]], dtype=torch.float64, device=DEVICE)
+    centre = torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    got = pack_digits(points, layout, centre, 1.0, 3, 0, layout.size)
+    expected = (decoded(got.values)[:2, :2] - points).square().sum(1)
+    torch.testing.assert_close(got.lost[:2], expected, rtol=1e-9, atol=0)
+
+
+def test_points_of_any_type_strides_and_rows():
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 2, (400,), generator=draw).to(DEVICE)
+    layout = arrange(labels, 2)
+    points = torch.randn(400, 10, generator=draw).to(torch.float16).to(DEVICE)
+    centre = torch.zeros(10, dtype=torch.float64, device=DEVICE)
+    whole = pack_digits(points, layout, centre, 20.0, 3, 0, layout.size)
+    wide = torch.zeros(10, 800, dtype=torch.float64, device=DEVICE)
+    wide[:, ::2] = points.T.double()
+    part = pack_digits(wide[:, ::2].T, layout, centre, 20.0, 3, 128, 256)
+    for all_rows, some in zip(whole, part, strict=True):
+        axis = 1 if all_rows.dim() == 3 else 0
+        assert torch.equal(all_rows.narrow(axis, 128, 256), some)
+
+
+def test_a_wrong_number_of_digits_is_refused():
+    rows = side_of(3, 2, 1, 1, 1)
+    with pytest.raises(ValueError, match="got 2"):
+        plan_marginals(rows, rows, None, 1.0, 2)
+
+
+@pytest.mark.parametrize("row_bytes", [16, 64, 1536, 2352, 3136, 16384, 200_000])
+def test_chunks_stay_small(row_bytes):
+    height, width = chunk_sizes(row_bytes)
+    assert height % width == 0
+    assert width % 128 == 0
+    assert width * row_bytes <= module.CHUNK_BYTES // 2 or width == 128
+    assert height * row_bytes <= module.CHUNK_BYTES or height == width
+    assert height // 64 * width * 8 <= 64 << 20

@@ -1,0 +1,317 @@
+"""Tables of class distances as no metric has them: asymmetric, negative, far from 0."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.options import SolverOptions
+
+CLASSES = 3
+LABELS = {"x": torch.arange(33) % CLASSES, "y": torch.arange(27) % CLASSES}
+DOUBLE = otdd.ComputeOptions("cpu", precision="double")
+COMPUTE = {
+    "double": DOUBLE,
+    "stored": otdd.ComputeOptions("cpu", precision="high"),
+    "streamed": otdd.ComputeOptions("cpu", precision="high", memory_budget=0),
+    # On a GPU, else in the interpreter.
+    "triton": otdd.ComputeOptions("auto", "triton"),
+}
+
+
+def cloud(side: str) -> LabeledSamples:
+    """Points on a grid of 1/16, and masses that are not equal."""
+    labels = LABELS[side]
+    generator = torch.Generator().manual_seed(ord(side))
+    points = torch.randint(-32, 32, (len(labels), 3), generator=generator) / 16
+    weights = torch.rand(len(labels), generator=generator) + 0.2
+    return LabeledSamples(points, labels, ("a", "b", "c"), weights)
+
+
+def symmetric_table(seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Multiples of 1/16 times the scale, which float32 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, 32, (2 * CLASSES, 2 * CLASSES), generator=generator).double()
+    return scale * (drawn + drawn.T) / 16
+
+
+def with_entry(table: Tensor, row: int, column: int, by: float) -> Tensor:
+    """The table with one entry raised."""
+    moved = table.clone()
+    moved[row, column] += by
+    return moved
+
+
+def by_divergence(table: Tensor, **settings: Any) -> Divergence:
+    settings = {"compute": DOUBLE, "epsilon": 0.5, **settings}
+    return otdd.sinkhorn_divergence(cloud("x"), cloud("y"), class_table=table, **settings)
+
+
+def by_loss(table: Tensor, **settings: Any) -> Tensor:
+    """With a gradient by the table."""
+    x, y = cloud("x"), cloud("y")
+    leaf = table.clone().requires_grad_()
+    loss = otdd.sinkhorn_loss(
+        *(x.features, y.features, x.masses, y.masses),
+        **{"epsilon": 0.5, "compute": DOUBLE, **settings},
+        labels_x=x.labels,
+        labels_y=y.labels,
+        class_table=leaf,
+    )
+    loss.backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+ENTRIES = {"divergence": by_divergence, "loss": by_loss}
+
+
+@pytest.mark.parametrize("solve", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize(("where", "entry"), [("x, x", (0, 2)), ("y, y", (5, 4))])
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_an_asymmetric_self_block_is_refused(
+    solve: Callable[..., object], where: str, entry: tuple[int, int], scale: float
+) -> None:
+    table = with_entry(symmetric_table(scale=scale), *entry, 0.25 * scale)
+    gap = re.escape(f"{0.25 * scale:.6g}")
+    message = rf"\[{where}\] of class_table must be symmetric, but differ by {gap} from"
+    with pytest.raises(InputError, match=message):
+        solve(table)
+
+
+def test_a_shuffled_table_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise AssertionError("never to be called")
+
+    monkeypatch.setattr("otdd_flash.solver.problem.build_operator", fails)
+    monkeypatch.setattr("otdd_flash.solver.problem.check_resources", fails)
+    with pytest.raises(InputError, match=r"debias=False, which reads the block \[x, y\] alone"):
+        by_divergence(symmetric_table()[torch.tensor([1, 0, 2, 3, 4, 5])])
+
+
+def test_a_cloud_against_itself_is_refused_as_well() -> None:
+    table = with_entry(symmetric_table(), 0, 1, 1.0)[:CLASSES, :CLASSES].repeat(2, 2)
+    one = cloud("x")
+    with pytest.raises(InputError, match=r"\[x, x\] of class_table must be symmetric"):
+        otdd.sinkhorn_divergence(one, one, epsilon=0.5, class_table=table, compute=DOUBLE)
+
+
+def test_what_is_not_read_may_be_anything() -> None:
+    """The block [y, x] always, both self blocks without debiasing."""
+    table = symmetric_table()
+    lower = with_entry(table, 4, 1, 5.0)
+    assert by_divergence(lower).value == by_divergence(table).value
+    odd = with_entry(with_entry(table, 0, 1, 3.0), 3, 4, 5.0)
+    expected = by_divergence(table, debias=False).value
+    assert by_divergence(odd, debias=False).value == expected
+    clouds = cloud("x"), cloud("y")
+    cross = otdd.sinkhorn(*clouds, epsilon=0.5, class_table=odd, compute=DOUBLE)
+    assert cross.value == expected
+    torch.testing.assert_close(by_loss(odd, debias=False), by_loss(table, debias=False))
+
+
+def test_an_asymmetry_of_rounding_is_averaged_out() -> None:
+    table = symmetric_table()
+    rounded = with_entry(with_entry(table, 0, 1, 1e-5), 4, 5, -1e-5)
+    tight = {"options": SolverOptions(1e-11)}
+    found, transposed = (by_divergence(one, **tight) for one in (rounded, rounded.T))
+    mean = by_divergence((rounded + rounded.T) / 2, **tight)
+    assert found.xx is not None
+    assert found.xx.value == mean.xx.value == transposed.xx.value
+    assert found.xx.value != by_divergence(table, **tight).xx.value
+    assert found.yy.value == mean.yy.value == transposed.yy.value
+    gradient = by_loss(rounded, **tight)
+    for block in (gradient[:CLASSES, :CLASSES], gradient[CLASSES:, CLASSES:]):
+        assert torch.equal(block, block.T)
+
+
+def test_class_distances_average_it_out_too() -> None:
+    table = with_entry(symmetric_table(), 0, 1, 1e-5)
+    given = otdd.ClassDistances.from_full(table, CLASSES)
+    assert torch.equal(given.xx, given.xx.T)
+    assert given.xx[0, 1] == pytest.approx(float(table[0, 1] + table[1, 0]) / 2, abs=1e-15)
+    assert torch.equal(given.yy, table[CLASSES:, CLASSES:])
+    # Distances that are rounding alone: all of these classes coincide.
+    noise = with_entry(torch.zeros_like(table), 0, 1, 5e-7)
+    nothing = otdd.ClassDistances.from_full(noise, CLASSES)
+    result = otdd.dataset_distance(
+        cloud("x"), cloud("y"), epsilon=0.5, class_distances=nothing, compute=DOUBLE
+    )
+    assert result.converged
+
+
+def test_the_gradient_by_a_table_is_checked_entry_by_entry() -> None:
+    """One entry of a self block moved alone moves the mean with its mirror image by half."""
+    x, y = cloud("x"), cloud("y")
+
+    def loss(table: Tensor) -> Tensor:
+        return otdd.sinkhorn_loss(
+            *(x.features.double(), y.features.double(), x.masses, y.masses),
+            epsilon=2.0,
+            labels_x=x.labels,
+            labels_y=y.labels,
+            class_table=table,
+            options=SolverOptions(1e-11),
+        )
+
+    table = symmetric_table().requires_grad_()
+    assert torch.autograd.gradcheck(loss, (table,), eps=1e-5, atol=1e-7, rtol=1e-5)
+
+
+def shifted(by: float) -> Tensor:
+    """Every distance lower by as much."""
+    return symmetric_table() - by
+
+
+def some_shifted(by: float) -> Tensor:
+    """Some pairs of classes lower by as much, the others not."""
+    drawn = torch.randint(0, 2, (2 * CLASSES,) * 2, generator=torch.Generator().manual_seed(3))
+    return symmetric_table() - by * (drawn + drawn.T).clamp_max(1)
+
+
+def cross_shifted(by: float) -> Tensor:
+    """The distances between the two sides lower, those within a side not."""
+    side = torch.arange(2 * CLASSES) >= CLASSES
+    return symmetric_table() - by * (side[:, None] != side)
+
+
+def spread_out(by: float) -> Tensor:
+    """Every distance lower by another part of it, in multiples of 1/16."""
+    part = symmetric_table(seed=1) / 4
+    return symmetric_table() - by * part
+
+
+TABLES = {
+    "all": shifted,
+    "some": some_shifted,
+    "cross": cross_shifted,
+    "spread": spread_out,
+    "raised": lambda by: shifted(-by),
+}
+
+
+def dense_cost(term: str, table: Tensor) -> Tensor:
+    """C of a term at lambda_x = lambda_y = 1/2; exact, as all inputs are multiples of 1/16."""
+    spans = {"x": slice(0, CLASSES), "y": slice(CLASSES, None)}
+    x, y = (cloud(side) for side in term)
+    block = table[spans[term[0]], spans[term[1]]] / 2
+    return reference.dense_cost(x.features, y.features, 0.5, block, x.labels, y.labels)
+
+
+def truth(term: str, table: Tensor, epsilon: float) -> float:
+    """OT_epsilon in float64, of costs from 0 up, so that an offset is rounded once."""
+    cost = dense_cost(term, table)
+    lowest = cost.min()
+    a, b = (cloud(side).masses for side in term)
+    return reference.entropic_transport(cost - lowest, a, b, epsilon)[0] + float(lowest)
+
+
+def assert_proved(divergence: Divergence, table: Tensor, epsilon: float) -> None:
+    """The float64 optimum is in the bounds of every term, and the plan no worse than it says."""
+    for name, term in divergence.terms.items():
+        cost = dense_cost(name, table)
+        a, b = (cloud(side).masses for side in name)
+        value = truth(name, table, epsilon)
+        # What the reference itself rounds, or leaves open.
+        slack = 4 * torch.finfo(torch.float64).eps * float(cost.abs().max()) + 1e-12
+        lower, upper = term.bounds
+        assert lower <= upper, f"{name}: {term.bounds}"
+        assert lower - slack <= value <= upper + slack, f"{name}: {value} in {term.bounds}"
+        f, g = (potential.cpu() for potential in (term.f, term.g))
+        gap = (reference.plan(cost, a, b, f, g, epsilon).sum(0) - b).abs().sum()
+        assert float(gap) <= term.marginal_error + slack / epsilon
+
+
+def solved_or_refused(table: Tensor, **settings: Any) -> Divergence | str:
+    """The divergence, or the sentence that refuses it."""
+    try:
+        return by_divergence(table, **settings)
+    except InputError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
+@pytest.mark.parametrize("compute", ["double", "stored", "streamed"])
+@pytest.mark.parametrize("epsilon", [1.0, 1e3, 1e6])
+@pytest.mark.parametrize("by", [1e3, 1e4, 1e6])
+@pytest.mark.parametrize("name", TABLES)
+def test_bounds_hold_for_entries_far_from_0(
+    name: str, by: float, epsilon: float, compute: str
+) -> None:
+    """Or float32 cannot hold them: it resolves costs of 5e5 to 0.03."""
+    if name in ("some", "spread"):
+        # Beyond this the reference does not converge.
+        by = min(by, 1e4 * epsilon)
+    table, options = TABLES[name](by), SolverOptions(max_iterations=200)
+    found = solved_or_refused(table, epsilon=epsilon, options=options, compute=COMPUTE[compute])
+    if isinstance(found, str):
+        assert compute != "double", found
+        assert by / epsilon >= 1e3, found
+        assert re.search("raise epsilon|precision=double", found)
+    else:
+        assert_proved(found, table, epsilon)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 1e3])
+@pytest.mark.parametrize("name", ["all", "cross"])
+def test_bounds_hold_for_entries_far_from_0_in_triton(name: str, epsilon: float) -> None:
+    table = TABLES[name](1e3)
+    settings = {"options": SolverOptions(max_iterations=20), "compute": COMPUTE["triton"]}
+    assert_proved(by_divergence(table, epsilon=epsilon, **settings), table, epsilon)
+
+
+@pytest.mark.parametrize("by", [1e3, -1e3])
+def test_a_constant_changes_no_divergence(by: float) -> None:
+    """S of costs and of costs plus a constant are one number: both intervals hold it."""
+    plain, moved = (by_divergence(shifted(one), epsilon=2.0) for one in (0.0, by))
+    assert moved.bounds[0] <= plain.bounds[1]
+    assert plain.bounds[0] <= moved.bounds[1]
+    assert moved.value == pytest.approx(plain.value, abs=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
+@pytest.mark.parametrize("name", ["some", "spread"])
+def test_negative_entries_take_no_longer_than_positive_ones(name: str) -> None:
+    """Levels of epsilon start at what costs differ by, whatever the sign of their mean."""
+    table = TABLES[name](1e4)
+    negative, positive = (
+        by_divergence(one, epsilon=10.0, debias=False).xy.iterations
+        for one in (table, table - table.min())
+    )
+    assert negative <= 2 * positive
+
+
+@pytest.mark.parametrize("precision", ["high", "double"])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_entries_that_overflow_are_refused_in_one_sentence(precision: str, sign: int) -> None:
+    largest = torch.finfo(torch.float64 if precision == "double" else torch.float32).max
+    for size, epsilon in ((largest, 1.0), (largest, largest / 8), (largest / 100, largest / 100)):
+        table = torch.full((2 * CLASSES, 2 * CLASSES), sign * size, dtype=torch.float64)
+        compute = otdd.ComputeOptions("cpu", precision=precision)
+        found = solved_or_refused(table, epsilon=epsilon, compute=compute)
+        if isinstance(found, str):
+            assert re.search("overflow|too (small|tight)", found)
+        else:
+            assert size < largest
+            assert all(math.isfinite(end) for end in found.bounds)
+            assert found.bounds[0] <= found.bounds[1]
+
+
+def test_whole_numbers_on_a_gpu_take_negative_costs() -> None:
+    """Points that float16 holds are kept on a lattice, whose error model reads the mean cost."""
+    x, y = (
+        LabeledSamples((16 * cloud(side).features), LABELS[side], ("a", "b", "c")) for side in "xy"
+    )
+    found = otdd.sinkhorn(*(x, y), epsilon=1e3, class_table=shifted(1e4), compute=COMPUTE["triton"])
+    assert found.bounds[0] <= found.bounds[1]

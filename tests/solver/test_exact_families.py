@@ -1,0 +1,223 @@
+"""Bounds and marginal errors against exact truths: duplicates that collapse, and product measures.
+
+A few hundred problems of `experiments.verify_bounds`, which draws them by the ten thousand, and the
+sizes and epsilons at which single sums of many equal terms go wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+import torch
+
+from experiments.exact_families.building import Frame
+from experiments.exact_families.checking import Outcome, check, has_pairs
+from experiments.exact_families.duplicates import clusters, two_clusters
+from experiments.exact_families.families import FAMILIES, draw_problem
+from experiments.exact_families.marginals import marginal_error
+from experiments.exact_families.problem import Problem
+from experiments.exact_families.products import gaussian_grid, irregular_product
+from experiments.exact_families.settings import Settings, draw_settings
+from experiments.exact_families.transport import entropic_transport, extended
+
+PROBLEMS_PER_FAMILY = 16
+
+
+def frame(seed: int, n: int, m: int, device: str = "cpu", elements: int = 1 << 20) -> Frame:
+    return Frame(np.random.default_rng(seed), n, m, device, elements)
+
+
+def dense_costs(problem: Problem, term: str = "xy") -> torch.Tensor:
+    """(n, m) float64 from the points that the library gets."""
+    left, right = problem.sides(term)
+    block = problem.block(term)
+    labels = [
+        torch.zeros(len(side.samples), dtype=torch.int64)
+        if side.samples.labels is None
+        else side.samples.labels
+        for side in (left, right)
+    ]
+    cost = reference.dense_cost(
+        left.samples.features, right.samples.features, problem.cost.lambda_x
+    )
+    if block is not None:
+        table = torch.from_numpy(block) * problem.cost.lambda_y
+        cost = cost + table[labels[0]][:, labels[1]]
+    return cost
+
+
+def assert_held(outcome: Outcome) -> None:
+    assert outcome.status in ("held", "refused"), outcome
+
+
+@pytest.mark.parametrize("relative_epsilon", [1e-3, 0.05, 1.0, 100.0, 1e4])
+def test_two_clusters_have_the_closed_form(relative_epsilon: float) -> None:
+    """OT = epsilon (log 2 - log1p(exp(-s^2 / (2 epsilon))))."""
+    problem = two_clusters(frame(0, 16, 8), separation=1.25)
+    epsilon = relative_epsilon * problem.scale()
+    truth = problem.truth("xy", epsilon)
+    gap = np.longdouble(1.25) ** 2 / (2 * np.longdouble(epsilon))
+    # log 2 - log(1 + exp(-gap)), without cancellation.
+    closed = -np.longdouble(epsilon) * np.log1p(np.expm1(-gap) / 2)
+    assert abs(float(closed) - truth.value) <= truth.error
+    assert truth.error <= 1e-15 * (problem.scale() + 0.01 * epsilon)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_duplicates_collapse(seed: int) -> None:
+    """The points' value by dense Newton steps in float64 is that of the atoms."""
+    problem = clusters(frame(seed, 40, 23))
+    epsilon = 0.05 * problem.scale()
+    masses = [torch.from_numpy(side.masses) for side in problem.sides("xy")]
+    dense, _, _ = reference.entropic_transport(dense_costs(problem), *masses, epsilon)
+    assert dense == pytest.approx(problem.truth("xy", epsilon).value, rel=1e-9)
+
+
+def test_products_add_up_at_3000_points() -> None:
+    """Gaussian weights on a grid: dense float64 on 3,000 x 3,000 against a sum over two axes."""
+    draws = (gaussian_grid(frame(seed, 3000, 3000)) for seed in range(20))
+    problem = next(one for one in draws if min(one.shape) > 2500)
+    cost, epsilon = dense_costs(problem), 3 * problem.scale()
+    a, b = (torch.from_numpy(side.masses) for side in problem.sides("xy"))
+    g = torch.zeros_like(b)
+    for _ in range(20):
+        f = reference.softmin_rows(cost, b, g, epsilon)
+        updated = reference.softmin_rows(cost.T, a, f, epsilon)
+        if float(b @ (updated - g).abs()) < 1e-7 * epsilon:
+            break
+        g = updated
+    # The dual at f = T(g) is off in the second order.
+    assert float(a @ f + b @ g) == pytest.approx(problem.truth("xy", epsilon).value, rel=1e-11)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_products_with_classes_add_up(seed: int) -> None:
+    problem = irregular_product(frame(seed, 60, 50))
+    epsilon = 0.1 * problem.scale()
+    masses = [torch.from_numpy(side.masses) for side in problem.sides("xy")]
+    dense, _, _ = reference.entropic_transport(dense_costs(problem), *masses, epsilon)
+    assert dense == pytest.approx(problem.truth("xy", epsilon).value, rel=1e-9)
+
+
+@pytest.mark.parametrize("family", ["clusters", "orders_of_magnitude", "irregular_product"])
+def test_marginal_errors_are_those_of_the_dense_plan(family: str) -> None:
+    problem = draw_problem(frame(1, 50, 30), family)
+    epsilon = 0.1 * problem.scale()
+    draw = torch.Generator().manual_seed(0)
+    f, g = (epsilon * torch.randn(size, generator=draw).double() for size in problem.shape)
+    a, b = (torch.from_numpy(side.masses) for side in problem.sides("xy"))
+    plan = reference.plan(dense_costs(problem), a, b, f, g, epsilon)
+    dense = max(float((plan.sum(1) - a).abs().sum()), float((plan.sum(0) - b).abs().sum()))
+    found = marginal_error(problem, "xy", f, g, epsilon)
+    assert found is not None
+    assert found[0] == pytest.approx(dense, rel=1e-10)
+
+
+@pytest.mark.parametrize("relative_epsilon", [1e-4, 1e-2, 1.0, 1e4])
+def test_truths_prove_their_own_error(relative_epsilon: float) -> None:
+    """Random atoms with masses over ten orders of magnitude."""
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        shape = random.integers(1, 9, 2)
+        points = [extended(random.normal(size=(count, 2))) for count in shape]
+        cost = ((points[0][:, None] - points[1]) ** 2).sum(2)
+        a, b = (extended(10 ** random.uniform(-10, 0, count)) for count in shape)
+        a, b = a / a.sum(), b / b.sum()
+        mean = float(a @ cost @ b)
+        truth = entropic_transport(cost, a, b, relative_epsilon * mean)
+        assert truth.error <= 1e-14 * mean
+        assert truth.value <= mean + truth.error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str) -> None:
+    """Any route, precision, epsilon and stopping rule, at small sizes and a few of thousands."""
+    undecided = 0
+    for seed in range(PROBLEMS_PER_FAMILY):
+        n, m = ((7, 50), (64, 1), (300, 2), (40, 2500))[seed % 4]
+        one = frame(seed, *((n, m) if seed % 8 < 4 else (m, n)))
+        problem = draw_problem(one, family)
+        settings = draw_settings(one.random, 60)
+        outcome = check(problem, settings)
+        undecided += outcome.status == "undecided"
+        assert outcome.status != "violated", (seed, settings, outcome)
+    assert undecided <= 1
+
+
+@pytest.mark.parametrize("precision", ["fast", "double"])
+@pytest.mark.parametrize(
+    ("relative_epsilon", "n", "m", "separation", "seed"),
+    [
+        (1.0, 66_000, 64, 1.6984092, 448),
+        (3.0, 10_000, 10, 0.6287387, 933),
+        (3.0, 66_000, 64, 1.0984081, 917),
+        (30.0, 10_000, 10, 1.3333942, 60),
+        (30.0, 66_000, 64, 1.4447239, 718),
+        (100.0, 10_000, 6, 1.653666, 146),
+        (100.0, 32_000, 66, 0.8872122, 527),
+        (1000.0, 8_000, 128, 1.7918938, 246),
+        (1000.0, 32_000, 66, 0.5855879, 744),
+    ],
+)
+def test_many_equal_terms(
+    precision: str, relative_epsilon: float, n: int, m: int, separation: float, seed: int
+) -> None:
+    """Sums whose terms are all equal, whose roundings do not average out."""
+    problem = two_clusters(frame(seed, n, m), separation)
+    settings = Settings(
+        "cross", relative_epsilon, precision, streamed=True, options={"max_iterations": 50}
+    )
+    assert_held(check(problem, settings))
+
+
+@pytest.mark.parametrize("relative_epsilon", [0.01, 1.0, 100.0])
+def test_pairs_of_classes(relative_epsilon: float) -> None:
+    """labels=sinkhorn: bounds of every pair, classes of a few atoms each."""
+    settings = Settings("class_pairs", relative_epsilon)
+    problems = [clusters(frame(seed, 400, 300)) for seed in range(40)]
+    paired = [problem for problem in problems if has_pairs(problem, settings)]
+    assert len(paired) >= 8
+    for problem in paired:
+        assert_held(check(problem, settings))
+
+
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_products_in_long_chains_that_round_one_way(precision: str) -> None:
+    """d = 100,000: what is summed is the same product again and again."""
+    for seed in range(3):
+        problem = draw_problem(frame(seed, 4, 4, elements=1 << 20), "nearly_constant")
+        for relative_epsilon in (0.01, 1.0):
+            assert_held(check(problem, Settings("divergence", relative_epsilon, precision)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_on_a_gpu(family: str) -> None:
+    for seed in range(12):
+        n, m = ((50, 700), (3000, 64), (20_000, 2000), (70_000, 5000))[seed % 4]
+        one = frame(seed, n, m, "cuda", 1 << 24)
+        problem = draw_problem(one, family)
+        settings = draw_settings(one.random, 100)
+        outcome = check(problem, settings, "cuda")
+        assert outcome.status != "violated", (seed, settings, outcome)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fast", "high"])
+@pytest.mark.parametrize("relative_epsilon", [0.2, 1.0, 3.0, 100.0])
+@pytest.mark.parametrize(
+    ("n", "m"), [(10_000, 10_000), (65_536, 65_536), (262_144, 65_536), (1_048_576, 131_072)]
+)
+def test_many_equal_terms_on_a_gpu(n: int, m: int, relative_epsilon: float, precision: str) -> None:
+    for seed in range(3 if n < 200_000 else 1):
+        problem = two_clusters(frame(seed, n, m, "cuda"))
+        settings = Settings("cross", relative_epsilon, precision, options={"max_iterations": 10})
+        assert_held(check(problem, settings, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gaussian_grid", "clusters", "labels_alone", "one_hot"])
+def test_a_million_points_on_a_gpu(family: str) -> None:
+    problem = draw_problem(frame(3, 1_000_000, 20_000, "cuda", 1 << 24), family)
+    assert_held(check(problem, Settings("cross", 10.0, options={"max_iterations": 5}), "cuda"))
