@@ -47,7 +47,10 @@ from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, load_tile, operand, pipe
 
 # Bound on the relative error of a sum: 4 + ln 2 units of each entry, 11 additions, and terms of
 # second order and of float64.
-SUM_ERROR = 16 * 2.0**-24
+ENTRY_ERROR, ADDITION_ERROR = 4.75 * 2.0**-24, 11.25 * 2.0**-24
+SUM_ERROR = ENTRY_ERROR + ADDITION_ERROR
+# Of an exponent, over the sizes of its terms.
+EXPONENT_ERROR = 2.0**-50
 # Entries below count as 0.
 LEAST_ENTRY = 2.0**-125
 
@@ -275,7 +278,8 @@ class DigitSide(NamedTuple):
         layout: their order in blocks, n packed rows.
         centre: (d,) float64, the same on both sides.
         scale: v = (x - centre) scale has coordinates in [-127, 127] and |v| <= 4095. With one digit
-            v are integers and all |S| < 2^31. The same on both sides.
+            v are integers and all |S| < 2^31. The same on both sides. d is below 100,000, so that
+            sums of products of digits are int32.
         term: (n,) float64, u or v of the exponents in packed order; -1e30 for padding and for
             points without mass.
     """

@@ -9,11 +9,11 @@ averaged update f <- (f + T(f)) / 2 no e_ij exceeds 1 / sqrt(a_i a_j), because a
 exceed 1. Sums that leave float32's range all the same mark their rows, which `half_step` then does
 with a maximum.
 
-Shapes: as in `half_step`, with x on both sides. Row blocks are done a stripe at a time, so that sums
-over tiles take a bounded part of the memory: of_columns (stripe, n) holds in row k the column sums
-that the k-th row block of the stripe gave to the blocks after it, of_rows (slots, stripe BLOCK_ROWS)
-the row sums, one for each range of their columns. After a stripe they are added to totals (n,) in
-float64, always in the same order: no atomics, the same bits in every run.
+Shapes: as in `half_step`, with x on both sides. Row blocks are done a stripe at a time, so that
+sums over tiles take a bounded part of the memory: of_columns (stripe, n) holds in row k the column
+sums that the k-th row block of the stripe gave to the blocks after it, of_rows (slots, stripe
+BLOCK_ROWS) the row sums, one for each range of their columns. After a stripe they are added to
+totals (n,) in float64, always in the same order: no atomics, the same bits in every run.
 """
 
 from __future__ import annotations

@@ -98,8 +98,10 @@ class Check:
         """Note what was wrong; `outside` in units of the cost, or of mass for marginal errors."""
         if outside is not None and kind != "marginal error":
             outside /= self.scale
-        # JSON holds no infinities.
+        # JSON holds neither infinities nor NaN.
         shown = {key: repr(value) for key, value in numbers.items()}
+        if outside is not None and not math.isfinite(outside):
+            shown["outside by"], outside = repr(outside), None
         self.outcome.findings.append(
             {"kind": kind, "of": what, "outside": outside, "mean_cost": self.scale, **shown}
         )

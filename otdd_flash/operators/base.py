@@ -137,11 +137,14 @@ class Operator(Protocol):
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         ...
 
-    def marginals(self, f: Tensor, g: Tensor, epsilon: float) -> Marginals:
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = False
+    ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,), with bounds on their errors.
 
         Potentials may be float32 or float64; those of points without mass are not read. The costs
-        C' that the sums belong to are the same in every call.
+        C' that the sums belong to are the same in every call that is `accurate`, and in every one
+        that need not be.
         """
         ...
 

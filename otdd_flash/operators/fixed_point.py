@@ -3,8 +3,8 @@
     C'_ij = p_i + q_j - 2 lambda_x <x'_i, y'_j> + lambda_y W[l_i, l_j]
 
 Norms p_i = lambda_x ||x_i||^2 are those of the points themselves, in float64; x' are the points in
-fixed point (`kernels.digits`), off by e_i = ||x_i - x'_i||, which is measured. By Cauchy and Schwarz
-and s t <= (theta s^2 + t^2 / theta) / 2, products are off by at most
+fixed point (`kernels.digits`), off by e_i = ||x_i - x'_i||, which is measured. By Cauchy and
+Schwarz and s t <= (theta s^2 + t^2 / theta) / 2, products are off by at most
 
     2 lambda_x (e_i ||y_j|| + ||x'_i|| e_j) <= A_i + B_j,
     A_i = lambda_x (e_i^2 / theta + theta (||x_i|| + e_i)^2),
@@ -24,7 +24,9 @@ from torch import Tensor
 from otdd_flash.kernels.digits import pack_digits, padded_dim, product_error
 from otdd_flash.kernels.packed_points import Layout
 from otdd_flash.kernels.plan_marginals import (
-    SUM_ERROR,
+    ADDITION_ERROR,
+    ENTRY_ERROR,
+    EXPONENT_ERROR,
     DigitSide,
     chunk_sizes,
     plan_marginals,
@@ -38,14 +40,13 @@ LOG2_E = math.log2(math.e)
 # The largest coordinate and norm in units of the first digit.
 LARGEST, LONGEST = 127.0, 4095.0
 
-ENTRY_ERROR = 5 * 2.0**-24
-EXPONENT_ERROR = 2.0**-49
+Pair = tuple[Tensor, Tensor]
 
 # Stands for an exponent of -inf.
 NO_MASS = -1e30
 
-# The marginal error that three digits may hide; four take 1.7 times as long.
-SMALL = 2.0**-14
+# The marginal error that three digits may hide, about; four take 1.7 times as long.
+SMALL = 2.0**-13
 
 
 class FixedPoint:
@@ -70,10 +71,11 @@ class FixedPoint:
         else:
             assert lattice is not None
             self._centre, self._scale = self._whole, lattice.scale
-        self._errors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._errors: dict[int, Pair] = {}
+        self._means: dict[int, float] = {}
 
     @cached_property
-    def squares(self) -> tuple[Tensor, Tensor]:
+    def squares(self) -> Pair:
         """||x_i||^2 (n,) and ||y_j||^2 (m,) about the centre, float64."""
         if self._whole is None:
             return self.cost.squares
@@ -86,9 +88,9 @@ class FixedPoint:
         """Bound on the mean error of costs at full accuracy over any plan between a and b."""
         return self._mean(1 if self._whole is not None else 4)
 
-    def marginals(self, f: Tensor, g: Tensor, epsilon: float) -> Marginals:
+    def marginals(self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,); of one tensor, a symmetric plan."""
-        cost, digits = self.cost, self._digits(epsilon)
+        cost, digits = self.cost, self._digits(epsilon, accurate)
         symmetric = cost.symmetric and f is g
         log2_masses = [(masses * len(masses)).log2() for masses in (cost.a, cost.b)]
         scale, sides = LOG2_E / epsilon, []
@@ -103,49 +105,56 @@ class FixedPoint:
             layout = self.layouts[side]
             packed = layout.spread(term, NO_MASS)
             sides.append(DigitSide(cost.points[side], layout, self._centre, self._scale, packed))
-        sums = plan_marginals(
-            *sides,
+        rows, columns = plan_marginals(
+            sides[0],
+            sides[1],
             None if single else cost.class_costs * scale,
             2 * cost.lambda_x * scale / self._scale**2,
             digits,
             symmetric=symmetric,
         )
-        rows, columns = (
-            part[layout.position] / math.prod(cost.shape)
-            for part, layout in zip(sums, self.layouts, strict=True)
-        )
-        errors = [
+        row_errors, column_errors = (
             of_costs
-            + EXPONENT_ERROR * (potential.double().abs() + magnitudes)
+            + 2 * EXPONENT_ERROR * (potential.double().abs() + magnitudes)
             + epsilon * torch.where(logs.isfinite(), EXPONENT_ERROR * logs.abs(), 0)
             + epsilon * ENTRY_ERROR / 2
             for of_costs, potential, magnitudes, logs in zip(
                 self._costs_errors(digits), (f, g), self._magnitudes, log2_masses, strict=True
             )
-        ]
-        return Marginals(rows, columns, *errors, cost_rounding=0.0, relative_error=SUM_ERROR)
+        )
+        return Marginals(
+            rows[self.layouts[0].position] / math.prod(cost.shape),
+            columns[self.layouts[1].position] / math.prod(cost.shape),
+            row_errors,
+            column_errors,
+            cost_rounding=0.0,
+            relative_error=ADDITION_ERROR,
+        )
 
-    def _digits(self, epsilon: float) -> int:
-        """How many digits hide little enough at this epsilon."""
+    def _digits(self, epsilon: float, accurate: bool) -> int:
+        """How many digits are needed, at this epsilon."""
         if self._whole is not None:
             return 1
-        return 3 if 2 * self._mean(3) <= SMALL * epsilon else 4
+        return 3 if not accurate and self._mean(3) <= SMALL * epsilon else 4
 
     def _mean(self, digits: int) -> float:
         x, y = self._costs_errors(digits)
-        return float(self.cost.a @ x + self.cost.b @ y)
+        if digits not in self._means:
+            self._means[digits] = float(self.cost.a @ x + self.cost.b @ y)
+        return self._means[digits]
 
     @cached_property
-    def _magnitudes(self) -> tuple[Tensor, Tensor]:
+    def _magnitudes(self) -> Pair:
         """As `LabelledCost.magnitudes`, about the centre."""
-        return tuple(
+        x, y = (
             magnitudes + 2 * self.cost.lambda_x * (about - squares)
             for magnitudes, about, squares in zip(
                 self.cost.magnitudes, self.squares, self.cost.squares, strict=True
             )
         )
+        return x, y
 
-    def _costs_errors(self, digits: int) -> tuple[Tensor, Tensor]:
+    def _costs_errors(self, digits: int) -> Pair:
         """A (n,) and B (m,): what points in fixed point, and float64, lose of costs."""
         if digits not in self._errors:
             cost, lambda_x = self.cost, self.cost.lambda_x
@@ -154,7 +163,7 @@ class FixedPoint:
             means = [cost.a @ pair[0] + cost.b @ pair[1] for pair in (lost, self.squares)]
             theta = (means[0] / means[1].clamp_min(TINY)).sqrt().clamp_min(TINY)
             products = lambda_x * product_error(digits, cost.points[0].shape[1]) / self._scale**2
-            self._errors[digits] = tuple(
+            of_x, of_y = (
                 lambda_x * (off / theta + theta * (squares.sqrt() + off.sqrt()).square())
                 + products
                 + cost.cost_error_share * magnitudes
@@ -162,6 +171,7 @@ class FixedPoint:
                     lost, self.squares, self._magnitudes, strict=True
                 )
             )
+            self._errors[digits] = of_x, of_y
         return self._errors[digits]
 
     def _lost(self, side: int, digits: int) -> Tensor:
@@ -173,7 +183,8 @@ class FixedPoint:
             rows = min(height, layout.size - first)
             packed = pack_digits(points, layout, self._centre, self._scale, digits, first, rows)
             lost[first : first + rows] = packed.lost
-        return lost[layout.position] / self._scale**2
+        lost = lost[layout.position]
+        return lost.div_(self._scale**2)
 
 
 TINY = torch.finfo(torch.float64).tiny

@@ -55,7 +55,7 @@ class KernelOperator:
         )
         self._parts = 1 if self._lattice else PARTS[precision]
         parts, (x, y) = self._parts, self._packed
-        self._fixed_point = (
+        self._fixed_point: FixedPoint = (
             FixedPoint(cost, (x.layout, y.layout), self._lattice)
             if coarse is None
             else coarse._fixed_point
@@ -113,9 +113,11 @@ class KernelOperator:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
 
-    def marginals(self, f: Tensor, g: Tensor, epsilon: float) -> Marginals:
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = False
+    ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,)."""
-        return self._fixed_point.marginals(f, g, epsilon)
+        return self._fixed_point.marginals(f, g, epsilon, accurate=accurate)
 
     def apply_plan(
         self,

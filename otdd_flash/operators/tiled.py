@@ -140,7 +140,9 @@ class TiledOperator(ABC):
     def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, -C[first row : first row + rows]), accurate to `cost_rounding`."""
 
-    def marginals(self, f: Tensor, g: Tensor, epsilon: float) -> Marginals:
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = False
+    ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
         # Points without mass take none, whatever their potential is.
         f, g = (
@@ -152,7 +154,7 @@ class TiledOperator(ABC):
             rows[part] = plan @ self.b
             columns += self.a[part] @ plan
         # Three operations on numbers of these sizes make an exponent.
-        errors = (
+        of_rows, of_columns = (
             self.cost_error_share * magnitudes
             + EVALUATION * DOUBLE_UNIT * (magnitudes + potential.abs())
             for magnitudes, potential in zip(self.magnitudes, (f, g), strict=True)
@@ -160,7 +162,8 @@ class TiledOperator(ABC):
         return Marginals(
             self.a * rows,
             self.b * columns,
-            *errors,
+            of_rows,
+            of_columns,
             cost_rounding=self.cost_rounding,
             relative_error=(sum(self.shape) + EVALUATION) * DOUBLE_UNIT,
         )

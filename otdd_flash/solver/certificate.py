@@ -6,15 +6,16 @@ potentials at hand and of costs C' near C,
 
     |C'_ij - C_ij| <= A_i + B_j + rho |C_ij|,                                                 (1)
 
-with A and B in the table below, and rho = u where costs are stored in float32, else 0. Everything else is algebra on vectors in float64.
+with A and B in the table below, and rho = u where costs are stored in float32, else 0. Everything
+else is algebra on vectors in float64.
 
 Perturbed costs. Let P* be an optimal plan of C and P' one of C'. By (1) and their marginals a, b
 
     OT(C') <= <C', P*> + epsilon KL(P*) <= OT(C) + eta,    OT(C) <= OT(C') + eta,
     eta = <a, A> + <b, B> + rho <|C|, P*>,
 
-where <C, P*> <= OT(C) as KL is not negative. So bounds of OT(C') become bounds of OT(C) by moving outwards by eta. No second order is neglected
-and no independence of roundings is assumed.
+where <C, P*> <= OT(C) as KL is not negative. So bounds of OT(C') become bounds of OT(C) by moving
+outwards by eta. No second order is neglected and no independence of roundings is assumed.
 
 Lower bound. The dual value at any potentials. With r at hand, f is replaced by its row update
 f + epsilon log(a / r), in float64, whose plan has row sums a and mass 1: the value is
@@ -61,11 +62,11 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 
 | operation | bound | enters |
 |---|---|---|
-| C_ij in float64, a product of d terms and four additions in any order | (2 d + 16) v (M_i + N_j) | A, B |
+| C_ij in float64: a product of d terms, four additions | (2 d + 16) v (M_i + N_j) | A, B |
 | C_ij rounded to float32, where costs are stored | u abs C_ij | rho |
-| PyTorch: (f_i + g_j - C_ij) / epsilon and exp, float64 | 8 v (abs f_i + abs g_j + M_i + N_j) | A, B |
-| PyTorch: sums of n or m terms in any order, float64 | (n + m + 8) v of the sum | `relative_error` |
-| Triton: points as 24 or 28 bits of fixed point | measured at every point, `kernels.digits` | A, B |
+| PyTorch: exponents and exp, float64 | 8 v (abs f_i + abs g_j + M_i + N_j) | A, B |
+| PyTorch: sums of n or m terms, float64 | (n + m + 8) v of the sum | `relative_error` |
+| Triton: points in fixed point of 22 or 29 bits | measured, `operators.fixed_point` | A, B |
 | Triton: products of these | exact, but for digits left out, `kernels.digits` | A, B |
 | Triton: exponents in float64, exp2, sums | `kernels.plan_marginals` | A, B, `relative_error` |
 | entries below 2^-126 of a product of masses | lost: less than 2^-126 in all | none |
@@ -150,23 +151,28 @@ def certify(
         updated = operator.softmin_columns(f, epsilon, g)
     a, b, unit = operator.a, operator.b, torch.finfo(operator.dtype).eps / 2
     g = torch.where(b > 0, torch.minimum(g, updated), updated)
-    plan = _plan(operator, f.double(), (g - MARGIN * unit * g.abs()).double(), epsilon)
+    g = (g - MARGIN * unit * g.abs()).double()
+    plan = _plan(operator, f.double(), g, epsilon, accurate=polished)
     lost = _lost(plan, (a, b), epsilon)
-    sums, scaled = plan.sums, 1 - _scaling(operator, plan.sums)
-    most = MOST_SCALED * (1 - float(sums.columns.sum())) + SCALED_UNITS * unit
-    if polished or scaled > most or lost.any:
+    kappa, mass, any_lost = torch.stack(
+        (_scaling(operator, plan.sums), plan.sums.columns.sum(), lost.any)
+    ).tolist()
+    enough = 1 - kappa <= MOST_SCALED * (1 - mass) + SCALED_UNITS * unit
+    if polished or any_lost or not enough:
         # Both updates once more, by exact sums; points of which errors may hide all get less than
         # these could make up for.
         f = plan.f + epsilon * _factors(operator, plan, lost).log()
         f = torch.where(lost.rows, plan.f - lost.row_drop, f)
         g = torch.where(lost.columns, plan.g - lost.column_drop, plan.g)
-        plan = _plan(operator, f, g, epsilon)
-        plan = _plan(operator, f, g - epsilon * _excess(plan.sums.columns, b), epsilon)
-        plan = plan._replace(passes=3)
+        plan = _plan(operator, f, g, epsilon, accurate=polished)
+        g = g - epsilon * _excess(plan.sums.columns, b)
+        plan = _plan(operator, f, g, epsilon, accurate=polished)._replace(passes=3)
     return _proved(operator, plan, lost, epsilon)
 
 
-def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
+def certify_self(
+    operator: Operator, f: Tensor, epsilon: float, *, accurate: bool = False
+) -> Certificate:
     """The plan of one potential f (n,) between a cloud and itself: one pass.
 
     The plan is symmetric: it is the mean of the computed one and its transpose, whose costs are
@@ -175,11 +181,11 @@ def certify_self(operator: Operator, f: Tensor, epsilon: float) -> Certificate:
     Raises:
         InputError: the plan's mass overflows.
     """
-    a, plan = operator.a, _self_plan(operator, f.double(), epsilon)
+    a, plan = operator.a, _self_plan(operator, f.double(), epsilon, accurate=accurate)
     lost = _lost(plan, (a, a), epsilon)
-    if lost.any:
+    if bool(lost.any):
         lowered = torch.where(lost.rows, plan.f - lost.row_drop, plan.f)
-        plan = _self_plan(operator, lowered, epsilon)._replace(passes=2)
+        plan = _self_plan(operator, lowered, epsilon, accurate=accurate)._replace(passes=2)
     sums = plan.sums
     total = sums.rows.sum()
     rows, f = sums.rows / total, plan.f - epsilon / 2 * total.log()
@@ -226,6 +232,7 @@ def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certi
     noise = _hidden(rows, row_errors, epsilon) + lost.hidden
     noise = noise + _hidden_after(sums, factors, column_errors, epsilon)
     kappa = _scaling(operator, sums)
+    scaled = plan.f + epsilon * kappa.log(), g
     gap, row_gap, noise, dual, swing, row_swing, primal, size, cost_errors, largest = torch.stack(
         (
             _column_gap(sums, factors, b),
@@ -236,7 +243,7 @@ def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certi
             oscillation(f, a > 0),
             filled_value(
                 operator,
-                (plan.f + epsilon * math.log(kappa), g),
+                scaled,
                 (kappa * sums.rows, kappa * sums.columns),
                 epsilon,
             ),
@@ -306,13 +313,13 @@ def absent(operator: Operator) -> float:
     return -min(1e37, max(1e20, 1e6 * max(map(abs, operator.cost_range))))
 
 
-def _plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
+def _plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool) -> Plan:
     """Evaluate the plan of f (n,) and g (m,), float64.
 
     Raises:
         InputError: its mass overflows.
     """
-    sums = operator.marginals(f, g, epsilon)
+    sums = operator.marginals(f, g, epsilon, accurate=accurate)
     if not math.isfinite(float(sums.rows.sum())):
         raise InputError(
             f"some costs are too far above the mean at epsilon={epsilon:g}: rounding alone makes "
@@ -329,9 +336,9 @@ def _plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
     return Plan(f, g, sums, row_errors, column_errors)
 
 
-def _self_plan(operator: Operator, f: Tensor, epsilon: float) -> Plan:
+def _self_plan(operator: Operator, f: Tensor, epsilon: float, *, accurate: bool) -> Plan:
     """The plan of f (n,) and f, made symmetric."""
-    plan = _plan(operator, f, f, epsilon)
+    plan = _plan(operator, f, f, epsilon, accurate=accurate)
     sums = plan.sums
     rows, errors = (
         (sums.rows + sums.columns) / 2,
@@ -360,13 +367,13 @@ class Lost(NamedTuple):
     hidden: Tensor
 
     @property
-    def any(self) -> bool:
-        """Whether there are such points."""
-        return bool(self.rows.any() | self.columns.any())
+    def any(self) -> Tensor:
+        """1 if there are such points, else 0; () float64."""
+        return (self.rows.any() | self.columns.any()).double()
 
 
 def _lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: float) -> Lost:
-    """The points with 2 A_i > epsilon: lowered by 4 A_i, they have at most a_i exp(-2 A_i / eps)."""
+    """The points with 2 A_i > epsilon; lowered by 4 A_i they have at most a_i exp(-2 A_i / eps)."""
     points, drops, hidden = [], [], []
     for part, errors, mass in (
         (plan.sums.rows, plan.row_errors, masses[0]),
@@ -376,22 +383,22 @@ def _lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: float) -> Lost:
         points.append(lost)
         drops.append(4 * errors + epsilon * _excess(part, mass))
         hidden.append(torch.where(lost, mass * (-2 * errors / epsilon).exp(), 0).sum())
-    return Lost(*points, *drops, hidden[0] + hidden[1])
+    return Lost(points[0], points[1], drops[0], drops[1], hidden[0] + hidden[1])
 
 
 def _factors(operator: Operator, plan: Plan, lost: Lost) -> Tensor:
-    """a / r (n,) of the row update, 1 for rows that are lost or that the plan does not reach."""
+    """Of the row update, a / r (n,), and 1 for rows that are lost or not reached by the plan."""
     rows = plan.sums.rows
     return torch.where((operator.a > 0) & (rows > 0) & ~lost.rows, operator.a / rows, 1)
 
 
-def _scaling(operator: Operator, sums: Marginals) -> float:
+def _scaling(operator: Operator, sums: Marginals) -> Tensor:
     """Kappa <= 1, by which no row and column of a plan has more than its mass."""
     ratios = [
         torch.where(part > 0, masses / part, torch.inf).min()
         for part, masses in ((sums.rows, operator.a), (sums.columns, operator.b))
     ]
-    return min(1.0, float(torch.minimum(*ratios)) / (1 + sums.relative_error))
+    return (torch.minimum(ratios[0], ratios[1]) / (1 + sums.relative_error)).clamp_max(1)
 
 
 def _excess(part: Tensor, masses: Tensor) -> Tensor:
@@ -405,7 +412,7 @@ def _column_gap(sums: Marginals, factors: Tensor, b: Tensor) -> Tensor:
         (sums.rows * (factors - k).abs()).sum() + (k * sums.columns - b).abs().sum()
         for k in (torch.ones_like(sums.rows[0]), 1 / sums.rows.sum())
     ]
-    return torch.minimum(*gaps)
+    return torch.minimum(gaps[0], gaps[1])
 
 
 def _hidden(sums: Tensor, errors: Tensor, epsilon: float) -> Tensor:

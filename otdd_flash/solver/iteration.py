@@ -20,12 +20,14 @@ from otdd_flash.solver.term import reachable_tolerance
 # (iteration, error): whether an epsilon had enough iterations.
 Enough = Callable[[int, float], bool]
 
-# (refined operator, track, polished): what a track proves, after exact updates if that is asked for.
+# (refined operator, track, polished): what a track proves, if asked for as well as it can.
 Certify = Callable[[Operator, Track, bool], Certificate]
 
 # How often a solve goes on after a certificate that found more than the iterations had seen, and
 # what part of the tolerance such a certificate should then find.
 MOST_TRIES, AIM = 4, 0.9
+# The share of the tolerance from which on it is worth the while to let errors hide less.
+HIDDEN = 0.1
 
 
 class _Look(NamedTuple):
@@ -86,7 +88,7 @@ class Iteration:
     def finish(
         self, operator: Operator, track: Track, certify: Certify, *, refine: bool = True
     ) -> Certificate:
-        """Iterate at the final epsilon, then with the refined operator if there is one, and certify.
+        """Iterate at the final epsilon, then with the refined operator if there is one; certify.
 
         Without `refine` the certificate may do without iterations on the refined operator.
         A certificate may find a larger marginal error than the iterations did, whose sums are less
@@ -96,10 +98,11 @@ class Iteration:
         refined = operator.refined
         if not self.converged:
             track = self._run_final(operator, track)
-        if refined is not operator and (refine or not self.settled):
+        if refined is not operator and (refine or not self.converged):
             track = self._run_final(refined, restart(track, track.g))
         certificate = certify(refined, track, False)
-        if refine and self.settled and certificate.marginal_error > self.tolerance:
+        missed = self.settled and certificate.marginal_error > self.tolerance
+        if missed and (refine or certificate.hidden > HIDDEN * self.tolerance):
             certificate = certify(refined, track, True)
         for _ in range(MOST_TRIES):
             if not self.converged or certificate.marginal_error <= self.tolerance:

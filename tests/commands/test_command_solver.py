@@ -30,7 +30,7 @@ def test_a_width_of_the_bounds_ends_the_solve(command, read):
 
 
 def test_a_tolerance_that_gave_way_to_rounding_is_told(command, read):
-    ended = command("epsilon_relative=1e-4", "save_result=true")
+    ended = command("epsilon_relative=1e-5", "save_result=true")
     assert ended.code == 0
     assert re.search(r"converged +│ yes, stopped by rounding", ended.out)
     result = read("run/result.json")
@@ -38,7 +38,7 @@ def test_a_tolerance_that_gave_way_to_rounding_is_told(command, read):
     assert 1e-3 < result["marginal_error"] <= result["tolerance"]
     assert result["tolerance"] == max(term["tolerance"] for term in result["terms"].values())
     assert f"≤ {result['tolerance']:.2g}" in ended.out
-    refused = command("epsilon_relative=1e-4", "solver.tolerance=1e-3")
+    refused = command("epsilon_relative=1e-5", "solver.tolerance=1e-3")
     assert refused.code == 2
     assert "solver.tolerance=0.001 is too tight for float32" in refused.error
 

@@ -243,7 +243,9 @@ def test_products_of_one_digit_are_exact(d):
         assert bool(((sums[:140] - 1).abs() <= SUM_ERROR).all())
 
 
-@pytest.mark.parametrize("e", [-126.0, -125.5, -125.0, -124.9, -1e7, NOTHING, 127.9, 128.0, 9999900.0])
+@pytest.mark.parametrize(
+    "e", [-126.0, -125.5, -125.0, -124.9, -1e7, NOTHING, 127.9, 128.0, 9999900.0]
+)
 def test_exponents_at_the_ends_of_the_range(e):
     rows = side_of(5, 3, 1, 1, 1)
     zeros = torch.zeros_like(rows.points)
