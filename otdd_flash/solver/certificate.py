@@ -86,7 +86,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Epsilon, Marginals, Operator
-from otdd_flash.solver.polytope import RowSums, balanced_value, diagonal_of, filled_value
+from otdd_flash.solver.polytope import TINY, RowSums, balanced_value, diagonal_of, filled_value
 
 SAFETY = 2.0
 
@@ -187,7 +187,7 @@ def certify_self(
         lowered = torch.where(lost.rows, plan.f - lost.row_drop, plan.f)
         plan = _self_plan(operator, lowered, epsilon, accurate=accurate)._replace(passes=2)
     sums = plan.sums
-    total = sums.rows.sum()
+    total = sums.rows.sum().clamp_min(TINY)
     rows, f = sums.rows / total, plan.f - epsilon / 2 * total.log()
     returned, relative = f.to(operator.dtype), sums.relative_error
     errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned.double()).abs()
@@ -357,7 +357,7 @@ class Lost(NamedTuple):
         columns: (m,) bool.
         row_drop: (n,) by what the potentials of such rows are lowered, float64.
         column_drop: (m,) likewise of columns.
-        hidden: () what errors may make of their lowered masses at the most.
+        hidden: () their masses: what rounding loses, and more than errors may make up for.
     """
 
     rows: Tensor
@@ -382,7 +382,7 @@ def _lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: float) -> Lost:
         lost = (mass > 0) & (2 * errors > epsilon)
         points.append(lost)
         drops.append(4 * errors + epsilon * _excess(part, mass))
-        hidden.append(torch.where(lost, mass * (-2 * errors / epsilon).exp(), 0).sum())
+        hidden.append(torch.where(lost, mass, 0).sum())
     return Lost(points[0], points[1], drops[0], drops[1], hidden[0] + hidden[1])
 
 
@@ -408,9 +408,10 @@ def _excess(part: Tensor, masses: Tensor) -> Tensor:
 
 def _column_gap(sums: Marginals, factors: Tensor, b: Tensor) -> Tensor:
     """L1 error of the columns after the row update by `factors` (n,)."""
+    total = sums.rows.sum()
     gaps = [
         (sums.rows * (factors - k).abs()).sum() + (k * sums.columns - b).abs().sum()
-        for k in (torch.ones_like(sums.rows[0]), 1 / sums.rows.sum())
+        for k in (torch.ones_like(total), 1 / total.clamp_min(TINY))
     ]
     return torch.minimum(gaps[0], gaps[1])
 

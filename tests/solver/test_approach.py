@@ -137,9 +137,9 @@ def test_every_pass_is_counted(relative: float, monkeypatch: pytest.MonkeyPatch)
     for name in ("softmin_rows", "softmin_columns", "marginals"):
         run = getattr(StreamedOperator, name)
 
-        def counted(self: TiledOperator, *arguments: Any, run: Any = run) -> Tensor:
+        def counted(self: TiledOperator, *arguments: Any, run: Any = run, **named: Any) -> Tensor:
             scores.append(self.shape[0] * self.shape[1])
-            return run(self, *arguments)
+            return run(self, *arguments, **named)
 
         monkeypatch.setattr(StreamedOperator, name, counted)
     term = solve_alternating(operator, relative * operator.mean_cost, SolverOptions(1e-4))
