@@ -72,8 +72,9 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | entries below 2^-126 of a product of masses | lost: less than 2^-126 in all | none |
 | sums over points of numbers of size s, float64, any order | (n + m) v s | both ends |
 
-`rounding_floor` is (2) to first order with what any solver must add: potentials rounded to their
-type. A tolerance below twice as much is refused.
+`rounding_floor` is (2) to first order, with what keeps half-steps from the solution: potentials and
+exponents, of the size of a cost, in the type of the potentials. A tolerance below twice as much is
+refused. The model is a worst case for what enters a bound; for the half-steps it is a scale.
 """
 
 from __future__ import annotations
