@@ -11,7 +11,7 @@ the worst case and on every card:
 - e is computed in float64. Its five roundings are at most 2^-50 of |scale S| + |u| + |v| + |W|.
 - p is known to 5 units, a unit being 2^-24: e is rounded to a multiple of 2^-23, which is 0.7
   units of p, and cut into k + t, 0 <= t < 1; the hardware's 2^t is known to 2^-22, 4 units; 2^k is
-  exact. Entries below 2^-125 count as 0. Entries from 2^128 on make a sum infinite. Terms are finite.
+  exact. Entries below 2^-125 count as 0, those from 2^128 on make a sum infinite. Terms are finite.
 - In float32 a column takes part in at most 11 additions and a row in 5, whatever their order; then
   float64 takes over.
 
