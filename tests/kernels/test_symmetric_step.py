@@ -15,6 +15,7 @@ from kernel_cases import (
     self_cost_of,
 )
 
+from otdd_flash.kernels import symmetric_step
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.solver.options import SolverOptions
@@ -71,3 +72,15 @@ def test_two_runs_agree_bit_for_bit():
     operator = KernelOperator(self_cost_of(SEVERAL_BLOCKS[1]), "fast")
     f = torch.zeros(operator.shape[0], device=DEVICE)
     assert torch.equal(operator.softmin_rows(f, EPSILON, f), operator.softmin_rows(f, EPSILON, f))
+
+
+def test_stripes_of_row_blocks_give_the_sums_of_all_at_once(monkeypatch):
+    case = SEVERAL_BLOCKS[1]
+    operator = KernelOperator(self_cost_of(case), "fast")
+    f = torch.zeros(case[0], device=DEVICE)
+    whole = operator.softmin_rows(f, EPSILON, f)
+    blocks = operator._packed[0].layout.size // symmetric_step.BLOCK_ROWS
+    monkeypatch.setattr(symmetric_step, "STRIPE_BYTES", 4 * 4 * symmetric_step.BLOCK_ROWS * blocks)
+    assert 1 < symmetric_step.stripe_height(blocks) < blocks
+    assert blocks % symmetric_step.stripe_height(blocks) != 0
+    torch.testing.assert_close(operator.softmin_rows(f, EPSILON, f), whole, rtol=1e-6, atol=1e-6)
