@@ -130,9 +130,13 @@ def contains(term: TransportTerm, truth: float) -> bool:
 def is_never_wider_than_by_oscillation(
     term: TransportTerm, operator: TiledOperator, share: float
 ) -> bool:
-    """Whether the upper end is at most the value + share error (osc g + R), but for rounding."""
-    support = term.g[operator.b > 0]
-    reach = float(support.max() - support.min()) + cost_spread(operator)
+    """Whether the upper end is at most the value + share error (osc g + R), but for rounding.
+
+    The oscillation is that of g before it was rounded to the type in which it is returned.
+    """
+    support = term.g[operator.b > 0].double()
+    rounded = torch.finfo(term.g.dtype).eps * float(support.abs().max())
+    reach = float(support.max() - support.min()) + rounded + cost_spread(operator)
     rounding = term.value - term.bounds[0]
     upper = term.value + share * term.marginal_error * reach + rounding
     return term.value < term.bounds[1] <= upper + 1e-12 * abs(upper)
