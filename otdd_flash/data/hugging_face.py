@@ -33,6 +33,7 @@ def read_hugging_face(
     config: str | None = None,
     input: str | Sequence[str] | None = None,
     label: str | None = None,
+    drop_unlabelled: bool = False,
 ) -> LabeledDataset:
     """Read images, texts or numbers with labels from a Hugging Face dataset.
 
@@ -43,6 +44,7 @@ def read_hugging_face(
         config: which configuration of a hub dataset.
         input: the input column, or several numeric ones; found where only one reading is possible.
         label: the label column; found as the only ClassLabel, or by its name.
+        drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
         InputError: nothing there, unreadable, no such split or column, or an ambiguous choice.
@@ -64,9 +66,10 @@ def read_hugging_face(
         inputs,
         labels,
         class_names=getattr(label_feature, "names", None),
-        weights=None if columns.weights is None else _values(table, columns.weights),
+        weights=request.masses() if columns.weights is None else _values(table, columns.weights),
         modality=modality,
         name=title,
+        drop_unlabelled=drop_unlabelled,
     )
 
 

@@ -36,10 +36,6 @@ def read_torchvision(
     """
     if not dataset:
         raise InputError("torchvision needs dataset=CLASS, such as dataset=KMNIST")
-    if arguments is not None and not isinstance(arguments, Mapping):
-        raise InputError(
-            f"arguments must be a mapping such as {{split: letters}}, got {arguments!r}"
-        )
     return read_class(request, dataset, arguments=arguments)
 
 

@@ -122,7 +122,11 @@ def test_hidden_labels_mean_unlabelled(tmp_path: Path) -> None:
             r"got a \(number\), text \(text\)",
         ),
         ({"text": ["a", "b"], "label": [0.5, 1.5]}, {}, "labels must be integers or strings"),
-        ({"text": ["a", "b"], "label": ["p", None]}, {}, "1 labels are missing"),
+        (
+            {"text": ["a", "b"], "label": ["p", None]},
+            {},
+            "1 label is missing, at row 1; drop_unlabelled=true",
+        ),
         ({"text": [], "label": []}, {}, "damaged or empty"),
     ],
 )

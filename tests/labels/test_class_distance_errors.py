@@ -27,12 +27,12 @@ def unlabelled():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "gauss"}, "unknown labels method 'gauss'; choose one of: gaussian, sinkhorn"),
+        ({"method": "gauss"}, "unknown labels.method 'gauss'; choose one of: gaussian, sinkhorn"),
         ({"method": "sinkhorn"}, "needs labels.epsilon"),
         ({"method": "sinkhorn", "epsilon": 0}, "labels.epsilon must be positive and finite, got 0"),
         (
             {"method": "sinkhorn", "epsilon": 1, "tolerance": -1},
-            "tolerance must be positive, got -1",
+            "labels.tolerance must be positive and finite, got -1",
         ),
         ({"method": "given"}, "labels.path"),
     ],
