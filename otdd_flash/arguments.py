@@ -15,6 +15,7 @@ from typing import Any
 from otdd_flash.checks import (
     Declaration,
     array,
+    called,
     choice,
     flag,
     function,
@@ -115,7 +116,9 @@ def scalar(name: str, value: Any) -> Any:
 
 def mixed_precision(name: str, value: Any) -> Any:
     """True, false or auto."""
-    return value if value == "auto" else flag(name, value)
+    if isinstance(value, str) and value != "auto":
+        raise refused(name, "be auto, true or false", value)
+    return value if isinstance(value, str) else flag(name, value)
 
 
 def weights(name: str, value: Any) -> Any:
@@ -286,11 +289,11 @@ SOURCE_OPTIONS: dict[str, Declaration] = {
 }
 EMBED: Declaration = {
     "dataset": instance("be a dataset that otdd.load gave", DATASET_CLASS),
-    "batch_size": count,
+    "batch_size": called("extractor.batch_size", count),
     "device": device,
-    "mixed_precision": mixed_precision,
+    "mixed_precision": called("extractor.mixed_precision", mixed_precision),
     "cache_dir": optional(path),
-    "num_workers": integer(at_least=0),
+    "num_workers": called("extractor.num_workers", integer(at_least=0)),
     "progress": optional(function),
 }
 # Parameters of extractors, by the extractor's name.
@@ -315,7 +318,7 @@ EXTRACTORS: dict[str, Declaration] = {
     "callable": {},
 }
 STANDARDIZE: Declaration = PAIR
-REDUCE_PCA: Declaration = {**PAIR, "k": count, "seed": seed}
+REDUCE_PCA: Declaration = {**PAIR, "k": called("extractor.pca", count), "seed": seed}
 
 # Fields of what is built from keywords.
 LABELED_SAMPLES: Declaration = {
@@ -387,7 +390,5 @@ def _columns(name: str, value: Any) -> Any:
     if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
         raise refused(name, "be a column or a list of columns", value)
     if not value:
-        raise InputError(
-            f"{name}=[] names no column; name at least one, or null for the usual ones"
-        )
+        raise InputError(f"{name} must name a column, got []; null takes the usual ones")
     return value

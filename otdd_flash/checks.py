@@ -29,11 +29,12 @@ Declaration = Mapping[str, Check]
 LONGEST_SHOWN = 60
 
 
-def takes(declaration: Declaration) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def takes(declaration: Declaration, prefix: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Check the arguments of a function, those left to their defaults excepted.
 
     Args:
-        declaration: a check for every parameter; further keywords go on as they are.
+        declaration: checks by parameter; further keywords go on as they are.
+        prefix: what messages put before a parameter's name, such as `extractor.`.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -48,7 +49,7 @@ def takes(declaration: Declaration) -> Callable[[Callable[P, R]], Callable[P, R]
                 return function(*args, **kwargs)
             for name, value in bound.arguments.items():
                 if name in declaration:
-                    bound.arguments[name] = declaration[name](name, value)
+                    bound.arguments[name] = declaration[name](f"{prefix}{name}", value)
             return function(*bound.args, **bound.kwargs)
 
         return checked
@@ -207,6 +208,11 @@ def instance(accepted: str, *kinds: str) -> Check:
 def is_a(value: object, *kinds: str) -> bool:
     """Whether a value's class, or one that it derives from, has one of these full names."""
     return any(f"{base.__module__}.{base.__qualname__}" in kinds for base in type(value).__mro__)
+
+
+def called(setting: str, check: Check) -> Check:
+    """The same check under the name that a setting of the commands has."""
+    return lambda name, value: check(setting, value)
 
 
 def optional(check: Check) -> Check:

@@ -17,7 +17,13 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.extractors import check_same_dimension
-from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
+from otdd_flash.labels import (
+    ClassDistances,
+    LabelMetric,
+    drop_small_classes,
+    measure_classes,
+    notice_single_samples,
+)
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import (
     Compute,
@@ -95,6 +101,7 @@ def dataset_distance(
     check_squares(source, target)
     source = drop_small_classes(source, min_class_size)
     target = drop_small_classes(target, min_class_size)
+    notice_single_samples((source, target), metric)
     # Before class distances, which can take longer than all else.
     device = resolve_device(compute.device)
     check_resources(source, target, compute, device)

@@ -22,7 +22,12 @@ from otdd_flash.checks import takes
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.extractors import check_same_dimension
-from otdd_flash.labels import JointClassDistances, LabelMetric, drop_small_classes
+from otdd_flash.labels import (
+    JointClassDistances,
+    LabelMetric,
+    drop_small_classes,
+    notice_single_samples,
+)
 from otdd_flash.labels.many import as_datasets, measure_all
 from otdd_flash.labels.pairs import Progress
 from otdd_flash.operators.build import (
@@ -103,6 +108,8 @@ def pairwise_distances(
         check_one_device(whole[0].features.device, samples.features.device)
     check_squares(*whole)
     sides = [drop_small_classes(samples, min_class_size) for samples in whole]
+    if class_distances is None:
+        notice_single_samples(sides, metric)
     # Before class distances, which can take longer than all else.
     device = resolve_device(compute.device)
     for one, two in combinations(sides, 2):

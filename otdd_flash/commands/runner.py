@@ -15,6 +15,7 @@ from otdd_flash.commands import exit_codes
 from otdd_flash.commands.messages import messages, say_error, shown
 from otdd_flash.commands.outcome import ERROR_FILE, Outcome
 from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.importing import user_traceback
 from otdd_flash.json_file import write_json
 
 Work = Callable[[DictConfig, Path], None]
@@ -59,6 +60,8 @@ def run_command(main: Callable[[], None]) -> None:
 
 def _failed(directory: Path, error: Exception, exit_code: int) -> int:
     say_error(error)
+    if trace := user_traceback(error):
+        messages.print(trace, markup=False, highlight=False, soft_wrap=True)
     record = {"error": str(error), "type": type(error).__name__, "exit_code": exit_code}
     if exit_code == exit_codes.DEFECT:
         record["traceback"] = "".join(traceback.format_exception(error))

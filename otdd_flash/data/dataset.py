@@ -193,7 +193,7 @@ def _labelled_rows(
     warnings.warn(
         f"{name}: {int(missing.sum())} of {count} rows have no label and are left out",
         DataNotice,
-        stacklevel=4,
+        stacklevel=6,
     )
     return np.flatnonzero(~missing)
 

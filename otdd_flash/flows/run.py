@@ -35,7 +35,13 @@ from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.settings_kept import data_settings, flow_settings
 from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
+from otdd_flash.labels import (
+    ClassDistances,
+    LabelMetric,
+    drop_small_classes,
+    measure_classes,
+    notice_single_samples,
+)
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost, relative_epsilon
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
@@ -140,6 +146,7 @@ def gradient_flow(
     device = resolve_device(compute.device)
     points = drop_small_classes(source, min_class_size).to(device)
     goal = drop_small_classes(target, min_class_size).to(device)
+    notice_single_samples((points, goal), metric)
     start, end = (replace(side, features=space.features(side.features)) for side in (points, goal))
     table = measure_classes(
         start, end, metric, device=device, cache_dir=cache_dir, progress=class_progress

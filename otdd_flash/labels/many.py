@@ -20,7 +20,7 @@ from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.metric import LabelMetric
 from otdd_flash.labels.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
-from otdd_flash.labels.small_classes import drop_small_classes
+from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 
@@ -179,6 +179,7 @@ def class_distances(
     metric = LabelMetric.of(labels)
     kept = [drop_small_classes(one, min_class_size) for one in as_datasets(datasets)]
     check_squares(*kept)
+    notice_single_samples(kept, metric)
     return measure_all(kept, metric, cache_dir=cache_dir, progress=progress)
 
 

@@ -190,7 +190,7 @@ def _notice_few_per_class(comparison: Comparison, sizes: tuple[int, int]) -> Non
                 f"subsamples of {samples.name} hold {rows} rows for {samples.class_total} classes: "
                 "class distances between them are crude, and so is the interval",
                 DataNotice,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
