@@ -12,7 +12,6 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
-from otdd_flash.commands.outcome import RESULT_FILE
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.runner import run_command, run_job
 from otdd_flash.commands.sampling import check_request, check_sampling, measure_sampling
@@ -31,9 +30,11 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.class_order import ORDERS
 from otdd_flash.report.console import summary_table
+from otdd_flash.report.drawing import Report, write_each
 from otdd_flash.report.nearest_classes import nearest_table
 from otdd_flash.report.writing import write_report
 from otdd_flash.result import DistanceResult
+from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 
 # Not __name__, which is __main__ when the module runs as a command.
 logger = logging.getLogger("otdd_flash.distance")
@@ -104,17 +105,14 @@ def compare(config: DictConfig, directory: Path) -> None:
             # Halves are at nearly 0 from each other, of which no relative width can be asked.
             solver=replace(solver, bound_width=None),
         )
-        # A directory that holds it is complete, so an earlier one goes first.
-        (directory / RESULT_FILE).unlink(missing_ok=True)
-        with phases.phase("report", "drawing"):
-            write_report(result, directory, seed=settings.seed, order=settings.report.order)
     more = {"seconds": _seconds(phases, result), **sampling}
-    _write(result, settings, more, directory)
+    report = _write(result, settings, more, directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(
             f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
             f"result was written to {directory}"
         )
+    report.require_complete()
 
 
 def _check_finite(result: DistanceResult) -> None:
@@ -155,26 +153,31 @@ def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
         "extract": phases.seconds["extract"],
         **result.seconds,
         **{name: phases.seconds[name] for name in ("sampling",) if name in phases.seconds},
-        "report": phases.seconds["report"],
     }
 
 
 def _write(
     result: DistanceResult, settings: DistanceSettings, more: dict[str, Any], directory: Path
-) -> None:
-    """Write result.json last, so that a directory that holds it is complete; print the table."""
+) -> Report:
+    """Print the tables, write result.json, and only then what can be drawn again."""
     more = {**more, "seed": settings.seed, "config": asdict(settings)}
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
-    if settings.save_result:
-        result.save(directory, **more)
-    else:
-        write_json(directory / RESULT_FILE, result.summary(**more))
-    console = Console()
-    console.print(summary_table(result.summary(**more)))
+    summary, console = result.summary(**more), Console()
+    console.print(summary_table(summary))
     if result.method != "none":
         console.print(nearest_table(result.class_distances.nearest()))
+    remove_result(directory)
+    write_json(directory / SUMMARY_FILE, summary)
+    report = Report()
+    if settings.save_result:
+        report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})
+    # A second set of bars: the first would have drawn through the tables.
+    with Phases() as phases, phases.phase("report", "drawing"):
+        order = settings.report.order
+        report += write_report(result, directory, seed=settings.seed, order=order)
     console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+    return report
 
 
 def _class_distance_gap(table: ClassDistances) -> float | None:

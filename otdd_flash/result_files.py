@@ -33,6 +33,22 @@ def write_result(path: Path, summary: Mapping[str, Any], tensors: dict[str, Tens
     write_json(path / SUMMARY_FILE, summary)
 
 
+def remove_result(path: Path) -> None:
+    """Remove the result that `path` may hold, so that none of it stands beside a new one.
+
+    Raises:
+        InputError: it cannot be removed.
+    """
+    # The file that says that there is a result goes first.
+    for name in (SUMMARY_FILE, TENSOR_FILE):
+        try:
+            (path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"cannot remove {path / name} ({error.strerror or error}); choose another folder"
+            ) from error
+
+
 def read_result(
     path: Path, restore: Callable[[dict[str, Any], dict[str, Tensor]], Result], kind: str
 ) -> Result:

@@ -25,11 +25,15 @@ SUMMARY_FILE = "summary.csv"
 # Room for what Hydra itself writes before a job starts.
 PROBE_BYTES = 2**16
 
+# How jobs end that leave a result.
+WITH_RESULT = (0, exit_codes.NOT_CONVERGED, exit_codes.INCOMPLETE)
+
 
 class Outcome(Callback):
     """Keeps the highest exit code of the process's jobs; writes summary.csv after a multirun.
 
-    Both are read from the jobs' directories, so that a launcher may run the jobs anywhere.
+    Both are read from the jobs' directories, so that a launcher may run the jobs anywhere; the exit
+    code also from the jobs of this process, as a full disk takes no error.json.
     """
 
     exit_code: ClassVar[int] = 0
@@ -42,18 +46,17 @@ class Outcome(Callback):
         """Leave with an error where the sweep's directory cannot be written."""
         _require_writable(config, "hydra.sweep.dir")
 
-    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Take the exit code of the single job."""
-        job: JobReturn = kwargs["job_return"]
-        if job.status == JobStatus.COMPLETED:
-            Outcome.exit_code = int(job.return_value)
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Take the exit code of one job."""
+        if job_return.status == JobStatus.COMPLETED:
+            Outcome.exit_code = max(Outcome.exit_code, int(job_return.return_value))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Gather all jobs into summary.csv and take the highest exit code."""
         sweep = Path(config.hydra.sweep.dir)
         rows = [_row(job, sweep) for job in _job_directories(sweep)]
         codes = [row.pop("exit_code") for row in rows]
-        Outcome.exit_code = max(codes, default=0)
+        Outcome.exit_code = max(Outcome.exit_code, *codes)
         try:
             summary_csv(rows, sweep / SUMMARY_FILE)
         except InputError as error:
@@ -104,7 +107,7 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
     }
     result, error = _read(job / RESULT_FILE), _read(job / ERROR_FILE)
     # Beside an error of any other kind, the result is that of an earlier run.
-    if result and error.get("exit_code", exit_codes.NOT_CONVERGED) == exit_codes.NOT_CONVERGED:
+    if result and error.get("exit_code", 0) in WITH_RESULT:
         lower, upper = result["bounds"]
         row |= {key: result[key] for key in ("source", "target", "value", "epsilon", "converged")}
         row |= {"lower": lower, "upper": upper}

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from otdd_flash.commands import exit_codes
 from otdd_flash.commands.messages import messages, say_error, shown
 from otdd_flash.commands.outcome import ERROR_FILE, Outcome
-from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.errors import ConvergenceError, IncompleteError, InputError
 from otdd_flash.json_file import write_json
 
 Work = Callable[[DictConfig, Path], None]
@@ -39,6 +39,8 @@ def run_job(work: Work, config: DictConfig) -> int:
         return _failed(directory, error, exit_codes.BAD_INPUT)
     except ConvergenceError as error:
         return _failed(directory, error, exit_codes.NOT_CONVERGED)
+    except IncompleteError as error:
+        return _failed(directory, error, exit_codes.INCOMPLETE)
     except Exception as error:
         if hydra.mode == RunMode.RUN:
             raise
