@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from otdd_flash import distance
+from otdd_flash.commands import compare
 from otdd_flash.report.csv_tables import SUMMARY_COLUMNS
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -62,7 +62,7 @@ def test_the_highest_code_wins_whatever_the_order(command):
 
 
 def test_a_defect_in_one_job_is_recorded_with_its_traceback(command, read, monkeypatch):
-    compute = distance.dataset_distance
+    compute = compare.dataset_distance
 
     def broken_at(epsilon):
         def run(*args, **options):
@@ -72,7 +72,7 @@ def test_a_defect_in_one_job_is_recorded_with_its_traceback(command, read, monke
 
         return run
 
-    monkeypatch.setattr(distance, "dataset_distance", broken_at(0.2))
+    monkeypatch.setattr(compare, "dataset_distance", broken_at(0.2))
     assert command("-m", "epsilon=0.2,0.1").code == 1
     record = read("sweep/0/error.json")
     assert (record["type"], record["exit_code"]) == ("ZeroDivisionError", 1)

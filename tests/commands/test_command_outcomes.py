@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from otdd_flash import DistanceResult, distance
+from otdd_flash import DistanceResult
+from otdd_flash.commands import compare
 from otdd_flash.report import writing
 
 REPORT = {
@@ -151,7 +152,7 @@ def test_a_defect_is_code_1_with_its_traceback(command, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(distance, "dataset_distance", broken)
+    monkeypatch.setattr(compare, "dataset_distance", broken)
     ended = command()
     assert ended.code == 1
     assert "ZeroDivisionError: a defect" in ended.err
@@ -162,7 +163,7 @@ def test_an_interruption_is_code_130_and_leaves_no_result(command, monkeypatch, 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(distance, moment, interrupted)
+    monkeypatch.setattr(compare, moment, interrupted)
     ended = command()
     assert ended.code == 130
     assert "interrupted" in ended.err

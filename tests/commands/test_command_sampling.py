@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from otdd_flash import distance
+from otdd_flash.commands import compare
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -89,7 +89,7 @@ def test_unlabelled_data(command, read, folder, full):
     ],
 )
 def test_bad_requests_end_before_the_solve(command, monkeypatch, arguments, message):
-    monkeypatch.setattr(distance, "dataset_distance", None)
+    monkeypatch.setattr(compare, "dataset_distance", None)
     ended = command(*arguments)
     assert ended.code == 2
     assert message in ended.error
