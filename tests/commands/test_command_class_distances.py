@@ -61,7 +61,7 @@ def test_a_damaged_cache_is_said_and_done_without(command, read):
     assert ended.code == 0
     assert "warning: the class distances in cache" in ended.err
     assert "are damaged" in ended.err
-    assert "delete the file if it is damaged" in ended.err
+    assert f"kept as {FILE}.damaged" in ended.err
     assert read("first/result.json")["value"] == read("second/result.json")["value"]
 
 

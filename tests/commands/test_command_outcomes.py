@@ -120,6 +120,15 @@ def test_a_disk_that_fills_while_pictures_are_drawn_keeps_the_number(command, mo
     assert read("run/error.json")["exit_code"] == 4
 
 
+def test_what_did_not_converge_weighs_more_than_a_missing_picture(command, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: disk_full(path))
+    ended = command(
+        "solver.max_iterations=1", "solver.tolerance=1e-4", "solver.require_convergence=true"
+    )
+    assert ended.code == 3
+    assert "projection.png" in ended.err
+
+
 def test_a_table_that_cannot_be_kept_costs_no_number(command, monkeypatch, read):
     monkeypatch.setattr(DistanceResult, "save", lambda *_, **__: disk_full("result.safetensors"))
     ended = command("save_result=true")
