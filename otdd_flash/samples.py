@@ -134,10 +134,14 @@ class LabeledSamples:
     @takes({"device": arguments.device})
     def to(self, device: torch.device | str) -> LabeledSamples:
         """The same samples on a device; these ones if they are there, as of a tensor."""
-        features = self.features.to(device)
+        try:
+            place = torch.device(device)
+        except RuntimeError:
+            raise InputError(f"unknown device {str(device)!r}; such as cpu or cuda:0") from None
+        features = self.features.to(place)
         if features is self.features:
             return self
-        labels = None if self.labels is None else self.labels.to(device)
+        labels = None if self.labels is None else self.labels.to(place)
         return replace(self, features=features, labels=labels)
 
     @takes(arguments.TAKE)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.cache import TensorCache
-from otdd_flash.checks import takes
+from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
@@ -94,7 +94,8 @@ def embed(
 def _check(dataset: LabeledDataset, extractor: Extractor) -> None:
     if not isinstance(extractor, Extractor):
         raise InputError(
-            f"not an extractor: {extractor!r}; otdd_flash.extractors.from_callable wraps a function"
+            f"extractor must be one of otdd_flash.extractors, got {shown(extractor)}; "
+            "otdd_flash.extractors.from_callable wraps a function"
         )
     if dataset.modality not in extractor.modalities:
         raise InputError(

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from otdd_flash.checks import takes
+from otdd_flash.checks import text as text_name
 from otdd_flash.errors import InputError, choose
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.imported_function import from_callable
@@ -29,6 +31,7 @@ FACTORIES: dict[str, Callable[..., Extractor]] = {
 OTHER_SETTINGS = ("batch_size", "mixed_precision", "num_workers", "standardize", "pca")
 
 
+@takes({"name": text_name})
 def build_extractor(name: str, **parameters: Any) -> Extractor:
     """The extractor called `name` with its parameters.
 
