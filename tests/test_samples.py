@@ -166,3 +166,34 @@ def test_kept_classes_are_renumbered_in_the_order_given():
 def test_moving_to_a_device_keeps_the_fingerprint():
     whole = samples(weights=WEIGHTS)
     assert whole.to("cpu").fingerprint == whole.fingerprint
+
+
+def test_whole_numbers_in_floats_are_labels():
+    assert samples(labels=LABELS.float()).fingerprint == samples().fingerprint
+    built = LabeledSamples.from_arrays(FEATURES, LABELS.double() * 2)
+    assert built.class_names == ("0", "2", "4")
+    assert torch.equal(built.labels, LABELS)
+
+
+def test_a_missing_label_is_refused_with_its_rows():
+    holes = LABELS.float()
+    holes[[1, 4]] = float("nan")
+    for build in (lambda: samples(labels=holes), lambda: encode_labels(holes)):
+        with pytest.raises(InputError, match="2 labels are missing, at rows 1, 4; leave those"):
+            build()
+
+
+def test_weights_whose_sum_overflows_are_the_masses_that_they_mean():
+    for weights in ([1e308] * 6, torch.full((6,), 1e308, dtype=torch.float64)):
+        assert samples(weights=weights).masses.tolist() == pytest.approx([1 / 6] * 6)
+
+
+@pytest.mark.parametrize("part", ["features", "weights", "labels"])
+def test_imaginary_parts_are_not_lost(part):
+    imaginary = {
+        "features": FEATURES * 1j,
+        "weights": WEIGHTS.numpy() * 1j,
+        "labels": LABELS * (1 + 1j),
+    }
+    with pytest.raises(InputError, match=f"{part} must be real, got .*complex"):
+        samples(**{part: imaginary[part]})

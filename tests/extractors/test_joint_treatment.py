@@ -134,3 +134,14 @@ def test_different_dimensions_name_both_and_the_way_out(
         with pytest.raises(InputError, match=f"left has {d} .* right has {e},.*{way_out}"):
             treat(x, y)
     check_same_dimension(x, x)
+
+
+def test_features_whose_squares_overflow_are_standardised_as_others(make_samples: Any) -> None:
+    generator = np.random.default_rng(5)
+    x, y = generator.normal(size=(30, 3)), generator.normal(size=(20, 3)) + 1
+    plain = standardize(make_samples(x), make_samples(y))
+    huge = standardize(make_samples(x * 1e307), make_samples(y * 1e307))
+    for one, other in zip(plain, huge, strict=True):
+        torch.testing.assert_close(one.features, other.features)
+    with pytest.raises(InputError, match="squared distances overflow float64"):
+        reduce_pca(make_samples(x * 1e300), make_samples(y), k=2, seed=0)
