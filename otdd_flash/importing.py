@@ -66,10 +66,13 @@ def user_code(what: str, doing: str = "raised") -> Iterator[None]:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of the user's own error, from their first line on; empty for other errors."""
+    if not isinstance(error, UserCodeError):
+        return ""
     cause: BaseException | None = error
     while isinstance(cause, InputError):
-        found, cause = cause, cause.__cause__
-    if cause is None or not isinstance(found, UserCodeError):
+        # Those that say where it happened have the one before as their cause.
+        cause = cause.__cause__
+    if cause is None:
         return ""
     frames = _theirs(cause.__traceback__)
     return "".join(traceback.format_exception(type(cause), cause, frames)).rstrip()

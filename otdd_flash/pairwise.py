@@ -234,4 +234,5 @@ class _Solves:
             where=where,
             marginal_error=max(divergence.marginal_error for divergence in found),
             tolerance=largest_tolerance(divergence.tolerance for divergence in found),
+            dtype=self.compute.dtype,
         )

@@ -113,10 +113,11 @@ def compare(config: DictConfig, directory: Path) -> None:
 
 def _check_finite(result: DistanceResult) -> None:
     if not all(math.isfinite(number) for number in (result.value, *result.bounds)):
+        double = result.compute.precision == "double"
         raise InputError(
             f"the distance came out as {result.value}: the squared distances between features "
             f"overflow precision={result.compute.precision}; scale the features, with "
-            "extractor.standardize=true, or compute with precision=double"
+            f"extractor.standardize=true{'' if double else ', or set precision=double'}"
         )
 
 

@@ -188,7 +188,7 @@ def gradient_flow(
         _go_on(loop, checkpoints, settings, device, steps)
     prepared = time.perf_counter()
     loop.run()
-    _report_convergence(loop.history, solver)
+    _report_convergence(loop.history, solver, compute)
     return FlowResult(
         points.to("cpu"),
         goal.to("cpu"),
@@ -258,7 +258,9 @@ def _followed(points: LabeledSamples, seed: int) -> Tensor:
     return torch.from_numpy(stratified_rows(points.labels.cpu().numpy(), FOLLOWED, draw))
 
 
-def _report_convergence(history: Sequence[StepRecord], solver: SolverOptions) -> None:
+def _report_convergence(
+    history: Sequence[StepRecord], solver: SolverOptions, compute: ComputeOptions
+) -> None:
     late = [record for record in history if not record.converged]
     if late:
         message = shortfall(
@@ -267,6 +269,7 @@ def _report_convergence(history: Sequence[StepRecord], solver: SolverOptions) ->
             where=f"{len(late)} of {len(history)} evaluations",
             marginal_error=max(record.marginal_error for record in late),
             tolerance=largest_tolerance(record.tolerance for record in late),
+            dtype=compute.dtype,
             bound_width=max(
                 relative_width(record.divergence, (record.lower, record.upper)) for record in late
             ),

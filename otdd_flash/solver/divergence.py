@@ -104,6 +104,7 @@ class Divergence:
             where=", ".join(name for name, term in self.terms.items() if not term.converged),
             marginal_error=self.marginal_error,
             tolerance=self.tolerance,
+            dtype=self.xy.f.dtype,
             bound_width=self.bound_width,
         )
 

@@ -30,6 +30,9 @@ from otdd_flash.solver.term_solves import Known, Solved, Start
 
 Cloud = LabeledSamples | Tensor
 
+# Of the largest cost: an epsilon below this is too small for float64 as well.
+WITHIN_DOUBLE = 1e-12
+
 
 class TermInputs(NamedTuple):
     """What the cost of one term is made of: two clouds, their block of W (V_x, V_y), weights."""
@@ -81,9 +84,11 @@ class Problem:
             )
         self.cost, self.compute = cost or GroundCost(), compute or ComputeOptions()
         if epsilon < torch.finfo(self.compute.dtype).tiny:
+            in_double = epsilon > WITHIN_DOUBLE * self._largest_cost()
             raise EpsilonTooSmall(
-                f"{{given}} underflows in precision={self.compute.precision}; raise {{name}}, or "
-                "scale the features up",
+                f"{{given}} underflows in precision={self.compute.precision}; raise "
+                f"{{name}}{', scale' if in_double else ' or scale'} the features up"
+                f"{' or set precision=double' if in_double else ''}",
                 epsilon,
             )
         self.device = resolve_device(self.compute.device)
@@ -91,6 +96,11 @@ class Problem:
         self.table = _checked_table(class_table, sizes, self.device)
         self.classes = {"x": slice(0, sizes[0]), "y": slice(sizes[0], sum(sizes))}
         self._sides = {"x": self.source, "y": self.target}
+
+    def _largest_cost(self) -> float:
+        """A bound on ||x - y||^2 lambda_x, float64."""
+        largest = max(float(side.features.abs().amax()) for side in (self.source, self.target))
+        return self.cost.lambda_x * self.source.dim * (2 * largest) ** 2
 
     @property
     def identical(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from otdd_flash.solver.epsilon import or_double
 from otdd_flash.solver.options import SolverOptions, StoppedBy
 
 
@@ -12,6 +15,7 @@ def shortfall(
     where: str,
     marginal_error: float,
     tolerance: float | None,
+    dtype: torch.dtype,
     bound_width: float | None = None,
 ) -> str:
     """Why a solve stopped early, by how much it missed its goal, and what would help.
@@ -23,6 +27,7 @@ def shortfall(
         marginal_error: the largest of those reached.
         tolerance: the largest of those that would have been enough; None where the width was the
             goal.
+        dtype: of the potentials.
         bound_width: (upper - lower) / |value| that was reached, where it was the goal.
     """
     if tolerance is not None:
@@ -38,7 +43,7 @@ def shortfall(
             advice = f"Raise solver.max_seconds, {goal} or epsilon"
         case "rounding":
             limit = "as far as rounding allows"
-            advice = f"Raise {goal} or epsilon, or set precision=double"
+            advice = f"Raise {goal} or epsilon{or_double(dtype)}"
         case "schedule":
             limit = "by the schedule of geomloss"
             advice = "The value is that of geomloss; take solver=converged to solve to the end"

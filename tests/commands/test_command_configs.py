@@ -37,7 +37,7 @@ DEFAULTS = {
     "epsilon_relative": None,
     "debias": True,
     "min_class_size": None,
-    "report": {"order": "given"},
+    "report": {"content": "full", "order": "given"},
     "subsample": None,
     "subsample_size": None,
     "noise_floor": False,

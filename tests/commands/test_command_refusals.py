@@ -84,7 +84,10 @@ def test_choices_are_the_files_of_every_group():
         (("epsilon_relative=1e-30",), "raise epsilon_relative to about"),
         (("labels=sinkhorn", "labels.epsilon=1e-30"), "labels.epsilon=1e-30 is too small"),
         (("labels=sinkhorn", "labels.epsilon=1e-30"), "raise labels.epsilon"),
-        (("epsilon=1e-60",), "underflows in precision=fast; raise epsilon, or scale"),
+        (
+            ("epsilon=1e-60",),
+            "underflows in precision=fast; raise epsilon or scale the features up",
+        ),
         ((*IMAGES, "extractor=pixels", "extractor.size=1000000"), "lower extractor.size"),
         (
             (*IMAGES, "extractor=torchvision", "extractor.model=zzzz"),

@@ -234,6 +234,7 @@ def test_the_warning_names_reason_goal_and_way_out(
         where="xy",
         marginal_error=0.125,
         tolerance=0.01 if width is None else None,
+        dtype=torch.float32,
         bound_width=0.25,
     )
     for part in (*said, "in xy", "the bounds still hold"):

@@ -130,7 +130,7 @@ def test_an_epsilon_that_leaves_nothing_of_the_plan_is_refused(
     ("scale", "message"),
     [
         (1e19, r"costs of up to .* overflow in .*scale the features down or set precision=double"),
-        (1e-20, r"epsilon=.* underflows in .*; scale the features up or set precision=double"),
+        (1e-20, r"epsilon=.* underflows in .*, scale the features up or set precision=double"),
     ],
 )
 def test_scales_out_of_the_range_of_float32_are_refused(scale: float, message: str) -> None:
