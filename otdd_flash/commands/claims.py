@@ -64,7 +64,7 @@ def claim(
     found = chain.from_iterable(folder.glob(pattern) for pattern in worth_keeping)
     if not replace and (kept := next(found, None)):
         release(folder)
-        goes_on = ", flow.resume=true to go on" if kept.name == CHECKPOINT else ""
+        goes_on = ", flow.resume=true to go on" if (kept.parent / CHECKPOINT).exists() else ""
         raise InputError(
             f"{key}={folder} holds a result already, {kept.relative_to(folder)}; choose another "
             f"folder with {key}=DIR, or give overwrite=true to replace it{goes_on}"

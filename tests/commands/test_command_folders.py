@@ -141,6 +141,7 @@ def test_other_things_worth_keeping_are_kept(file):
     with pytest.raises(InputError, match=file) as refused:
         claim(Path("run"), "hydra.run.dir", replace=False)
     assert ("flow.resume=true" in str(refused.value)) == (file == "checkpoint.pt")
+    assert "overwrite=true" in str(refused.value)
     claim(Path("run"), "hydra.run.dir", replace=True)
 
 
