@@ -14,15 +14,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.digits import pack_digits, padded_dim, product_error
+from otdd_flash.kernels.marginal_tiles import chunk_sizes
 from otdd_flash.kernels.packed_points import Layout
-from otdd_flash.kernels.plan_marginals import (
-    ADDITION_ERROR,
-    ENTRY_ERROR,
-    EXPONENT_ERROR,
-    DigitSide,
-    chunk_sizes,
-    plan_marginals,
-)
+from otdd_flash.kernels.plan_entries import ADDITION_ERROR, ENTRY_ERROR, EXPONENT_ERROR
+from otdd_flash.kernels.plan_marginals import DigitSide, plan_marginals
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice

@@ -71,7 +71,7 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | PyTorch: sums of n or m terms, float64 | (n + m + 8) v of the sum | `relative_error` |
 | Triton: points in fixed point of 22 or 29 bits | measured, `operators.fixed_point` | A, B |
 | Triton: products of these | exact, but for digits left out, `kernels.digits` | A, B |
-| Triton: exponents in float64, exp2, sums | `kernels.plan_marginals` | A, B, `relative_error` |
+| Triton: exponents in float64, exp2, sums | `kernels.plan_entries` | A, B, `relative_error` |
 | entries below 2^-126 of a product of masses | lost: less than 2^-126 in all | none |
 | sums over points of numbers of size s, float64, any order | (n + m) v s | both ends |
 
