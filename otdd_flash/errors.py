@@ -16,12 +16,20 @@ class ConvergenceError(RuntimeError):
     """`require_convergence` was asked for and the tolerance was not reached."""
 
 
+class IncompleteError(RuntimeError):
+    """The result was computed and written, but not every file beside it."""
+
+
 class NotConvergedWarning(UserWarning):
     """The solver stopped before the tolerance; the result's bounds still hold."""
 
 
 class DataNotice(UserWarning):
     """The data were changed or taken differently from what was asked, as the message says."""
+
+
+class MissingFileNotice(UserWarning):
+    """A picture or table beside a result could not be written, as the message says."""
 
 
 def choose(kind: str, name: str, known: tuple[str, ...]) -> str:

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from otdd_flash.commands.hydra_errors import unknown_key
 from otdd_flash.errors import InputError
 from otdd_flash.labels import LabelMetric
 from otdd_flash.operators.build import ComputeOptions
@@ -29,6 +30,7 @@ class RuntimeSettings:
     data_root: str | None
     download: bool
     cache_dir: str | None
+    overwrite: bool
     log_level: str
 
     def compute_options(self) -> ComputeOptions:
@@ -137,6 +139,8 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         typed = OmegaConf.merge(OmegaConf.structured(schema), resolved)
         return cast(Schema, OmegaConf.to_object(typed))
+    except ConfigKeyError as error:
+        raise InputError(unknown_key(error.full_key or str(error.key), config)) from error
     except MissingMandatoryValue as error:
         raise InputError(f"{error.full_key} must be given: {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:

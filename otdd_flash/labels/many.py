@@ -134,6 +134,8 @@ class JointClassDistances:
             for key in ("full", "lower", "upper")
         )
         assert full is not None
+        if not all(table is None or table.isfinite().all() for table in (full, lower, upper)):
+            raise InputError(f"{path}: class distances hold NaN or infinite entries")
         square = (len(names), len(names))
         counted = offsets[-1] == len(names) and len(offsets) == len(datasets) + 1
         if not counted or any(t is not None and t.shape != square for t in (full, lower, upper)):

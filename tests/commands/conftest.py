@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from otdd_flash.commands.outcome import Outcome
-from otdd_flash.commands.runner import run_command
+from otdd_flash.commands.start import run_command
 from otdd_flash.distance import main as distance
 from otdd_flash.flow import main as flow
 from otdd_flash.report import writing
@@ -29,6 +29,8 @@ SMALL = (
     "target.split=test",
     # Nothing of one test may be known to another.
     "cache_dir=null",
+    # Most tests run twice into one folder.
+    "overwrite=true",
     "hydra.run.dir=run",
     "hydra.sweep.dir=sweep",
 )
