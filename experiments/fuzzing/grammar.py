@@ -21,6 +21,24 @@ GROUPS = {
     "labels": ("gaussian", "means", "none", "sinkhorn", "exact", "upper_bound", "given"),
     "solver": ("converged", "geomloss"),
 }
+# Settings that go together with any other.
+GOOD = {
+    "epsilon": ("0.01", "0.1", "2", "100"),
+    "epsilon_relative": ("1e-2", "0.1", "3"),
+    "lambda_x": ("0.1", "1"),
+    "lambda_y": ("0", "0.2", "1"),
+    "precision": ("fast", "high", "double"),
+    "solver.tolerance": ("1e-2", "1e-4"),
+    "solver.max_iterations": ("1", "3", "1000"),
+    "solver.require_convergence": ("true", "false"),
+    "max_samples": ("5", "17", "40"),
+    "min_class_size": ("1", "3"),
+    "seed": ("0", "7"),
+    "extractor.standardize": ("true",),
+    "extractor.pca": ("1", "2"),
+    "source.pseudo_labels": ("kmeans",),
+    "memory_budget": ("auto", "1"),
+}
 # Values that some key takes gladly, and none takes all of.
 VALUES = (
     "null", "true", "false", "0", "1", "2", "5", "-1", "0.5", "1.5", "1e-3", "1e3", "1e30", "-1e30",
@@ -61,6 +79,9 @@ class Grammar:
         return name, arguments
 
     def _setting(self, name: str) -> tuple[str, str]:
+        if self._random.random() < 0.5:
+            key = self._pick(list(GOOD))
+            return key, self._pick(GOOD[key])
         if self._random.random() < 0.25:
             group = self._pick(list(GROUPS))
             return group, self._pick(GROUPS[group])
