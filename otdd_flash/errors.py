@@ -12,6 +12,16 @@ class InputError(ValueError):
     """A request that cannot be met; the message names the value and what to do about it."""
 
 
+class UserCodeError(InputError):
+    """What a user's own function or module raised, which is its cause and has its traceback."""
+
+
+def prefixed(where: str, error: InputError) -> InputError:
+    """The same error with a place before its sentence; the caller raises it from the original."""
+    kind = UserCodeError if isinstance(error, UserCodeError) else InputError
+    return kind(f"{where}: {error}")
+
+
 class ConvergenceError(RuntimeError):
     """`require_convergence` was asked for and the tolerance was not reached."""
 

@@ -17,6 +17,7 @@ from otdd_flash.commands.settings import (
     DatasetPairSettings,
     FlowNode,
     LabelSettings,
+    ReportSettings,
     SolverSettings,
     parse,
 )
@@ -31,6 +32,7 @@ from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.json_file import write_json
+from otdd_flash.report.console import interval
 from otdd_flash.report.flow_console import flow_table
 from otdd_flash.report.flow_writing import write_flow_report
 
@@ -52,6 +54,7 @@ class FlowSettings(DatasetPairSettings):
     epsilon_relative: float | None
     min_class_size: int | None
     solver: SolverSettings
+    report: ReportSettings
     save_result: bool
 
 
@@ -67,6 +70,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
     # Built before anything is read: a bad setting should not cost the time of loading.
     check_mode(flow.mode)
     choose("flow.space", flow.space, SPACES)
+    settings.report.check()
     stepping = _stepping(flow)
     checkpoints = Checkpoints(directory, flow.checkpoint_every, flow.resume)
     # What has been computed is written before a failure to converge is one.
@@ -117,7 +121,13 @@ def adapt(config: DictConfig, directory: Path) -> None:
         # A directory that holds it is complete, so an earlier one goes first.
         (directory / RESULT_FILE).unlink(missing_ok=True)
         with phases.phase("report", "drawing"):
-            write_flow_report(result, directory, image_shape=sides.image_shape, seed=settings.seed)
+            write_flow_report(
+                result,
+                directory,
+                image_shape=sides.image_shape,
+                seed=settings.seed,
+                pictures=settings.report.content == "full",
+            )
     _write(result, settings, phases, directory)
     if result.stopped_by == "interrupted":
         _say_how_to_go_on(result, directory)
@@ -186,6 +196,10 @@ def _write(result: FlowResult, settings: FlowSettings, phases: Phases, directory
     else:
         write_json(directory / RESULT_FILE, result.summary(**more))
     console = Console()
+    if settings.report.content == "none":
+        last = result.history[-1]
+        console.print(interval(last.divergence, last.lower, last.upper), highlight=False)
+        return
     console.print(flow_table(result.summary(**more)))
     console.print(f"written to {directory}", highlight=False, soft_wrap=True)
 

@@ -22,12 +22,11 @@ from otdd_flash.commands.settings import (
     parse,
 )
 from otdd_flash.commands.sides import prepare_sides
-from otdd_flash.errors import ConvergenceError, InputError, choose
+from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.report.class_order import ORDERS
-from otdd_flash.report.console import summary_table
+from otdd_flash.report.console import interval, summary_table
 from otdd_flash.report.drawing import Report, write_each
 from otdd_flash.report.nearest_classes import nearest_table
 from otdd_flash.report.writing import write_report
@@ -61,7 +60,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     solver = replace(settings.solver.options(), require_convergence=False)
     metric = settings.labels.metric(solver.asked_tolerance)
     compute_options = settings.compute_options()
-    choose("report.order", settings.report.order, ORDERS)
+    settings.report.check()
     check_request(settings)
     with Phases() as phases:
         sides = prepare_sides(settings, phases, whole=settings.labels.full)
@@ -161,9 +160,13 @@ def _write(
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
     summary, console = result.summary(**more), Console()
-    console.print(summary_table(summary))
-    if result.method != "none":
-        console.print(nearest_table(result.class_distances.nearest()))
+    content = settings.report.content
+    if content == "none":
+        console.print(interval(result.value, *result.bounds), highlight=False)
+    else:
+        console.print(summary_table(summary))
+        if result.method != "none":
+            console.print(nearest_table(result.class_distances.nearest()))
     remove_result(directory)
     write_json(directory / SUMMARY_FILE, summary)
     report = Report()
@@ -172,8 +175,9 @@ def _write(
     # A second set of bars: the first would have drawn through the tables.
     with Phases() as phases, phases.phase("report", "drawing"):
         order = settings.report.order
-        report += write_report(result, directory, seed=settings.seed, order=order)
-    console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+        report += write_report(result, directory, seed=settings.seed, order=order, content=content)
+    if content != "none":
+        console.print(f"written to {directory}", highlight=False, soft_wrap=True)
     return report
 
 

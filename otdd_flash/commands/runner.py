@@ -14,6 +14,7 @@ from otdd_flash.commands.claims import claimed
 from otdd_flash.commands.messages import messages, say_error, shown
 from otdd_flash.commands.outcome import ERROR_FILE, may_replace
 from otdd_flash.errors import ConvergenceError, IncompleteError, InputError
+from otdd_flash.importing import user_traceback
 from otdd_flash.json_file import write_json
 
 Work = Callable[[DictConfig, Path], None]
@@ -57,6 +58,8 @@ def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
 
 def _failed(directory: Path, error: Exception, exit_code: int) -> int:
     say_error(error)
+    if trace := user_traceback(error):
+        messages.print(trace, markup=False, highlight=False, soft_wrap=True)
     record = {"error": str(error), "type": type(error).__name__, "exit_code": exit_code}
     if exit_code == exit_codes.DEFECT:
         record["traceback"] = "".join(traceback.format_exception(error))

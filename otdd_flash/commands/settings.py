@@ -9,9 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from otdd_flash.commands.hydra_errors import unknown_key
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, choose
 from otdd_flash.labels import LabelMetric
 from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.report.class_order import ORDERS
+from otdd_flash.report.drawing import CONTENTS
 from otdd_flash.solver.options import SolverOptions
 
 Schema = TypeVar("Schema")
@@ -90,9 +92,15 @@ class SamplingSettings:
 
 @dataclass
 class ReportSettings:
-    """What pictures look like."""
+    """What is printed and drawn beside the number, and what pictures look like."""
 
-    order: str
+    content: str
+    order: str = "given"
+
+    def check(self) -> None:
+        """Raise an `InputError` unless both are known."""
+        choose("report", self.content, CONTENTS)
+        choose("report.order", self.order, ORDERS)
 
 
 @dataclass

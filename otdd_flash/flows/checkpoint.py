@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from otdd_flash import arguments
+from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError
 from otdd_flash.files import replacing
 from otdd_flash.flows.history import Moment, StepRecord
@@ -41,6 +43,7 @@ class Checkpoints:
     resume: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, arguments.CHECKPOINTS)
         object.__setattr__(self, "folder", Path(self.folder))
         if self.every < 1:
             raise InputError(f"flow.checkpoint_every must be positive, got {self.every}")

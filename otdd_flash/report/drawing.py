@@ -18,6 +18,10 @@ from otdd_flash.errors import IncompleteError, InputError, MissingFileNotice
 
 logger = logging.getLogger(__name__)
 
+# What a report consists of beside the number: nothing, tables, or pictures as well.
+CONTENTS = ("none", "table", "full")
+PICTURES = (".png", ".gif")
+
 # What draws or writes a file, called as writer(path), by its path.
 Writers = dict[Path, Callable[[Path], object]]
 
@@ -45,6 +49,17 @@ class Report:
                 "the result was written, but not "
                 f"{', '.join(path.name for path in self.missing)}; the notices say why"
             )
+
+
+def wanted(writers: Writers, content: str) -> Writers:
+    """Those of the files that a report of some content, one of `CONTENTS`, has."""
+    if content == "none":
+        return {}
+    return {
+        path: writer
+        for path, writer in writers.items()
+        if content == "full" or path.suffix not in PICTURES
+    }
 
 
 def write_each(writers: Writers) -> Report:

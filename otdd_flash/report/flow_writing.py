@@ -19,6 +19,7 @@ from otdd_flash.report.flow_images import draw_images
 from otdd_flash.report.flow_metrics import write_metrics_csv
 from otdd_flash.report.flow_objective import draw_objective
 from otdd_flash.report.flow_paths import draw_paths
+from otdd_flash.report.fonts import notice_missing_glyphs
 from otdd_flash.samples import LabeledSamples
 
 
@@ -47,7 +48,12 @@ class Flow(Protocol):
 
 
 def write_flow_report(
-    result: Flow, directory: str | Path, *, image_shape: ImageShape | None = None, seed: int = 0
+    result: Flow,
+    directory: str | Path,
+    *,
+    image_shape: ImageShape | None = None,
+    seed: int = 0,
+    pictures: bool = True,
 ) -> list[Path]:
     """Write the adapted dataset, what was recorded, and pictures.
 
@@ -61,6 +67,7 @@ def write_flow_report(
         image_shape: (c, h, w) of the particles, if they are images with pixel values in [0, 1],
             channel after channel.
         seed: of the rows that paths.png draws.
+        pictures: whether to draw any.
 
     Returns:
         What was written, the data first.
@@ -73,11 +80,16 @@ def write_flow_report(
         check_image_shape(result.samples.features, image_shape)
     source, target, trajectory = result.source, result.target, result.trajectory
     names = ("adapted.npz", "adapted", "metrics.csv", "trajectory.npz")
-    written = [directory / name for name in (*names, "objective.png", "paths.png")]
+    written = [directory / name for name in names]
     write_npz(result.samples, written[0])
     write_hugging_face(result.samples, written[1], image_shape)
     write_metrics_csv(result.history, written[2])
     _write_trajectory(trajectory, written[3])
+    if not pictures:
+        return written
+    named = [*source.class_names, *target.class_names]
+    notice_missing_glyphs([source.name, target.name, *named])
+    written += [directory / "objective.png", directory / "paths.png"]
     draw_objective(result.history, written[4], f"{source.name} on its way to {target.name}")
     draw_paths(source, target, result.samples, trajectory, written[5], seed=seed)
     if image_shape is not None:

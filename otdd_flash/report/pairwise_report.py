@@ -11,6 +11,7 @@ from otdd_flash.report.class_pictures import draw_joint_class_distances
 from otdd_flash.report.console import interval
 from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
 from otdd_flash.report.drawing import Report, Writers, write_each
+from otdd_flash.report.fonts import notice_missing_glyphs
 from otdd_flash.report.heat_maps import heat_map
 from otdd_flash.report.page import INK, shorten
 
@@ -65,6 +66,8 @@ def write_pairwise_report(
     """
     choose("order", order, ORDERS)
     directory, pairs = Path(directory), result.pairs()
+    classes = [name for names in result.class_distances.class_names for name in names]
+    notice_missing_glyphs([*result.names, *classes])
     writers: Writers = {
         directory / "distances.csv": lambda path: write_table_csv(path, pairs[0]._fields, pairs),
         directory / "distances.png": lambda path: _draw_distances(result, path, order),

@@ -12,7 +12,8 @@ from otdd_flash.errors import choose
 from otdd_flash.report.class_order import ORDERS, class_orders
 from otdd_flash.report.class_pictures import draw_class_coupling, draw_class_distances
 from otdd_flash.report.csv_tables import write_matrix_csv
-from otdd_flash.report.drawing import Report, Writers, write_each
+from otdd_flash.report.drawing import CONTENTS, Report, Writers, wanted, write_each
+from otdd_flash.report.fonts import notice_missing_glyphs
 from otdd_flash.report.nearest_classes import FILE as NEAREST_FILE
 from otdd_flash.report.nearest_classes import Nearest, write_nearest_csv
 from otdd_flash.report.projections import projection
@@ -61,7 +62,12 @@ class Result(Protocol):
 
 
 def write_report(
-    result: Result, directory: str | Path, *, seed: int = 0, order: str = "given"
+    result: Result,
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    order: str = "given",
+    content: str = "full",
 ) -> Report:
     """Write tables and pictures of a distance.
 
@@ -77,19 +83,23 @@ def write_report(
         seed: of the rows that the projection draws.
         order: how the pictures order the classes of each dataset, one of `ORDERS`; tables keep
             the dataset's order.
+        content: `full`, `table` for no pictures or `none` for nothing.
 
     Returns:
         The files written, and those that could not be.
 
     Raises:
-        InputError: no such order.
+        InputError: no such order or content.
 
     Warns:
         MissingFileNotice: a file could not be written; the others are.
     """
     choose("report.order", order, ORDERS)
+    choose("report", content, CONTENTS)
     directory, table = Path(directory), result.class_distances
     names, datasets = result.class_names, (result.source.name, result.target.name)
+    if content == "full":
+        notice_missing_glyphs([*datasets, *names[0], *names[1]])
     coupling = result.class_coupling()
     # Without class distances there is nothing to order by.
     chosen = order if result.method != "none" else "given"
@@ -103,7 +113,7 @@ def write_report(
         writers |= _class_distances(table, names, datasets, directory, orders)
     if coupling.numel() > 1:
         writers |= _class_coupling(coupling, names, datasets, directory, orders)
-    return write_each(writers)
+    return write_each(wanted(writers, content))
 
 
 def _class_distances(

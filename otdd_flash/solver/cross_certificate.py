@@ -45,7 +45,7 @@ def certify(
     passes.
 
     Raises:
-        InputError: the plan's mass overflows.
+        EpsilonTooSmall: the plan's mass overflows.
     """
     if updated is None:
         f = operator.softmin_rows(g, epsilon, f)

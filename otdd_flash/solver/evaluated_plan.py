@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Marginals, Operator
+from otdd_flash.solver.epsilon import EpsilonTooSmall, or_double
 
 
 class Plan(NamedTuple):
@@ -30,14 +30,15 @@ def evaluate(operator: Operator, f: Tensor, g: Tensor, epsilon: float, *, accura
     """Evaluate the plan of f (n,) and g (m,), float64.
 
     Raises:
-        InputError: its mass overflows.
+        EpsilonTooSmall: its mass overflows.
     """
     sums = operator.marginals(f, g, epsilon, accurate=accurate)
     if not math.isfinite(float(sums.rows.sum())):
-        raise InputError(
-            f"some costs are too far above the mean at epsilon={epsilon:g}: rounding alone makes "
-            "the plan's mass overflow; raise epsilon, set precision=double or leave out points "
-            "that are far from all others"
+        raise EpsilonTooSmall(
+            "some costs are too far above the mean at {given}: rounding alone makes the plan's "
+            f"mass overflow; raise {{name}}{or_double(operator.dtype)} or leave out points that "
+            "are far from all others",
+            epsilon,
         )
     # A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
     # log b_j; where it is negative, |e| exp(e) < 1.

@@ -29,7 +29,7 @@ def certify_self(
     as near to C. It is given mass 1 by a constant.
 
     Raises:
-        InputError: the plan's mass overflows.
+        EpsilonTooSmall: the plan's mass overflows.
     """
     a, plan = operator.a, evaluate_self(operator, f.double(), epsilon, accurate=accurate)
     lost = find_lost(plan, (a, a), epsilon)
