@@ -37,7 +37,7 @@ def _functions() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "pairwise_distances": (otdd.pairwise_distances, {
             "datasets": [x, y], "epsilon": 0.5, "labels": "means", "lambda_x": 0.5,
         }),
-        "class_distances": (otdd.class_distances, {"datasets": [x, y], "metric": "means"}),
+        "class_distances": (otdd.class_distances, {"datasets": [x, y], "labels": "means"}),
         "gradient_flow": (otdd.gradient_flow, {
             **pair, "steps": 1, "mode": "features", "epsilon": 0.5, "labels": "means", "seed": 0,
             "refresh": 1, "stepping": None, "functionals": (),
