@@ -31,7 +31,7 @@ from otdd_flash.flows.modes import check_mode
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
-from otdd_flash.flows.stepping import Stepping
+from otdd_flash.flows.stepping import Stepping, whole_number
 from otdd_flash.json_file import write_json
 from otdd_flash.report.flow_console import flow_table
 from otdd_flash.report.flow_writing import write_flow_report
@@ -126,9 +126,9 @@ def adapt(config: DictConfig, directory: Path) -> None:
         _say_how_to_go_on(result, directory)
         raise KeyboardInterrupt
     if settings.solver.require_convergence and not result.converged:
-        late = sum(not record.converged for record in result.history)
+        late = sum(not record.converged for record in result.evaluations)
         raise ConvergenceError(
-            f"{late} of {len(result.history)} evaluations of the flow did not reach what the "
+            f"{late} of {len(result.evaluations)} evaluations of the flow did not reach what the "
             f"solver was asked for; solver.require_convergence is set, and the result was written "
             f"to {directory}"
         )
@@ -158,7 +158,14 @@ def _box(value: Any) -> tuple[float, float]:
 def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
     """Both datasets as what moves, and the way from there to features."""
     flow = settings.flow
+    if flow.image_size is not None and not whole_number(flow.image_size, least=1):
+        raise InputError(f"flow.image_size must be positive or null, got {flow.image_size}")
     if flow.space == "features":
+        if flow.image_size is not None:
+            raise InputError(
+                f"flow.image_size={flow.image_size} has a meaning with flow.space=pixels only; "
+                "leave it out, or resize images with extractor.size"
+            )
         return prepare_sides(settings, phases, whole=False), FeatureSpace()
     node = settings.extractor
     if node.get("standardize") or node.get("pca") is not None:

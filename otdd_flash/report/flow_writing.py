@@ -38,8 +38,8 @@ class Flow(Protocol):
         """The particles after the last step."""
 
     @property
-    def history(self) -> Sequence[StepRecord]:
-        """One record per step, and one of the end."""
+    def evaluations(self) -> Sequence[StepRecord]:
+        """Records of the start, of every step and of the end."""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -76,9 +76,9 @@ def write_flow_report(
     written = [directory / name for name in (*names, "objective.png", "paths.png")]
     write_npz(result.samples, written[0])
     write_hugging_face(result.samples, written[1], image_shape)
-    write_metrics_csv(result.history, written[2])
+    write_metrics_csv(result.evaluations, written[2])
     _write_trajectory(trajectory, written[3])
-    draw_objective(result.history, written[4], f"{source.name} on its way to {target.name}")
+    draw_objective(result.evaluations, written[4], f"{source.name} on its way to {target.name}")
     draw_paths(source, target, result.samples, trajectory, written[5], seed=seed)
     if image_shape is not None:
         written += [directory / "images.png", directory / "flow.gif"]
