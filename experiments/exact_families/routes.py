@@ -104,11 +104,13 @@ def _pairwise(request: Request) -> Solved:
 
 
 def _flow(request: Request) -> Solved:
-    """The record of the first step, which is that of the clouds before it."""
+    """The record of the start of a flow."""
     given = request.of_datasets
     if given is None or not request.problem.cost.lambda_x:
         return _distance(request)
-    before = otdd.gradient_flow(*request.sides, steps=1, **given).history[0]
+    before = otdd.gradient_flow(*request.sides, steps=1, **given).before
+    assert before.lower is not None
+    assert before.upper is not None
     return Solved((before.lower, before.upper), True)
 
 

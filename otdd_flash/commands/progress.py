@@ -76,7 +76,7 @@ class Phases:
             yield lambda record: self._bars.update(
                 task,
                 completed=record.step,
-                note=f"step {record.step:,} of {steps:,}: objective {record.objective:.5g}",
+                note=f"step {record.step:,} of {steps:,}: {record.described}",
             )
         finally:
             self._bars.remove_task(task)

@@ -7,6 +7,8 @@ after Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in Probab
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
 import warnings
@@ -34,7 +36,7 @@ from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.settings_kept import data_settings, flow_settings
 from otdd_flash.flows.space import FeatureSpace, Space
-from otdd_flash.flows.stepping import Stepping
+from otdd_flash.flows.stepping import Stepping, whole_number
 from otdd_flash.labels import (
     ClassDistances,
     LabelMetric,
@@ -45,10 +47,11 @@ from otdd_flash.labels import (
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost, relative_epsilon
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
-from otdd_flash.solver.bound_width import relative_width
 from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term import largest_tolerance
+
+logger = logging.getLogger(__name__)
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
@@ -164,6 +167,18 @@ def gradient_flow(
         "seed": seed,
     }
     recorder = Recorder(_followed(points, seed), MOMENTS)
+    options = LoopOptions(
+        steps=steps,
+        stepping=stepping,
+        functionals=terms,
+        tolerance=tolerance,
+        seed=seed,
+        checkpoints=checkpoints,
+        settings=settings,
+        keep_moments=keep_moments,
+        progress=progress,
+        stop=stop,
+    )
     loop = Loop(
         points.features,
         setting,
@@ -171,28 +186,19 @@ def gradient_flow(
         space,
         setting.mean_cost(start.features, table),
         recorder,
-        LoopOptions(
-            steps=steps,
-            stepping=stepping,
-            functionals=terms,
-            tolerance=tolerance,
-            seed=seed,
-            checkpoints=checkpoints,
-            settings=settings,
-            keep_moments=keep_moments,
-            progress=progress,
-            stop=stop,
-        ),
+        options,
     )
     if checkpoints is not None and checkpoints.resume:
         _go_on(loop, checkpoints, settings, device, steps)
     prepared = time.perf_counter()
     loop.run()
-    _report_convergence(loop.history, solver)
+    _report_convergence(loop.evaluations, solver)
+    _report_growth(loop.before, loop.history[-1], options)
     return FlowResult(
         points.to("cpu"),
         goal.to("cpu"),
         _moved(points, loop),
+        loop.before,
         tuple(loop.history),
         loop.trajectory(),
         loop.mode.class_distances,
@@ -228,10 +234,13 @@ def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
 
 
 def _check_numbers(steps: int, refresh: int, tolerance: float | None) -> None:
-    if steps < 1:
-        raise InputError(f"flow.steps must be positive, got {steps}")
-    if refresh < 1:
-        raise InputError(f"flow.refresh must be positive, got {refresh}; 1 measures at every step")
+    if not whole_number(steps, least=1):
+        raise InputError(f"flow.steps must be positive, got {steps!r}; give a whole number")
+    if not whole_number(refresh, least=1):
+        raise InputError(
+            f"flow.refresh must be positive, got {refresh!r}; a whole number of steps, of which 1 "
+            "measures at every one"
+        )
     if tolerance is not None and not 0 < tolerance < 1:
         raise InputError(
             f"flow.tolerance must lie in (0, 1), a share of the first objective, got {tolerance}"
@@ -258,6 +267,21 @@ def _followed(points: LabeledSamples, seed: int) -> Tensor:
     return torch.from_numpy(stratified_rows(points.labels.cpu().numpy(), FOLLOWED, draw))
 
 
+def _report_growth(before: StepRecord, after: StepRecord, options: LoopOptions) -> None:
+    """Warn where a flow that has nothing else to do has led away from its target."""
+    assert before.upper is not None
+    assert after.lower is not None
+    if not options.functionals and after.lower > before.upper:
+        box = options.stepping.box
+        logger.warning(
+            "the flow ended farther from its target than it began, at %.5g after %.5g; lower %s%s",
+            after.divergence,
+            before.divergence,
+            options.movers,
+            "" if box is None else f", or widen flow.box=[{box[0]:g}, {box[1]:g}]",
+        )
+
+
 def _report_convergence(history: Sequence[StepRecord], solver: SolverOptions) -> None:
     late = [record for record in history if not record.converged]
     if late:
@@ -267,8 +291,6 @@ def _report_convergence(history: Sequence[StepRecord], solver: SolverOptions) ->
             where=f"{len(late)} of {len(history)} evaluations",
             marginal_error=max(record.marginal_error for record in late),
             tolerance=largest_tolerance(record.tolerance for record in late),
-            bound_width=max(
-                relative_width(record.divergence, (record.lower, record.upper)) for record in late
-            ),
+            bound_width=max(record.bound_width or math.inf for record in late),
         )
         warnings.warn(message, NotConvergedWarning, stacklevel=4)

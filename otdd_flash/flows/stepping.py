@@ -10,6 +10,8 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -80,8 +82,11 @@ class Stepping:
             object.__setattr__(self, "box", tuple(self.box))
         if not 0 <= self.noise < math.inf:
             raise InputError(f"flow.noise must not be negative, got {self.noise}")
-        if self.minibatch is not None and self.minibatch < 1:
-            raise InputError(f"flow.minibatch must be positive or null, got {self.minibatch}")
+        if self.minibatch is not None and not whole_number(self.minibatch, least=1):
+            raise InputError(
+                "flow.minibatch must be positive or null, a whole number of points, got "
+                f"{self.minibatch!r}"
+            )
         # Built once for its errors.
         self.build([torch.nn.Parameter(torch.zeros(1))])
 
@@ -114,6 +119,13 @@ class Stepping:
         return self.step_size * SCHEDULES[self.schedule](step, total)
 
 
+def whole_number(value: Any, *, least: int) -> bool:
+    """Whether a value is an integer, of any library's type, and no less than `least`."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Integral) and int(value) >= least
+
+
 def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
     """Optimisers of torch.optim that take one gradient per step, by their names in lower case."""
     return {
@@ -125,6 +137,14 @@ def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
     }
 
 
+class Draw(IntEnum):
+    """What a step's random numbers are for."""
+
+    PERTURBATION = 0
+    LANGEVIN = 1
+    MINIBATCH = 2
+
+
 class Stepper:
     """Moves the variables of a flow, in place.
 
@@ -133,12 +153,19 @@ class Stepper:
         stepping: how.
         total: steps of the whole flow, which some schedules end with.
         temperature: w of an entropy functional w * int rho log rho, 0 for none.
+        before_box: told of the points that a step has led to, before the box takes them back.
     """
 
     def __init__(
-        self, variables: Mapping[str, Tensor], stepping: Stepping, total: int, temperature: float
+        self,
+        variables: Mapping[str, Tensor],
+        stepping: Stepping,
+        total: int,
+        temperature: float,
+        before_box: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._stepping, self._total, self._temperature = stepping, total, temperature
+        self._before_box = before_box
         # They share the variables' memory.
         self._parameters = {
             name: torch.nn.Parameter(tensor, requires_grad=False)
@@ -167,6 +194,8 @@ class Stepper:
             noise = normal_like(points, draw)
             points.add_(noise if batch is None else batch.only(noise), alpha=spread)
         if self._stepping.box is not None:
+            if self._before_box is not None:
+                self._before_box(points)
             points.clamp_(*self._stepping.box)
 
     def state(self) -> dict[str, Any]:

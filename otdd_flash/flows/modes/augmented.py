@@ -76,7 +76,7 @@ class EuclideanAugmentedMode(AugmentedMode):
         target = LabeledSamples(vectors, None, (), setting.target.weights)
         self._divergence = TargetDivergence(setting, target, GroundCost(1.0, 0.0))
 
-    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence of the vectors, by their parts."""
         moving = {
             key: part.detach().requires_grad_()
@@ -114,7 +114,7 @@ class FullAugmentedMode(AugmentedMode):
         self._own_classes = torch.arange(count, device=self._setting.device)
         self._own_names = tuple(map(str, range(count)))
 
-    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence at the distances of the particles' Gaussians, by all variables."""
         weights = self._setting.source.weights
         particles = LabeledSamples(features, self._own_classes, self._own_names, weights)

@@ -47,9 +47,17 @@ class Mode(ABC):
         self.class_distances = table
         self._setting, self._divergence = setting, TargetDivergence(setting)
 
+    # Most modes have nothing to measure.
+    def measure(self, features: Tensor) -> None:  # noqa: B027
+        """Measure class distances at features (n, d), where they are neither fixed nor variables.
+
+        Raises:
+            InputError: a class is too small or too large for the method.
+        """
+
     @abstractmethod
-    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
-        """The divergence of particles with features (n, d) before step `step`.
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
+        """The divergence of particles with features (n, d).
 
         With a batch, that of its rows; velocities of features are 0 elsewhere.
 
