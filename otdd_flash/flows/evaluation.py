@@ -26,6 +26,8 @@ from otdd_flash.solver.divergence import Divergence
 # A mean cost of this many times that of the start: steps overshoot. A flow on its way down ends at
 # about twice it at most: that of particles which began as one point and spread over the target.
 DIVERGED = 10.0
+# Mean costs below this share of the target's mean squared norm are as good as 0.
+RESOLUTION = 1e-6
 
 
 class Overshot(InputError):
@@ -63,6 +65,9 @@ class Evaluator:
     ) -> None:
         self._setting, self._mode, self._space = setting, mode, space
         self._mean_cost, self._options = mean_cost, options
+        # Clouds that begin at 0 from each other are led away by no more than rounding.
+        squares = setting.target.masses @ setting.target.features.double().square().sum(1)
+        self._far = max(DIVERGED * mean_cost, RESOLUTION * setting.cost.lambda_x * float(squares))
         sides = (setting.source, setting.target)
         self._massive = tuple(side.masses.nonzero().squeeze(1) for side in sides)
 
@@ -128,7 +133,7 @@ class Evaluator:
         if torch.equal(inside, points):
             return
         cost = self._mean_cost_of(inside)
-        if bool((inside != points).all()) or not cost <= DIVERGED * self._mean_cost:
+        if bool((inside != points).all()) or not cost <= self._far:
             raise InputError(
                 f"flow.box=[{box[0]:g}, {box[1]:g}] leaves out the particles, whose coordinates "
                 f"lie in [{float(points.min()):.4g}, {float(points.max()):.4g}]: it takes them to "
@@ -159,7 +164,7 @@ class Evaluator:
             return self._mode.evaluate(features, batch)
         except InputError as error:
             # What cannot be solved because particles are far away is for the steps to mend.
-            far = not cost <= DIVERGED * self._mean_cost
+            far = not cost <= self._far
             raise (Overshot(str(error)) if far else error) from error
 
     def _functionals(self, points: Tensor) -> tuple[dict[str, float], Tensor]:
@@ -175,7 +180,7 @@ class Evaluator:
 
         `how` says what took the particles there.
         """
-        if not self._options.functionals and not cost <= DIVERGED * self._mean_cost:
+        if not self._options.functionals and not cost <= self._far:
             raise Overshot(
                 f"{' '.join(['particles', *how])} are at a mean cost of {cost:.4g} from the "
                 f"target, and began at {self._mean_cost:.4g}"

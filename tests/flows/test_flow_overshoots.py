@@ -106,14 +106,22 @@ def test_a_box_that_leaves_out_the_particles_is_named_and_no_step_size(
     assert "step_size" not in str(error.value)
 
 
-def test_a_class_of_one_sample_is_named_and_no_step_size() -> None:
-    """Two equal classes are at 0 unmeasured; when one moves its covariance is asked for."""
+@pytest.mark.filterwarnings("ignore:classes of one sample")
+def test_a_class_of_one_sample_moves_as_a_point() -> None:
+    """Two equal classes are at 0 unmeasured; when one moves its covariance of 0 is asked for."""
     one = replace(blobs(1, classes=1), class_names=("alone",))
-    elsewhere = [{"name": "norm", "weight": 0.5}]
-    message = r"^the flow cannot go on after step 0: class .* has 1 sample, and .*min_class_size"
-    with pytest.raises(InputError, match=message) as error:
-        flow(one, one, functionals=elsewhere)
-    assert "step_size" not in str(error.value)
+    found = flow(one, one, functionals=[{"name": "norm", "weight": 0.5}], epsilon=0.1)
+    moved = float((found.samples.features - one.features).square().sum())
+    assert found.before.divergence == 0
+    # Half of the squared distance for the points, half for their classes.
+    assert found.after.divergence == pytest.approx(moved, rel=1e-6)
+
+
+def test_clouds_that_begin_as_one_may_round() -> None:
+    """The mean cost of the start is 0, and any step's is far above."""
+    point = replace(SOURCE, features=SOURCE.features[:1].expand_as(SOURCE.features) / 3)
+    found = flow(point, point, stepping=Stepping(0.9))
+    assert abs(found.after.divergence) <= 1e-10
 
 
 def test_noise_that_is_too_much_is_named() -> None:
