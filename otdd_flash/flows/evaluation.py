@@ -120,6 +120,14 @@ class Evaluator:
         """Whether the flow measures class distances anew after `step` steps."""
         return step % self._setting.refresh == 0
 
+    def expected_seconds(self, points: Tensor, step: int) -> float:
+        """About how long class distances take for the rest of a flow at points (n, p)."""
+        features = self._space.features(points)
+        whole = part = self._mode.expected_seconds(features)
+        if self.estimates:
+            part = self._mode.expected_seconds(features, self._batch(step))
+        return part * (self._options.steps - step) + whole * (1 + self.estimates)
+
     def check_box(self, points: Tensor) -> None:
         """Refuse a box that has no place for the particles (n, p) of the start.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +22,11 @@ from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.space import Space
 from otdd_flash.flows.stepping import Draw, Stepper, generator
+
+logger = logging.getLogger(__name__)
+
+# Seconds that are announced.
+LONG = 1.0
 
 # Parts of a state whose tensors a step overwrites.
 IN_PLACE = ("variables", "optimizer")
@@ -64,6 +71,7 @@ class Loop:
         self._evaluator = Evaluator(setting, mode, space, mean_cost, options)
         # Evaluated apart from the first step only where that sees less than the whole.
         self._start: StepRecord | None = None
+        self._labels: tuple[int, Tensor | None] | None = None
         self._variables = {"points": self.points, **mode.variables}
         temperature = noise_temperature(options.functionals)
         self._stepper = Stepper(
@@ -82,13 +90,14 @@ class Loop:
                 has led, and the loop is back at the last good state, which is saved.
         """
         self._evaluator.check_box(self.points)
+        self._say_how_long()
         if self._evaluator.estimates and self._start is None:
             self._start = self._evaluate_start()
         good: dict[str, Any] | None = None
         while True:
             started = time.perf_counter()
             if self._recorder.wants(self.step):
-                self._recorder.keep(self.step, self.points, self.mode.labels())
+                self._recorder.keep(self.step, self.points, self.labels())
             state = self.state()
             with self._going_back_to(good):
                 found, stopped_by = self._evaluate()
@@ -121,7 +130,13 @@ class Loop:
 
     def trajectory(self) -> Trajectory:
         """Where the followed particles have been, up to now."""
-        return self._recorder.trajectory(self.step, self.points, self.mode.labels())
+        return self._recorder.trajectory(self.step, self.points, self.labels())
+
+    def labels(self) -> Tensor | None:
+        """The particles' class indices (n,) where they are, which a mode may take long to read."""
+        if self._labels is None or self._labels[0] != self.step:
+            self._labels = (self.step, self.mode.labels())
+        return self._labels[1]
 
     def state(self) -> dict[str, Any]:
         """All that the rest of the flow depends on; tensors are the loop's own."""
@@ -148,7 +163,7 @@ class Loop:
                 "the checkpoint is of an earlier version, which did not keep the distance at the "
                 "start of a flow with flow.noise or flow.minibatch; start again without flow.resume"
             )
-        self.step = state["step"]
+        self.step, self._labels = state["step"], None
         for name, tensor in self._variables.items():
             tensor.copy_(state["variables"][name])
         self._stepper.restore(state["optimizer"])
@@ -168,6 +183,17 @@ class Loop:
         if stopped_by is not None and not seen_whole:
             found = self._evaluator(self.points, self.step, whole=True)
         return found, stopped_by
+
+    def _say_how_long(self) -> None:
+        seconds = self._evaluator.expected_seconds(self.points, self.step)
+        if seconds > LONG:
+            logger.warning(
+                "%d steps will take about %s: with full covariances every particle is compared "
+                "with those around it by a Gaussian of its own; labels.diagonal=true takes a "
+                "fraction of that",
+                self._options.steps - self.step,
+                timedelta(seconds=round(seconds)),
+            )
 
     def _evaluate_start(self) -> StepRecord:
         started = time.perf_counter()

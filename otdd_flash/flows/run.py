@@ -7,11 +7,8 @@ after Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in Probab
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +21,7 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.errors import InputError
 from otdd_flash.extractors import check_same_dimension
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.functionals import WeightedFunctional, build_functionals
@@ -35,6 +32,7 @@ from otdd_flash.flows.modes import build_mode, check_mode
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.settings_kept import data_settings, flow_settings
+from otdd_flash.flows.shortcomings import report_convergence, report_growth
 from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.labels import (
@@ -48,10 +46,6 @@ from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost, relative_epsilon
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.options import Progress, SolverOptions
-from otdd_flash.solver.shortfall import shortfall
-from otdd_flash.solver.term import largest_tolerance
-
-logger = logging.getLogger(__name__)
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
@@ -157,7 +151,17 @@ def gradient_flow(
     if epsilon_relative is not None:
         epsilon = relative_epsilon(epsilon_relative, start, end, table.xy, cost, device)
     setting = FlowSetting(
-        start, end, metric, epsilon, cost, solver, compute, device, refresh, solver_progress
+        start,
+        end,
+        metric,
+        epsilon,
+        cost,
+        solver,
+        compute,
+        device,
+        refresh,
+        solver_progress,
+        class_progress,
     )
     terms = _built(functionals, points)
     settings = {
@@ -192,8 +196,8 @@ def gradient_flow(
         _go_on(loop, checkpoints, settings, device, steps)
     prepared = time.perf_counter()
     loop.run()
-    _report_convergence(loop.evaluations, solver)
-    _report_growth(loop.before, loop.history[-1], options)
+    report_convergence(loop.evaluations, solver)
+    report_growth(loop.before, loop.history[-1], options)
     return FlowResult(
         points.to("cpu"),
         goal.to("cpu"),
@@ -229,7 +233,7 @@ def _go_on(
 
 def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
     """The particles where the loop has them, on the CPU."""
-    labels = None if points.labels is None else loop.mode.labels()
+    labels = None if points.labels is None else loop.labels()
     return replace(points.to("cpu"), features=loop.points.cpu(), labels=labels)
 
 
@@ -262,32 +266,3 @@ def _followed(points: LabeledSamples, seed: int) -> Tensor:
     if points.labels is None or points.class_total > FOLLOWED:
         return torch.from_numpy(np.sort(draw.permutation(count)[:FOLLOWED]))
     return torch.from_numpy(stratified_rows(points.labels.cpu().numpy(), FOLLOWED, draw))
-
-
-def _report_growth(before: StepRecord, after: StepRecord, options: LoopOptions) -> None:
-    """Warn where a flow that has nothing else to do has led away from its target."""
-    assert before.upper is not None
-    assert after.lower is not None
-    if not options.functionals and after.lower > before.upper:
-        box = options.stepping.box
-        logger.warning(
-            "the flow ended farther from its target than it began, at %.5g after %.5g; lower %s%s",
-            after.divergence,
-            before.divergence,
-            options.movers,
-            "" if box is None else f", or widen flow.box=[{box[0]:g}, {box[1]:g}]",
-        )
-
-
-def _report_convergence(history: Sequence[StepRecord], solver: SolverOptions) -> None:
-    late = [record for record in history if not record.converged]
-    if late:
-        message = shortfall(
-            solver,
-            late[-1].stopped_by,
-            where=f"{len(late)} of {len(history)} evaluations",
-            marginal_error=max(record.marginal_error for record in late),
-            tolerance=largest_tolerance(record.tolerance for record in late),
-            bound_width=max(record.bound_width or math.inf for record in late),
-        )
-        warnings.warn(message, NotConvergedWarning, stacklevel=4)

@@ -268,12 +268,12 @@ def test_unlabelled_points_move_without_class_distances() -> None:
 
 
 def test_factors_of_all_particles_have_to_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Six copies of factors (9, 4, 3) and of a table (11, 11), two of roots (9, 3, 3).
-    needed = (6 * (108 + 121) + 2 * 81) * 8
+    # Six copies of factors (9, 3, 3) and of a table (11, 11), two of roots (9, 3, 3).
+    needed = (6 * (81 + 121) + 2 * 81) * 8
     monkeypatch.setattr(augmented, "free_memory", lambda device: needed)
     flow(blobs(9), blobs(11, seed=1), mode="augmented")
     monkeypatch.setattr(augmented, "free_memory", lambda device: needed - 1)
-    with pytest.raises(InputError, match=rf"factor of 4 x 3.*{needed:,} bytes.*labels.diagonal"):
+    with pytest.raises(InputError, match=rf"factor of 3 x 3.*{needed:,} bytes.*labels.diagonal"):
         flow(blobs(9), blobs(11, seed=1), mode="augmented")
     flow(blobs(9), blobs(11, seed=1), mode="augmented", labels="means")
 

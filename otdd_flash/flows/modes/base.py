@@ -65,6 +65,10 @@ class Mode(ABC):
             ConvergenceError: a term stopped early and the solver's options require convergence.
         """
 
+    def expected_seconds(self, features: Tensor, batch: Batch | None = None) -> float:
+        """About how long class distances take at an evaluation; 0 where that is next to nothing."""
+        return 0.0
+
     def labels(self) -> Tensor | None:
         """The particles' class indices (n,), or None for unlabelled ones."""
         return self._setting.source.labels
