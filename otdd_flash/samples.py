@@ -73,7 +73,7 @@ class LabeledSamples:
         try:
             if isinstance(given, tuple):
                 return cls.from_arrays(*given, name=name)
-            return cls(torch.as_tensor(given), None, (), name=name)
+            return cls(real_tensor("features", given), None, (), name=name)
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
 

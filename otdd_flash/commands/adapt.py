@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from otdd_flash.commands.interrupts import interrupts_noted
-from otdd_flash.commands.outcome import RESULT_FILE
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import (
     DatasetPairSettings,
@@ -26,6 +25,7 @@ from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable
 from otdd_flash.flows.checkpoint import Checkpoints
+from otdd_flash.flows.dataset_files import ImageShape
 from otdd_flash.flows.modes import check_mode
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
@@ -33,8 +33,10 @@ from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.json_file import write_json
 from otdd_flash.report.console import interval
+from otdd_flash.report.drawing import Report, write_each
 from otdd_flash.report.flow_console import flow_table
 from otdd_flash.report.flow_writing import write_flow_report
+from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 
 logger = logging.getLogger("otdd_flash.flow")
 
@@ -118,27 +120,18 @@ def adapt(config: DictConfig, directory: Path) -> None:
                 class_progress=class_progress,
                 stop=interrupted,
             )
-        # A directory that holds it is complete, so an earlier one goes first.
-        (directory / RESULT_FILE).unlink(missing_ok=True)
-        with phases.phase("report", "drawing"):
-            write_flow_report(
-                result,
-                directory,
-                image_shape=sides.image_shape,
-                seed=settings.seed,
-                pictures=settings.report.content == "full",
-            )
-    _write(result, settings, phases, directory)
+    report = _write(result, settings, sides.image_shape, phases, directory)
     if result.stopped_by == "interrupted":
         _say_how_to_go_on(result, directory)
         raise KeyboardInterrupt
     if settings.solver.require_convergence and not result.converged:
-        late = sum(not record.converged for record in result.history)
+        late = sum(not record.converged for record in result.evaluations)
         raise ConvergenceError(
-            f"{late} of {len(result.history)} evaluations of the flow did not reach what the "
+            f"{late} of {len(result.evaluations)} evaluations of the flow did not reach what the "
             f"solver was asked for; solver.require_convergence is set, and the result was written "
             f"to {directory}"
         )
+    report.require_complete()
 
 
 def _stepping(flow: FlowNode) -> Stepping:
@@ -165,7 +158,14 @@ def _box(value: Any) -> tuple[float, float]:
 def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
     """Both datasets as what moves, and the way from there to features."""
     flow = settings.flow
+    if flow.image_size is not None and flow.image_size < 1:
+        raise InputError(f"flow.image_size must be positive or null, got {flow.image_size}")
     if flow.space == "features":
+        if flow.image_size is not None:
+            raise InputError(
+                f"flow.image_size={flow.image_size} has a meaning with flow.space=pixels only; "
+                "leave it out, or resize images with extractor.size"
+            )
         return prepare_sides(settings, phases, whole=False), FeatureSpace()
     node = settings.extractor
     if node.get("standardize") or node.get("pca") is not None:
@@ -182,26 +182,38 @@ def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
     return sides, ImageSpace(network, sides.image_shape, chunk, extractor.key)
 
 
-def _write(result: FlowResult, settings: FlowSettings, phases: Phases, directory: Path) -> None:
-    """Write result.json last, so that a directory that holds it is complete; print the table."""
+def _write(
+    result: FlowResult,
+    settings: FlowSettings,
+    image_shape: ImageShape | None,
+    phases: Phases,
+    directory: Path,
+) -> Report:
+    """Print the table, write result.json, and only then data and pictures."""
     seconds = {
         "load": phases.seconds["load"],
         "extract": phases.seconds["extract"],
         **result.seconds,
-        "report": phases.seconds["report"],
     }
     more = {"seconds": seconds, "seed": settings.seed, "config": asdict(settings)}
-    if settings.save_result:
-        result.save(directory, **more)
+    summary, console, content = result.summary(**more), Console(), settings.report.content
+    if content == "none":
+        console.print(interval(summary["value"], *summary["bounds"]), highlight=False)
     else:
-        write_json(directory / RESULT_FILE, result.summary(**more))
-    console = Console()
-    if settings.report.content == "none":
-        last = result.history[-1]
-        console.print(interval(last.divergence, last.lower, last.upper), highlight=False)
-        return
-    console.print(flow_table(result.summary(**more)))
-    console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+        console.print(flow_table(summary))
+    remove_result(directory)
+    write_json(directory / SUMMARY_FILE, summary)
+    report = Report()
+    if settings.save_result:
+        report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})
+    # A second set of bars: the first would have drawn through the table.
+    with Phases() as drawing, drawing.phase("report", "drawing"):
+        report += write_flow_report(
+            result, directory, image_shape=image_shape, seed=settings.seed, content=content
+        )
+    if content != "none":
+        console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+    return report
 
 
 def _say_how_to_go_on(result: FlowResult, directory: Path) -> None:

@@ -1,16 +1,20 @@
-"""Progress of a command on a terminal: one line per phase, none when output goes to a file."""
+"""Progress of a command: a line per phase on a terminal, elsewhere a line of text a second."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from otdd_flash.commands.messages import messages
+from otdd_flash.commands.messages import messages, say
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.solver.options import SolverOptions
+
+# Between two lines of text, and before the first: what is shorter says nothing.
+SECONDS_APART = 1.0
 
 
 class Phases:
@@ -22,6 +26,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._started = self._last_line = time.perf_counter()
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -46,7 +51,7 @@ class Phases:
         task = self._bars.add_task(title, total=None, note="")
         started = time.perf_counter()
         try:
-            yield lambda done, total: self._bars.update(
+            yield lambda done, total: self._update(
                 task, completed=done, total=total, note=f"{done:,} of {total:,}"
             )
         finally:
@@ -58,7 +63,7 @@ class Phases:
         """Show a part of a phase from its first to its last report of (done, total)."""
         task = self._bars.add_task(title, total=None, visible=False, note="")
         try:
-            yield lambda done, total: self._bars.update(
+            yield lambda done, total: self._update(
                 task,
                 completed=done,
                 total=total,
@@ -73,10 +78,10 @@ class Phases:
         """Show the steps of a flow: how many, and the objective so far."""
         task = self._bars.add_task("flowing", total=steps, note="")
         try:
-            yield lambda record: self._bars.update(
+            yield lambda record: self._update(
                 task,
                 completed=record.step,
-                note=f"step {record.step:,} of {steps:,}: objective {record.objective:.5g}",
+                note=f"step {record.step:,} of {steps:,}: {record.described}",
             )
         finally:
             self._bars.remove_task(task)
@@ -89,9 +94,21 @@ class Phases:
         task = self._bars.add_task(title, total=None, note="")
         goal = f" (to {options.asked_tolerance:.0e})" if options.bound_width is None else ""
         try:
-            yield lambda term, iteration, error: self._bars.update(
+            yield lambda term, iteration, error: self._update(
                 task,
                 note=f"{term} {iteration:,}: marginal error {error:.1e}{goal}",
             )
         finally:
             self._bars.remove_task(task)
+
+    def _update(self, task: TaskID, **fields: Any) -> None:
+        self._bars.update(task, **fields)
+        now = time.perf_counter()
+        if not messages.is_terminal and now - self._last_line >= SECONDS_APART:
+            self._last_line = now
+            say("progress", f"{now - self._started:.0f} s, {self._line()}", "dim")
+
+    def _line(self) -> str:
+        """What all parts of the work are doing."""
+        shown = [task for task in self._bars.tasks if task.visible]
+        return "; ".join(f"{task.description} {task.fields['note']}".strip() for task in shown)

@@ -4,6 +4,6 @@
 
 `modes` says what moves beside the points; `divergence` solves S_epsilon with warm starts;
 `functionals` are what may be added to it; `space` moves pixels where a network sees features;
-`stepping` takes a step; `run` is the flow; `checkpoint` lets it survive; `history` and `result` say
-what happened; `maps` carries it over to new points.
+`evaluation` finds the objective and `stepping` takes a step; `run` is the flow; `checkpoint` lets
+it survive; `history` and `result` say what happened; `maps` carries it over to new points.
 """

@@ -90,7 +90,10 @@ class TargetDivergence:
             )
         if setting.solver.require_convergence:
             report_convergence(solved, setting.solver)
-        if batch is None and not solved.identical:
+        if batch is not None:
+            # Long steps of batches lead away from the last solve of the whole.
+            self._potentials = self._earlier = {}
+        elif not solved.identical:
             assert solved.xx is not None
             self._self_term = solved.yy
             self._earlier = self._potentials

@@ -19,7 +19,7 @@ from otdd_flash.labels.classes import pool
 from otdd_flash.labels.covariance_factors import reduced_factors
 from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.moments import class_means, squared_gaps, standard_deviations
-from otdd_flash.labels.pairs import all_pairs, symmetric_table
+from otdd_flash.labels.pairs import Progress, all_pairs, symmetric_table
 from otdd_flash.samples import LabeledSamples
 
 
@@ -54,7 +54,9 @@ class Gaussians:
         padded = [
             torch.nn.functional.pad(factor, (0, 0, 0, most - factor.shape[0])) for factor in factors
         ]
-        return cls(means, torch.stack(padded))
+        stack = torch.stack(padded)
+        # Rows that no class uses would be decomposed with every pair.
+        return cls(means, stack[:, stack.any(2).any(0)])
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, Tensor]) -> Gaussians:
@@ -74,31 +76,65 @@ class Gaussians:
         """The Gaussians with these indices, each as often as it is named."""
         return Gaussians(self.means[which], None if self.spreads is None else self.spreads[which])
 
-    def table(self, target: Gaussians, within_target: Tensor) -> Tensor:
+    def table(
+        self,
+        target: Gaussians,
+        within_target: Tensor,
+        needed: Tensor | None = None,
+        progress: Progress | None = None,
+    ) -> Tensor:
         """W (K + L, K + L) of these and L of a target, for autograd by means and spreads.
 
         Args:
             target: L fixed Gaussians.
             within_target: the block (L, L).
+            needed: (K, K + L) bool, symmetric among these: the pairs whose spreads are compared;
+                for the others `lower_bounds` will do. None: all.
+            progress: called with the number of pairs measured and their total.
         """
         own, total = len(self), len(self) + len(target)
         pairs = all_pairs(total)
         pairs = pairs[(pairs < own).any(1)]
         values = squared_gaps(torch.cat((self.means, target.means)), pairs)
         if self.spreads is not None and target.spreads is not None:
-            values = values + _spread_gaps(self.spreads, target.spreads, pairs)
+            chosen = torch.ones(len(pairs), dtype=torch.bool)
+            if needed is not None:
+                # The larger index comes first, and the smaller one is one of these.
+                chosen = needed.cpu()[pairs[:, 1], pairs[:, 0]]
+            values = values + _spread_gaps(self.spreads, target.spreads, pairs, chosen, progress)
         fixed = values.new_zeros(total, total)
         fixed[own:, own:] = within_target.to(fixed)
         return symmetric_table(values, pairs, total) + fixed
 
+    @torch.no_grad()
+    def lower_bounds(self) -> Tensor:
+        """Lower bounds (K, K) of the distances between these, with full covariances.
 
-def _spread_gaps(own: Tensor, target: Tensor, pairs: Tensor) -> Tensor:
-    """Squared Bures distances (P,)."""
+        They are ||m_k - m_l||^2 + (||F_k|| - ||F_l||)^2: (S_k^1/2 S_l S_k^1/2)^1/2 has a trace of
+        at most ||F_k|| ||F_l||.
+        """
+        assert self.spreads is not None
+        norms = torch.linalg.matrix_norm(self.spreads)
+        bounds: Tensor = (norms.unsqueeze(1) - norms).square()
+        return bounds.add_(torch.cdist(self.means, self.means).square())
+
+
+def _spread_gaps(
+    own: Tensor,
+    target: Tensor,
+    pairs: Tensor,
+    chosen: Tensor,
+    progress: Progress | None,
+) -> Tensor:
+    """Squared Bures distances (P,) of the chosen pairs, and lower bounds of the others'."""
     if own.ndim == 2:
         return squared_gaps(torch.cat((own, target)).abs(), pairs)
     factors = [*own.unbind(), *target.unbind()]
     traces = torch.cat((own.square().sum((1, 2)), target.square().sum((1, 2))))
     first, second = pairs.to(traces.device).unbind(1)
-    gaps = traces[first] + traces[second] - 2 * fidelities(factors, pairs)
+    most = (traces[first] * traces[second]).detach().sqrt()
+    places = chosen.nonzero().squeeze(1).to(traces.device)
+    fidelity = most.index_put((places,), fidelities(factors, pairs[chosen], progress))
+    gaps = traces[first] + traces[second] - 2 * fidelity
     # A squared distance; below zero there is only rounding.
     return gaps.clamp_min(0)

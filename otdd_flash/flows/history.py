@@ -15,16 +15,20 @@ from otdd_flash.solver.options import StoppedBy
 class StepRecord:
     """The particles before step `step`, and the step that was then taken.
 
+    A step of a minibatch sees some of the points, one with noise sees them displaced. What it finds
+    is an estimate of the divergence, without bounds; what describes the whole is None then.
+
     Attributes:
-        step: k >= 0; the last record of a flow describes its end, from which no step was taken.
-        objective: divergence plus functionals, in units of the cost.
-        divergence: S_epsilon(particles, target); with noise or a minibatch, that of what the step
-            saw.
-        lower: of an interval that holds S_epsilon, as long as class distances stay what they were.
+        step: k >= 0; the last record of a flow describes its end, from which no step was taken, and
+            is of the whole.
+        objective: divergence plus functionals, in units of the cost; None beside an estimate.
+        divergence: S_epsilon(particles, target); None beside an estimate.
+        lower: of an interval that holds S_epsilon, as long as class distances stay what they were;
+            None beside an estimate.
         upper: of the same interval.
-        functionals: weight times value of each functional, by name.
-        gradient_norm: (sum_i a_i |v_i|^2)^1/2 of the particles' velocities v, in features per unit
-            of time.
+        functionals: weight times value of each functional, by name, where the step saw the points.
+        gradient_norm: (sum_i a_i |v_i|^2)^1/2 of the velocities v of the particles that the step
+            saw, their masses a summing to 1; in features per unit of time.
         step_size: time that the step moves forward; 0 at the end.
         iterations: of the cross term.
         marginal_error: the largest of the terms'.
@@ -33,13 +37,17 @@ class StepRecord:
         converged: whether the solve reached what was asked.
         stopped_by: what ended the solve.
         seconds: wall time of evaluation and step.
+        estimate: S_epsilon of the points that the step saw, where it saw them; None where that is
+            the divergence.
+        estimated_on: how many particles those are.
+        bound_width: (upper - lower) / |value| of the solve; None where the value is 0.
     """
 
     step: int
-    objective: float
-    divergence: float
-    lower: float
-    upper: float
+    objective: float | None
+    divergence: float | None
+    lower: float | None
+    upper: float | None
     functionals: dict[str, float]
     gradient_norm: float
     step_size: float
@@ -49,6 +57,23 @@ class StepRecord:
     converged: bool
     stopped_by: StoppedBy
     seconds: float
+    estimate: float | None = None
+    estimated_on: int | None = None
+    bound_width: float | None = None
+
+    @property
+    def seen(self) -> float:
+        """What the step descended: the objective, or an estimate plus functionals."""
+        value = self.divergence if self.estimate is None else self.estimate
+        assert value is not None
+        return value + sum(self.functionals.values())
+
+    @property
+    def described(self) -> str:
+        """`seen` with its right name, for people."""
+        if self.estimate is None:
+            return f"objective {self.seen:.5g}"
+        return f"objective {self.seen:.5g}, an estimate on {self.estimated_on:,} points"
 
     def row(self) -> dict[str, Any]:
         """One line of metrics.csv: every attribute, every functional in a column of its own."""

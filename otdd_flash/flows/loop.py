@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.divergence import Batch
-from otdd_flash.flows.functionals import noise_temperature, value_and_velocity
+from otdd_flash.flows.evaluation import Evaluator, Found, Overshot
+from otdd_flash.flows.functionals import noise_temperature
 from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
 from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.space import Space
-from otdd_flash.flows.stepping import Stepper, generator, normal_like
-from otdd_flash.solver.divergence import Divergence
+from otdd_flash.flows.stepping import Draw, Stepper, generator
 
-# A mean cost of this many times that of the start: steps overshoot. A flow on its way down ends at
-# about twice it at most: that of particles which began as one point and spread over the target.
-DIVERGED = 10.0
+logger = logging.getLogger(__name__)
 
-# What random numbers are for.
-PERTURBATION, LANGEVIN, MINIBATCH = range(3)
+# Seconds that are announced.
+LONG = 1.0
 
 # Parts of a state whose tensors a step overwrites.
 IN_PLACE = ("variables", "optimizer")
-
-
-class _Here(NamedTuple):
-    """What an evaluation found, with the features (n, d) it was made at."""
-
-    record: StepRecord
-    velocities: dict[str, Tensor]
-    features: Tensor
-    divergence: Divergence
-    batch: Batch | None
 
 
 class Loop:
@@ -78,57 +67,76 @@ class Loop:
         self.step, self.stopped_by, self.ran_on = 0, "steps", ""
         self.history: list[StepRecord] = []
         self.moments: list[Moment] = []
-        self._setting, self._space, self._options = setting, space, options
-        self._recorder = recorder
-        self._mean_cost = mean_cost
+        self._recorder, self._options = recorder, options
+        self._evaluator = Evaluator(setting, mode, space, mean_cost, options)
+        # Evaluated apart from the first step only where that sees less than the whole.
+        self._start: StepRecord | None = None
+        self._labels: tuple[int, Tensor | None] | None = None
         self._variables = {"points": self.points, **mode.variables}
         temperature = noise_temperature(options.functionals)
-        self._stepper = Stepper(self._variables, options.stepping, options.steps, temperature)
+        self._stepper = Stepper(
+            self._variables,
+            options.stepping,
+            options.steps,
+            temperature,
+            self._evaluator.check_reach,
+        )
 
     def run(self) -> None:
         """Go on to the end.
 
         Raises:
-            InputError: no evaluation is possible where a step has led; the loop is back at the last
-                good state, and that is saved.
+            InputError: the box leaves out the particles; or no evaluation is possible where a step
+                has led, and the loop is back at the last good state, which is saved.
         """
+        self._evaluator.check_box(self.points)
+        self._say_how_long()
+        if self._evaluator.estimates and self._start is None:
+            self._start = self._evaluate_start()
         good: dict[str, Any] | None = None
         while True:
             started = time.perf_counter()
             if self._recorder.wants(self.step):
-                self._recorder.keep(self.step, self.points, self.mode.labels())
-            before = self.state()
-            try:
-                here = self._evaluate()
-            except InputError as error:
-                if good is None:
-                    raise
-                self.restore(good)
-                self._save(good, may_change=("flow.step_size",))
-                raise InputError(
-                    f"the flow cannot go on after step {self.step}: {error}; "
-                    f"{self._options.what_to_lower}"
-                ) from error
-            self.ran_on = f"{here.divergence.xy.f.device}, {here.divergence.backend}"
-            stopped_by = self._reason_to_stop(here.record)
+                self._recorder.keep(self.step, self.points, self.labels())
+            state = self.state()
+            with self._going_back_to(good):
+                found, stopped_by = self._evaluate()
+            self.ran_on = f"{found.divergence.xy.f.device}, {found.divergence.backend}"
             if stopped_by is not None:
                 self.stopped_by = stopped_by
-                self._tell(replace(here.record, step_size=0.0), started)
-                self._save(before)
+                self._tell(replace(found.record, step_size=0.0), started)
+                self._save(state)
                 return
             # On the CPU, where it is in nobody's way: a step overwrites these tensors.
-            good = {**before, **_copied({key: before[key] for key in IN_PLACE}, good)}
-            self._take_step(here)
-            self._tell(here.record, started)
+            good = {**state, **_copied({key: state[key] for key in IN_PLACE}, good)}
+            with self._going_back_to(good):
+                self._take_step(found)
+            self._tell(found.record, started)
             # The next evaluation needs the memory.
-            del here
+            del found
             checkpoints = self._options.checkpoints
             if checkpoints is not None and self.step % checkpoints.every == 0:
                 self._save(self.state())
 
+    @property
+    def evaluations(self) -> Sequence[StepRecord]:
+        """All that were made: those of `history`, and where it is none of them, of the start."""
+        return self.history if self._start is None else [self._start, *self.history]
+
+    @property
+    def before(self) -> StepRecord:
+        """The start, evaluated on the whole."""
+        return self.history[0] if self._start is None else self._start
+
     def trajectory(self) -> Trajectory:
         """Where the followed particles have been, up to now."""
-        return self._recorder.trajectory(self.step, self.points, self.mode.labels())
+        return self._recorder.trajectory(self.step, self.points, self.labels())
+
+    def labels(self) -> Tensor | None:
+        """The particles' class indices (n,) where they are, which a mode may take long to read."""
+        if self._labels is None or self._labels[0] != self.step:
+            self._labels = (self.step, self.mode.labels())
+        return self._labels[1]
 
     def state(self) -> dict[str, Any]:
         """All that the rest of the flow depends on; tensors are the loop's own."""
@@ -140,11 +148,22 @@ class Loop:
             "recorder": self._recorder.state(),
             "history": tuple(self.history),
             "moments": tuple(self.moments),
+            "start": self._start,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        self.step = state["step"]
+        """Go on from what `state` gave.
+
+        Raises:
+            InputError: it is of a version that did not evaluate the start on the whole.
+        """
+        self._start = state.get("start")
+        if self._evaluator.estimates and self._start is None:
+            raise InputError(
+                "the checkpoint is of an earlier version, which did not keep the distance at the "
+                "start of a flow with flow.noise or flow.minibatch; start again without flow.resume"
+            )
+        self.step, self._labels = state["step"], None
         for name, tensor in self._variables.items():
             tensor.copy_(state["variables"][name])
         self._stepper.restore(state["optimizer"])
@@ -152,85 +171,69 @@ class Loop:
         self._recorder.restore(state["recorder"])
         self.history, self.moments = list(state["history"]), list(state["moments"])
 
-    def _evaluate(self) -> _Here:
-        """The objective and what makes it fall, where the particles are.
+    def _evaluate(self) -> tuple[Found, str | None]:
+        """What the next step goes by; at the end, that of the whole, and why it is the end."""
+        self._check_finite()
+        last = self.step >= self._options.steps
+        found = self._evaluator(self.points, self.step, whole=last)
+        stopped_by = "steps" if last else self._reason_to_stop(found.record)
+        seen_whole = last or (
+            not self._evaluator.estimates and self._evaluator.measured_at(self.step)
+        )
+        if stopped_by is not None and not seen_whole:
+            found = self._evaluator(self.points, self.step, whole=True)
+        return found, stopped_by
 
-        Raises:
-            InputError: something is not finite, particles have run away, or no solve is possible.
-        """
-        options, setting = self._options, self._setting
-        if not all(bool(torch.isfinite(part).all()) for part in self._variables.values()):
-            raise InputError("particles have values that are not finite")
-        points = self.points
-        if options.stepping.noise > 0:
-            noise = normal_like(points, self._draw(PERTURBATION))
-            points = points + options.stepping.noise * noise
-        features = self._space.features(points)
-        if not bool(torch.isfinite(features).all()):
-            raise InputError("particles have features that are not finite")
-        self._check_nearness(setting.mean_cost(features, self.mode.class_distances))
-        batch = self._batch()
-        solved, by_features, by_variables = self.mode.evaluate(features, self.step, batch)
-        velocity = self._space.pull_back(points, by_features)
-        values: dict[str, float] = {}
-        if options.functionals:
-            masses, labels = setting.source.masses, self.mode.labels()
-            values, extra = value_and_velocity(options.functionals, points, labels, masses)
-            velocity = velocity + (extra if batch is None else batch.only(extra))
-        objective = solved.value + sum(values.values())
-        if not math.isfinite(objective) or not bool(torch.isfinite(velocity).all()):
-            raise InputError("the objective or its gradient is not finite")
-        self._check_nearness(solved.value)
-        record = self._record(objective, solved, values, velocity)
-        return _Here(record, {"points": velocity, **by_variables}, features, solved, batch)
-
-    def _check_nearness(self, cost: float) -> None:
-        """Refuse a cost far above that of the start; functionals may well lead that far."""
-        if not self._options.functionals and not cost <= DIVERGED * self._mean_cost:
-            noise = self._options.stepping.noise
-            raise InputError(
-                f"particles{f' moved by flow.noise={noise:g}' if noise else ''} are at a mean cost "
-                f"of {cost:.4g} from the target, and began at {self._mean_cost:.4g}"
+    def _say_how_long(self) -> None:
+        seconds = self._evaluator.expected_seconds(self.points, self.step)
+        if seconds > LONG:
+            logger.warning(
+                "%d steps will take about %s: with full covariances every particle is compared "
+                "with those around it by a Gaussian of its own; labels.diagonal=true takes a "
+                "fraction of that",
+                self._options.steps - self.step,
+                timedelta(seconds=round(seconds)),
             )
 
-    def _record(
-        self, objective: float, solved: Divergence, values: dict[str, float], velocity: Tensor
-    ) -> StepRecord:
-        options, masses = self._options, self._setting.source.masses
-        speeds = torch.linalg.vector_norm(velocity, dim=1).double().square()
-        return StepRecord(
-            step=self.step,
-            objective=objective,
-            divergence=solved.value,
-            lower=solved.bounds[0],
-            upper=solved.bounds[1],
-            functionals=values,
-            gradient_norm=float((masses @ speeds).sqrt()),
-            step_size=options.stepping.step_size_at(self.step, options.steps),
-            iterations=solved.xy.iterations,
-            marginal_error=solved.marginal_error,
-            tolerance=solved.tolerance,
-            converged=solved.converged,
-            stopped_by=solved.stopped_by,
-            seconds=0.0,
-        )
+    def _evaluate_start(self) -> StepRecord:
+        started = time.perf_counter()
+        record = self._evaluator(self.points, 0, whole=True).record
+        return replace(record, step_size=0.0, seconds=time.perf_counter() - started)
+
+    def _check_finite(self) -> None:
+        if not all(bool(torch.isfinite(part).all()) for part in self._variables.values()):
+            raise Overshot("particles have values that are not finite")
+
+    @contextmanager
+    def _going_back_to(self, good: dict[str, Any] | None) -> Iterator[None]:
+        """Where no evaluation is possible, restore and save the last good state, and say why."""
+        try:
+            yield
+        except InputError as error:
+            if good is None:
+                raise
+            self.restore(good)
+            self._save(good, may_change=("flow.step_size",))
+            reason = f"the flow cannot go on after step {self.step}: {error}"
+            if isinstance(error, Overshot):
+                reason = f"{reason}; {self._options.what_to_lower}"
+            raise InputError(reason) from error
 
     def _reason_to_stop(self, record: StepRecord) -> str | None:
         options = self._options
-        if self.step >= options.steps:
-            return "steps"
         if options.stop is not None and options.stop():
             return "interrupted"
         if options.tolerance is not None and self.history:
-            change = abs(record.objective - self.history[-1].objective)
-            if change <= options.tolerance * abs(self.history[0].objective):
+            change = abs(record.seen - self.history[-1].seen)
+            if change <= options.tolerance * abs(self.history[0].seen):
                 return "tolerance"
         return None
 
-    def _take_step(self, here: _Here) -> None:
+    def _take_step(self, found: Found) -> None:
         if self._options.keep_moments:
-            self._keep_moment(here)
-        self._stepper.step(here.velocities, self.step, self._draw(LANGEVIN), here.batch)
+            self._keep_moment(found)
+        draw = generator(self._options.seed, self.step, Draw.LANGEVIN)
+        self._stepper.step(found.velocities, self.step, draw, found.batch)
         self.step += 1
 
     def _tell(self, record: StepRecord, started: float) -> None:
@@ -239,13 +242,13 @@ class Loop:
         if self._options.progress is not None:
             self._options.progress(record)
 
-    def _keep_moment(self, here: _Here) -> None:
-        solved = here.divergence
+    def _keep_moment(self, found: Found) -> None:
+        solved = found.divergence
         assert solved.xx is not None
         self.moments.append(
             Moment(
-                here.record.step_size,
-                here.features.cpu().clone(),
+                found.record.step_size,
+                found.features.cpu().clone(),
                 self.mode.class_distances.full,
                 solved.xy.g.cpu(),
                 solved.xx.f.cpu(),
@@ -255,23 +258,6 @@ class Loop:
     def _save(self, state: Mapping[str, Any], may_change: Sequence[str] = ()) -> None:
         if self._options.checkpoints is not None:
             self._options.checkpoints.save(state, self._options.settings, may_change)
-
-    def _batch(self) -> Batch | None:
-        size = self._options.stepping.minibatch
-        if size is None:
-            return None
-        draw, sides = self._draw(MINIBATCH), (self._setting.source, self._setting.target)
-        massive = (side.masses.nonzero().squeeze(1) for side in sides)
-        return Batch(*(_some(rows, size, draw) for rows in massive))
-
-    def _draw(self, purpose: int) -> torch.Generator:
-        return generator(self._options.seed, self.step, purpose)
-
-
-def _some(rows: Tensor, size: int, draw: torch.Generator) -> Tensor:
-    """`size` of the rows, or all if there are fewer, in their order."""
-    chosen = torch.randperm(len(rows), generator=draw)[:size].sort().values
-    return rows[chosen.to(rows.device)]
 
 
 def _copied(state: Any, into: Any = None) -> Any:

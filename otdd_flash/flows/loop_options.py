@@ -42,13 +42,18 @@ class LoopOptions:
     stop: Callable[[], bool] | None
 
     @property
+    def movers(self) -> str:
+        """The settings that lead particles, by their keys: what to lower where they go too far."""
+        movers = [f"flow.step_size={self.stepping.step_size:g}"]
+        if self.stepping.noise:
+            movers.append(f"flow.noise={self.stepping.noise:g}")
+        movers += [f"the weight {part.weight:g} of {part.name}" for part in self.functionals]
+        return " or ".join(movers)
+
+    @property
     def what_to_lower(self) -> str:
         """Advice for a flow whose steps overshoot."""
-        lower = [f"flow.step_size={self.stepping.step_size:g}"]
-        if self.stepping.noise:
-            lower.append(f"flow.noise={self.stepping.noise:g}")
-        lower += [f"the weight {part.weight:g} of {part.name}" for part in self.functionals]
-        advice = f"lower {' or '.join(lower)} and start again"
+        advice = f"lower {self.movers} and start again"
         if self.checkpoints is None:
             return advice
         return (

@@ -33,6 +33,7 @@ class FlowResult:
         target: the m points they moved towards, in the same space.
         samples: the n particles after the last step, with their labels and weights: row i was row
             i of `source`.
+        before: the start, all points in their places: the dataset distance of source and target.
         history: one record per step, and one of the end.
         trajectory: positions of some particles on the way.
         class_distances: W as the last evaluation saw it; in mode `augmented`, that of the start.
@@ -47,6 +48,7 @@ class FlowResult:
     source: LabeledSamples
     target: LabeledSamples
     samples: LabeledSamples
+    before: StepRecord
     history: tuple[StepRecord, ...]
     trajectory: Trajectory
     class_distances: ClassDistances
@@ -63,9 +65,25 @@ class FlowResult:
         return str(self.settings["flow.mode"])
 
     @property
+    def after(self) -> StepRecord:
+        """The end, all points of `samples` in their places.
+
+        In the modes `features` and `attached` its divergence is the dataset distance of `samples`
+        and the target; in `joint` and `augmented` class distances are those between the Gaussians
+        that moved with the points, which are no statistics of `samples`.
+        """
+        return self.history[-1]
+
+    @property
+    def evaluations(self) -> tuple[StepRecord, ...]:
+        """`history`, after `before` where the first step saw less."""
+        first = () if self.before == self.history[0] else (self.before,)
+        return (*first, *self.history)
+
+    @property
     def converged(self) -> bool:
         """Whether every solve of the flow reached its tolerance."""
-        return all(record.converged for record in self.history)
+        return all(record.converged for record in self.evaluations)
 
     def map(self, kind: str = "nearest", **options: Any) -> FlowMap:
         """The flow as a map of new points: a callable from samples to samples.
@@ -91,18 +109,18 @@ class FlowResult:
 
     def summary(self, **more: Any) -> dict[str, Any]:
         """The content of result.json; `more` replaces or adds keys."""
-        first, last = self.history[0], self.history[-1]
+        before, after = self.before, self.after
         content = {
             "source": self.source.name,
             "target": self.target.name,
-            "value": last.divergence,
-            "bounds": [last.lower, last.upper],
-            "start": {"value": first.divergence, "bounds": [first.lower, first.upper]},
-            "objective": {"start": first.objective, "end": last.objective},
-            "steps": last.step,
+            "value": after.divergence,
+            "bounds": [after.lower, after.upper],
+            "start": {"value": before.divergence, "bounds": [before.lower, before.upper]},
+            "objective": {"start": before.objective, "end": after.objective},
+            "steps": after.step,
             "stopped_by": self.stopped_by,
             "converged": self.converged,
-            "marginal_error": max(record.marginal_error for record in self.history),
+            "marginal_error": max(record.marginal_error for record in self.evaluations),
             "epsilon": self.settings["epsilon"],
             "seconds": dict(self.seconds),
             "n": len(self.source),
@@ -113,6 +131,7 @@ class FlowResult:
                 "target": list(self.target.class_names),
             },
             "subset_hash": {"source": self.source.subset_hash, "target": self.target.subset_hash},
+            "before": asdict(before),
             "history": [asdict(record) for record in self.history],
             "settings": dict(self.settings),
             "compute": asdict(self.compute),
@@ -221,6 +240,8 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         sides["source"],
         sides["target"],
         sides["samples"],
+        # Earlier versions evaluated the start at the first step alone.
+        StepRecord(**summary.get("before", summary["history"][0])),
         tuple(StepRecord(**record) for record in summary["history"]),
         Trajectory(
             tensors["trajectory.rows"],

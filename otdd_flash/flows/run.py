@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.errors import InputError
 from otdd_flash.extractors import check_same_dimension
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.functionals import WeightedFunctional, build_functionals
@@ -33,6 +32,7 @@ from otdd_flash.flows.modes import build_mode, check_mode
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.settings_kept import data_settings, flow_settings
+from otdd_flash.flows.shortcomings import report_convergence, report_growth
 from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.labels import (
@@ -45,10 +45,7 @@ from otdd_flash.labels import (
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost, relative_epsilon
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
-from otdd_flash.solver.bound_width import relative_width
 from otdd_flash.solver.options import Progress, SolverOptions
-from otdd_flash.solver.shortfall import shortfall
-from otdd_flash.solver.term import largest_tolerance
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
@@ -154,7 +151,17 @@ def gradient_flow(
     if epsilon_relative is not None:
         epsilon = relative_epsilon(epsilon_relative, start, end, table.xy, cost, device)
     setting = FlowSetting(
-        start, end, metric, epsilon, cost, solver, compute, device, refresh, solver_progress
+        start,
+        end,
+        metric,
+        epsilon,
+        cost,
+        solver,
+        compute,
+        device,
+        refresh,
+        solver_progress,
+        class_progress,
     )
     terms = _built(functionals, points)
     settings = {
@@ -164,6 +171,18 @@ def gradient_flow(
         "seed": seed,
     }
     recorder = Recorder(_followed(points, seed), MOMENTS)
+    options = LoopOptions(
+        steps=steps,
+        stepping=stepping,
+        functionals=terms,
+        tolerance=tolerance,
+        seed=seed,
+        checkpoints=checkpoints,
+        settings=settings,
+        keep_moments=keep_moments,
+        progress=progress,
+        stop=stop,
+    )
     loop = Loop(
         points.features,
         setting,
@@ -171,28 +190,19 @@ def gradient_flow(
         space,
         setting.mean_cost(start.features, table),
         recorder,
-        LoopOptions(
-            steps=steps,
-            stepping=stepping,
-            functionals=terms,
-            tolerance=tolerance,
-            seed=seed,
-            checkpoints=checkpoints,
-            settings=settings,
-            keep_moments=keep_moments,
-            progress=progress,
-            stop=stop,
-        ),
+        options,
     )
     if checkpoints is not None and checkpoints.resume:
         _go_on(loop, checkpoints, settings, device, steps)
     prepared = time.perf_counter()
     loop.run()
-    _report_convergence(loop.history, solver, compute)
+    report_convergence(loop.evaluations, solver, compute)
+    report_growth(loop.before, loop.history[-1], options)
     return FlowResult(
         points.to("cpu"),
         goal.to("cpu"),
         _moved(points, loop),
+        loop.before,
         tuple(loop.history),
         loop.trajectory(),
         loop.mode.class_distances,
@@ -223,7 +233,7 @@ def _go_on(
 
 def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
     """The particles where the loop has them, on the CPU."""
-    labels = None if points.labels is None else loop.mode.labels()
+    labels = None if points.labels is None else loop.labels()
     return replace(points.to("cpu"), features=loop.points.cpu(), labels=labels)
 
 
@@ -256,22 +266,3 @@ def _followed(points: LabeledSamples, seed: int) -> Tensor:
     if points.labels is None or points.class_total > FOLLOWED:
         return torch.from_numpy(np.sort(draw.permutation(count)[:FOLLOWED]))
     return torch.from_numpy(stratified_rows(points.labels.cpu().numpy(), FOLLOWED, draw))
-
-
-def _report_convergence(
-    history: Sequence[StepRecord], solver: SolverOptions, compute: ComputeOptions
-) -> None:
-    late = [record for record in history if not record.converged]
-    if late:
-        message = shortfall(
-            solver,
-            late[-1].stopped_by,
-            where=f"{len(late)} of {len(history)} evaluations",
-            marginal_error=max(record.marginal_error for record in late),
-            tolerance=largest_tolerance(record.tolerance for record in late),
-            dtype=compute.dtype,
-            bound_width=max(
-                relative_width(record.divergence, (record.lower, record.upper)) for record in late
-            ),
-        )
-        warnings.warn(message, NotConvergedWarning, stacklevel=4)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.labels import ClassDistances, LabelMetric
+from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import ComputeOptions, GroundCost, labelled_cost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.options import Progress, SolverOptions
@@ -28,6 +29,7 @@ class FlowSetting:
         device: where everything is.
         refresh: steps between two measurements of class distances.
         progress: told of every iteration of every solve.
+        class_progress: told how many pairs of classes have been measured.
     """
 
     source: LabeledSamples
@@ -40,6 +42,7 @@ class FlowSetting:
     device: torch.device
     refresh: int = 1
     progress: Progress | None = None
+    class_progress: PairProgress | None = None
 
     def at(self, features: Tensor) -> LabeledSamples:
         """The particles with features (n, d)."""

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -125,6 +126,14 @@ def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
     }
 
 
+class Draw(IntEnum):
+    """What a step's random numbers are for."""
+
+    PERTURBATION = 0
+    LANGEVIN = 1
+    MINIBATCH = 2
+
+
 class Stepper:
     """Moves the variables of a flow, in place.
 
@@ -133,12 +142,19 @@ class Stepper:
         stepping: how.
         total: steps of the whole flow, which some schedules end with.
         temperature: w of an entropy functional w * int rho log rho, 0 for none.
+        before_box: told of the points that a step has led to, before the box takes them back.
     """
 
     def __init__(
-        self, variables: Mapping[str, Tensor], stepping: Stepping, total: int, temperature: float
+        self,
+        variables: Mapping[str, Tensor],
+        stepping: Stepping,
+        total: int,
+        temperature: float,
+        before_box: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._stepping, self._total, self._temperature = stepping, total, temperature
+        self._before_box = before_box
         # They share the variables' memory.
         self._parameters = {
             name: torch.nn.Parameter(tensor, requires_grad=False)
@@ -167,6 +183,8 @@ class Stepper:
             noise = normal_like(points, draw)
             points.add_(noise if batch is None else batch.only(noise), alpha=spread)
         if self._stepping.box is not None:
+            if self._before_box is not None:
+                self._before_box(points)
             points.clamp_(*self._stepping.box)
 
     def state(self) -> dict[str, Any]:

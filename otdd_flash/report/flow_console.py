@@ -44,6 +44,8 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['steps']}, stopped by {summary['stopped_by']}"),
         ("step", f"{settings['flow.optimizer']}, {settings['flow.step_size']:g}"),
     ]
+    if seen := _seen_by_steps(summary):
+        details.append(("steps saw", seen))
     if settings["flow.functionals"]:
         objective = summary["objective"]
         details.append(("objective", f"{objective['start']:.5g} → {objective['end']:.5g}"))
@@ -51,8 +53,25 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         *details,
         ("epsilon", f"{summary['epsilon']:.6g}"),
         ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} coordinates"),
-        ("class distances", str(settings["labels.method"])),
+        ("class distances", _class_distances(settings)),
         ("marginal error", f"{summary['marginal_error']:.2g}"),
         ("seconds", f"{sum(seconds.values()):.2f} ({spent})"),
         ("computed on", f"{summary['ran_on']}, {summary['compute']['precision']}"),
     ]
+
+
+def _seen_by_steps(summary: Mapping[str, Any]) -> str:
+    """What steps saw instead of all points in their places; "" where that is what they saw."""
+    sizes = [record["estimated_on"] for record in summary["history"] if record.get("estimated_on")]
+    if not sizes:
+        return ""
+    noise = summary["settings"]["flow.noise"]
+    moved = f", moved by noise of {noise:g}" if noise else ""
+    return f"{sizes[0]:,} points{moved}: their distances are estimates on {sizes[0]:,} points"
+
+
+def _class_distances(settings: Mapping[str, Any]) -> str:
+    method = str(settings["labels.method"])
+    if settings["flow.mode"] not in ("joint", "augmented"):
+        return method
+    return f"{method}, of classes that moved beside the points"

@@ -39,11 +39,14 @@ FARTHEST_FACTOR = 3.0
 def draw_objective(history: Sequence[StepRecord], path: str | Path, title: str) -> None:
     """Draw divergence and bounds against the step, and below gradient norm and iterations.
 
-    Where functionals take part the whole objective is drawn too. A scale is logarithmic where its
-    lines are positive and span a factor of ten; bounds may then leave it below.
+    Where functionals take part the whole objective is drawn too. Estimates, of steps that saw a
+    part of the points or moved ones, are dots of their own, without line or bounds. A scale is
+    logarithmic where its lines are positive and span a factor of ten; bounds may then leave it
+    below.
 
     Args:
-        history: at least one record.
+        history: at least one record of the whole; where the first step saw less there are two of
+            step 0.
         path: the PNG file.
         title: what the picture is of.
 
@@ -60,10 +63,11 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path, title: str) 
         axes.set_axisbelow(True)
         axes.tick_params(labelsize=8, color="0.6", labelcolor=INK, length=3)
         axes.yaxis.set_label_coords(-0.09, 0.5)
-    steps = np.array([record.step for record in history])
-    _draw_divergence(panels[0], steps, history)
-    _draw_gradient(panels[1], steps, history)
-    _draw_iterations(panels[2], steps, history)
+    _draw_divergence(panels[0], history)
+    stepwise = list({record.step: record for record in history}.values())
+    steps = np.array([record.step for record in stepwise])
+    _draw_gradient(panels[1], steps, stepwise)
+    _draw_iterations(panels[2], steps, stepwise)
     text = fit(title, 0.85 * WIDTH, lambda shown: measure(figure, shown, TITLE_POINTS)[0])
     figure.text(LEFT, 0.975, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style(text))
     save_picture(figure, path)
@@ -77,27 +81,40 @@ def logarithmic(values: Array) -> bool:
     return bool(finite.max() >= LOGARITHMIC_FROM * finite.min())
 
 
-def _draw_divergence(axes: Axes, steps: Array, history: Sequence[StepRecord]) -> None:
+def _draw_divergence(axes: Axes, history: Sequence[StepRecord]) -> None:
+    whole = [record for record in history if record.estimate is None]
+    estimates = [record for record in history if record.estimate is not None]
     divergence, objective, lower, upper = (
-        np.array([getattr(record, name) for record in history], dtype=np.float64)
+        np.array([getattr(record, name) for record in whole], dtype=np.float64)
         for name in ("divergence", "objective", "lower", "upper")
     )
+    guesses = np.array([record.estimate for record in estimates], dtype=np.float64)
     functionals = dict.fromkeys(name for record in history for name in record.functionals)
-    lines = np.concatenate([divergence, objective]) if functionals else divergence
+    lines = np.concatenate([divergence, guesses, objective if functionals else divergence])
     lower, upper = _choose_scale(axes, lines, lower, upper)
+    at = np.array([record.step for record in whole])
+    # What lies between the start and the end of a flow of estimates, nobody has evaluated.
+    unknown_between: dict[str, Any] = {"linestyle": "", "marker": "o"} if estimates else {}
     text = f"dataset distance to the target: {divergence[0]:.4g} → {divergence[-1]:.4g}"
-    axes.plot(steps, divergence, color=SOURCE_COLOR, label=text, **_line(len(steps)))
+    axes.plot(at, divergence, color=SOURCE_COLOR, label=text, **_line(len(at)) | unknown_between)
+    if estimates:
+        text = f"estimates on {estimates[0].estimated_on:,} points"
+        style = _line(1) | {"marker": ".", "color": "0.6", "linestyle": ""}
+        axes.plot([record.step for record in estimates], guesses, label=text, **style)
     if functionals:
         text = f"objective: distance + {' + '.join(functionals)}"
-        axes.plot(steps, objective, color=TARGET_COLOR, linewidth=1.8, linestyle="--", label=text)
-    early = ~np.array([record.converged for record in history])
+        style = {"linewidth": 1.8, "linestyle": "--", **unknown_between}
+        axes.plot(at, objective, color=TARGET_COLOR, label=text, **style)
+    early = ~np.array([record.converged for record in whole])
     if early.any():
         text = "not converged: only the bounds hold"
         style = _line(1) | {"markerfacecolor": "white", "markersize": 6, "linestyle": ""}
-        axes.plot(steps[early], divergence[early], color=SOURCE_COLOR, label=text, **style)
-    axes.fill_between(
-        steps, lower, upper, color=SOURCE_COLOR, alpha=0.2, linewidth=0, label="its bounds"
-    )
+        axes.plot(at[early], divergence[early], color=SOURCE_COLOR, label=text, **style)
+    band: dict[str, Any] = {"color": SOURCE_COLOR, "alpha": 0.2, "label": "its bounds"}
+    if estimates:
+        axes.vlines(at, lower, upper, linewidth=4, **band)
+    else:
+        axes.fill_between(at, lower, upper, linewidth=0, **band)
     axes.set_ylabel("in units of the cost", fontsize=LABEL_POINTS, color=INK)
     legend = axes.legend(fontsize=LABEL_POINTS, labelcolor=INK, framealpha=0.9, edgecolor="none")
     for shown in legend.get_texts():

@@ -13,8 +13,10 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.gaussians import Gaussians
-from otdd_flash.flows.modes import augmented
+from otdd_flash.flows.modes import Evaluation, augmented
+from otdd_flash.flows.modes.features import FeaturesMode
 from otdd_flash.samples import LabeledSamples
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -113,7 +115,9 @@ def test_every_record_is_the_divergence_solved_afresh(case: dict[str, Any]) -> N
             particles = LabeledSamples(points, torch.arange(9), names)
         fresh = divergence(particles, target, bures_table(own, theirs))
         assert record.divergence == pytest.approx(fresh, abs=1e-8)
-        evaluation = mode.evaluate(points, step)
+        if step > 0:
+            mode.measure(points)
+        evaluation = mode.evaluate(points)
         points = points - 0.3 * evaluation.features
         for name, velocity in evaluation.variables.items():
             mode.variables[name] -= 0.3 * velocity
@@ -143,7 +147,7 @@ def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
                 otdd.LabelMetric("none"),
                 cost=otdd.GroundCost(1.0, 0.0),
             )
-            .evaluate(plain.features, 0)
+            .evaluate(plain.features)
             .features
         )
         plain = replace(plain, features=plain.features - 0.3 * scale.square() * velocity)
@@ -207,23 +211,28 @@ def test_other_modes_keep_labels(mode: str) -> None:
     assert torch.equal(flow(source, blobs(11, seed=1), mode=mode).samples.labels, source.labels)
 
 
-def test_class_distances_are_measured_every_refresh_steps() -> None:
+def test_class_distances_are_measured_every_refresh_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source, target = blobs(9), blobs(11, seed=1)
-    mode = mode_of("features", source, target, otdd.LabelMetric(), refresh=3)
-    tables = []
-    points = source.features
-    for step in range(7):
-        points = points - 0.3 * mode.evaluate(points, step).features
-        tables.append(mode.class_distances.full)
+    evaluate, tables = FeaturesMode.evaluate, []
+
+    def told(self: FeaturesMode, features: Tensor, batch: Batch | None = None) -> Evaluation:
+        tables.append(self.class_distances.full)
+        return evaluate(self, features, batch)
+
+    monkeypatch.setattr(FeaturesMode, "evaluate", told)
+    flow(source, target, steps=8, refresh=3)
     changed = [not torch.equal(one, next_one) for one, next_one in itertools.pairwise(tables)]
-    assert changed == [False, False, True, False, False, True]
+    # The last one is of the end, which is told as it is.
+    assert changed == [False, False, True, False, False, True, False, True]
 
 
 def test_joint_ends_with_the_distances_of_its_moved_gaussians() -> None:
     source, target, metric = blobs(9), blobs(11, seed=1), otdd.LabelMetric()
     mode = mode_of("joint", source, target, metric)
     result = flow(source, target, mode="joint", steps=1)
-    evaluation = mode.evaluate(source.features, 0)
+    evaluation = mode.evaluate(source.features)
     moved = {name: part - 0.3 * evaluation.variables[name] for name, part in mode.variables.items()}
     expected = bures_table(Gaussians.from_variables(moved), Gaussians.of(target, metric))
     torch.testing.assert_close(result.class_distances.full, expected, rtol=0, atol=1e-7)
@@ -259,12 +268,12 @@ def test_unlabelled_points_move_without_class_distances() -> None:
 
 
 def test_factors_of_all_particles_have_to_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Six copies of factors (9, 4, 3) and of a table (11, 11), two of roots (9, 3, 3).
-    needed = (6 * (108 + 121) + 2 * 81) * 8
+    # Six copies of factors (9, 3, 3) and of a table (11, 11), two of roots (9, 3, 3).
+    needed = (6 * (81 + 121) + 2 * 81) * 8
     monkeypatch.setattr(augmented, "free_memory", lambda device: needed)
     flow(blobs(9), blobs(11, seed=1), mode="augmented")
     monkeypatch.setattr(augmented, "free_memory", lambda device: needed - 1)
-    with pytest.raises(InputError, match=rf"factor of 4 x 3.*{needed:,} bytes.*labels.diagonal"):
+    with pytest.raises(InputError, match=rf"factor of 3 x 3.*{needed:,} bytes.*labels.diagonal"):
         flow(blobs(9), blobs(11, seed=1), mode="augmented")
     flow(blobs(9), blobs(11, seed=1), mode="augmented", labels="means")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_flows import blobs, flow
+from small_flows import blobs, digits, flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
@@ -49,6 +49,80 @@ def test_a_flow_that_overshoots_says_so_at_once(
             compute=otdd.ComputeOptions(device="cpu", precision=precision),
         )
     assert "flow.resume" not in str(raised.value)
+
+
+@pytest.mark.parametrize("step_size", [50.0, 1e30])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_step_that_overshoots_is_caught_although_a_box_clips_it(
+    step_size: float, optimizer: str, tmp_path: Path
+) -> None:
+    source, target = digits("train", 40), digits("test", 40, rotate=30)
+    wild = Stepping(step_size, optimizer, box=(0.0, 1.0))
+    message = (
+        r"after step 0: particles that a step took out of flow.box=\[0, 1\] are at a mean cost of "
+        rf".*; lower flow.step_size={step_size:g} and start".replace("+", r"\+")
+    )
+    kept = otdd.Checkpoints(tmp_path)
+    with pytest.raises(InputError, match=message):
+        flow(source, target, steps=3, stepping=wild, checkpoints=kept)
+    # The state from before that step is there, and a lower step size goes on.
+    again = replace(kept, resume=True)
+    result = flow(source, target, steps=3, stepping=Stepping(0.3, optimizer, box=(0.0, 1.0)))
+    tame = Stepping(0.3, optimizer, box=(0.0, 1.0))
+    with pytest.raises(InputError, match=r"flow.box was"):
+        flow(source, target, steps=3, stepping=Stepping(0.3, optimizer), checkpoints=again)
+    resumed = flow(source, target, steps=3, stepping=tame, checkpoints=again)
+    torch.testing.assert_close(resumed.samples.features, result.samples.features)
+
+
+def test_a_box_may_clip_steps_that_go_a_little_too_far() -> None:
+    source, target = digits("train", 40), digits("test", 40, rotate=30)
+    result = flow(source, target, stepping=Stepping(1.5, box=(0.0, 1.0)))
+    assert result.after.divergence < result.before.divergence
+    # The target lies far outside of this one, and no step overshoots.
+    shifted = replace(TARGET, features=TARGET.features + 50)
+    narrow = (float(SOURCE.features.min()), float(SOURCE.features.max()) + 0.1)
+    result = flow(SOURCE, shifted, stepping=Stepping(0.5, box=narrow), labels="means")
+    assert result.after.divergence < result.before.divergence
+
+
+def test_a_flow_that_ends_farther_than_it_began_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    source, target = digits("train", 40), digits("test", 40, rotate=30)
+    flow(source, target, stepping=Stepping(5.0, box=(0.0, 1.0)), epsilon=0.5)
+    (record,) = caplog.records
+    assert "ended farther from its target than it began" in record.getMessage()
+    assert record.getMessage().endswith("lower flow.step_size=5, or widen flow.box=[0, 1]")
+
+
+@pytest.mark.parametrize("box", [(10.0, 11.0), (0.99, 9.0), (-9.0, -0.5)])
+def test_a_box_that_leaves_out_the_particles_is_named_and_no_step_size(
+    box: tuple[float, float],
+) -> None:
+    source, target = digits("train", 40), digits("test", 40, rotate=30)
+    source = replace(source, features=source.features.clamp(0.0, 0.9))
+    where = rf"flow.box=\[{box[0]:g}, {box[1]:g}\] leaves out the particles, .* lie in \[0, 0.9\]"
+    with pytest.raises(InputError, match=where) as error:
+        flow(source, target, stepping=Stepping(0.1, box=box))
+    assert "step_size" not in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:classes of one sample")
+def test_a_class_of_one_sample_moves_as_a_point() -> None:
+    """Two equal classes are at 0 unmeasured; when one moves its covariance of 0 is asked for."""
+    one = replace(blobs(1, classes=1), class_names=("alone",))
+    found = flow(one, one, functionals=[{"name": "norm", "weight": 0.5}], epsilon=0.1)
+    moved = float((found.samples.features - one.features).square().sum())
+    assert found.before.divergence == 0
+    # Half of the squared distance for the points, half for their classes.
+    assert found.after.divergence == pytest.approx(moved, rel=1e-6)
+
+
+def test_clouds_that_begin_as_one_may_round() -> None:
+    """The mean cost of the start is 0, and any step's is far above."""
+    point = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    source, target = (otdd.LabeledSamples(point.expand(n, -1), None, ()) for n in (7, 50))
+    found = otdd.gradient_flow(source, target, steps=1, labels="none", epsilon=1e-3)
+    assert abs(found.after.divergence) <= 1e-10
 
 
 def test_noise_that_is_too_much_is_named() -> None:

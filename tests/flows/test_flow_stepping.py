@@ -123,7 +123,7 @@ def test_noise_moves_where_the_gradient_is_taken_and_not_the_points() -> None:
     noisy = flow(source, target, steps=1, stepping=stepping, seed=3)
     draw = generator(3, 0, 0)
     shaken = source.features + 0.5 * torch.randn(9, 3, generator=draw, dtype=torch.float64)
-    velocity = mode_of("features", source, target, otdd.LabelMetric()).evaluate(shaken, 0).features
+    velocity = mode_of("features", source, target, otdd.LabelMetric()).evaluate(shaken).features
     moved = source.features - 0.3 * velocity
     torch.testing.assert_close(noisy.samples.features, moved, rtol=0, atol=1e-7)
 
@@ -160,10 +160,10 @@ def test_every_variable_moves_a_batch_share_of_its_way_on_average(mode: str) -> 
     # All target points in one place: what a particle does then hardly depends on its batch.
     target = replace(blobs(12, seed=1), features=torch.full((12, 3), 6.0, dtype=torch.float64))
     moving = mode_of(mode, source, target, otdd.LabelMetric("means"))
-    whole = moving.evaluate(source.features, 0).variables["means"]
+    whole = moving.evaluate(source.features).variables["means"]
     total = torch.zeros_like(whole)
     for rows in torch.arange(12).reshape(3, 4):
-        total += moving.evaluate(source.features, 0, Batch(rows, rows)).variables["means"]
+        total += moving.evaluate(source.features, Batch(rows, rows)).variables["means"]
     torch.testing.assert_close(total, whole, rtol=0.15, atol=0.1)
 
 
@@ -205,6 +205,8 @@ def test_minibatches_hold_only_particles_with_mass() -> None:
         ({"box": (0.0,)}, r"flow.box .*got \[0.0\]"),
         ({"noise": -0.1}, "flow.noise must not be negative.*-0.1"),
         ({"minibatch": 0}, "flow.minibatch must be positive.*got 0"),
+        ({"minibatch": 1.5}, "flow.minibatch must be an integer, got 1.5"),
+        ({"minibatch": True}, "flow.minibatch must be .*got True"),
     ],
 )
 def test_bad_steppings_are_refused_with_their_value(options: Any, message: str) -> None:
@@ -216,6 +218,8 @@ def test_bad_steppings_are_refused_with_their_value(options: Any, message: str) 
     ("options", "message"),
     [
         ({"steps": 0}, "flow.steps must be positive, got 0"),
+        ({"steps": 1.5}, "steps must be an integer, got 1.5"),
+        ({"refresh": 1.5}, "refresh must be an integer, got 1.5"),
         ({"refresh": 0}, "flow.refresh must be positive, got 0"),
         ({"tolerance": 0.0}, "flow.tolerance.*got 0.0"),
         ({"tolerance": 1.0}, "flow.tolerance.*got 1.0"),

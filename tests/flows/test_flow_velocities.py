@@ -49,7 +49,7 @@ def test_features_move_along_the_gradient_at_constant_class_distances(
 ) -> None:
     metric = otdd.LabelMetric("gaussian")
     table = table_at(source, target, metric)
-    evaluation = mode_of("features", source, target, metric).evaluate(source.features, 0)
+    evaluation = mode_of("features", source, target, metric).evaluate(source.features)
 
     def value(x: Tensor) -> float:
         return divergence(replace(source, features=x), target, table)
@@ -67,7 +67,7 @@ def test_attached_features_move_along_the_whole_gradient(
         moved = replace(source, features=x)
         return divergence(moved, target, table_at(moved, target, metric))
 
-    evaluation = mode_of("attached", source, target, metric).evaluate(source.features, 0)
+    evaluation = mode_of("attached", source, target, metric).evaluate(source.features)
     check(value, source.features, evaluation.features, source.masses)
 
 
@@ -88,7 +88,7 @@ def test_joint_variables_move_along_their_own_gradients(
         table = bures_table(Gaussians.from_variables(parts), theirs)
         return divergence(replace(source, features=parts["features"]), target, table)
 
-    evaluation = mode.evaluate(source.features, 0)
+    evaluation = mode.evaluate(source.features)
     velocity = {"features": evaluation.features, **evaluation.variables}[variable]
     check(value, here[variable], velocity, source.masses if variable == "features" else classes)
 
@@ -113,6 +113,6 @@ def test_augmented_particles_move_along_gradients_of_their_own(
         own = LabeledSamples(parts["features"], torch.arange(len(source)), names, source.weights)
         return divergence(own, target, bures_table(Gaussians.from_variables(parts), theirs))
 
-    evaluation = mode.evaluate(source.features, 0)
+    evaluation = mode.evaluate(source.features)
     velocity = {"features": evaluation.features, **evaluation.variables}[variable]
     check(value, here[variable], velocity, source.masses)

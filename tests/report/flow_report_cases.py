@@ -18,6 +18,10 @@ class Flow:
     history: tuple[StepRecord, ...]
     trajectory: Trajectory
 
+    @property
+    def evaluations(self) -> tuple[StepRecord, ...]:
+        return self.history
+
 
 def record(step: int, divergence: float, **changes: object) -> StepRecord:
     usual = StepRecord(

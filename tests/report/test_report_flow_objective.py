@@ -73,6 +73,32 @@ def test_with_functionals_the_objective_is_drawn_and_named(
     assert high > 11
 
 
+def test_estimates_are_dots_named_so_without_line_or_bounds(
+    figures: list[Figure], tmp_path: Path
+) -> None:
+    unknown = {"objective": None, "divergence": None, "lower": None, "upper": None}
+    estimates = [
+        replace(record(k, 0.0), **unknown, estimate=9.0 - k, estimated_on=1200) for k in range(3)
+    ]
+    draw_objective([record(0, 6.0), *estimates, record(3, 5.0)], tmp_path / "o.png", "")
+    top, slope, _ = figures[0].axes
+    whole, dots = top.get_lines()
+    assert whole.get_xydata().tolist() == [[0, 6.0], [3, 5.0]]
+    assert dots.get_xydata().tolist() == [[0, 9.0], [1, 8.0], [2, 7.0]]
+    assert {whole.get_linestyle(), dots.get_linestyle()} == {"None"}
+    assert legend(top) == [
+        "dataset distance to the target: 6 → 5",
+        "estimates on 1,200 points",
+        "its bounds",
+    ]
+    (bounds,) = top.collections
+    assert [sorted(line[:, 1]) for line in bounds.get_segments()] == [
+        pytest.approx([5.9, 6.2]),
+        pytest.approx([4.9, 5.2]),
+    ]
+    assert slope.get_lines()[0].get_xdata().tolist() == [0, 1, 2, 3]
+
+
 def test_steps_that_did_not_converge_are_marked(figures: list[Figure], tmp_path: Path) -> None:
     history = [record(k, 8.0 - k, converged=k != 1) for k in range(4)]
     draw_objective(history, tmp_path / "o.png", "")

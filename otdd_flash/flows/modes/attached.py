@@ -33,7 +33,7 @@ class AttachedMode(Mode):
         super().__init__(setting, table)
         self._classes = ClassTable(setting.target, setting.metric)
 
-    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence at the class distances of now, and its whole gradient."""
         setting, before = self._setting, self.class_distances
         moving = features.detach().requires_grad_()

@@ -47,15 +47,27 @@ class Mode(ABC):
         self.class_distances = table
         self._setting, self._divergence = setting, TargetDivergence(setting)
 
+    # Most modes have nothing to measure.
+    def measure(self, features: Tensor) -> None:  # noqa: B027
+        """Measure class distances at features (n, d), where they are neither fixed nor variables.
+
+        Raises:
+            InputError: a class is too small or too large for the method.
+        """
+
     @abstractmethod
-    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
-        """The divergence of particles with features (n, d) before step `step`.
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
+        """The divergence of particles with features (n, d).
 
         With a batch, that of its rows; velocities of features are 0 elsewhere.
 
         Raises:
             ConvergenceError: a term stopped early and the solver's options require convergence.
         """
+
+    def expected_seconds(self, features: Tensor, batch: Batch | None = None) -> float:
+        """About how long class distances take at an evaluation; 0 where that is next to nothing."""
+        return 0.0
 
     def labels(self) -> Tensor | None:
         """The particles' class indices (n,), or None for unlabelled ones."""

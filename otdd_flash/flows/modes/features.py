@@ -25,12 +25,13 @@ class FeaturesMode(Mode):
         super().__init__(setting, table)
         self._classes = ClassTable(setting.target, setting.metric)
 
-    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
-        """The divergence at the class distances of now, or of the last refresh."""
-        setting, particles = self._setting, self._setting.at(features)
-        # Step 0 has the table that the flow began with.
-        if step > 0 and step % setting.refresh == 0:
-            self.class_distances = self._classes.remeasured(particles, self.class_distances)
-        table = self.class_distances.full
+    def measure(self, features: Tensor) -> None:
+        """Measure the distances between the classes of particles with features (n, d)."""
+        particles = self._setting.at(features)
+        self.class_distances = self._classes.remeasured(particles, self.class_distances)
+
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
+        """The divergence at the class distances last measured."""
+        particles, table = self._setting.at(features), self.class_distances.full
         solved, gradient = self._divergence(particles, table, frozenset({"x"}), batch)
         return Evaluation(solved, self._feature_velocity(gradient["x"], batch), {})

@@ -39,7 +39,7 @@ class JointMode(Mode):
         self._target = Gaussians.of(setting.target, setting.metric)
         self.variables = gaussians.variables
 
-    def evaluate(self, features: Tensor, step: int, batch: Batch | None = None) -> Evaluation:
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence at the distances of the moving Gaussians, by all variables."""
         setting, before = self._setting, self.class_distances
         moving = {key: part.detach().requires_grad_() for key, part in self.variables.items()}

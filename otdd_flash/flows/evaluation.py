@@ -1,0 +1,245 @@
+"""What a flow finds where its particles are: the objective, and what makes it fall.
+
+A step may see a part of the points, or see them displaced by noise; what it finds is then an
+estimate. The start and the end of a flow are evaluated on the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.functionals import value_and_velocity
+from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.loop_options import LoopOptions
+from otdd_flash.flows.modes import Evaluation, Mode
+from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.flows.space import Space
+from otdd_flash.flows.stepping import Draw, generator, normal_like
+from otdd_flash.solver.divergence import Divergence
+
+# A mean cost of this many times that of the start: steps overshoot. A flow on its way down ends at
+# about twice it at most: that of particles which began as one point and spread over the target.
+DIVERGED = 10.0
+# Mean costs below this share of the target's mean squared norm are as good as 0.
+RESOLUTION = 1e-6
+
+
+class Overshot(InputError):
+    """Steps led the particles away: what moves them is too much."""
+
+
+class Found(NamedTuple):
+    """What an evaluation found, with the features (n, d) it was made at."""
+
+    record: StepRecord
+    velocities: dict[str, Tensor]
+    features: Tensor
+    divergence: Divergence
+    batch: Batch | None
+
+
+class Evaluator:
+    """Evaluates the particles of a flow.
+
+    Args:
+        setting: the problem.
+        mode: what moves.
+        space: from points to features.
+        mean_cost: of the start, the scale on which particles count as run away.
+        options: of the loop.
+    """
+
+    def __init__(
+        self,
+        setting: FlowSetting,
+        mode: Mode,
+        space: Space,
+        mean_cost: float,
+        options: LoopOptions,
+    ) -> None:
+        self._setting, self._mode, self._space = setting, mode, space
+        self._mean_cost, self._options = mean_cost, options
+        # Clouds that begin at 0 from each other are led away by no more than rounding.
+        squares = setting.target.masses @ setting.target.features.double().square().sum(1)
+        self._far = max(DIVERGED * mean_cost, RESOLUTION * setting.cost.lambda_x * float(squares))
+        sides = (setting.source, setting.target)
+        self._massive = tuple(side.masses.nonzero().squeeze(1) for side in sides)
+
+    @property
+    def estimates(self) -> bool:
+        """Whether steps see less than the whole."""
+        stepping = self._options.stepping
+        size = stepping.minibatch
+        parts = size is not None and any(size < len(rows) for rows in self._massive)
+        return parts or stepping.noise > 0
+
+    def __call__(self, points: Tensor, step: int, *, whole: bool = False) -> Found:
+        """The objective at the points (n, p), and the velocities that make it grow.
+
+        Args:
+            points: the particles after `step` steps.
+            step: k >= 0, of which the draws depend.
+            whole: see all points where they are, at class distances of now.
+
+        Raises:
+            Overshot: something is not finite, or particles have run away.
+            InputError: no solve is possible.
+        """
+        options, mode = self._options, self._mode
+        noise = 0.0 if whole else options.stepping.noise
+        if noise > 0:
+            points = points + noise * normal_like(points, self._draw(step, Draw.PERTURBATION))
+        features = self._space.features(points)
+        if not bool(torch.isfinite(features).all()):
+            raise Overshot("particles have features that are not finite")
+        cost = self._setting.mean_cost(features, mode.class_distances)
+        self._check_nearness(cost, *([f"moved by flow.noise={noise:g}"] if noise else []))
+        if step > 0 and (whole or self.measured_at(step)):
+            mode.measure(features)
+        batch = None if whole else self._batch(step)
+        solved, by_features, by_variables = self._solved(features, batch, cost)
+        velocity = self._space.pull_back(points, by_features)
+        values: dict[str, float] = {}
+        if options.functionals:
+            values, extra = self._functionals(points)
+            velocity = velocity + (extra if batch is None else batch.only(extra))
+        finite = math.isfinite(solved.value + sum(values.values()))
+        if not finite or not bool(torch.isfinite(velocity).all()):
+            raise Overshot("the objective or its gradient is not finite")
+        self._check_nearness(solved.value)
+        record = self._record(step, solved, values, velocity, batch, noise)
+        return Found(record, {"points": velocity, **by_variables}, features, solved, batch)
+
+    def measured_at(self, step: int) -> bool:
+        """Whether the flow measures class distances anew after `step` steps."""
+        return step % self._setting.refresh == 0
+
+    def expected_seconds(self, points: Tensor, step: int) -> float:
+        """About how long class distances take for the rest of a flow at points (n, p)."""
+        features = self._space.features(points)
+        whole = part = self._mode.expected_seconds(features)
+        if self.estimates:
+            part = self._mode.expected_seconds(features, self._batch(step))
+        return part * (self._options.steps - step) + whole * (1 + self.estimates)
+
+    def check_box(self, points: Tensor) -> None:
+        """Refuse a box that has no place for the particles (n, p) of the start.
+
+        Raises:
+            InputError: the box alone takes them as far away as steps that overshoot.
+        """
+        box = self._options.stepping.box
+        if box is None or self._options.functionals:
+            return
+        inside = points.clamp(*box)
+        if torch.equal(inside, points):
+            return
+        cost = self._mean_cost_of(inside)
+        if bool((inside != points).all()) or not cost <= self._far:
+            raise InputError(
+                f"flow.box=[{box[0]:g}, {box[1]:g}] leaves out the particles, whose coordinates "
+                f"lie in [{float(points.min()):.4g}, {float(points.max()):.4g}]: it takes them to "
+                f"a mean cost of {cost:.4g} from the target, and they are at "
+                f"{self._mean_cost:.4g}; give a box that holds both datasets, or flow.box=null"
+            )
+
+    def check_reach(self, points: Tensor) -> None:
+        """Refuse points (n, p) that a step has led far out of the box, before they are put back.
+
+        Raises:
+            Overshot: as without a box.
+        """
+        box = self._options.stepping.box
+        assert box is not None
+        width = box[1] - box[0]
+        # Within a box's width around the box nothing has run away, and features may take long.
+        if bool(((points > box[0] - width) & (points < box[1] + width)).all()):
+            return
+        how = f"that a step took out of flow.box=[{box[0]:g}, {box[1]:g}]"
+        self._check_nearness(self._mean_cost_of(points), how)
+
+    def _mean_cost_of(self, points: Tensor) -> float:
+        return self._setting.mean_cost(self._space.features(points), self._mode.class_distances)
+
+    def _solved(self, features: Tensor, batch: Batch | None, cost: float) -> Evaluation:
+        try:
+            return self._mode.evaluate(features, batch)
+        except InputError as error:
+            # What cannot be solved because particles are far away is for the steps to mend.
+            far = not cost <= self._far
+            raise (Overshot(str(error)) if far else error) from error
+
+    def _functionals(self, points: Tensor) -> tuple[dict[str, float], Tensor]:
+        masses, labels = self._setting.source.masses, self._mode.labels()
+        try:
+            return value_and_velocity(self._options.functionals, points, labels, masses)
+        except InputError as error:
+            # At the start it is the functional's fault, later that of where its points went.
+            raise Overshot(str(error)) from error
+
+    def _check_nearness(self, cost: float, *how: str) -> None:
+        """Refuse a cost far above that of the start; functionals may well lead that far.
+
+        `how` says what took the particles there.
+        """
+        if not self._options.functionals and not cost <= self._far:
+            raise Overshot(
+                f"{' '.join(['particles', *how])} are at a mean cost of {cost:.4g} from the "
+                f"target, and began at {self._mean_cost:.4g}"
+            )
+
+    def _record(
+        self,
+        step: int,
+        solved: Divergence,
+        values: dict[str, float],
+        velocity: Tensor,
+        batch: Batch | None,
+        noise: float,
+    ) -> StepRecord:
+        whole = batch is None and noise == 0
+        masses = self._setting.source.masses
+        rows = torch.arange(len(masses), device=masses.device) if batch is None else batch.particles
+        speeds = torch.linalg.vector_norm(velocity[rows], dim=1).double().square()
+        return StepRecord(
+            step=step,
+            objective=solved.value + sum(values.values()) if whole else None,
+            divergence=solved.value if whole else None,
+            lower=solved.bounds[0] if whole else None,
+            upper=solved.bounds[1] if whole else None,
+            functionals=values,
+            gradient_norm=float((masses[rows] @ speeds / masses[rows].sum()).sqrt()),
+            step_size=self._options.stepping.step_size_at(step, self._options.steps),
+            iterations=solved.xy.iterations,
+            marginal_error=solved.marginal_error,
+            tolerance=solved.tolerance,
+            converged=solved.converged,
+            stopped_by=solved.stopped_by,
+            seconds=0.0,
+            estimate=None if whole else solved.value,
+            estimated_on=None if whole else len(rows),
+            bound_width=solved.bound_width if math.isfinite(solved.bound_width) else None,
+        )
+
+    def _batch(self, step: int) -> Batch | None:
+        """The rows that a step sees; None for all of them."""
+        size = self._options.stepping.minibatch
+        if size is None or all(size >= len(rows) for rows in self._massive):
+            return None
+        draw = self._draw(step, Draw.MINIBATCH)
+        return Batch(*(_some(rows, size, draw) for rows in self._massive))
+
+    def _draw(self, step: int, purpose: Draw) -> torch.Generator:
+        return generator(self._options.seed, step, purpose)
+
+
+def _some(rows: Tensor, size: int, draw: torch.Generator) -> Tensor:
+    """`size` of the rows, or all if there are fewer, in their order."""
+    chosen = torch.randperm(len(rows), generator=draw)[:size].sort().values
+    return rows[chosen.to(rows.device)]

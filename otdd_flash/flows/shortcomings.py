@@ -1,0 +1,51 @@
+"""What a flow that has ended warns of."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+
+from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.loop_options import LoopOptions
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.shortfall import shortfall
+from otdd_flash.solver.term import largest_tolerance
+
+logger = logging.getLogger(__name__)
+
+
+def report_growth(before: StepRecord, after: StepRecord, options: LoopOptions) -> None:
+    """Warn where a flow that has nothing else to do has led away from its target."""
+    assert before.upper is not None
+    assert after.lower is not None
+    if not options.functionals and after.lower > before.upper:
+        box = options.stepping.box
+        logger.warning(
+            "the flow ended farther from its target than it began, at %.5g after %.5g; lower %s%s",
+            after.divergence,
+            before.divergence,
+            options.movers,
+            "" if box is None else f", or widen flow.box=[{box[0]:g}, {box[1]:g}]",
+        )
+
+
+def report_convergence(
+    history: Sequence[StepRecord], solver: SolverOptions, compute: ComputeOptions
+) -> None:
+    """Warn of evaluations that stopped before they reached what was asked for."""
+    late = [record for record in history if not record.converged]
+    if late:
+        message = shortfall(
+            solver,
+            late[-1].stopped_by,
+            where=f"{len(late)} of {len(history)} evaluations",
+            marginal_error=max(record.marginal_error for record in late),
+            tolerance=largest_tolerance(record.tolerance for record in late),
+            dtype=compute.dtype,
+            bound_width=max(record.bound_width or math.inf for record in late),
+        )
+        warnings.warn(message, NotConvergedWarning, stacklevel=4)

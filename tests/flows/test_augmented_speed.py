@@ -1,0 +1,188 @@
+"""Full covariances of all particles: which pairs are measured, and what is said of the time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_flows import DOUBLE, blobs, digits, flow, mode_of
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.flows import gaussians as gaussians_file
+from otdd_flash.flows import loop
+from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.gaussians import Gaussians
+from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.modes import augmented
+from otdd_flash.labels import fidelity
+from otdd_flash.labels.fidelity import fidelities
+from otdd_flash.labels.pairs import all_pairs
+
+Measured = list[int]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """How many pairs of Gaussians every evaluation measured."""
+    counts: Measured = []
+
+    def counted(factors: list[Tensor], pairs: Tensor, *rest: object) -> Tensor:
+        counts.append(len(pairs))
+        return fidelities(factors, pairs, *rest)
+
+    monkeypatch.setattr(gaussians_file, "fidelities", counted)
+    return counts
+
+
+def apart(count: int, shift: float = 0.0) -> otdd.LabeledSamples:
+    """Two classes that are far from one another."""
+    samples = blobs(count, shift=shift)
+    assert samples.labels is not None
+    away = torch.tensor([0.0, 30.0], dtype=torch.float64)[samples.labels]
+    return otdd.LabeledSamples(
+        samples.features + away[:, None], samples.labels, samples.class_names
+    )
+
+
+def test_pairs_that_no_mass_moves_between_are_not_measured(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = apart(20), apart(22, shift=0.5)
+    some = mode_of("augmented", source, target, otdd.LabelMetric()).evaluate(source.features)
+    monkeypatch.setattr(augmented, "NO_MASS", 5e-324)
+    monkeypatch.setattr(augmented.FullAugmentedMode, "_needed", lambda *_: None)
+    every = mode_of("augmented", source, target, otdd.LabelMetric()).evaluate(source.features)
+    # Pairs within both classes, and those with the classes of the target.
+    assert measured == [2 * 45 + 40, 190 + 40]
+    assert some.divergence.value == pytest.approx(every.divergence.value, rel=1e-14)
+    assert some.divergence.bounds == pytest.approx(every.divergence.bounds, rel=1e-13)
+    torch.testing.assert_close(some.features, every.features, rtol=0, atol=1e-12)
+    for name, velocity in some.variables.items():
+        torch.testing.assert_close(velocity, every.variables[name], rtol=0, atol=1e-12)
+
+
+def test_what_is_left_out_is_no_more_than_the_self_plan_can_have() -> None:
+    """P_ij <= (a_i a_j)^1/2 exp(-C_ij / eps), at weights and an epsilon at which much moves."""
+    source = blobs(30)
+    weights = torch.rand(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    solved = otdd.sinkhorn(
+        otdd.LabeledSamples(source.features, None, (), weights),
+        otdd.LabeledSamples(source.features, None, (), weights),
+        epsilon=0.7,
+        options=otdd.SolverOptions(1e-9),
+        compute=DOUBLE,
+    )
+    masses = weights / weights.sum()
+    cost = torch.cdist(source.features, source.features).square() / 2
+    exponents = (solved.f[:, None] + solved.g - cost) / 0.7
+    plan = masses[:, None] * masses * exponents.exp()
+    most = (masses[:, None] * masses).sqrt() * (-cost / 0.7).exp()
+    assert bool((plan <= most * (1 + 1e-6)).all())
+    assert float((plan / most).max()) > 0.5
+
+
+def test_lower_bounds_are_below_the_distances() -> None:
+    for classes in (3, 6):
+        source, metric = blobs(60, 4, classes=classes), otdd.LabelMetric()
+        own, target = Gaussians.of(source, metric), Gaussians.of(blobs(9, 4), metric)
+        table = own.table(target, torch.zeros(2, 2))
+        bounds = own.lower_bounds()
+        assert bool((bounds <= table[:classes, :classes] + 1e-12).all())
+        assert float(bounds.max()) > 0
+
+
+def test_a_minibatch_measures_its_own_pairs_alone(measured: Measured) -> None:
+    source, target = blobs(20), blobs(22, seed=1)
+    mode = mode_of("augmented", source, target, otdd.LabelMetric())
+    mode.evaluate(source.features, Batch(torch.tensor([0, 3, 4, 9]), torch.arange(22)))
+    assert measured == [6 + 4 * 2]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+def test_polar_factors_are_computed_for_what_shows_in_a_gradient(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    factors = [torch.randn(3, 4, generator=draw, dtype=torch.float64) for _ in range(9)]
+    factors[4] *= 1e6
+    pairs = all_pairs(9)
+    weights = torch.randn(len(pairs), generator=draw, dtype=torch.float64)
+    # As in a plan: those far from the diagonal are 0 but for rounding.
+    gaps = (pairs[:, 0] - pairs[:, 1]).double()
+    weights *= 10.0 ** (-15 * (gaps - 1)) * scale
+
+    def gradient() -> list[Tensor]:
+        moving = [factor.clone().requires_grad_() for factor in factors]
+        return list(torch.autograd.grad(fidelities(moving, pairs), moving, weights))
+
+    decomposed: list[int] = []
+    polar = fidelity.polar_factors
+    monkeypatch.setattr(fidelity, "polar_factors", lambda m: decomposed.append(len(m)) or polar(m))
+    found = gradient()
+    shown = sum(decomposed)
+    monkeypatch.setattr(fidelity, "_without_lost", lambda weights, *_: weights)
+    expected = gradient()
+    # The 8 neighbours, and what a factor of norm 1e6 brings to light.
+    assert 8 < shown < len(pairs) / 2
+    assert sum(decomposed) - shown == len(pairs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("stepping", [otdd.Stepping(0.1), otdd.Stepping(0.1, minibatch=4)])
+def test_the_expected_time_is_said_before_the_first_step(
+    stepping: otdd.Stepping, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LONG", 0.0)
+    said: list[int] = []
+
+    def told(record: StepRecord) -> None:
+        said.append(len(caplog.records))
+
+    options = {"mode": "augmented", "stepping": stepping, "steps": 3, "progress": told}
+    flow(blobs(9), blobs(11, seed=1), **options)
+    assert said[0] == 1
+    assert "3 steps will take about 0:0" in caplog.records[0].getMessage()
+    assert "labels.diagonal=true" in caplog.records[0].getMessage()
+    caplog.clear()
+    flow(blobs(9), blobs(11, seed=1), labels=otdd.LabelMetric(diagonal=True), **options)
+    assert not caplog.records
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Of the processor, of the fastest of three runs."""
+    fastest = math.inf
+    for _ in range(3):
+        started = time.process_time()
+        run()
+        fastest = min(fastest, time.process_time() - started)
+    return fastest
+
+
+@pytest.mark.slow
+def test_the_expected_time_is_about_the_time(caplog: pytest.LogCaptureFixture) -> None:
+    source, target = digits("train", 120), digits("test", 120, rotate=30)
+    mode = mode_of("augmented", source, target, otdd.LabelMetric())
+    expected = mode.expected_seconds(source.features)
+    mode.evaluate(source.features)
+    took = seconds(lambda: mode.evaluate(source.features))
+    assert expected / 4 < took < 4 * expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", [otdd.LabelMetric(diagonal=True), otdd.LabelMetric("means")])
+def test_without_full_covariances_augmented_takes_at_most_twice_the_time_of_joint(
+    metric: otdd.LabelMetric,
+) -> None:
+    source, target = digits("train", 200), digits("test", 200, rotate=30)
+    options = {"steps": 10, "labels": metric, "epsilon": 0.1, "solver": otdd.SolverOptions()}
+    options["stepping"] = otdd.Stepping(0.1, box=(0.0, 1.0))
+    times = [
+        seconds(lambda mode=mode: flow(source, target, mode=mode, **options))
+        for mode in ("joint", "augmented")
+    ]
+    assert times[1] < 2 * times[0]

@@ -1,0 +1,211 @@
+"""What a step saw of a part is an estimate; the start and the end are evaluated on the whole."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from small_flows import DOUBLE, blobs, digits, flow
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.modes.features import FeaturesMode
+from otdd_flash.flows.stepping import Stepping
+from otdd_flash.report.flow_console import flow_table
+from otdd_flash.report.flow_metrics import write_metrics_csv
+
+SOURCE, TARGET = blobs(30), blobs(33, seed=1)
+PARTS: dict[str, Stepping] = {
+    "minibatch": Stepping(0.3, minibatch=8),
+    "noise": Stepping(0.3, noise=0.5),
+    "both": Stepping(0.3, noise=0.2, minibatch=8),
+}
+every_part = pytest.mark.parametrize("stepping", PARTS.values(), ids=PARTS)
+
+
+def assert_whole(record: StepRecord) -> None:
+    assert record.estimate is None
+    assert record.estimated_on is None
+    assert record.divergence is not None
+    assert record.lower <= record.divergence <= record.upper
+
+
+def assert_estimate(record: StepRecord, points: int) -> None:
+    assert record.estimated_on == points
+    assert record.estimate is not None
+    assert (record.objective, record.divergence, record.lower, record.upper) == (None,) * 4
+
+
+def test_flows_with_minibatches_or_noise_report_the_distances_that_there_are() -> None:
+    source, target = digits("train", 200), digits("test", 200, rotate=30)
+    before = otdd.dataset_distance(source, target, epsilon=0.1, compute=DOUBLE)
+    for stepping in (Stepping(0.1, minibatch=20), Stepping(0.1, noise=0.1)):
+        result = flow(
+            source, target, steps=3, epsilon=0.1, stepping=stepping, solver=otdd.SolverOptions()
+        )
+        after = otdd.dataset_distance(result.samples, target, epsilon=0.1, compute=DOUBLE)
+        for record, distance in ((result.before, before), (result.after, after)):
+            assert_whole(record)
+            # Two intervals that hold one number.
+            assert record.lower <= distance.bounds[1]
+            assert distance.bounds[0] <= record.upper
+            assert record.divergence == pytest.approx(distance.value, abs=1e-3)
+        # A part of the points is farther away than all of them are.
+        assert all(step.estimate > before.bounds[1] for step in result.history[:1])
+
+
+@every_part
+def test_steps_that_see_a_part_are_estimates_on_so_many_points(stepping: Stepping) -> None:
+    result = flow(SOURCE, TARGET, steps=3, stepping=stepping)
+    for record in result.history[:-1]:
+        assert_estimate(record, stepping.minibatch or 30)
+    assert [record.step for record in result.history] == [0, 1, 2, 3]
+    assert result.after is result.history[-1]
+    for record in (result.before, result.after):
+        assert_whole(record)
+        assert record.step_size == 0
+    assert result.evaluations == (result.before, *result.history)
+
+
+@every_part
+@pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
+def test_the_start_and_the_end_of_every_mode_are_those_of_a_flow_that_sees_all(
+    mode: str, stepping: Stepping
+) -> None:
+    parts = flow(SOURCE, TARGET, steps=1, mode=mode, stepping=stepping)
+    whole = flow(SOURCE, TARGET, steps=1, mode=mode)
+    assert parts.before.divergence == pytest.approx(whole.before.divergence, abs=1e-8)
+    if mode in ("features", "attached"):
+        end = otdd.dataset_distance(
+            parts.samples, TARGET, epsilon=1.0, compute=DOUBLE, solver=otdd.SolverOptions(1e-9)
+        )
+        assert parts.after.divergence == pytest.approx(end.value, abs=1e-8)
+
+
+def test_a_flow_that_sees_all_evaluates_nothing_twice() -> None:
+    calls: list[int] = []
+    result = flow(
+        SOURCE,
+        TARGET,
+        steps=2,
+        solver_progress=lambda term, iteration, _: calls.append(term == "xy" and iteration == 1),
+    )
+    assert sum(calls) == 3
+    assert result.before is result.history[0]
+    assert result.evaluations == result.history
+
+
+def test_the_end_is_that_of_the_returned_particles_between_two_measurements_too() -> None:
+    """Class distances of the last evaluation are those of now, whatever `refresh` says."""
+    result = flow(SOURCE, TARGET, steps=4, refresh=3)
+    end = otdd.dataset_distance(
+        result.samples, TARGET, epsilon=1.0, compute=DOUBLE, solver=otdd.SolverOptions(1e-9)
+    )
+    assert result.after.divergence == pytest.approx(end.value, abs=1e-8)
+    table = otdd.class_distances([result.samples, TARGET]).between(0, 1)
+    torch.testing.assert_close(result.class_distances.full, table.full)
+
+
+@pytest.mark.parametrize("options", [{"tolerance": 0.9}, {"stop": lambda: True}], ids=list)
+def test_a_flow_that_ends_early_ends_with_the_whole(options: dict[str, Any]) -> None:
+    result = flow(SOURCE, TARGET, steps=30, stepping=PARTS["both"], **options)
+    assert result.stopped_by in ("tolerance", "interrupted")
+    assert_whole(result.after)
+    end = otdd.dataset_distance(
+        result.samples, TARGET, epsilon=1.0, compute=DOUBLE, solver=otdd.SolverOptions(1e-9)
+    )
+    assert result.after.divergence == pytest.approx(end.value, abs=1e-8)
+
+
+@every_part
+def test_estimates_go_on_after_resuming_as_they_were(stepping: Stepping, tmp_path: Path) -> None:
+    whole = flow(SOURCE, TARGET, steps=4, stepping=stepping)
+    kept = otdd.Checkpoints(tmp_path)
+    flow(SOURCE, TARGET, steps=2, stepping=stepping, checkpoints=kept)
+    again = flow(SOURCE, TARGET, steps=4, stepping=stepping, checkpoints=replace(kept, resume=True))
+    assert again.samples.fingerprint == whole.samples.fingerprint
+    for one, other in zip(again.evaluations, whole.evaluations, strict=True):
+        assert replace(one, seconds=0.0) == replace(other, seconds=0.0)
+
+
+def test_a_checkpoint_without_the_start_of_the_whole_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = otdd.Checkpoints(tmp_path)
+    flow(SOURCE, TARGET, stepping=PARTS["noise"], checkpoints=kept)
+    load = otdd.Checkpoints.load
+    monkeypatch.setattr(otdd.Checkpoints, "load", lambda *given: {**load(*given), "start": None})
+    with pytest.raises(InputError, match=r"earlier version.*start again without flow.resume"):
+        flow(
+            SOURCE, TARGET, stepping=PARTS["noise"], checkpoints=replace(kept, resume=True), steps=4
+        )
+
+
+def test_a_minibatch_of_all_points_is_no_estimate() -> None:
+    result = flow(SOURCE, TARGET, stepping=Stepping(0.3, minibatch=33))
+    assert result.samples.fingerprint == flow(SOURCE, TARGET).samples.fingerprint
+    for record in result.history:
+        assert_whole(record)
+
+
+def test_the_gradient_norm_of_a_batch_is_that_of_its_particles() -> None:
+    whole = flow(SOURCE, TARGET, steps=1).history[0].gradient_norm
+    batches = [
+        flow(SOURCE, TARGET, steps=1, stepping=PARTS["minibatch"], seed=seed) for seed in range(8)
+    ]
+    mean = sum(result.history[0].gradient_norm for result in batches) / 8
+    assert mean == pytest.approx(whole, rel=0.25)
+
+
+def test_estimates_are_called_so_in_every_file(tmp_path: Path) -> None:
+    result = flow(SOURCE, TARGET, steps=2, stepping=PARTS["minibatch"])
+    result.save(tmp_path)
+    summary = json.loads((tmp_path / "result.json").read_text())
+    assert summary["value"] == result.after.divergence
+    assert summary["bounds"] == [result.after.lower, result.after.upper]
+    assert summary["start"]["value"] == result.before.divergence
+    assert summary["start"]["bounds"] == [result.before.lower, result.before.upper]
+    assert summary["objective"]["start"] == result.before.objective
+    for record, saved in zip(result.history, summary["history"], strict=True):
+        assert (saved["estimate"], saved["estimated_on"]) == (record.estimate, record.estimated_on)
+        assert saved["divergence"] == record.divergence
+    loaded = otdd.FlowResult.load(tmp_path)
+    assert loaded.before == result.before
+    assert loaded.evaluations == result.evaluations
+
+    write_metrics_csv(result.evaluations, tmp_path / "metrics.csv")
+    with (tmp_path / "metrics.csv").open() as table:
+        rows = list(csv.DictReader(table))
+    assert [row["step"] for row in rows] == ["0", "0", "1", "2"]
+    assert [row["estimated_on"] for row in rows] == ["", "8", "8", ""]
+    assert [bool(row["divergence"]) for row in rows] == [True, False, False, True]
+    assert [bool(row["lower"]) for row in rows] == [True, False, False, True]
+
+
+def test_the_table_says_on_how_many_points_steps_estimated() -> None:
+    shown = Console(width=120, record=True, quiet=False)
+    result = flow(SOURCE, TARGET, stepping=PARTS["both"])
+    with shown.capture() as told:
+        shown.print(flow_table(result.summary()))
+    assert "8 points, moved by noise of 0.2: their distances are estimates on 8" in told.get()
+    assert "an estimate on 8 points" in result.history[0].described
+    assert "estimate" not in result.after.described
+    with shown.capture() as told:
+        shown.print(flow_table(flow(SOURCE, TARGET).summary()))
+    assert "estimate" not in told.get()
+
+
+def test_steps_that_see_all_measure_no_class_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, measured = FeaturesMode.measure, []
+    monkeypatch.setattr(
+        FeaturesMode, "measure", lambda *given: measured.append(1) or measure(*given)
+    )
+    flow(SOURCE, TARGET, steps=5)
+    assert len(measured) == 5
