@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.functionals import value_and_velocity
 from otdd_flash.flows.history import StepRecord
@@ -179,6 +179,8 @@ class Evaluator:
         masses, labels = self._setting.source.masses, self._mode.labels()
         try:
             return value_and_velocity(self._options.functionals, points, labels, masses)
+        except UserCodeError:
+            raise
         except InputError as error:
             # At the start it is the functional's fault, later that of where its points went.
             raise Overshot(str(error)) from error

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, prefixed
 from otdd_flash.flows.evaluation import Evaluator, Found, Overshot
 from otdd_flash.flows.functionals import noise_temperature
 from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
@@ -214,10 +214,10 @@ class Loop:
                 raise
             self.restore(good)
             self._save(good, may_change=("flow.step_size",))
-            reason = f"the flow cannot go on after step {self.step}: {error}"
+            where = f"the flow cannot go on after step {self.step}"
             if isinstance(error, Overshot):
-                reason = f"{reason}; {self._options.what_to_lower}"
-            raise InputError(reason) from error
+                raise InputError(f"{where}: {error}; {self._options.what_to_lower}") from error
+            raise prefixed(where, error) from error
 
     def _reason_to_stop(self, record: StepRecord) -> str | None:
         options = self._options
