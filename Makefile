@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint fuzz format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -18,6 +18,9 @@ lint: .venv/.installed  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: .venv/.installed  ## thousands of random commands, calls, damaged files and kills
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.fuzz
 
 format: .venv/.installed  ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .

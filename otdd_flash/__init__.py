@@ -17,34 +17,42 @@ Conventions, the same everywhere:
     value        S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2
     randomness   one seed; every draw comes from a local generator
 
-Nothing here imports Hydra; the commands `python -m otdd_flash.distance` do.
+Nothing here imports Hydra; the commands `python -m otdd_flash.distance` do. No name is imported
+before its first use, and so torch is not with the package (PEP 562).
 """
 
-from otdd_flash import extractors
-from otdd_flash.data.registry import load
-from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
-from otdd_flash.extractors import embed
-from otdd_flash.flows.checkpoint import Checkpoints
-from otdd_flash.flows.result import FlowResult
-from otdd_flash.flows.run import gradient_flow
-from otdd_flash.flows.stepping import Stepping
-from otdd_flash.labels import (
-    ClassDistances,
-    JointClassDistances,
-    LabelMetric,
-    class_distances,
-)
-from otdd_flash.operators.build import ComputeOptions, GroundCost
-from otdd_flash.otdd import dataset_distance
-from otdd_flash.pairwise import pairwise_distances
-from otdd_flash.pairwise_result import PairwiseResult
-from otdd_flash.result import DistanceResult
-from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
-from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
-from otdd_flash.solver.loss import sinkhorn_loss
-from otdd_flash.solver.options import SolverOptions
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from otdd_flash.version import __version__
+
+if TYPE_CHECKING:
+    from otdd_flash import extractors
+    from otdd_flash.data.registry import load
+    from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
+    from otdd_flash.extractors import embed
+    from otdd_flash.flows.checkpoint import Checkpoints
+    from otdd_flash.flows.result import FlowResult
+    from otdd_flash.flows.run import gradient_flow
+    from otdd_flash.flows.stepping import Stepping
+    from otdd_flash.labels import (
+        ClassDistances,
+        JointClassDistances,
+        LabelMetric,
+        class_distances,
+    )
+    from otdd_flash.operators.build import ComputeOptions, GroundCost
+    from otdd_flash.otdd import dataset_distance
+    from otdd_flash.pairwise import pairwise_distances
+    from otdd_flash.pairwise_result import PairwiseResult
+    from otdd_flash.result import DistanceResult
+    from otdd_flash.samples import LabeledSamples
+    from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
+    from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
+    from otdd_flash.solver.loss import sinkhorn_loss
+    from otdd_flash.solver.options import SolverOptions
 
 __all__ = [
     "Checkpoints",
@@ -79,3 +87,54 @@ __all__ = [
     "sinkhorn_loss",
     "subsample_interval",
 ]
+
+# Where each name is defined; `extractors` is a module of its own.
+_HOMES = {
+    "Checkpoints": "otdd_flash.flows.checkpoint",
+    "ClassDistances": "otdd_flash.labels",
+    "ComputeOptions": "otdd_flash.operators.build",
+    "ConvergenceError": "otdd_flash.errors",
+    "DataNotice": "otdd_flash.errors",
+    "DistanceResult": "otdd_flash.result",
+    "FlowResult": "otdd_flash.flows.result",
+    "GroundCost": "otdd_flash.operators.build",
+    "InputError": "otdd_flash.errors",
+    "JointClassDistances": "otdd_flash.labels",
+    "LabelMetric": "otdd_flash.labels",
+    "LabeledSamples": "otdd_flash.samples",
+    "NoiseFloor": "otdd_flash.sampling",
+    "NotConvergedWarning": "otdd_flash.errors",
+    "PairwiseResult": "otdd_flash.pairwise_result",
+    "SolverOptions": "otdd_flash.solver.options",
+    "Stepping": "otdd_flash.flows.stepping",
+    "SubsampleInterval": "otdd_flash.sampling",
+    "class_distances": "otdd_flash.labels",
+    "dataset_distance": "otdd_flash.otdd",
+    "embed": "otdd_flash.extractors",
+    "gradient_flow": "otdd_flash.flows.run",
+    "load": "otdd_flash.data.registry",
+    "noise_floor": "otdd_flash.sampling",
+    "pairwise_distances": "otdd_flash.pairwise",
+    "sinkhorn": "otdd_flash.solver.clouds",
+    "sinkhorn_divergence": "otdd_flash.solver.clouds",
+    "sinkhorn_loss": "otdd_flash.solver.loss",
+    "subsample_interval": "otdd_flash.sampling",
+}
+
+
+if not TYPE_CHECKING:
+    # Hidden from type checkers, to which it would make every name one of this module.
+    def __getattr__(name: str) -> Any:
+        """Import what is used for the first time."""
+        if name == "extractors":
+            return import_module("otdd_flash.extractors")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_HOMES[name]), name)
+        # The next use does not come here.
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,192 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import hydra
-from omegaconf import DictConfig
-from rich.console import Console
+from otdd_flash.commands.start import run_command, run_hydra
 
-from otdd_flash.commands.outcome import RESULT_FILE
-from otdd_flash.commands.progress import Phases
-from otdd_flash.commands.runner import run_command, run_job
-from otdd_flash.commands.sampling import check_request, check_sampling, measure_sampling
-from otdd_flash.commands.settings import (
-    DatasetPairSettings,
-    LabelSettings,
-    ReportSettings,
-    SamplingSettings,
-    SolverSettings,
-    parse,
-)
-from otdd_flash.commands.sides import prepare_sides
-from otdd_flash.errors import ConvergenceError, InputError, choose
-from otdd_flash.json_file import write_json
-from otdd_flash.labels import ClassDistances
-from otdd_flash.otdd import dataset_distance
-from otdd_flash.report.class_order import ORDERS
-from otdd_flash.report.console import summary_table
-from otdd_flash.report.nearest_classes import nearest_table
-from otdd_flash.report.writing import write_report
-from otdd_flash.result import DistanceResult
-
-# Not __name__, which is __main__ when the module runs as a command.
-logger = logging.getLogger("otdd_flash.distance")
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
-@dataclass
-class DistanceSettings(SamplingSettings, DatasetPairSettings):
-    """What conf/distance.yaml holds."""
+def job(config: DictConfig) -> int:
+    """Carry out one job and return its exit code."""
+    # Imported here: help is shown without what computes.
+    from otdd_flash.commands.compare import compare
+    from otdd_flash.commands.runner import run_job
 
-    labels: LabelSettings
-    lambda_x: float
-    lambda_y: float
-    epsilon: float
-    epsilon_relative: float | None
-    debias: bool
-    min_class_size: int | None
-    solver: SolverSettings
-    report: ReportSettings
-    save_result: bool
-
-
-def compare(config: DictConfig, directory: Path) -> None:
-    """Compute one distance and write everything about it into `directory`."""
-    settings = parse(config, DistanceSettings)
-    # Built before anything is read: a bad setting should not cost the time of loading.
-    # What has been computed is written before a failure to converge is one.
-    solver = replace(settings.solver.options(), require_convergence=False)
-    metric = settings.labels.metric(solver.asked_tolerance)
-    compute_options = settings.compute_options()
-    choose("report.order", settings.report.order, ORDERS)
-    check_request(settings)
-    with Phases() as phases:
-        sides = prepare_sides(settings, phases, whole=settings.labels.full)
-        check_sampling(settings, sides, metric, settings.min_class_size)
-        with (
-            phases.solving("comparing", solver) as progress,
-            phases.counting("class distances") as class_progress,
-        ):
-            result = dataset_distance(
-                sides.source,
-                sides.target,
-                epsilon=settings.epsilon,
-                epsilon_relative=settings.epsilon_relative,
-                labels=metric,
-                class_statistics=sides.whole,
-                min_class_size=settings.min_class_size,
-                lambda_x=settings.lambda_x,
-                lambda_y=settings.lambda_y,
-                debias=settings.debias,
-                solver=solver,
-                compute=compute_options,
-                cache_dir=settings.cache_dir,
-                class_progress=class_progress,
-                progress=progress,
-            )
-        _check_finite(result)
-        _log(result)
-        full = settings.labels.full and metric.method != "none"
-        fixed_classes = full or metric.method == "given"
-        sampling = measure_sampling(
-            settings,
-            result,
-            phases,
-            seed=settings.seed,
-            labels=metric,
-            class_distances=result.class_distances if fixed_classes else None,
-            debias=settings.debias,
-            # Halves are at nearly 0 from each other, of which no relative width can be asked.
-            solver=replace(solver, bound_width=None),
-        )
-        # A directory that holds it is complete, so an earlier one goes first.
-        (directory / RESULT_FILE).unlink(missing_ok=True)
-        with phases.phase("report", "drawing"):
-            write_report(result, directory, seed=settings.seed, order=settings.report.order)
-    more = {"seconds": _seconds(phases, result), **sampling}
-    _write(result, settings, more, directory)
-    if settings.solver.require_convergence and not result.converged:
-        raise ConvergenceError(
-            f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
-            f"result was written to {directory}"
-        )
-
-
-def _check_finite(result: DistanceResult) -> None:
-    if not all(math.isfinite(number) for number in (result.value, *result.bounds)):
-        raise InputError(
-            f"the distance came out as {result.value}: the squared distances between features "
-            f"overflow precision={result.compute.precision}; scale the features, with "
-            "extractor.standardize=true, or compute with precision=double"
-        )
-
-
-def _log(result: DistanceResult) -> None:
-    """What `auto` and relative settings became, and how the solve went."""
-    divergence, classes = result.divergence, tuple(map(len, result.class_names))
-    logger.info("class distances by %s between %d + %d classes", result.method, *classes)
-    logger.info(
-        "solved on %s by %s in %s precision at epsilon %.6g",
-        divergence.xy.f.device,
-        divergence.backend,
-        result.compute.precision,
-        result.epsilon,
-    )
-    for name, term in divergence.terms.items():
-        logger.info(
-            "%s: %d iterations, marginal error %.1e, OT %.6g [%.6g, %.6g]",
-            name,
-            term.iterations,
-            term.marginal_error,
-            term.value,
-            *term.bounds,
-        )
-
-
-def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
-    """Wall time of every phase, in the order of the data's way."""
-    return {
-        "load": phases.seconds["load"],
-        "extract": phases.seconds["extract"],
-        **result.seconds,
-        **{name: phases.seconds[name] for name in ("sampling",) if name in phases.seconds},
-        "report": phases.seconds["report"],
-    }
-
-
-def _write(
-    result: DistanceResult, settings: DistanceSettings, more: dict[str, Any], directory: Path
-) -> None:
-    """Write result.json last, so that a directory that holds it is complete; print the table."""
-    more = {**more, "seed": settings.seed, "config": asdict(settings)}
-    if (gap := _class_distance_gap(result.class_distances)) is not None:
-        more["class_distance_gap"] = gap
-    if settings.save_result:
-        result.save(directory, **more)
-    else:
-        write_json(directory / RESULT_FILE, result.summary(**more))
-    console = Console()
-    console.print(summary_table(result.summary(**more)))
-    if result.method != "none":
-        console.print(nearest_table(result.class_distances.nearest()))
-    console.print(f"written to {directory}", highlight=False, soft_wrap=True)
-
-
-def _class_distance_gap(table: ClassDistances) -> float | None:
-    """The width of the widest interval of W, where its method gives intervals."""
-    if table.lower is None or table.upper is None:
-        return None
-    return float((table.upper - table.lower).max())
-
-
-@hydra.main(version_base="1.3", config_path="pkg://otdd_flash.conf", config_name="distance")
-def main(config: DictConfig) -> int:
-    """Hydra's entry point: one job."""
     return run_job(compare, config)
+
+
+def main() -> None:
+    """Hydra's entry point."""
+    run_hydra(job, "distance")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,22 @@ class InputError(ValueError):
     """A request that cannot be met; the message names the value and what to do about it."""
 
 
+class UserCodeError(InputError):
+    """What a user's own function or module raised, which is its cause and has its traceback."""
+
+
+def prefixed(where: str, error: InputError) -> InputError:
+    """The same error with a place before its sentence; the caller raises it from the original."""
+    kind = UserCodeError if isinstance(error, UserCodeError) else InputError
+    return kind(f"{where}: {error}")
+
+
 class ConvergenceError(RuntimeError):
     """`require_convergence` was asked for and the tolerance was not reached."""
+
+
+class IncompleteError(RuntimeError):
+    """The result was computed and written, but not every file beside it."""
 
 
 class NotConvergedWarning(UserWarning):
@@ -22,6 +36,10 @@ class NotConvergedWarning(UserWarning):
 
 class DataNotice(UserWarning):
     """The data were changed or taken differently from what was asked, as the message says."""
+
+
+class MissingFileNotice(UserWarning):
+    """A picture or table beside a result could not be written, as the message says."""
 
 
 def choose(kind: str, name: str, known: tuple[str, ...]) -> str:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torch import Tensor
-
 from otdd_flash.errors import InputError
 
 
@@ -70,19 +68,6 @@ def write_text(path: str | Path, text: str) -> None:
     content = text.encode("utf-8", errors="backslashreplace")
     with replacing(path) as partial:
         partial.write_bytes(content)
-
-
-def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors by name as safetensors, whole or not at all."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    with replacing(path) as partial:
-        try:
-            save_file(tensors, partial, metadata=metadata)
-        except SafetensorError as error:
-            # A full disk arrives in this form.
-            raise OSError(str(error)) from error
 
 
 def _beside(path: Path, ending: str) -> Path:

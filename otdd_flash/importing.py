@@ -1,14 +1,20 @@
-"""A user's own function, by import path."""
+"""A user's own function, by import path, and what it raises."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from types import TracebackType
 from typing import Any
 
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, UserCodeError
 
 FORM = "package.module:function or package.module.function"
+
+# Frames of these say nothing of the user's code.
+OUR_FRAMES = ("otdd_flash.", "importlib.", "contextlib")
 
 
 def import_callable(path: str, setting: str) -> Callable[..., Any]:
@@ -21,6 +27,7 @@ def import_callable(path: str, setting: str) -> Callable[..., Any]:
 
     Raises:
         InputError: nothing callable stands there.
+        UserCodeError: its module does not import.
     """
     module_name, _, attributes = path.partition(":")
     if not attributes:
@@ -38,11 +45,61 @@ def import_callable(path: str, setting: str) -> Callable[..., Any]:
     return function
 
 
-def _import_module(name: str, request: str) -> Any:
+@contextmanager
+def user_code(what: str, doing: str = "raised") -> Iterator[None]:
+    """Whatever a user's code raises as one sentence, with its own error as the cause.
+
+    Args:
+        what: the code, for the sentence.
+        doing: what it did when it raised.
+
+    Raises:
+        UserCodeError: anything was raised but an interrupt, or `sys.exit` was called.
+    """
     try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        # A module missing inside the user's own file is reported under its own name.
-        raise InputError(
-            f"{request}: no module named {error.name!r}; give {FORM}, with its folder on PYTHONPATH"
-        ) from None
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(f"{what} {doing} {_in_one_line(error)}") from error
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of the user's own error, from their first line on; empty for other errors."""
+    cause: BaseException | None = error
+    while isinstance(cause, InputError):
+        found, cause = cause, cause.__cause__
+    if cause is None or not isinstance(found, UserCodeError):
+        return ""
+    frames = _theirs(cause.__traceback__)
+    return "".join(traceback.format_exception(type(cause), cause, frames)).rstrip()
+
+
+def _theirs(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that come before the user's."""
+    while frames is not None:
+        module = str(frames.tb_frame.f_globals.get("__name__", ""))
+        if not f"{module}.".startswith(OUR_FRAMES):
+            break
+        frames = frames.tb_next
+    return frames
+
+
+def _in_one_line(error: BaseException) -> str:
+    words = " ".join(str(error).split())
+    kind = type(error).__name__
+    return f"{kind}: {words}" if words else kind
+
+
+def _import_module(name: str, request: str) -> Any:
+    with user_code(f"{request} does not import:", doing="it raised"):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            if f"{name}.".startswith(f"{error.name}."):
+                raise InputError(
+                    f"{request}: no module named {error.name!r}; give {FORM}, with its folder on "
+                    "PYTHONPATH"
+                ) from None
+            # One that the user's module imports.
+            raise

@@ -13,27 +13,38 @@ import os
 import time
 from dataclasses import replace
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.extractors import check_same_dimension
-from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
+from otdd_flash.labels import (
+    ClassDistances,
+    LabelMetric,
+    drop_small_classes,
+    measure_classes,
+    notice_single_samples,
+)
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import (
+    Compute,
     ComputeOptions,
     GroundCost,
     check_resources,
     relative_epsilon,
 )
 from otdd_flash.result import DistanceResult
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.clouds import sinkhorn_divergence
-from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
+from otdd_flash.solver.epsilon import epsilon_given_as
+from otdd_flash.solver.options import Progress, SolverOptions
 
 logger = logging.getLogger(__name__)
 
 
+@takes(arguments.DATASET_DISTANCE)
 def dataset_distance(
-    source: LabeledSamples,
-    target: LabeledSamples,
+    source: Samples,
+    target: Samples,
     *,
     epsilon: float = 0.1,
     epsilon_relative: float | None = None,
@@ -45,7 +56,7 @@ def dataset_distance(
     lambda_y: float = 0.5,
     debias: bool = True,
     solver: SolverOptions | None = None,
-    compute: ComputeOptions | None = None,
+    compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     class_progress: PairProgress | None = None,
     progress: Progress | None = None,
@@ -53,7 +64,8 @@ def dataset_distance(
     """Compare two labelled datasets by optimal transport.
 
     Args:
-        source: n labelled points; without labels only `labels="none"` applies.
+        source: n labelled points, as samples or as arrays (features, labels); without labels only
+            `labels="none"` applies.
         target: m labelled points of the same dimension.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost; replaces `epsilon`.
@@ -66,7 +78,7 @@ def dataset_distance(
         lambda_y: weight of the squared distance between classes.
         debias: subtract half of both self terms; without, OT_epsilon itself is the value.
         solver: when to stop.
-        compute: where and how passes run.
+        compute: where and how passes run, or only the device.
         cache_dir: keep distances between classes in a database in this folder, by the classes'
             content, and do not measure again what it holds; None keeps none.
         class_progress: called as class_progress(pairs of classes measured, their total).
@@ -79,17 +91,17 @@ def dataset_distance(
         InputError: what was asked for cannot be met; the message says what to change.
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
     """
-    check_epsilon("epsilon", epsilon)
-    if epsilon_relative is not None:
-        check_epsilon("epsilon_relative", epsilon_relative)
-    cost, compute = GroundCost(lambda_x, lambda_y), compute or ComputeOptions()
+    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    cost, compute = GroundCost(lambda_x, lambda_y), ComputeOptions.of(compute)
     metric = LabelMetric.of(labels)
     if class_distances is not None:
         metric = replace(metric, method="given", given=class_distances)
     check_same_dimension(source, target)
     check_one_device(source.features.device, target.features.device)
+    check_squares(source, target)
     source = drop_small_classes(source, min_class_size)
     target = drop_small_classes(target, min_class_size)
+    notice_single_samples((source, target), metric)
     # Before class distances, which can take longer than all else.
     device = resolve_device(compute.device)
     check_resources(source, target, compute, device)
@@ -105,19 +117,22 @@ def dataset_distance(
         progress=class_progress,
     )
     measured = time.perf_counter()
+    given = ("epsilon", epsilon)
     if epsilon_relative is not None:
+        given = ("epsilon_relative", epsilon_relative)
         epsilon = relative_epsilon(epsilon_relative, source, target, table.xy, cost, device)
-    divergence = sinkhorn_divergence(
-        source,
-        target,
-        epsilon=epsilon,
-        class_table=table.full,
-        cost=cost,
-        options=solver,
-        compute=compute,
-        debias=debias,
-        progress=progress,
-    )
+    with epsilon_given_as(*given, epsilon):
+        divergence = sinkhorn_divergence(
+            source,
+            target,
+            epsilon=epsilon,
+            class_table=table.full,
+            cost=cost,
+            options=solver,
+            compute=compute,
+            debias=debias,
+            progress=progress,
+        )
     seconds = {
         "class_distances": measured - started,
         "solve": time.perf_counter() - measured,

@@ -17,29 +17,39 @@ from itertools import combinations
 
 import torch
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.extractors import check_same_dimension
-from otdd_flash.labels import JointClassDistances, LabelMetric, drop_small_classes
-from otdd_flash.labels.many import check_datasets, measure_all
+from otdd_flash.labels import (
+    JointClassDistances,
+    LabelMetric,
+    drop_small_classes,
+    notice_single_samples,
+)
+from otdd_flash.labels.many import as_datasets, measure_all
 from otdd_flash.labels.pairs import Progress
 from otdd_flash.operators.build import (
+    Compute,
     ComputeOptions,
     GroundCost,
     check_resources,
     labelled_cost,
 )
 from otdd_flash.pairwise_result import PairwiseResult, gather
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.options import SolverOptions, check_epsilon
+from otdd_flash.solver.epsilon import epsilon_given_as
+from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term import largest_tolerance
 
 
+@takes(arguments.PAIRWISE_DISTANCES)
 def pairwise_distances(
-    datasets: Sequence[LabeledSamples],
+    datasets: Sequence[Samples],
     *,
     epsilon: float = 0.1,
     epsilon_relative: float | None = None,
@@ -49,7 +59,7 @@ def pairwise_distances(
     lambda_x: float = 0.5,
     lambda_y: float = 0.5,
     solver: SolverOptions | None = None,
-    compute: ComputeOptions | None = None,
+    compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     class_progress: Progress | None = None,
     progress: Progress | None = None,
@@ -60,7 +70,8 @@ def pairwise_distances(
     source, at the same epsilon.
 
     Args:
-        datasets: K >= 2 labelled datasets of one dimension, on one device.
+        datasets: K >= 2 labelled datasets of one dimension, on one device, as samples or as arrays
+            (features, labels).
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
             different datasets; replaces `epsilon`.
@@ -71,7 +82,7 @@ def pairwise_distances(
         lambda_x: weight of the squared distance between features.
         lambda_y: weight of the squared distance between classes.
         solver: when to stop.
-        compute: where and how passes run.
+        compute: where and how passes run, or only the device.
         cache_dir: keep distances between classes in a database in this folder, by the classes'
             content, and do not measure again what it holds; None keeps none.
         class_progress: called as class_progress(pairs of classes measured, their total).
@@ -84,36 +95,39 @@ def pairwise_distances(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
-    check_epsilon("epsilon", epsilon)
-    if epsilon_relative is not None:
-        check_epsilon("epsilon_relative", epsilon_relative)
-    cost, compute = GroundCost(lambda_x, lambda_y), compute or ComputeOptions()
+    cost, compute = GroundCost(lambda_x, lambda_y), ComputeOptions.of(compute)
     options, metric = solver or SolverOptions(), LabelMetric.of(labels)
     if options.bound_width or options.max_seconds or options.schedule != "converged":
         raise InputError(
             "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
-    check_datasets(datasets, at_least=2)
-    for samples in datasets[1:]:
-        check_same_dimension(datasets[0], samples)
-        check_one_device(datasets[0].features.device, samples.features.device)
-    datasets = [drop_small_classes(samples, min_class_size) for samples in datasets]
+    whole = as_datasets(datasets, at_least=2)
+    for samples in whole[1:]:
+        check_same_dimension(whole[0], samples)
+        check_one_device(whole[0].features.device, samples.features.device)
+    check_squares(*whole)
+    sides = [drop_small_classes(samples, min_class_size) for samples in whole]
+    if class_distances is None:
+        notice_single_samples(sides, metric)
     # Before class distances, which can take longer than all else.
     device = resolve_device(compute.device)
-    for one, two in combinations(datasets, 2):
+    for one, two in combinations(sides, 2):
         check_resources(one, two, compute, device)
 
     started = time.perf_counter()
-    table = _table(datasets, metric, class_distances, device, cache_dir, class_progress)
+    table = _table(sides, metric, class_distances, device, cache_dir, class_progress)
     measured = time.perf_counter()
+    given = ("epsilon", epsilon)
     if epsilon_relative is not None:
-        epsilon = epsilon_relative * _mean_cost(datasets, table, cost, device)
-    found = _Solves(datasets, table, epsilon, cost, compute, options, progress).run()
+        given = ("epsilon_relative", epsilon_relative)
+        epsilon = epsilon_relative * _mean_cost(sides, table, cost, device)
+    with epsilon_given_as(*given, epsilon):
+        found = _Solves(sides, table, epsilon, cost, compute, options, progress).run()
     solved = time.perf_counter()
     return gather(
         found,
-        datasets,
+        sides,
         table,
         cost=cost,
         compute=compute,
@@ -132,11 +146,6 @@ def _table(
 ) -> JointClassDistances:
     if given is None:
         return measure_all(datasets, metric, device=device, cache_dir=cache_dir, progress=progress)
-    if not isinstance(given, JointClassDistances):
-        raise InputError(
-            f"class_distances must come from otdd.class_distances([...]), got "
-            f"{type(given).__name__}; dataset_distance takes the table of two datasets"
-        )
     return given.named_for(datasets)
 
 
@@ -188,7 +197,7 @@ class _Solves:
                 self._keep(i, j, self._compare(self.datasets[i].to(self.device), target, i, j))
         late = [pair for pair, divergence in self.found.items() if not divergence.converged]
         if late:
-            warnings.warn(self._message(late), NotConvergedWarning, stacklevel=3)
+            warnings.warn(self._message(late), NotConvergedWarning, stacklevel=4)
         return self.found
 
     def _compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,10 +18,11 @@ from otdd_flash.json_file import write_json
 from otdd_flash.labels import JointClassDistances
 from otdd_flash.operators.build import ComputeOptions, GroundCost
 from otdd_flash.result import versions
-from otdd_flash.result_files import SUMMARY_FILE
+from otdd_flash.result_files import COMPUTE_AGAIN, SUMMARY_FILE
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term import largest_tolerance
+from otdd_flash.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
 
 TABLE_FILE = "class_distances.npz"
 MATRICES = ("values", "lower", "upper", "marginal_errors")
@@ -127,7 +129,9 @@ class PairwiseResult:
         # A directory that holds result.json is complete: it goes first and comes last.
         (path / SUMMARY_FILE).unlink(missing_ok=True)
         self.class_distances.save(path / TABLE_FILE)
-        write_json(path / SUMMARY_FILE, self.summary())
+        summary = self.summary()
+        mark = _checksum(summary, path / TABLE_FILE)
+        write_json(path / SUMMARY_FILE, {**summary, CHECKSUM: mark})
         return path
 
     @classmethod
@@ -135,11 +139,19 @@ class PairwiseResult:
         """Read what `save` wrote.
 
         Raises:
-            InputError: the directory holds no complete result.
+            InputError: the directory holds no complete result, or a damaged one.
+
+        Warns:
+            DataNotice: an earlier version wrote it, without a checksum.
         """
         path = Path(path)
         try:
             content = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
+            mark = content.pop(CHECKSUM, None)
+            if mark is None:
+                warn_unchecked(path / SUMMARY_FILE)
+            elif mark != _checksum(content, path / TABLE_FILE):
+                raise DamagedFileError("its checksum does not match")
             del content["datasets"]
             return cls(
                 *(torch.tensor(content.pop(key), dtype=torch.float64) for key in MATRICES),
@@ -149,11 +161,21 @@ class PairwiseResult:
                 tolerance=float(content.pop("tolerance")),
                 details=content,
             )
+        except DamagedFileError as error:
+            raise InputError(
+                f"the result in {path} is damaged ({error}); {COMPUTE_AGAIN}"
+            ) from error
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise InputError(
                 f"no complete result in {path} ({error}); PairwiseResult.save writes "
                 f"{SUMMARY_FILE} and {TABLE_FILE} there"
             ) from error
+
+
+def _checksum(summary: Mapping[str, Any], table: Path) -> str:
+    """Over the content of result.json and the file of the table, which belong together."""
+    content = hashlib.sha256(table.read_bytes()).hexdigest()
+    return checksum({}, {"summary": json.dumps(summary, sort_keys=True), "table": content})
 
 
 def gather(

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.files import write_tensors
 from otdd_flash.json_file import write_json
+from otdd_flash.tensor_file import DamagedFileError, read_tensors, warn_unchecked, write_tensors
 
 SUMMARY_FILE = "result.json"
 TENSOR_FILE = "result.safetensors"
+COMPUTE_AGAIN = "restore it from a copy, or compute it again"
 
 Result = TypeVar("Result")
 
@@ -27,10 +28,24 @@ def write_result(path: Path, summary: Mapping[str, Any], tensors: dict[str, Tens
     Raises:
         InputError: the directory cannot be written.
     """
-    # Cloned: safetensors refuses two names for one storage, as f and g of a self term are.
-    own = {key: part.detach().cpu().contiguous().clone() for key, part in tensors.items()}
-    write_tensors(path / TENSOR_FILE, own, {"summary": json.dumps(summary)})
+    write_tensors(path / TENSOR_FILE, tensors, {"summary": json.dumps(summary)})
     write_json(path / SUMMARY_FILE, summary)
+
+
+def remove_result(path: Path) -> None:
+    """Remove the result that `path` may hold, so that none of it stands beside a new one.
+
+    Raises:
+        InputError: it cannot be removed.
+    """
+    # The file that says that there is a result goes first.
+    for name in (SUMMARY_FILE, TENSOR_FILE):
+        try:
+            (path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"cannot remove {path / name} ({error.strerror or error}); choose another folder"
+            ) from error
 
 
 def read_result(
@@ -44,17 +59,30 @@ def read_result(
         kind: the class whose `save` writes such results, for the message.
 
     Raises:
-        InputError: the directory holds no complete result of this kind.
-    """
-    from safetensors import SafetensorError, safe_open
+        InputError: the directory holds no complete result of this kind, or a damaged one.
 
+    Warns:
+        DataNotice: an earlier version wrote it, without a checksum.
+    """
+    file = path / TENSOR_FILE
     try:
-        with safe_open(path / TENSOR_FILE, framework="pt") as file:
-            summary = json.loads(file.metadata()["summary"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return restore(summary, tensors)
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
-        raise InputError(
-            f"no complete result in {path} ({error}); {kind}.save writes {TENSOR_FILE} there, and "
-            "so does the command with save_result=true"
-        ) from error
+        stored = read_tensors(file)
+    except DamagedFileError as error:
+        raise InputError(f"{file} is damaged ({error}); {COMPUTE_AGAIN}") from error
+    except OSError as error:
+        raise _no_result(path, error, kind) from error
+    try:
+        result = restore(json.loads(stored.texts["summary"]), stored.tensors)
+    except Exception as error:
+        # Of any kind: nothing vouches for what an earlier version wrote.
+        raise _no_result(path, error, kind) from error
+    if not stored.checked:
+        warn_unchecked(file)
+    return result
+
+
+def _no_result(path: Path, error: Exception, kind: str) -> InputError:
+    return InputError(
+        f"no complete result in {path} ({error}); {kind}.save writes {TENSOR_FILE} there, and so "
+        "does the command with save_result=true"
+    )

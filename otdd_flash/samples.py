@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from otdd_flash import arguments
+from otdd_flash.checks import check_fields, shown, takes
 from otdd_flash.errors import InputError
+from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,15 +25,15 @@ class LabeledSamples:
 
     Args:
         features: (n, d) real matrix, n >= 1; types other than float32 and float64 become float32.
-        labels: (n,) class indices in [0, V), or None for unlabelled data.
+        labels: (n,) class indices in [0, V), also as whole floats, or None for unlabelled data.
         class_names: V names, one per class index; none for unlabelled data.
         weights: (n,) non-negative masses, normalised here to sum to 1; None means uniform.
         name: what reports call the dataset.
         subset_hash: identifies which rows of the original dataset these are.
 
     Raises:
-        InputError: shapes disagree, a value is not finite, a label is out of range, or all
-            weights are 0.
+        InputError: shapes disagree, a value is not finite or has an imaginary part, a label is
+            missing or out of range, or all weights are 0.
     """
 
     features: Tensor
@@ -40,17 +44,38 @@ class LabeledSamples:
     subset_hash: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.labels is None:
+            object.__setattr__(self, "class_names", ())
+        check_fields(self, arguments.LABELED_SAMPLES)
         features = _as_features(self.features)
         n = features.shape[0]
         object.__setattr__(self, "features", features)
-        names = () if self.labels is None else tuple(str(name) for name in self.class_names)
-        object.__setattr__(self, "class_names", names)
         if self.labels is not None:
             labels = _as_class_indices(self.labels, n, self.class_names)
             object.__setattr__(self, "labels", labels.to(features.device))
         if self.weights is not None:
             weights = _as_masses(self.weights, n)
             object.__setattr__(self, "weights", weights.to(features.device))
+
+    @classmethod
+    def of(cls, given: Samples, name: str = "samples") -> LabeledSamples:
+        """Samples as they are, or from arrays or tensors: (features, labels), or features alone.
+
+        Args:
+            given: what an entry point was called with, of a type that `arguments.samples` accepts.
+            name: of the argument, for messages; samples that are made here are called so as well.
+
+        Raises:
+            InputError: as for the parts of samples.
+        """
+        if isinstance(given, LabeledSamples):
+            return given
+        try:
+            if isinstance(given, tuple):
+                return cls.from_arrays(*given, name=name)
+            return cls(real_tensor("features", given), None, (), name=name)
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
 
     @classmethod
     def from_arrays(
@@ -63,7 +88,8 @@ class LabeledSamples:
     ) -> LabeledSamples:
         """Build samples from raw labels: integers or strings in any numbering, gaps allowed.
 
-        Classes are the distinct labels in sorted order; their names are the labels as text.
+        Classes are the distinct labels in sorted order; their names are the labels as text. Whole
+        numbers in floats are integers.
         """
         indices, class_names = encode_labels(labels)
         return cls(features, torch.from_numpy(indices), class_names, weights, name=name)
@@ -105,14 +131,20 @@ class LabeledSamples:
         digest.update("\0".join(self.class_names).encode())
         return digest.hexdigest()
 
+    @takes({"device": arguments.device})
     def to(self, device: torch.device | str) -> LabeledSamples:
         """The same samples on a device; these ones if they are there, as of a tensor."""
-        features = self.features.to(device)
+        try:
+            place = torch.device(device)
+        except RuntimeError:
+            raise InputError(f"unknown device {str(device)!r}; such as cpu or cuda:0") from None
+        features = self.features.to(place)
         if features is self.features:
             return self
-        labels = None if self.labels is None else self.labels.to(device)
+        labels = None if self.labels is None else self.labels.to(place)
         return replace(self, features=features, labels=labels)
 
+    @takes(arguments.TAKE)
     def take(self, rows: Tensor, *, subset_hash: str | None = None) -> LabeledSamples:
         """The samples at the given row indices; weights are renormalised."""
         return replace(
@@ -123,10 +155,16 @@ class LabeledSamples:
             weights=None if self.weights is None else self.weights[rows],
         )
 
+    @takes(arguments.KEEP_CLASSES)
     def keep_classes(self, keep: Sequence[int]) -> LabeledSamples:
         """Only the samples of these classes, which are renumbered in the order given."""
         if self.labels is None:
             raise InputError(f"{self.name} has no labels; {HOW_TO_LABEL}")
+        for c in keep:
+            if c >= len(self.class_names):
+                raise InputError(
+                    f"{self.name} has no class {c}: it has {len(self.class_names)}, from 0"
+                )
         renumber = torch.full((len(self.class_names),), -1, device=self.labels.device)
         renumber[list(keep)] = torch.arange(len(keep), device=self.labels.device)
         labels = renumber[self.labels]
@@ -141,44 +179,32 @@ class LabeledSamples:
         )
 
 
+# Of this, sums over a dataset stay finite in float64.
+LARGEST_SQUARE = 1e300
+
+# What entry points take for samples: `LabeledSamples.of` makes them.
+Samples = LabeledSamples | Tensor | NDArray[Any] | tuple[ArrayLike | Tensor, ArrayLike | Tensor]
+
 HOW_TO_LABEL = (
     "label it with pseudo_labels=kmeans (on the command line source.pseudo_labels or "
     "target.pseudo_labels), or compare features alone with labels=none"
 )
 
 
-def encode_labels(labels: Any) -> tuple[np.ndarray[Any, np.dtype[np.int64]], tuple[str, ...]]:
-    """Map raw labels (integers or strings) to indices (n,) into their sorted distinct values.
-
-    Returns:
-        The indices and the class names (the distinct labels as text).
-
-    Raises:
-        InputError: the labels are not one-dimensional integers or strings.
-    """
-    values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    if values.ndim != 1:
-        raise InputError(f"labels must be one-dimensional, got shape {values.shape}")
-    if values.dtype.kind == "S":
-        values = np.char.decode(values, "utf-8")
-    if values.dtype.kind == "O" and all(isinstance(v, str) for v in values):
-        values = values.astype(str)
-    if values.dtype.kind not in "iubU":
-        raise InputError(
-            f"labels must be integers or strings, got {values.dtype} such as {values[:1].tolist()}"
-            "; cut a continuous target into classes first"
-        )
-    distinct, indices = np.unique(values, return_inverse=True)
-    return indices.astype(np.int64), tuple(str(value) for value in distinct)
+def check_squares(*sides: LabeledSamples) -> None:
+    """Raise an `InputError` where squared distances would be too large for float64."""
+    for side in sides:
+        largest = float(side.features.detach().abs().amax())
+        # The largest squared distance there can be, with room for sums over points and classes.
+        if 4 * side.dim * largest > LARGEST_SQUARE / max(largest, 1.0):
+            raise InputError(
+                f"the features of {side.name} reach {largest:.1e}, whose squared distances "
+                "overflow float64; scale them, such as with extractor.standardize=true"
+            )
 
 
 def _as_features(values: Any) -> Tensor:
-    try:
-        features = torch.as_tensor(values)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"features must be a matrix (n, d) of real numbers: {error}") from None
-    if features.is_complex():
-        raise InputError(f"features must be real, got {features.dtype}; take parts or magnitudes")
+    features = real_tensor("features", values)
     if features.dtype not in (torch.float32, torch.float64):
         features = features.to(torch.float32)
     if features.ndim != 2:
@@ -196,14 +222,11 @@ def _as_features(values: Any) -> Tensor:
 
 
 def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tensor:
-    labels = torch.as_tensor(values)
-    if labels.dtype.is_floating_point or labels.dtype.is_complex:
-        raise InputError(
-            f"labels must be class indices, got {labels.dtype}; LabeledSamples.from_arrays numbers "
-            "raw integer or string labels"
-        )
+    labels = real_tensor("labels", values)
     if labels.shape != (n,):
         raise InputError(f"labels must have shape ({n},) as features, got {tuple(labels.shape)}")
+    if labels.dtype.is_floating_point:
+        labels = _whole(labels)
     labels = labels.to(torch.int64)
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= len(class_names):
@@ -214,17 +237,60 @@ def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tens
     return labels
 
 
+def _whole(labels: Tensor) -> Tensor:
+    """Class indices that are whole numbers in floats."""
+    if bool((missing := labels.isnan()).any()):
+        raise InputError(
+            f"{missing_rows(missing.cpu().numpy())}; leave those rows out of features and labels"
+        )
+    fractions = labels != labels.floor()
+    if bool(fractions.any()):
+        first = float(labels[fractions][0])
+        raise InputError(
+            f"labels must be class indices, got {first:g} "
+            f"{rows_shown(fractions.cpu().numpy())}; cut a continuous target into classes first"
+        )
+    # What no integer can hold is out of range as well.
+    return labels.clamp(-(2.0**62), 2.0**62)
+
+
+def check_masses(weights: NDArray[np.float64]) -> None:
+    """Raise an `InputError` that names the rows unless all weights are finite and not negative."""
+    bad = ~(np.isfinite(weights) & (weights >= 0))
+    if bad.any():
+        raise InputError(
+            f"weights must be finite and not negative, got {weights[bad][0]:g} {rows_shown(bad)}; "
+            "a weight of 0 leaves a row out"
+        )
+
+
 def _as_masses(values: Any, n: int) -> Tensor:
-    weights = torch.as_tensor(values).to(torch.float64)
+    # Of a list, torch would make float32, which holds no more than 3e38.
+    given = values if isinstance(values, Tensor) else np.asarray(values)
+    weights = real_tensor("weights", given).to(torch.float64)
     if weights.shape != (n,):
         raise InputError(f"weights must have shape ({n},) as features, got {tuple(weights.shape)}")
-    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
-        raise InputError("weights must be finite and non-negative")
-    total = float(weights.sum())
-    if total <= 0:
+    check_masses(weights.detach().cpu().numpy())
+    if float(weights.max()) == 0:
         raise InputError("weights must not all be zero")
+    if not bool(torch.isfinite(weights.sum())):
+        # In units of the largest they are the same masses, and their sum is finite.
+        weights = weights / weights.max()
+    total = float(weights.sum())
     # Weights that sum to 1 but for rounding stay as they are: a copy then has the same fingerprint.
     return weights if abs(total - 1) < 1e-12 else weights / total
+
+
+def real_tensor(what: str, values: Any) -> Tensor:
+    """Real numbers as a tensor; `what` is what an error calls them."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        kind = getattr(values, "dtype", None) or shown(values)
+        raise InputError(f"{what} must be real numbers, got {kind}") from None
+    if tensor.is_complex():
+        raise InputError(f"{what} must be real, got {tensor.dtype}; take parts or magnitudes")
+    return tensor
 
 
 def _content(tensor: Tensor) -> bytes:

@@ -195,8 +195,8 @@ def test_small_classes_are_dropped_from_all(datasets):
     extra = torch.cat((datasets[0].features, torch.ones(1, 3)))
     labels = torch.cat((datasets[0].labels, torch.tensor([3])))
     lonely = LabeledSamples(extra, labels, ("a", "b", "c", "d"), name="lonely")
-    with pytest.raises(InputError, match="'d' of lonely has 1 sample"):
-        pairwise_distances([lonely, *datasets[1:]])
+    with pytest.warns(DataNotice, match="one sample are points.*'d' of lonely"):
+        pairwise_distances([lonely, *datasets[1:]], epsilon=0.5)
     with pytest.warns(DataNotice, match=r"d \(1\)"):
         result = pairwise_distances([lonely, *datasets[1:]], epsilon=0.5, min_class_size=2)
     assert torch.equal(result.values, pairwise_distances(datasets, epsilon=0.5).values)
@@ -238,8 +238,8 @@ def test_impossible_requests_are_refused(datasets, options, message):
 def test_impossible_lists_are_refused(datasets):
     for wrong, message in (
         (datasets[:1], "holds 1 datasets, and at least 2"),
-        (datasets[0], "given as a list"),
-        ([datasets[0], "usps"], "number 1 of the list is str"),
+        (datasets[0], "datasets must be a list, got LabeledSamples"),
+        ([datasets[0], "usps"], r"datasets\[1\] must be LabeledSamples, .*, got 'usps'"),
         ([datasets[0], clusters(20, 5, dim=4)], r"3 .*4|4 .*3"),
         (
             [datasets[0], LabeledSamples(torch.eye(3), None, (), name="cells")],
@@ -249,7 +249,7 @@ def test_impossible_lists_are_refused(datasets):
         with pytest.raises(InputError, match=message):
             pairwise_distances(wrong)
     table = otdd.class_distances(datasets)
-    with pytest.raises(InputError, match=r"must come from otdd.class_distances.*ClassDistances"):
+    with pytest.raises(InputError, match=r"must be JointClassDistances, .* got ClassDistances"):
         pairwise_distances(datasets, class_distances=table.between(0, 1))
     with pytest.raises(InputError, match="about 3 datasets"):
         pairwise_distances(datasets[:2], class_distances=table)

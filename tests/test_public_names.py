@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 import otdd_flash
 
@@ -23,6 +26,31 @@ def test_promised_names_are_there_and_listed():
         assert hasattr(otdd_flash, name), name
 
 
+def test_names_that_type_checkers_see_are_those_that_are_imported_on_use():
+    """The imports for type checkers, the homes of names and `__all__` list the same."""
+    tree = ast.parse(Path(otdd_flash.__file__).read_text(encoding="utf-8"))
+    (checked,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    homes = {
+        name.name: statement.module
+        for statement in checked.body
+        if isinstance(statement, ast.ImportFrom)
+        for name in statement.names
+    }
+    assert homes.pop("extractors") == "otdd_flash"
+    assert homes == otdd_flash._HOMES
+    assert {*homes, "extractors", "__version__"} == {*otdd_flash.__all__}
+    assert {*otdd_flash.__all__} <= {*dir(otdd_flash)}
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'otdd_flash' has no attribute 'distence'"):
+        _ = otdd_flash.distence
+
+
 def test_no_function_hides_a_module_of_its_name():
     """`otdd_flash.load` must not be both a function and the module otdd_flash/load.py."""
     folder = Path(otdd_flash.__file__).parent
@@ -32,6 +60,14 @@ def test_no_function_hides_a_module_of_its_name():
 
 
 def test_importing_the_package_imports_nothing_heavy():
-    check = f"import sys, otdd_flash; print(sorted(set(sys.modules) & set({HEAVY!r})))"
-    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    program = (
+        "import sys, otdd_flash\n"
+        f"heavy = {HEAVY!r}\n"
+        "print({'torch', 'numpy', *heavy} & {*sys.modules})\n"
+        "for name in otdd_flash.__all__: getattr(otdd_flash, name)\n"
+        "print({*heavy} & {*sys.modules})\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["set()", "set()"]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.samples import LabeledSamples, encode_labels
+from otdd_flash.raw_labels import encode_labels
+from otdd_flash.samples import LabeledSamples
 
 FEATURES = torch.arange(12, dtype=torch.float32).reshape(6, 2)
 LABELS = torch.tensor([0, 1, 2, 0, 1, 0])
@@ -31,18 +32,18 @@ def with_value(row, column, value):
         ({"features": torch.zeros(6)}, r"must be a matrix \(n, d\), got shape \(6,\)"),
         ({"features": torch.zeros(0, 2)}, r"empty: features have shape \(0, 2\)"),
         ({"features": torch.zeros(6, 0)}, r"empty: features have shape \(6, 0\)"),
-        ({"features": [["a", "b"]]}, "of real numbers"),
-        ({"features": np.array([[None]])}, "of real numbers"),
+        ({"features": [["a", "b"]]}, "must be real numbers"),
+        ({"features": np.array([[None]])}, "must be real numbers"),
         ({"features": torch.zeros(6, 2, dtype=torch.complex64)}, "must be real, got .*complex64"),
         ({"features": with_value(4, 1, float("nan"))}, "1 NaN .* 1 rows .*row 4, column 1"),
         ({"features": with_value(2, 0, float("inf"))}, "infinite .*row 2, column 0"),
-        ({"labels": LABELS.double()}, "must be class indices, got .*float64"),
+        ({"labels": LABELS + 0.5}, "must be class indices, got 0.5 at rows 0, 1, 2"),
         ({"labels": LABELS[:5]}, r"must have shape \(6,\) as features, got \(5,\)"),
         ({"labels": LABELS - 1}, r"must lie in \[0, 3\).* got -1 to 1"),
         ({"labels": LABELS + 1}, r"must lie in \[0, 3\).* got 1 to 3"),
         ({"weights": WEIGHTS[:5]}, r"must have shape \(6,\) as features, got \(5,\)"),
-        ({"weights": -WEIGHTS}, "finite and non-negative"),
-        ({"weights": WEIGHTS / 0}, "finite and non-negative"),
+        ({"weights": -WEIGHTS}, "finite and not negative, got -1 at rows 0, 1, 2, 4, 5;"),
+        ({"weights": WEIGHTS / 0}, "finite and not negative, got inf at rows 0, .* 1 more;"),
         ({"weights": WEIGHTS * 0}, "must not all be zero"),
     ],
 )
@@ -136,7 +137,7 @@ def test_raw_labels_are_numbered_in_sorted_order(labels, indices, names):
     [
         ([0.5, 1.5], "integers or strings, got float64 such as"),
         ([[0, 1]], r"one-dimensional, got shape \(1, 2\)"),
-        ([None, "a"], "integers or strings, got object"),
+        ([None, "a"], "1 label is missing, at row 0; leave"),
     ],
 )
 def test_labels_that_are_no_classes_are_refused(labels, message):
@@ -165,3 +166,34 @@ def test_kept_classes_are_renumbered_in_the_order_given():
 def test_moving_to_a_device_keeps_the_fingerprint():
     whole = samples(weights=WEIGHTS)
     assert whole.to("cpu").fingerprint == whole.fingerprint
+
+
+def test_whole_numbers_in_floats_are_labels():
+    assert samples(labels=LABELS.float()).fingerprint == samples().fingerprint
+    built = LabeledSamples.from_arrays(FEATURES, LABELS.double() * 2)
+    assert built.class_names == ("0", "2", "4")
+    assert torch.equal(built.labels, LABELS)
+
+
+def test_a_missing_label_is_refused_with_its_rows():
+    holes = LABELS.float()
+    holes[[1, 4]] = float("nan")
+    for build in (lambda: samples(labels=holes), lambda: encode_labels(holes)):
+        with pytest.raises(InputError, match="2 labels are missing, at rows 1, 4; leave those"):
+            build()
+
+
+def test_weights_whose_sum_overflows_are_the_masses_that_they_mean():
+    for weights in ([1e308] * 6, torch.full((6,), 1e308, dtype=torch.float64)):
+        assert samples(weights=weights).masses.tolist() == pytest.approx([1 / 6] * 6)
+
+
+@pytest.mark.parametrize("part", ["features", "weights", "labels"])
+def test_imaginary_parts_are_not_lost(part):
+    imaginary = {
+        "features": FEATURES * 1j,
+        "weights": WEIGHTS.numpy() * 1j,
+        "labels": LABELS * (1 + 1j),
+    }
+    with pytest.raises(InputError, match=f"{part} must be real, got .*complex"):
+        samples(**{part: imaginary[part]})

@@ -6,17 +6,16 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 import otdd_flash as otdd
 from experiments.exact_families.building import mirrored
 from experiments.exact_families.marginals import marginal_error
 from experiments.exact_families.problem import Problem, Side, factor_costs
+from experiments.exact_families.routes import ROUTES, Request
 from experiments.exact_families.settings import Settings
 from experiments.exact_families.transport import Truth, entropic_transport
 
@@ -137,50 +136,17 @@ def check(problem: Problem, settings: Settings, device: str = "cpu") -> Outcome:
 def _solved(state: Check, settings: Settings, device: str) -> None:
     """Terms and, where it was asked for, the divergence of them."""
     problem, outcome = state.problem, state.outcome
-    options, compute = otdd.SolverOptions(**settings.options), settings.compute(device)
-    source, target = problem.x.samples, problem.y.samples
-    if settings.route == "identical":
-        # Another object with the same content.
-        target = source.take(torch.arange(len(source), device=source.features.device))
-    common: dict[str, Any] = {"epsilon": state.epsilon, "compute": compute}
-    table, cost = problem.class_table, problem.cost
-    if settings.route in ("cross", "mirror"):
-        term = _timed(
-            outcome,
-            lambda: otdd.sinkhorn(
-                source, target, class_table=table, cost=cost, options=options, **common
-            ),
-        )
-        terms, bounds = {"xy": term}, term.bounds
-    else:
-        divergence: Any
-        if settings.route == "distance" and (labels := _given(problem)) is not None:
-            divergence = _timed(
-                outcome,
-                lambda: otdd.dataset_distance(
-                    source,
-                    target,
-                    lambda_x=cost.lambda_x,
-                    lambda_y=cost.lambda_y,
-                    solver=options,
-                    **labels,
-                    **common,
-                ),
-            ).divergence
-        else:
-            divergence = _timed(
-                outcome,
-                lambda: otdd.sinkhorn_divergence(
-                    source, target, class_table=table, cost=cost, options=options, **common
-                ),
-            )
-        terms, bounds = divergence.terms, divergence.bounds
+    request = Request(problem, settings, state.epsilon, settings.compute(device))
+    started = time.perf_counter()
+    solved = ROUTES[settings.route](request)
+    outcome.seconds = time.perf_counter() - started
+    if solved.debiased:
         xy, xx, yy = (problem.truth(name, state.epsilon) for name in ("xy", "xx", "yy"))
-        state.interval("S", bounds, _halved(xy, xx, yy))
-    for name, term in terms.items():
+        state.interval("S", solved.bounds, _halved(xy, xx, yy))
+    for name, term in solved.terms.items():
         state.term(name, term)
-    outcome.width = (bounds[1] - bounds[0]) / state.scale
-    outcome.stopped_by = terms["xy"].stopped_by
+    outcome.width = (solved.bounds[1] - solved.bounds[0]) / state.scale
+    outcome.stopped_by = solved.stopped_by
 
 
 def _class_pairs(state: Check, settings: Settings, device: str) -> None:
@@ -188,9 +154,9 @@ def _class_pairs(state: Check, settings: Settings, device: str) -> None:
     sides = (state.problem.x, state.problem.y)
     tolerance = settings.options.get("tolerance", 1e-3)
     metric = otdd.LabelMetric("sinkhorn", epsilon=state.epsilon, tolerance=tolerance)
-    found = _timed(
-        state.outcome, lambda: otdd.class_distances([side.samples for side in sides], metric)
-    )
+    started = time.perf_counter()
+    found = otdd.class_distances([side.samples for side in sides], metric)
+    state.outcome.seconds = time.perf_counter() - started
     assert found.lower is not None
     assert found.upper is not None
     classes = [(side, k) for side in sides for k in range(side.samples.class_total)]
@@ -236,24 +202,3 @@ def has_pairs(problem: Problem, settings: Settings) -> bool:
         if len(met) < side.samples.class_total:
             return False
     return True
-
-
-def _given(problem: Problem) -> dict[str, Any] | None:
-    """What `dataset_distance` takes for the table; None if it has to refuse it."""
-    if problem.table is None:
-        return {"labels": "none"}
-    if problem.table.min() < 0 or problem.table.diagonal().any():
-        return None
-    if any(int(side.samples.class_counts.min()) == 0 for side in (problem.x, problem.y)):
-        # It leaves out classes without points, and then asks for another table.
-        return None
-    xx, xy, yy = (torch.as_tensor(problem.block(term)) for term in ("xx", "xy", "yy"))
-    names = problem.x.samples.class_names, problem.y.samples.class_names
-    return {"class_distances": otdd.ClassDistances(xx, xy, yy, *names)}
-
-
-def _timed(outcome: Outcome, run: Callable[[], Any]) -> Any:
-    started = time.perf_counter()
-    result = run()
-    outcome.seconds = time.perf_counter() - started
-    return result

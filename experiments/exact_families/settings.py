@@ -10,15 +10,18 @@ import numpy as np
 import otdd_flash as otdd
 
 # What is asked of the library: OT(x, y), S(x, y), the same through `dataset_distance`, S of one
-# cloud, S of a cloud and its shuffled copy, OT(x, x) as a cross term, distances between classes.
+# cloud, S of a cloud and its shuffled copy, OT(x, x) as a cross term, distances between classes, S
+# as one of a table of pairs, S as the first record of a flow.
 ROUTES = {
-    "cross": 0.4,
-    "divergence": 0.3,
-    "distance": 0.1,
+    "cross": 0.36,
+    "divergence": 0.26,
+    "distance": 0.08,
     "identical": 0.03,
     "copy": 0.06,
     "mirror": 0.05,
     "class_pairs": 0.06,
+    "pairwise": 0.05,
+    "flow": 0.05,
 }
 PRECISIONS = {"fast": 0.4, "high": 0.3, "double": 0.3}
 STOPS = {"default": 0.35, "tolerance": 0.2, "bound_width": 0.15, "early": 0.2, "geomloss": 0.1}

@@ -5,4 +5,6 @@ from __future__ import annotations
 DEFECT = 1
 BAD_INPUT = 2
 NOT_CONVERGED = 3
+# The number is there; a file beside it is not.
+INCOMPLETE = 4
 INTERRUPTED = 130

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
-from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
+from otdd_flash.errors import DataNotice, InputError, MissingFileNotice, NotConvergedWarning
 
 # Messages go to stderr, so that stdout holds the result only.
 messages = Console(stderr=True)
@@ -46,8 +46,8 @@ def shown(level: str) -> Iterator[None]:
     logger.propagate = False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("always", DataNotice)
-            warnings.simplefilter("always", NotConvergedWarning)
+            for said in (DataNotice, MissingFileNotice, NotConvergedWarning):
+                warnings.simplefilter("always", said)
             warnings.showwarning = _show_warning
             yield
     finally:
@@ -73,7 +73,7 @@ def _show_warning(
     match message:
         case NotConvergedWarning():
             say("warning", message, "bold red")
-        case DataNotice():
+        case DataNotice() | MissingFileNotice():
             say("notice", message, "yellow")
         case _:
             say(category.__name__, message, "dim")

@@ -1,10 +1,13 @@
-"""Hydra's callback around the jobs: checks the output folder, collects exit codes, sums up."""
+"""Hydra's callback around the jobs: claims the output folder, collects exit codes, sums up.
+
+Every command ends here, also with its help, so what only some need is imported where they do.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,46 +17,48 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from otdd_flash.commands import exit_codes
-from otdd_flash.commands.messages import messages, say_error
+from otdd_flash.commands.claims import OF_A_MULTIRUN, OF_A_RUN, claim
 from otdd_flash.errors import InputError
-from otdd_flash.report.csv_tables import summary_csv
 
 RESULT_FILE = "result.json"
 ERROR_FILE = "error.json"
 SUMMARY_FILE = "summary.csv"
 
-# Room for what Hydra itself writes before a job starts.
-PROBE_BYTES = 2**16
+# How jobs end that leave a result.
+WITH_RESULT = (0, exit_codes.NOT_CONVERGED, exit_codes.INCOMPLETE)
 
 
 class Outcome(Callback):
     """Keeps the highest exit code of the process's jobs; writes summary.csv after a multirun.
 
-    Both are read from the jobs' directories, so that a launcher may run the jobs anywhere.
+    Both are read from the jobs' directories, so that a launcher may run the jobs anywhere; the exit
+    code also from the jobs of this process, as a full disk takes no error.json.
     """
 
     exit_code: ClassVar[int] = 0
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Leave with an error where the run directory cannot be written."""
-        _require_writable(config, "hydra.run.dir")
+        """Leave with an error where the run directory is not to be had."""
+        _claim(config, "hydra.run.dir", OF_A_RUN)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Leave with an error where the sweep's directory cannot be written."""
-        _require_writable(config, "hydra.sweep.dir")
+        """Leave with an error where the sweep's directory is not to be had."""
+        _claim(config, "hydra.sweep.dir", OF_A_MULTIRUN)
 
-    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Take the exit code of the single job."""
-        job: JobReturn = kwargs["job_return"]
-        if job.status == JobStatus.COMPLETED:
-            Outcome.exit_code = int(job.return_value)
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """Take the exit code of one job."""
+        if job_return.status == JobStatus.COMPLETED:
+            Outcome.exit_code = max(Outcome.exit_code, int(job_return.return_value))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Gather all jobs into summary.csv and take the highest exit code."""
+        from otdd_flash.commands.messages import messages, say_error
+        from otdd_flash.report.csv_tables import summary_csv
+
         sweep = Path(config.hydra.sweep.dir)
         rows = [_row(job, sweep) for job in _job_directories(sweep)]
         codes = [row.pop("exit_code") for row in rows]
-        Outcome.exit_code = max(codes, default=0)
+        Outcome.exit_code = max([Outcome.exit_code, *codes])
         try:
             summary_csv(rows, sweep / SUMMARY_FILE)
         except InputError as error:
@@ -70,22 +75,24 @@ class Outcome(Callback):
         )
 
 
-def _require_writable(config: DictConfig, key: str) -> None:
-    """Exit where Hydra would fail with a traceback; it swallows the exceptions of callbacks."""
+def may_replace(config: DictConfig) -> bool:
+    """Whether a result in the output directory may be replaced: asked for, or gone on from."""
+    return any(OmegaConf.select(config, key) is True for key in ("overwrite", "flow.resume"))
+
+
+def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
+    """Exit where a job would fail; Hydra swallows other exceptions of callbacks."""
     try:
         folder = Path(str(OmegaConf.select(config, key)))
     except OmegaConfBaseException:
-        # Made of values that only a running job has.
+        # Made of values that only a running job has, which claims it then.
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(PROBE_BYTES))
-    except OSError as error:
-        say_error(
-            f"cannot write to {key}={folder} ({error.strerror or error}); free space there or "
-            f"choose another folder with {key}=DIR"
-        )
+        claim(folder, key, replace=may_replace(config), worth_keeping=worth_keeping)
+    except InputError as error:
+        from otdd_flash.commands.messages import say_error
+
+        say_error(error)
         sys.exit(exit_codes.BAD_INPUT)
 
 
@@ -104,7 +111,7 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
     }
     result, error = _read(job / RESULT_FILE), _read(job / ERROR_FILE)
     # Beside an error of any other kind, the result is that of an earlier run.
-    if result and error.get("exit_code", exit_codes.NOT_CONVERGED) == exit_codes.NOT_CONVERGED:
+    if result and error.get("exit_code", 0) in WITH_RESULT:
         lower, upper = result["bounds"]
         row |= {key: result[key] for key in ("source", "target", "value", "epsilon", "converged")}
         row |= {"lower": lower, "upper": upper}

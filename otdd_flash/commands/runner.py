@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from otdd_flash.commands import exit_codes
+from otdd_flash.commands.claims import claimed
 from otdd_flash.commands.messages import messages, say_error, shown
-from otdd_flash.commands.outcome import ERROR_FILE, Outcome
-from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.commands.outcome import ERROR_FILE, may_replace
+from otdd_flash.errors import ConvergenceError, IncompleteError, InputError
+from otdd_flash.importing import user_traceback
 from otdd_flash.json_file import write_json
 
 Work = Callable[[DictConfig, Path], None]
@@ -23,14 +23,23 @@ Work = Callable[[DictConfig, Path], None]
 def run_job(work: Work, config: DictConfig) -> int:
     """Carry out one job in its run directory.
 
-    Bad input is printed without a traceback. In a multirun every failure is written to error.json
-    and the next job runs; in a single run a defect goes on to Hydra, which prints the traceback.
+    Bad input is printed without a traceback, a defect with one. Every failure is written to
+    error.json, and in a multirun the next job runs.
 
     Returns:
         The job's exit code.
     """
-    hydra = HydraConfig.get()
-    directory = Path(hydra.runtime.output_dir)
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        with claimed(directory, "hydra.sweep.subdir", replace=may_replace(config)):
+            return _carried_out(work, config, directory)
+    except InputError as error:
+        # The directory is another job's, which writes there.
+        say_error(error)
+        return exit_codes.BAD_INPUT
+
+
+def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
     (directory / ERROR_FILE).unlink(missing_ok=True)
     try:
         with shown(str(config.log_level)):
@@ -39,26 +48,18 @@ def run_job(work: Work, config: DictConfig) -> int:
         return _failed(directory, error, exit_codes.BAD_INPUT)
     except ConvergenceError as error:
         return _failed(directory, error, exit_codes.NOT_CONVERGED)
+    except IncompleteError as error:
+        return _failed(directory, error, exit_codes.INCOMPLETE)
     except Exception as error:
-        if hydra.mode == RunMode.RUN:
-            raise
         messages.print_exception()
         return _failed(directory, error, exit_codes.DEFECT)
     return 0
 
 
-def run_command(main: Callable[[], None]) -> None:
-    """Call Hydra's entry point and leave the process with the jobs' exit code."""
-    try:
-        main()
-    except KeyboardInterrupt:
-        messages.print("[bold]interrupted[/]; what had been written is whole")
-        sys.exit(exit_codes.INTERRUPTED)
-    sys.exit(Outcome.exit_code)
-
-
 def _failed(directory: Path, error: Exception, exit_code: int) -> int:
     say_error(error)
+    if trace := user_traceback(error):
+        messages.print(trace, markup=False, highlight=False, soft_wrap=True)
     record = {"error": str(error), "type": type(error).__name__, "exit_code": exit_code}
     if exit_code == exit_codes.DEFECT:
         record["traceback"] = "".join(traceback.format_exception(error))

@@ -6,11 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from otdd_flash.errors import InputError
+from otdd_flash.commands.hydra_errors import unknown_key
+from otdd_flash.errors import InputError, choose
 from otdd_flash.labels import LabelMetric
 from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.report.class_order import ORDERS
+from otdd_flash.report.drawing import CONTENTS
 from otdd_flash.solver.options import SolverOptions
 
 Schema = TypeVar("Schema")
@@ -29,6 +32,7 @@ class RuntimeSettings:
     data_root: str | None
     download: bool
     cache_dir: str | None
+    overwrite: bool
     log_level: str
 
     def compute_options(self) -> ComputeOptions:
@@ -88,9 +92,15 @@ class SamplingSettings:
 
 @dataclass
 class ReportSettings:
-    """What pictures look like."""
+    """What is printed and drawn beside the number, and what pictures look like."""
 
-    order: str
+    content: str
+    order: str = "given"
+
+    def check(self) -> None:
+        """Raise an `InputError` unless both are known."""
+        choose("report", self.content, CONTENTS)
+        choose("report.order", self.order, ORDERS)
 
 
 @dataclass
@@ -137,6 +147,8 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         typed = OmegaConf.merge(OmegaConf.structured(schema), resolved)
         return cast(Schema, OmegaConf.to_object(typed))
+    except ConfigKeyError as error:
+        raise InputError(unknown_key(error.full_key or str(error.key), config)) from error
     except MissingMandatoryValue as error:
         raise InputError(f"{error.full_key} must be given: {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:

@@ -18,7 +18,7 @@ from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.pseudo_labels import with_pseudo_labels
 from otdd_flash.data.registry import load
 from otdd_flash.devices import resolve_device
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardize
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.pixel_values import PixelValues
@@ -134,7 +134,7 @@ def _blamed(side: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise InputError(f"{side}: {error}") from error
+        raise prefixed(side, error) from error
 
 
 def _label(

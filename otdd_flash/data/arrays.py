@@ -23,6 +23,7 @@ def read_arrays(
     labels_path: str | None = None,
     features: str | Sequence[str] | None = None,
     label: str | None = None,
+    drop_unlabelled: bool = False,
 ) -> LabeledDataset:
     """Read vectors (n, d) or images (n, h, w[, c]), with labels and weights where there are any.
 
@@ -35,6 +36,7 @@ def read_arrays(
         label: the npz key (default `y`) or column of the labels; a table's label column is found by
             its name or as its only text column. An npz key `class_names` names the classes that
             integers under `y` number.
+        drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
         InputError: a file, key or column is missing, unreadable or ambiguous; lengths disagree.
@@ -66,7 +68,8 @@ def read_arrays(
         modality=modality,
         name=file.stem,
         class_names=None if names is None else names.tolist(),
-        weights=weights,
+        weights=request.masses() if weights is None else weights,
+        drop_unlabelled=drop_unlabelled,
     )
 
 

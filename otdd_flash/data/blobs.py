@@ -32,15 +32,10 @@ def read_blobs(
     Raises:
         InputError: a size is below 1, there are fewer samples than classes, or spread < 0.
     """
-    for option, value in (("samples", samples), ("dim", dim), ("num_classes", num_classes)):
-        if value < 1:
-            raise InputError(f"{option} of blobs must be at least 1, got {value}")
     if samples < num_classes:
         raise InputError(
             f"blobs has samples={samples} for num_classes={num_classes}; raise samples"
         )
-    if spread < 0:
-        raise InputError(f"spread of blobs must not be negative, got {spread}")
     centres = np.random.default_rng([request.seed, 0]).standard_normal((num_classes, dim))
     order = {"train": 0, "test": 1}
     parts = request.parts()

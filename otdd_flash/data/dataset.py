@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -11,8 +12,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otdd_flash.data.lazy_items import LazyItems
-from otdd_flash.errors import InputError
-from otdd_flash.samples import encode_labels
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.raw_labels import (
+    encode_labels,
+    missing_labels,
+    missing_rows,
+    raw_values,
+    without_fractions,
+)
+from otdd_flash.samples import check_masses
 
 Modality = Literal["image", "text", "array"]
 
@@ -74,22 +82,34 @@ class LabeledDataset:
         class_names: Sequence[str] | None = None,
         weights: ArrayLike | None = None,
         rows: NDArray[np.int64] | None = None,
+        drop_unlabelled: bool | None = None,
     ) -> LabeledDataset:
         """Build a dataset from labels as its source stores them.
 
         With `class_names` the labels are indices into them, and labels that are all negative mean
         an unlabelled split (a common convention for hidden test labels). Without, the classes are
-        the distinct integer or string labels in sorted order.
+        the distinct integer or string labels in sorted order; whole numbers in floats are integers.
+
+        Rows without a label (None, NaN, a negative index) are left out if `drop_unlabelled` is
+        true; it is None for a source that has no option of that name.
 
         Raises:
-            InputError: the labels are neither integers nor strings, miss values, or do not fit.
+            InputError: the labels are neither integers nor strings, or do not fit; labels are
+                missing and may not be dropped; weights are not finite and non-negative numbers.
         """
         if len(inputs) == 0:
             raise InputError(f"{name} is empty: it has no rows")
-        indices, names = _number(labels, class_names, name)
         masses = None if weights is None else _as_masses(weights, name)
         known_rows = np.arange(len(inputs)) if rows is None else rows
-        return cls(inputs, indices, names, masses, modality, name, rows=known_rows)
+        dataset = cls(inputs, None, (), masses, modality, name, rows=known_rows)
+        if labels is None:
+            return dataset
+        values = raw_values(labels)
+        if (missing := _missing(values, class_names)).any():
+            kept = _labelled_rows(missing, dataset, drop=drop_unlabelled)
+            dataset, values = dataset.take(kept), raw_values(values[kept])
+        indices, names = _number(values, class_names, name)
+        return replace(dataset, labels=indices, class_names=names)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -105,6 +125,14 @@ class LabeledDataset:
             rows=self.rows[chosen],
             subset_hash="",
         )
+
+    def weighted(self, weights: ArrayLike) -> LabeledDataset:
+        """The same items with these masses (n,).
+
+        Raises:
+            InputError: they are not as many, or not finite and non-negative numbers.
+        """
+        return replace(self, weights=_as_masses(weights, self.name))
 
 
 def concatenate(parts: Sequence[LabeledDataset], name: str) -> LabeledDataset:
@@ -125,16 +153,11 @@ def concatenate(parts: Sequence[LabeledDataset], name: str) -> LabeledDataset:
 
 
 def _number(
-    labels: ArrayLike | None, class_names: Sequence[str] | None, name: str
+    values: NDArray[Any], class_names: Sequence[str] | None, name: str
 ) -> tuple[NDArray[np.int64] | None, tuple[str, ...]]:
-    if labels is None:
-        return None, ()
-    values = np.asarray(labels)
-    if values.dtype.kind == "S":
-        values = np.char.decode(values, "utf-8")
-    _check_present(values, name)
     if class_names is None:
         return encode_labels(values)
+    values = without_fractions(values)
     if values.dtype.kind not in "iub":
         raise InputError(f"{name}: labels must be class indices, got {values.dtype}")
     indices = values.astype(np.int64)
@@ -143,19 +166,36 @@ def _number(
     return indices, tuple(str(class_name) for class_name in class_names)
 
 
-def _check_present(values: NDArray[Any], name: str) -> None:
-    """Refuse missing labels: None, or the NaN by which tables mark them."""
-    if values.dtype.kind == "f":
-        missing = np.isnan(values)
-    elif values.dtype.kind == "O":
-        missing = np.array([v is None or v != v for v in values.ravel()], dtype=bool)
-    else:
-        return
-    if missing.any():
-        raise InputError(
-            f"{name}: {int(missing.sum())} labels are missing (first at row "
-            f"{int(np.argmax(missing))}); remove those rows or label them"
-        )
+def _missing(values: NDArray[Any], class_names: Sequence[str] | None) -> NDArray[np.bool_]:
+    """Which labels are missing: None, NaN, or among class indices a negative one."""
+    if class_names is None or values.dtype.kind != "i" or not (values >= 0).any():
+        return missing_labels(values)
+    return values < 0
+
+
+def _labelled_rows(
+    missing: NDArray[np.bool_], dataset: LabeledDataset, *, drop: bool | None
+) -> NDArray[np.int64]:
+    """The rows that have a label."""
+    name, count = dataset.name, len(dataset)
+    if len(missing) != count:
+        raise InputError(f"{name} has {count} inputs, but {len(missing)} labels")
+    if missing.all():
+        raise InputError(f"{name}: all {count} labels are missing; load it without labels")
+    if not drop:
+        way_out = "remove those rows or label them"
+        if drop is not None:
+            way_out = (
+                "drop_unlabelled=true leaves those rows out (on the command line "
+                "source.drop_unlabelled or target.drop_unlabelled)"
+            )
+        raise InputError(f"{name}: {missing_rows(missing)}; {way_out}")
+    warnings.warn(
+        f"{name}: {int(missing.sum())} of {count} rows have no label and are left out",
+        DataNotice,
+        stacklevel=6,
+    )
+    return np.flatnonzero(~missing)
 
 
 def _check_range(labels: NDArray[np.int64], class_names: tuple[str, ...], name: str) -> None:
@@ -168,10 +208,18 @@ def _check_range(labels: NDArray[np.int64], class_names: tuple[str, ...], name: 
 
 
 def _as_masses(values: ArrayLike, name: str) -> NDArray[np.float64]:
+    given = np.asarray(values)
+    if given.dtype.kind == "c":
+        raise InputError(f"{name}: weights must be real, got {given.dtype}")
     try:
-        return np.asarray(values).astype(np.float64)
+        masses = given.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}: weights must be numbers: {error}") from error
+    try:
+        check_masses(masses)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    return masses
 
 
 def _take(inputs: Sequence[Any] | NDArray[Any], rows: NDArray[np.int64]) -> Any:

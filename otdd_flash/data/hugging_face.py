@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError
+from otdd_flash.offline import network
 
 FILE_FORMATS = {
     ".parquet": "parquet",
@@ -33,6 +33,7 @@ def read_hugging_face(
     config: str | None = None,
     input: str | Sequence[str] | None = None,
     label: str | None = None,
+    drop_unlabelled: bool = False,
 ) -> LabeledDataset:
     """Read images, texts or numbers with labels from a Hugging Face dataset.
 
@@ -40,9 +41,10 @@ def read_hugging_face(
         request: the shared options; `weights` is a column or a file.
         path: a parquet, csv, json or arrow file; a folder (of such files, of images, or written by
             `save_to_disk`); or a name on the hub.
-        config: which configuration of a hub dataset.
+        config: which configuration of a dataset on the hub, or of a folder that names some.
         input: the input column, or several numeric ones; found where only one reading is possible.
         label: the label column; found as the only ClassLabel, or by its name.
+        drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
         InputError: nothing there, unreadable, no such split or column, or an ambiguous choice.
@@ -51,6 +53,8 @@ def read_hugging_face(
         raise InputError("huggingface needs path=PATH or path=HUB_NAME")
     path = str(path)
     table = _one_split(_open(request, path, config), request.split, path)
+    if len(table) == 0:
+        raise InputError(f"{path} is empty: it has no rows in split={request.split}")
     columns = choose_columns(table.features, input, label, request.weights, path)
     labels = None if columns.label is None else _values(table, columns.label)
     label_feature = None if columns.label is None else table.features[columns.label]
@@ -64,9 +68,10 @@ def read_hugging_face(
         inputs,
         labels,
         class_names=getattr(label_feature, "names", None),
-        weights=None if columns.weights is None else _values(table, columns.weights),
+        weights=request.masses() if columns.weights is None else _values(table, columns.weights),
         modality=modality,
         name=title,
+        drop_unlabelled=drop_unlabelled,
     )
 
 
@@ -79,21 +84,26 @@ def _open(request: Request, path: str, config: str | None) -> Any:
     if not local and not any(place.exists() for place in places):
         return _from_hub(request, path, config)
     found = request.locate("path", path)
-    with reading(found), _offline():
-        if found.is_file():
-            if suffix not in FILE_FORMATS:
-                raise InputError(f"{found} must end in one of: {', '.join(FILE_FORMATS)}")
-            return datasets.load_dataset(FILE_FORMATS[suffix], data_files=str(found))
-        if any((found / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+    with reading(found), network(allowed=False):
+        saved = any((found / mark).exists() for mark in ("state.json", "dataset_dict.json"))
+        known = () if found.is_file() or saved else datasets.get_dataset_config_names(str(found))
+        if config is not None and config not in known:
+            there = f"its configurations are: {', '.join(known)}" if known else "it has none"
+            raise InputError(f"{found} has no configuration {config!r}, {there}; leave config out")
+        if saved:
             return datasets.load_from_disk(str(found))
-        return datasets.load_dataset(str(found), config)
+        if not found.is_file():
+            return datasets.load_dataset(str(found), config)
+        if suffix not in FILE_FORMATS:
+            raise InputError(f"{found} must end in one of: {', '.join(FILE_FORMATS)}")
+        return datasets.load_dataset(FILE_FORMATS[suffix], data_files=str(found))
 
 
 def _from_hub(request: Request, path: str, config: str | None) -> Any:
     import datasets
 
     try:
-        with nullcontext() if request.download else _offline():
+        with network(allowed=request.download):
             return datasets.load_dataset(path, config)
     except Exception as error:
         way_out = "" if request.download else "; allow fetching it with download=true"
@@ -101,23 +111,6 @@ def _from_hub(request: Request, path: str, config: str | None) -> Any:
             f"huggingface: {path!r} is no local path, and the hub's copy cannot be used: "
             f"{error or type(error).__name__}{way_out}"
         ) from error
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Keep the libraries from fetching anything; what they cached stays usable."""
-    import datasets
-    import huggingface_hub
-
-    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [switch.HF_HUB_OFFLINE for switch in switches]
-    for switch in switches:
-        switch.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.HF_HUB_OFFLINE = value
 
 
 def _one_split(opened: Any, split: str, path: str) -> Any:

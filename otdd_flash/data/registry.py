@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.data.arrays import read_arrays
 from otdd_flash.data.blobs import read_blobs
 from otdd_flash.data.dataset import LabeledDataset
@@ -19,11 +17,11 @@ from otdd_flash.data.hugging_face import read_hugging_face
 from otdd_flash.data.idx import read_idx_pair
 from otdd_flash.data.image_folder import read_image_folder
 from otdd_flash.data.mnist import read_fashion_mnist, read_mnist
-from otdd_flash.data.request import DEFAULT_ROOT, Request, reading
+from otdd_flash.data.request import DEFAULT_ROOT, Request
 from otdd_flash.data.subset import subset
 from otdd_flash.data.torchvision_class import read_torchvision
 from otdd_flash.data.usps import read_usps
-from otdd_flash.errors import InputError, choose
+from otdd_flash.errors import choose
 
 SOURCES: dict[str, Callable[..., LabeledDataset]] = {
     "digits": read_digits,
@@ -37,9 +35,9 @@ SOURCES: dict[str, Callable[..., LabeledDataset]] = {
     "huggingface": read_hugging_face,
     "arrays": read_arrays,
 }
-PSEUDO_LABELS = ("kmeans",)
 
 
+@takes(arguments.LOAD)
 def load(
     name: str,
     root: str | Path | None = None,
@@ -79,26 +77,18 @@ def load(
             classes.
     """
     reader = SOURCES[choose("dataset", name, tuple(SOURCES))]
-    _check_options(name, options)
-    _check_count("max_samples", max_samples)
-    _check_count("k", k)
-    if not _is_integer(seed) or not 0 <= seed < 2**32:
-        raise InputError(f"seed must be an integer in [0, 2^32), got {seed!r}")
-    if not isinstance(download, bool):
-        raise InputError(f"download must be true or false, got {download!r}")
-    if pseudo_labels is not None:
-        choose("pseudo_labels", pseudo_labels, PSEUDO_LABELS)
+    options = _checked(name, options)
     request = Request(
         name=name,
-        split="all" if split is None else str(split),
+        split="all" if split is None else split,
         root=Path(DEFAULT_ROOT if root is None else str(root)).expanduser(),
         download=download,
         seed=seed,
         weights=None if weights is None else str(weights),
     )
     dataset = reader(request, **options)
-    if request.weights is not None and dataset.weights is None:
-        dataset = _with_weights_file(dataset, request)
+    if dataset.weights is None and (masses := request.masses()) is not None:
+        dataset = dataset.weighted(masses)
     return subset(dataset, classes, max_samples, seed)
 
 
@@ -113,30 +103,12 @@ def known_options(name: str) -> tuple[str, ...]:
     return (*shared, *own)
 
 
-def _check_options(name: str, options: dict[str, Any]) -> None:
-    """Refuse unknown options, and anything but numbers where the default is a number."""
-    parameters = inspect.signature(SOURCES[name]).parameters
-    for option, value in options.items():
-        default = parameters[choose(f"option of {name}", option, known_options(name))].default
-        if isinstance(default, int) and not _is_integer(value):
-            raise InputError(f"{option} of {name} must be an integer, got {value!r}")
-        if isinstance(default, float) and not (_is_integer(value) or isinstance(value, float)):
-            raise InputError(f"{option} of {name} must be a number, got {value!r}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"{option} of {name} must be finite, got {value!r}")
-
-
-def _with_weights_file(dataset: LabeledDataset, request: Request) -> LabeledDataset:
-    path = request.locate("weights", request.weights)
-    with reading(path):
-        weights = np.load(path, allow_pickle=False)
-    return replace(dataset, weights=np.asarray(weights, dtype=np.float64))
-
-
-def _check_count(option: str, value: int | None) -> None:
-    if value is not None and (not _is_integer(value) or value < 1):
-        raise InputError(f"{option} must be a positive integer or null, got {value!r}")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a source, all of them known and of their types."""
+    declared = arguments.SOURCE_OPTIONS[name]
+    return {
+        option: declared[choose(f"option of {name}", option, known_options(name))](
+            f"{option} of {name}", value
+        )
+        for option, value in options.items()
+    }

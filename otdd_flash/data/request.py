@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from otdd_flash.errors import InputError, choose
 
@@ -66,6 +70,19 @@ class Request:
                 return candidate
         looked = " or ".join(str(candidate.absolute()) for candidate in candidates)
         raise InputError(f"{self.name}: {option}={path} does not exist (looked at {looked})")
+
+    def masses(self) -> NDArray[Any] | None:
+        """What the file holds that `weights` names, as no column or key; None without `weights`.
+
+        Raises:
+            InputError: there is no such file, or it is unreadable.
+        """
+        if self.weights is None:
+            return None
+        path = self.locate("weights", self.weights)
+        with reading(path):
+            values: NDArray[Any] = np.load(path, allow_pickle=False)
+        return values
 
     def missing(self, looked: str) -> InputError:
         """The error for a named dataset whose files are not on disk."""

@@ -81,7 +81,7 @@ def _draw(dataset: LabeledDataset, max_samples: int | None, seed: int) -> Labele
         warnings.warn(
             f"{dataset.name} has {n} rows, fewer than max_samples={max_samples}: all are taken",
             DataNotice,
-            stacklevel=4,
+            stacklevel=5,
         )
         return dataset
     generator = np.random.default_rng(seed)
@@ -142,7 +142,7 @@ def _without_empty_classes(dataset: LabeledDataset) -> LabeledDataset:
         f"{dataset.name}: {len(absent)} of {len(dataset.class_names)} classes have no rows and are "
         f"left out: {shown}",
         DataNotice,
-        stacklevel=4,
+        stacklevel=5,
     )
     names = tuple(dataset.class_names[c] for c in present.tolist())
     return replace(dataset, labels=labels.astype(np.int64), class_names=names)

@@ -50,7 +50,7 @@ def read_table(
         warnings.warn(
             f"{path}: its first column has no name, is taken for row numbers and left out",
             DataNotice,
-            stacklevel=4,
+            stacklevel=5,
         )
     columns = tuple(table.columns)
     for column in [*(features or ()), *([label] if label else [])]:
@@ -107,7 +107,7 @@ def find_label(columns: Sequence[str], text: Sequence[str], where: str) -> str |
             f"{where} has no column that looks like labels and is taken as unlabelled; name "
             f"one with label=COLUMN; {listed(columns)}",
             DataNotice,
-            stacklevel=5,
+            stacklevel=6,
         )
         return None
     return candidates[0]

@@ -36,10 +36,6 @@ def read_torchvision(
     """
     if not dataset:
         raise InputError("torchvision needs dataset=CLASS, such as dataset=KMNIST")
-    if arguments is not None and not isinstance(arguments, Mapping):
-        raise InputError(
-            f"arguments must be a mapping such as {{split: letters}}, got {arguments!r}"
-        )
     return read_class(request, dataset, arguments=arguments)
 
 
@@ -98,6 +94,7 @@ def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
     accepted = _accepted(kind)
     shared: dict[str, Any] = {"root": str(request.root), "download": request.download}
     shared = {key: value for key, value in shared.items() if key in accepted}
+    _require_arguments(kind, {**shared, **arguments})
     try:
         return kind(**{**shared, **arguments})
     except Exception as error:
@@ -107,6 +104,22 @@ def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
             f"{request.name}: torchvision.datasets.{kind.__name__} cannot read "
             f"{_folder(kind, request.root)}: {error or type(error).__name__}{hint}"
         ) from error
+
+
+def _require_arguments(kind: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a class that needs more than can be guessed, such as EMNIST its split."""
+    for name, parameter in inspect.signature(kind).parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
+        if needed and name not in given:
+            known = getattr(kind, f"{name}s", None)
+            among = f", one of: {', '.join(map(str, known))}" if isinstance(known, tuple) else ""
+            raise InputError(
+                f"torchvision.datasets.{kind.__name__} needs its argument {name}; give "
+                f"arguments={{{name}: VALUE}}{among}"
+            )
 
 
 def _folder(kind: Any, root: Path) -> Path:

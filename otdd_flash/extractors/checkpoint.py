@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from otdd_flash.errors import InputError
+from otdd_flash.tensor_file import DamagedFileError
+from otdd_flash.torch_file import load_torch_file
 
 # How training scripts wrap the weights: under a key, or with a prefix on every name.
 WRAPPERS = ("state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
 NAMED = 3
+GIVE_ANOTHER = "it is damaged, or no checkpoint: give an undamaged .pt, .pth or .safetensors file"
 
 
 def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> None:
@@ -51,22 +53,26 @@ def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> Non
 def _read(path: Path) -> Any:
     if not path.is_file():
         raise InputError(f"no checkpoint file {path}; give a .pt, .pth or .safetensors file")
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"cannot read checkpoint {path}: {error}") from None
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = (str(error) or repr(error)).splitlines()[0]
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        return load_torch_file(path).content
+    except DamagedFileError as error:
+        raise InputError(f"cannot read checkpoint {path}: {error}; {GIVE_ANOTHER}") from None
+    except OSError as error:
+        raise InputError(f"cannot read checkpoint {path}: {error.strerror or error}") from None
+    except pickle.UnpicklingError:
+        # torch's own message advises to run the code that the file may hold.
         raise InputError(
-            f"cannot read checkpoint {path} ({reason}); "
-            "save tensors only, with torch.save(model.state_dict(), FILE)"
+            f"cannot read checkpoint {path}: it is damaged, or holds more than tensors; save "
+            "tensors only, with torch.save(model.state_dict(), FILE)"
         ) from None
+    except Exception as error:
+        # Damage arrives in many forms.
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise InputError(f"cannot read checkpoint {path} ({reason}); {GIVE_ANOTHER}") from None
 
 
 def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:

@@ -49,8 +49,8 @@ def differentiable(extractor: Extractor, shape: tuple[int, int, int]) -> ImageFu
                 f"{extractor.name} is in training mode, where features depend on chance or on the "
                 "other images; call .eval() on it"
             )
-        case ImportedFunction(function=function):
-            return function
+        case ImportedFunction():
+            return extractor.on_tensors
     raise InputError(
         f"extractor {extractor.key.split()[0]} cannot carry gradients back to pixels; use pixels, "
         "timm, torchvision, or a callable that takes tensors (b, c, h, w)"

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash import arguments
 from otdd_flash.cache import TensorCache
+from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
@@ -19,6 +21,7 @@ from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.input_hash import inputs_hash
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
+from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.samples import LabeledSamples
 
 SUITABLE = {
@@ -28,6 +31,7 @@ SUITABLE = {
 }
 
 
+@takes(arguments.EMBED)
 def embed(
     dataset: LabeledDataset,
     extractor: Extractor,
@@ -59,7 +63,7 @@ def embed(
         InputError: the extractor does not take this kind of data, inputs have no common dimension,
             features are not finite, or the device is not there.
     """
-    _check(dataset, extractor, batch_size, num_workers)
+    _check(dataset, extractor)
     where = resolve_device(device)
     autocast = _autocast_type(mixed_precision, where)
     cache = TensorCache(cache_dir if extractor.cacheable else None)
@@ -87,12 +91,11 @@ def embed(
     )
 
 
-def _check(
-    dataset: LabeledDataset, extractor: Extractor, batch_size: int, num_workers: int
-) -> None:
+def _check(dataset: LabeledDataset, extractor: Extractor) -> None:
     if not isinstance(extractor, Extractor):
         raise InputError(
-            f"not an extractor: {extractor!r}; otdd_flash.extractors.from_callable wraps a function"
+            f"extractor must be one of otdd_flash.extractors, got {shown(extractor)}; "
+            "otdd_flash.extractors.from_callable wraps a function"
         )
     if dataset.modality not in extractor.modalities:
         raise InputError(
@@ -101,18 +104,11 @@ def _check(
         )
     if len(dataset) == 0:
         raise InputError(f"{dataset.name} is empty; there is nothing to extract features from")
-    for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InputError(
-                f"extractor.{name} must be an integer and at least {least}, got {value!r}"
-            )
 
 
 def _autocast_type(wanted: bool | str, device: torch.device) -> torch.dtype | None:
     if wanted == "auto":
         wanted = device.type == "cuda"
-    if not isinstance(wanted, bool):
-        raise InputError(f"mixed_precision must be auto, true or false, got {wanted!r}")
     if not wanted:
         return None
     return torch.bfloat16 if device.type == "cpu" else torch.float16
@@ -167,6 +163,7 @@ def _gather(
     for block in blocks:
         if done == 0:
             shape = block.shape[1:]
+            _check_room(dataset, shape.numel(), block.dtype)
             features = torch.empty((n, shape.numel()), dtype=block.dtype)
         _require_same_shape(shape, block.shape[1:], dataset.name)
         features[done : done + len(block)] = block.flatten(1)
@@ -174,6 +171,16 @@ def _gather(
         if progress is not None:
             progress(done, n)
     return features
+
+
+def _check_room(dataset: LabeledDataset, dim: int, dtype: torch.dtype) -> None:
+    needed = len(dataset) * dim * dtype.itemsize
+    if needed > UNASKED and needed > (free := free_memory(torch.device("cpu"))):
+        raise InputError(
+            f"{len(dataset)} rows of {dim} features of {dataset.name} need "
+            f"{readable_bytes(needed)}, and {readable_bytes(free)} are free; use fewer samples "
+            "(max_samples) or smaller images (extractor.size)"
+        )
 
 
 def _require_same_shape(first: torch.Size, shape: torch.Size, name: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.checks import refused, shown
 from otdd_flash.errors import InputError
-from otdd_flash.importing import import_callable
+from otdd_flash.importing import FORM, import_callable, user_code
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,36 @@ class ImportedFunction:
 
     def __call__(self, batch: Any) -> Tensor:
         """What the function gives for a batch of b inputs, checked to be a matrix (b, d)."""
-        with torch.no_grad():
+        with torch.no_grad(), user_code(f"extractor {self.name}"):
             given = self.function(batch)
         try:
             features = torch.as_tensor(given).detach().cpu()
         except (TypeError, ValueError, RuntimeError):
             raise InputError(
-                f"{self.name} must return a tensor or an array (b, d), got {type(given).__name__}"
+                f"{self.name} must return a tensor or an array (b, d), got {shown(given)}"
             ) from None
-        if features.ndim != 2 or len(features) != len(batch):
+        self._check(features, len(batch))
+        return features if features.dtype == torch.float64 else features.float()
+
+    def on_tensors(self, images: Tensor) -> Tensor:
+        """Features (b, d) of images (b, c, h, w), through which autograd finds its way back."""
+        with user_code(f"extractor {self.name}"):
+            features = self.function(images)
+        if not isinstance(features, Tensor):
             raise InputError(
-                f"{self.name} must return one row of features per input, shape ({len(batch)}, d), "
+                f"{self.name} must return a tensor (b, d) where images move, got {shown(features)}"
+            )
+        self._check(features, len(images))
+        return features
+
+    def _check(self, features: Tensor, count: int) -> None:
+        if features.ndim != 2 or len(features) != count:
+            raise InputError(
+                f"{self.name} must return one row of features per input, shape ({count}, d), "
                 f"got {tuple(features.shape)}"
             )
-        return features if features.dtype == torch.float64 else features.float()
+        if features.is_complex():
+            raise InputError(f"{self.name} must return real features, got {features.dtype}")
 
 
 def from_callable(path: str | Callable[[Any], Any]) -> ImportedFunction:
@@ -60,4 +77,6 @@ def from_callable(path: str | Callable[[Any], Any]) -> ImportedFunction:
     if callable(path):
         name = getattr(path, "__qualname__", type(path).__qualname__)
         return ImportedFunction(path, f"{getattr(path, '__module__', '')}.{name}")
+    if not isinstance(path, str):
+        raise refused("extractor.path", f"be a function, {FORM}", path)
     return ImportedFunction(import_callable(path, "extractor.path"), path)

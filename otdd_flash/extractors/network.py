@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from otdd_flash.cache import content_hash
 from otdd_flash.errors import InputError
+from otdd_flash.tensor_file import content_hash
 
 
 @dataclass(frozen=True, eq=False)

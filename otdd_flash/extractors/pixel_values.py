@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.images import image_array, unit_images
+from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 
 # ITU-R BT.601 luma, the weights that PIL's convert("L") uses.
 LUMA = (0.299, 0.587, 0.114)
@@ -48,6 +51,13 @@ class PixelValues:
             images = torch.einsum("bchw,c->bhw", images, images.new_tensor(LUMA))[:, None]
         if self.size is None or images.shape[2:] == (self.size, self.size):
             return images
+        count, channels = images.shape[:2]
+        needed = count * channels * self.size**2 * images.element_size()
+        if needed > UNASKED and needed > (free := free_memory(images.device)):
+            raise InputError(
+                f"extractor.size={self.size} makes {count} images of {readable_bytes(needed)} in "
+                f"all, and {readable_bytes(free)} are free; lower extractor.size"
+            )
         return functional.interpolate(
             images, size=(self.size, self.size), mode="bilinear", antialias=True
         )
@@ -57,6 +67,7 @@ class PixelValues:
         return self.images(batch).flatten(1)
 
 
+@takes(arguments.EXTRACTORS["pixels"], prefix="extractor.")
 def pixels(size: int | None = None, grayscale: bool = False) -> PixelValues:
     """Images as vectors of pixel values in [0, 1].
 
@@ -68,9 +79,7 @@ def pixels(size: int | None = None, grayscale: bool = False) -> PixelValues:
     Raises:
         InputError: the size is not a positive integer; when called, images of different shapes.
     """
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise InputError(f"extractor.size must be a positive number of pixels, got {size!r}")
-    return PixelValues(size, bool(grayscale))
+    return PixelValues(size, grayscale)
 
 
 def require_one_shape(shapes: list[tuple[int, ...]]) -> None:

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import torch
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.dimensions import check_same_dimension
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, Samples, check_squares
 
 
+@takes(arguments.REDUCE_PCA)
 def reduce_pca(
-    source: LabeledSamples, target: LabeledSamples, k: int, seed: int
+    source: Samples, target: Samples, k: int, seed: int
 ) -> tuple[LabeledSamples, LabeledSamples]:
     """The first k principal components, fitted on the n + m rows of both sides alike.
 
@@ -25,9 +28,11 @@ def reduce_pca(
     Raises:
         InputError: the sides differ in dimension, or k is not in [1, min(n + m, d)].
     """
+    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
     check_same_dimension(source, target)
+    check_squares(source, target)
     most = min(len(source) + len(target), source.dim)
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= most:
+    if k > most:
         raise InputError(
             f"extractor.pca must be an integer from 1 to {most}, the smaller of the number of rows "
             f"and the feature dimension {source.dim}, got {k}"

@@ -28,5 +28,5 @@ def notice_random_features(model: str, seed: int, trained: str) -> None:
         f"{model} has random weights (seed {seed}), so its features are random; for trained ones "
         f"give {trained} or extractor.checkpoint=FILE",
         DataNotice,
-        stacklevel=3,
+        stacklevel=4,
     )

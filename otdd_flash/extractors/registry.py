@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from otdd_flash.checks import takes
+from otdd_flash.checks import text as text_name
 from otdd_flash.errors import InputError, choose
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.imported_function import from_callable
@@ -29,6 +31,7 @@ FACTORIES: dict[str, Callable[..., Extractor]] = {
 OTHER_SETTINGS = ("batch_size", "mixed_precision", "num_workers", "standardize", "pca")
 
 
+@takes({"name": text_name})
 def build_extractor(name: str, **parameters: Any) -> Extractor:
     """The extractor called `name` with its parameters.
 
@@ -40,14 +43,12 @@ def build_extractor(name: str, **parameters: Any) -> Extractor:
     factory = FACTORIES[choose("extractor", name, tuple(FACTORIES))]
     known = inspect.signature(factory).parameters
     chosen = {key: value for key, value in parameters.items() if key not in OTHER_SETTINGS}
-    for parameter, value in chosen.items():
+    for parameter in chosen:
         if parameter not in known:
             raise InputError(
                 f"extractor {name} has no parameter {parameter!r}; it has: "
                 f"{', '.join(known) or 'none'}"
             )
-        if isinstance(known[parameter].default, bool) and not isinstance(value, bool):
-            raise InputError(f"extractor.{parameter} must be true or false, got {value!r}")
     for parameter, declared in known.items():
         if declared.default is inspect.Parameter.empty and chosen.get(parameter) is None:
             raise InputError(f"extractor {name} needs extractor.{parameter}=...")

@@ -6,15 +6,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.network import Network
+from otdd_flash.offline import ALLOW, network
 
 
-def text(model: str) -> Network:
+@takes(arguments.EXTRACTORS["text"], prefix="extractor.")
+def text(model: str, download: bool = False) -> Network:
     """A sentence-transformers model as an extractor of one vector per text (b, d).
 
     Args:
-        model: a folder, or a name on the Hugging Face hub, downloaded on first use.
+        model: a folder, or a name on the Hugging Face hub.
+        download: whether a model that is not on this machine may be fetched.
 
     Raises:
         InputError: sentence-transformers is not installed, or there is no such model.
@@ -26,11 +31,15 @@ def text(model: str) -> Network:
             "the text extractor needs sentence-transformers: pip install 'otdd-flash[text]'"
         ) from None
     try:
-        module = sentence_transformers.SentenceTransformer(model, device="cpu")
+        with network(allowed=download):
+            module = sentence_transformers.SentenceTransformer(
+                model, device="cpu", local_files_only=not download
+            )
     except (OSError, ValueError) as error:
+        fetching = "when it can be reached" if download else f"where {ALLOW}"
         raise InputError(
             f"cannot load the text model {model!r} ({error}); give extractor.model= a folder, or a "
-            "name on the hub when it can be reached"
+            f"name on the hub {fetching}"
         ) from error
     limit = getattr(module, "max_seq_length", None)
     return Network(

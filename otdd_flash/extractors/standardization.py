@@ -8,15 +8,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.extractors.dimensions import check_same_dimension
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, Samples
 
 ROWS_AT_ONCE = 4096
 
+# Of features above this, squares are taken in units of the largest.
+HUGE = 1e100
 
-def standardize(
-    source: LabeledSamples, target: LabeledSamples
-) -> tuple[LabeledSamples, LabeledSamples]:
+
+@takes(arguments.STANDARDIZE)
+def standardize(source: Samples, target: Samples) -> tuple[LabeledSamples, LabeledSamples]:
     """Shift and scale every feature to mean 0 and deviation 1 over the n + m rows of both sides.
 
     The moments are those of all rows alike, whatever their weights. Features that are constant over
@@ -25,15 +29,20 @@ def standardize(
     Raises:
         InputError: the sides differ in dimension.
     """
+    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
     check_same_dimension(source, target)
     count = len(source) + len(target)
-    mean = torch.stack([rows.sum(0) for rows in _rows(source, target)]).sum(0) / count
-    squares = torch.stack([(rows - mean).square().sum(0) for rows in _rows(source, target)]).sum(0)
+    unit = _unit(source, target)
+    mean = torch.stack([(rows / unit).sum(0) for rows in _rows(source, target)]).sum(0) / count
+    squares = torch.stack(
+        [(rows / unit - mean).square().sum(0) for rows in _rows(source, target)]
+    ).sum(0)
     constant = _constant(source.features, target.features.to(source.features.device))
     mean[constant] = 0.0
+    unit[constant] = 1.0
     deviation = (squares / count).sqrt()
     deviation[constant] = 1.0
-    return _scaled(source, mean, deviation), _scaled(target, mean, deviation)
+    return _scaled(source, unit, mean, deviation), _scaled(target, unit, mean, deviation)
 
 
 def _rows(*sides: LabeledSamples) -> Iterator[Tensor]:
@@ -44,19 +53,26 @@ def _rows(*sides: LabeledSamples) -> Iterator[Tensor]:
             yield block.to(device, torch.float64)
 
 
+def _unit(*sides: LabeledSamples) -> Tensor:
+    """What to divide features by (d,) so that their squares do not overflow: 1 for all but huge."""
+    device = sides[0].features.device
+    largest = torch.stack([side.features.abs().amax(0).to(device) for side in sides]).amax(0)
+    return torch.where(largest > HUGE, largest.double(), 1.0)
+
+
 def _constant(x: Tensor, y: Tensor) -> Tensor:
     """Which features hold one value only (d,); exact, where a computed deviation is not."""
     (low_x, high_x), (low_y, high_y) = torch.aminmax(x, dim=0), torch.aminmax(y, dim=0)
     return torch.minimum(low_x, low_y) == torch.maximum(high_x, high_y)
 
 
-def _scaled(side: LabeledSamples, mean: Tensor, deviation: Tensor) -> LabeledSamples:
+def _scaled(side: LabeledSamples, unit: Tensor, mean: Tensor, deviation: Tensor) -> LabeledSamples:
     features = torch.empty_like(side.features)
-    mean, deviation = mean.to(features.device), deviation.to(features.device)
+    unit, mean, deviation = (part.to(features.device) for part in (unit, mean, deviation))
     for block, given in zip(
         torch.split(features, ROWS_AT_ONCE),
         torch.split(side.features, ROWS_AT_ONCE),
         strict=True,
     ):
-        block.copy_((given.double() - mean) / deviation)
+        block.copy_((given.double() / unit - mean) / deviation)
     return replace(side, features=features)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,15 +10,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.checkpoint import load_checkpoint
 from otdd_flash.extractors.images import rgb_image
 from otdd_flash.extractors.network import Network, forward_images
 from otdd_flash.extractors.random_weights import notice_random_features, seeded_weights
+from otdd_flash.offline import ALLOW, network
 
 
+@takes(arguments.EXTRACTORS["timm"], prefix="extractor.")
 def timm(
-    model: str, pretrained: bool = False, checkpoint: str | None = None, seed: int = 0
+    model: str,
+    pretrained: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    download: bool = False,
 ) -> Network:
     """A timm model without its classifier, as an extractor of pooled features (b, d).
 
@@ -26,9 +35,10 @@ def timm(
 
     Args:
         model: a name that timm knows, such as `resnet18` or `vit_tiny_patch16_224`.
-        pretrained: use timm's weights, which it downloads on first use.
+        pretrained: use timm's weights, from its cache or where `download` allows it from a hub.
         checkpoint: a file of weights for this model; its classifier, if any, is ignored.
         seed: of the random weights, when neither of the two is given.
+        download: whether what is not on this machine may be fetched.
 
     Raises:
         InputError: unknown model, weights not to be had, or a checkpoint that does not fit.
@@ -38,9 +48,10 @@ def timm(
     import timm as library
     from timm.data import create_transform, resolve_model_data_config
 
-    module = _create(library, model, pretrained, seed)
+    with network(allowed=download):
+        module = _create(library, model, pretrained, seed, download)
     if checkpoint is not None:
-        load_checkpoint(module, checkpoint, _heads(module))
+        load_checkpoint(module, str(checkpoint), _heads(module))
     elif not pretrained:
         notice_random_features(model, seed, "extractor.pretrained=true")
     settings = resolve_model_data_config(module)
@@ -68,18 +79,20 @@ class PreparedImage:
         return prepared
 
 
-def _create(library: Any, model: str, pretrained: bool, seed: int) -> nn.Module:
+def _create(library: Any, model: str, pretrained: bool, seed: int, download: bool) -> nn.Module:
     # Names such as hf-hub:owner/model are looked up elsewhere.
     if ":" not in model:
         _require_known(library, model)
     try:
         with seeded_weights(seed):
             module = library.create_model(model, pretrained=pretrained, num_classes=0)
-    except (RuntimeError, OSError) as error:
+    except Exception as error:
+        # Hubs raise what their clients raise.
         reason = (str(error) or repr(error)).splitlines()[0]
+        fetching = "" if download else f"{ALLOW}, and "
         raise InputError(
             f"timm cannot build {model!r}{' with its weights' if pretrained else ''}: {reason}; "
-            "extractor.checkpoint=FILE takes weights from a file"
+            f"{fetching}extractor.checkpoint=FILE takes weights from a file"
         ) from error
     assert isinstance(module, nn.Module)
     return module

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.checkpoint import load_checkpoint
 from otdd_flash.extractors.network import Network, forward_images
 from otdd_flash.extractors.random_weights import notice_random_features, seeded_weights
 from otdd_flash.extractors.timm_models import PreparedImage
+from otdd_flash.offline import ALLOW, network
 
 CLASSES = 1000
 
 
+@takes(arguments.EXTRACTORS["torchvision"], prefix="extractor.")
 def torchvision(
-    model: str, weights: str | None = None, checkpoint: str | None = None, seed: int = 0
+    model: str,
+    weights: str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    download: bool = False,
 ) -> Network:
     """A torchvision classification model without its last layer, as an extractor (b, d).
 
@@ -26,10 +35,11 @@ def torchvision(
 
     Args:
         model: a name such as `resnet18` or `vit_b_16`.
-        weights: one of the model's weights such as `IMAGENET1K_V1` or `DEFAULT`, which torchvision
-            downloads on first use.
+        weights: one of the model's weights such as `IMAGENET1K_V1` or `DEFAULT`, from torch.hub's
+            folder or where `download` allows it from the network.
         checkpoint: a file of weights for this model; its last layer is ignored.
         seed: of the random weights, when neither of the two is given.
+        download: whether weights that are not on this machine may be fetched.
 
     Raises:
         InputError: unknown model or weights, weights not to be had, or a checkpoint that does not
@@ -42,10 +52,11 @@ def torchvision(
     _require_known(library.models, model)
     entries = library.models.get_model_weights(model)
     chosen = None if weights is None else _weights(entries, model, weights)
-    module = _create(library.models, model, chosen, seed)
+    with network(allowed=download):
+        module = _create(library.models, model, chosen, seed, download)
     head = remove_head(module)
     if checkpoint is not None:
-        load_checkpoint(module, checkpoint, (head,))
+        load_checkpoint(module, str(checkpoint), (head,))
     elif chosen is None:
         notice_random_features(model, seed, "extractor.weights=DEFAULT")
     transform = (chosen or entries.DEFAULT).transforms()
@@ -78,8 +89,9 @@ def remove_head(module: nn.Module) -> str:
 def _require_known(models: Any, model: str) -> None:
     known = models.list_models(module=models)
     if model not in known:
-        close = get_close_matches(model, known, n=5) or known
-        raise InputError(f"unknown torchvision model {model!r}; close names: {', '.join(close)}")
+        close = get_close_matches(model, known, n=5)
+        hint = f"close names: {', '.join(close)}" if close else f"there are: {', '.join(known)}"
+        raise InputError(f"unknown torchvision model {model!r}; {hint}")
 
 
 def _weights(entries: Any, model: str, name: str) -> Any:
@@ -91,14 +103,15 @@ def _weights(entries: Any, model: str, name: str) -> Any:
     return entries[short]
 
 
-def _create(models: Any, model: str, weights: Any, seed: int) -> nn.Module:
+def _create(models: Any, model: str, weights: Any, seed: int, download: bool) -> nn.Module:
     try:
         with seeded_weights(seed):
             module = models.get_model(model, weights=weights)
     except (OSError, RuntimeError) as error:
+        fetching = "" if download else f"{ALLOW}, and "
         raise InputError(
             f"torchvision cannot build {model!r} with weights {weights}: {error}; "
-            "extractor.checkpoint=FILE takes weights from a file"
+            f"{fetching}extractor.checkpoint=FILE takes weights from a file"
         ) from error
     assert isinstance(module, nn.Module)
     return module

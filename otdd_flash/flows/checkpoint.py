@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 
+from otdd_flash import arguments
+from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError
 from otdd_flash.files import replacing
 from otdd_flash.flows.history import Moment, StepRecord
 from otdd_flash.labels import ClassDistances
 from otdd_flash.solver.term import TransportTerm
+from otdd_flash.tensor_file import warn_unchecked
+from otdd_flash.torch_file import load_torch_file
 
 FILE = "checkpoint.pt"
 
@@ -39,6 +43,7 @@ class Checkpoints:
     resume: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, arguments.CHECKPOINTS)
         object.__setattr__(self, "folder", Path(self.folder))
         if self.every < 1:
             raise InputError(f"flow.checkpoint_every must be positive, got {self.every}")
@@ -70,6 +75,9 @@ class Checkpoints:
         Raises:
             InputError: there is no checkpoint, it cannot be read, or it belongs to other settings:
                 the message names the first key that changed.
+
+        Warns:
+            DataNotice: the file has no checksums.
         """
         path = self.folder / FILE
         if not path.exists():
@@ -79,7 +87,7 @@ class Checkpoints:
             )
         try:
             with torch.serialization.safe_globals(TYPES):
-                content = torch.load(path, map_location=_on(device), weights_only=True)
+                content, checked = load_torch_file(path, map_location=_on(device))
             before, free, state = (content[key] for key in ("settings", "may_change", "state"))
         except Exception as error:
             # What torch says of it is long, and advises to run code that a file may hold.
@@ -87,6 +95,8 @@ class Checkpoints:
                 f"{path} is damaged, or no checkpoint of a flow; leave flow.resume out to start "
                 "again"
             ) from error
+        if not checked:
+            warn_unchecked(path)
         for key in [*settings, *before]:
             now, then = settings.get(key), before.get(key)
             if now != then and key not in free:

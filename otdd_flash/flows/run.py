@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.errors import InputError
@@ -33,19 +35,26 @@ from otdd_flash.flows.settings_kept import data_settings, flow_settings
 from otdd_flash.flows.shortcomings import report_convergence, report_growth
 from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import Stepping, whole_number
-from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
+from otdd_flash.labels import (
+    ClassDistances,
+    LabelMetric,
+    drop_small_classes,
+    measure_classes,
+    notice_single_samples,
+)
 from otdd_flash.labels.pairs import Progress as PairProgress
-from otdd_flash.operators.build import ComputeOptions, GroundCost, relative_epsilon
-from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
+from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost, relative_epsilon
+from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.solver.options import Progress, SolverOptions
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
 
 
+@takes(arguments.GRADIENT_FLOW)
 def gradient_flow(
-    source: LabeledSamples,
-    target: LabeledSamples,
+    source: Samples,
+    target: Samples,
     *,
     steps: int = 20,
     mode: str = "features",
@@ -62,7 +71,7 @@ def gradient_flow(
     lambda_x: float = 0.5,
     lambda_y: float = 0.5,
     solver: SolverOptions | None = None,
-    compute: ComputeOptions | None = None,
+    compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     checkpoints: Checkpoints | None = None,
     seed: int = 0,
@@ -75,7 +84,7 @@ def gradient_flow(
     """Move a labelled dataset towards another.
 
     Args:
-        source: n points, which the flow copies.
+        source: n points, which the flow copies, as samples or as arrays (features, labels).
         target: m points in the same space.
         steps: to take.
         mode: what moves: `features`, `attached`, `joint` or `augmented`; `otdd_flash.flows.modes`
@@ -96,7 +105,7 @@ def gradient_flow(
         lambda_x: weight of the squared distance between features.
         lambda_y: weight of the squared distance between classes.
         solver: when the solve of a step stops.
-        compute: where and how passes run.
+        compute: where and how passes run, or only the device.
         cache_dir: where class distances of the start are looked up and kept; None: nowhere.
         checkpoints: where to keep the state, and whether to go on from it.
         seed: of every random draw.
@@ -119,19 +128,22 @@ def gradient_flow(
         NotConvergedWarning: a solve stopped before its tolerance.
     """
     started = time.perf_counter()
-    compute, solver = compute or ComputeOptions(), solver or SolverOptions()
+    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    compute, solver = ComputeOptions.of(compute), solver or SolverOptions()
     stepping, space = stepping or Stepping(), space or FeatureSpace()
     cost = GroundCost(lambda_x, lambda_y)
     metric = LabelMetric.of(labels)
     if class_distances is not None:
         metric = replace(metric, method="given", given=class_distances)
-    _check_numbers(steps, refresh, tolerance, epsilon, epsilon_relative)
+    _check_numbers(steps, refresh, tolerance)
     check_mode(mode)
     check_same_dimension(source, target)
     check_one_device(source.features.device, target.features.device)
+    check_squares(source, target)
     device = resolve_device(compute.device)
     points = drop_small_classes(source, min_class_size).to(device)
     goal = drop_small_classes(target, min_class_size).to(device)
+    notice_single_samples((points, goal), metric)
     start, end = (replace(side, features=space.features(side.features)) for side in (points, goal))
     table = measure_classes(
         start, end, metric, device=device, cache_dir=cache_dir, progress=class_progress
@@ -225,13 +237,7 @@ def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
     return replace(points.to("cpu"), features=loop.points.cpu(), labels=labels)
 
 
-def _check_numbers(
-    steps: int,
-    refresh: int,
-    tolerance: float | None,
-    epsilon: float,
-    epsilon_relative: float | None,
-) -> None:
+def _check_numbers(steps: int, refresh: int, tolerance: float | None) -> None:
     if not whole_number(steps, least=1):
         raise InputError(f"flow.steps must be positive, got {steps!r}; give a whole number")
     if not whole_number(refresh, least=1):
@@ -243,9 +249,6 @@ def _check_numbers(
         raise InputError(
             f"flow.tolerance must lie in (0, 1), a share of the first objective, got {tolerance}"
         )
-    check_epsilon("epsilon", epsilon)
-    if epsilon_relative is not None:
-        check_epsilon("epsilon_relative", epsilon_relative)
 
 
 def _built(

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.cache import content_hash
 from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.space import Space
 from otdd_flash.flows.stepping import TO_THE_END, Stepping
 from otdd_flash.labels import ClassDistances
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.tensor_file import content_hash
 
 
 def data_settings(

@@ -44,4 +44,4 @@ def report_convergence(history: Sequence[StepRecord], solver: SolverOptions) -> 
             tolerance=largest_tolerance(record.tolerance for record in late),
             bound_width=max(record.bound_width or math.inf for record in late),
         )
-        warnings.warn(message, NotConvergedWarning, stacklevel=3)
+        warnings.warn(message, NotConvergedWarning, stacklevel=4)

@@ -11,7 +11,7 @@ W holds squared 2-Wasserstein distances for the cost ||.||^2, whatever lambda_x 
 from otdd_flash.labels.many import JointClassDistances, class_distances
 from otdd_flash.labels.methods import measure_classes
 from otdd_flash.labels.metric import LabelMetric
-from otdd_flash.labels.small_classes import drop_small_classes
+from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "class_distances",
     "drop_small_classes",
     "measure_classes",
+    "notice_single_samples",
 ]

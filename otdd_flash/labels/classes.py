@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.cache import content_hash
 from otdd_flash.errors import InputError
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
+from otdd_flash.tensor_file import content_hash
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,9 +32,6 @@ def reduced_factors(clouds: Sequence[ClassCloud], unbiased: bool) -> tuple[list[
 
     The gradient of a factor is right for functions of its covariance, which do not change when the
     factor is multiplied by an orthogonal matrix from the left.
-
-    Raises:
-        InputError: `unbiased` and a class has one sample.
     """
     factors, traces = [], []
     varying = [_varying(cloud) for cloud in clouds]

@@ -53,9 +53,6 @@ def gaussian_distances(
 
     Returns:
         P distances, each the same to the last bit whatever the other pairs are.
-
-    Raises:
-        InputError: `unbiased` and a class has one sample.
     """
     with torch.no_grad():
         return PairDistances.exactly(gaussian_table(clouds, pairs, unbiased, progress))
@@ -88,9 +85,6 @@ def class_moments(clouds: Sequence[ClassCloud], unbiased: bool) -> list[ClassMom
     """Moments of all classes, differentiable in the points as `reduced_factors` says.
 
     Those of a class are the same to the last bit whatever the other classes are.
-
-    Raises:
-        InputError: `unbiased` and a class has one sample.
     """
     if not clouds:
         return []

@@ -12,15 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.metric import LabelMetric
 from otdd_flash.labels.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
-from otdd_flash.labels.small_classes import drop_small_classes
+from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, Samples, check_squares
 
 UNLABELLED_CLASS = "all"
 
@@ -49,6 +51,7 @@ class JointClassDistances:
         """K + 1 row numbers: dataset k has the rows offsets[k] to offsets[k + 1]."""
         return (0, *accumulate(len(names) for names in self.class_names))
 
+    @takes(arguments.BETWEEN)
     def between(self, first: int, second: int) -> ClassDistances:
         """The table of two of the datasets, by their places in the list.
 
@@ -99,6 +102,7 @@ class JointClassDistances:
         )
         return _joint(datasets, self.full[rows][:, rows], *bounds)
 
+    @takes(arguments.FILE)
     def save(self, path: str | Path) -> None:
         """Write an npz with keys full, offsets, datasets, class_names and, where known, bounds.
 
@@ -116,6 +120,7 @@ class JointClassDistances:
         write_arrays(path, {key: part for key, part in parts.items() if part is not None})
 
     @classmethod
+    @takes(arguments.FILE)
     def load(cls, path: str | Path) -> JointClassDistances:
         """Read what `save` wrote.
 
@@ -134,6 +139,8 @@ class JointClassDistances:
             for key in ("full", "lower", "upper")
         )
         assert full is not None
+        if not all(table is None or table.isfinite().all() for table in (full, lower, upper)):
+            raise InputError(f"{path}: class distances hold NaN or infinite entries")
         square = (len(names), len(names))
         counted = offsets[-1] == len(names) and len(offsets) == len(datasets) + 1
         if not counted or any(t is not None and t.shape != square for t in (full, lower, upper)):
@@ -145,8 +152,9 @@ class JointClassDistances:
         return cls(full, datasets, groups, lower, upper)
 
 
+@takes(arguments.CLASS_DISTANCES)
 def class_distances(
-    datasets: Sequence[LabeledSamples],
+    datasets: Sequence[Samples],
     labels: str | LabelMetric = "gaussian",
     *,
     min_class_size: int | None = None,
@@ -156,7 +164,7 @@ def class_distances(
     """Distances between all classes of several datasets, every pair of classes measured once.
 
     Args:
-        datasets: K labelled datasets of one dimension.
+        datasets: K labelled datasets of one dimension, as samples or as arrays (features, labels).
         labels: how to measure, a method's name or a `LabelMetric`; any method but `given`.
         min_class_size: drop classes with fewer samples, with a notice.
         cache_dir: keep distances in a database in this folder, by the classes' content, and do not
@@ -171,8 +179,9 @@ def class_distances(
             too small or too large for the method.
     """
     metric = LabelMetric.of(labels)
-    check_datasets(datasets)
-    kept = [drop_small_classes(samples, min_class_size) for samples in datasets]
+    kept = [drop_small_classes(one, min_class_size) for one in as_datasets(datasets)]
+    check_squares(*kept)
+    notice_single_samples(kept, metric)
     return measure_all(kept, metric, cache_dir=cache_dir, progress=progress)
 
 
@@ -214,24 +223,17 @@ def class_names(samples: LabeledSamples) -> tuple[str, ...]:
     return samples.class_names if samples.labels is not None else (UNLABELLED_CLASS,)
 
 
-def check_datasets(datasets: Sequence[LabeledSamples], at_least: int = 1) -> None:
-    """Raise an `InputError` unless this is a list of that many datasets."""
-    if not isinstance(datasets, Sequence):
-        raise InputError(
-            f"several datasets are given as a list, [source, target, ...], got "
-            f"{type(datasets).__name__}"
-        )
-    for place, samples in enumerate(datasets):
-        if not isinstance(samples, LabeledSamples):
-            raise InputError(
-                f"datasets must be LabeledSamples, but number {place} of the list is "
-                f"{type(samples).__name__}; otdd.embed(dataset, extractor) or "
-                "LabeledSamples.from_arrays makes them"
-            )
+def as_datasets(datasets: Sequence[Samples], at_least: int = 1) -> list[LabeledSamples]:
+    """A list of that many datasets, each as `LabeledSamples.of` makes it.
+
+    Raises:
+        InputError: there are fewer, or one is not what samples must be.
+    """
     if len(datasets) < at_least:
         raise InputError(
             f"the list holds {len(datasets)} datasets, and at least {at_least} are needed"
         )
+    return [LabeledSamples.of(one, f"datasets[{place}]") for place, one in enumerate(datasets)]
 
 
 def _joint(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from otdd_flash.errors import InputError, choose
+from otdd_flash import arguments
+from otdd_flash.checks import check_fields
+from otdd_flash.errors import InputError
 from otdd_flash.labels.table import ClassDistances
-from otdd_flash.solver.options import check_epsilon
 
-METHODS = ("gaussian", "sinkhorn", "exact", "means", "upper_bound", "none", "given")
+METHODS = arguments.LABEL_METHODS
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,9 @@ class LabelMetric:
     given: ClassDistances | str | Path | None = None
 
     def __post_init__(self) -> None:
-        choose("labels method", self.method, METHODS)
-        if self.method == "sinkhorn":
-            if self.epsilon is None:
-                raise InputError(
-                    "labels=sinkhorn needs labels.epsilon, in units of squared distance"
-                )
-            check_epsilon("labels.epsilon", self.epsilon)
-            if not self.tolerance > 0:
-                raise InputError(f"the tolerance must be positive, got {self.tolerance}")
+        check_fields(self, arguments.LABEL_METRIC, "labels.")
+        if self.method == "sinkhorn" and self.epsilon is None:
+            raise InputError("labels=sinkhorn needs labels.epsilon, in units of squared distance")
         if self.method == "given" and self.given is None:
             raise InputError(
                 "labels=given needs a table: labels.path=W.npz with arrays xx, xy and yy, or "
@@ -63,13 +58,8 @@ class LabelMetric:
         """The metric itself, or that of a method's name.
 
         Raises:
-            InputError: neither a name nor a metric, or as the metric.
+            InputError: as the metric.
         """
         if isinstance(labels, LabelMetric):
             return labels
-        if not isinstance(labels, str):
-            raise InputError(
-                f"labels must be one of {', '.join(METHODS)}, or a LabelMetric, got "
-                f"{type(labels).__name__}"
-            )
         return cls(labels)

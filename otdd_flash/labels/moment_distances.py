@@ -25,9 +25,6 @@ def upper_bound_distances(
     """||m_i - m_j||^2 + tr S_i + tr S_j of pairs (P, 2) of classes.
 
     It is the cost of the independent coupling. Covariances divide by n - 1 where `unbiased`.
-
-    Raises:
-        InputError: `unbiased` and a class has one sample.
     """
     with torch.no_grad():
         return PairDistances.exactly(upper_bound_table(clouds, pairs, unbiased))

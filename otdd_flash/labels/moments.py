@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pair_chunks import chunk_size, equal_chunks
 
@@ -32,17 +31,10 @@ def covariance_factor(cloud: ClassCloud, unbiased: bool) -> Tensor:
 
     A's rows are sqrt(w_i / z) (x_i - mean). The plain covariance has z = 1; the unbiased one has
     z = 1 - sum_i w_i^2 (reliability weights), so that w_i / z is 1 / (n - 1) for equal weights.
-
-    Raises:
-        InputError: a class of one sample has no unbiased covariance.
+    A class of one sample is a point: its covariance is 0, `unbiased` or not.
     """
     size = len(cloud)
-    if unbiased and size < 2:
-        raise InputError(
-            f"class {cloud.name} has {size} sample, and an unbiased covariance needs 2; ways out: "
-            "min_class_size=2 drops the class, labels.unbiased=false takes its covariance as 0, "
-            "labels=means compares class means only"
-        )
+    unbiased = unbiased and size > 1
     centred = cloud.points.to(torch.float64) - class_mean(cloud)
     if cloud.weights is None:
         return centred / math.sqrt(size - 1 if unbiased else size)

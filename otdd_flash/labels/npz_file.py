@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +44,10 @@ def read_arrays(path: str | Path, needed: Sequence[str], writer: str) -> dict[st
             arrays = {key: archive[key] for key in archive.files}
     except FileNotFoundError:
         raise InputError(f"no class distances at {path}: there is no such file") from None
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except Exception as error:
+        # NumPy and its zip reader raise anything on damaged bytes.
         raise InputError(f"cannot read class distances from {path} ({error}); {expected}") from None
     missing = [key for key in needed if key not in arrays]
     if missing:

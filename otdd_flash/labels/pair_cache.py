@@ -3,8 +3,9 @@
 An entry is found by the content of its two classes and by the recipe, the method with its
 parameters: a dataset that is compared with a second and then with a third one is measured within
 itself once. All entries are in one SQLite database, so that many of them are read at once, several
-processes may write at the same time, and a run that is killed leaves whole entries only. A database
-that cannot be used is said once and then left alone; it never stops a run.
+processes may write at the same time, and a run that is killed leaves whole entries only. A damaged
+database is set aside and begun anew; one that cannot be used is said once and then left alone. It
+never stops a run.
 """
 
 from __future__ import annotations
@@ -12,40 +13,51 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.labels.pair_database import (
+    BUSY_SECONDS,
+    FAILURES,
+    SCHEMA,
+    DamagedRowError,
+    checksums,
+    is_busy,
+    is_damage,
+    numbered,
+    opened,
+    patiently,
+    set_aside,
+)
 from otdd_flash.labels.pairs import PairDistances
 
 # Part of the file's name: a database of another layout, or with numbers that a method would compute
 # in another way today, is never read.
-ENTRY_FORMAT = 1
+ENTRY_FORMAT = 2
 FILE = f"class_distances.{ENTRY_FORMAT}.sqlite3"
 
-# How long to wait while other processes write.
-BUSY_SECONDS = 60.0
 ROWS_AT_ONCE = 100_000
 
-# Numbers stand for recipes and for classes: two small ones instead of two long hashes per pair. The
-# rows of one class are side by side, so that all pairs of a table are read in a few sweeps.
-SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS recipes (id INTEGER PRIMARY KEY, content TEXT UNIQUE NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS classes (id INTEGER PRIMARY KEY, content BLOB UNIQUE NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS pairs (recipe INTEGER NOT NULL, first INTEGER NOT NULL, "
-    "second INTEGER NOT NULL, value REAL NOT NULL, lower REAL NOT NULL, upper REAL NOT NULL, "
-    "PRIMARY KEY (recipe, first, second)) WITHOUT ROWID",
-)
 FIND = (
-    "SELECT first.place, second.place, value, lower, upper FROM wanted AS first "
+    "SELECT first.place, second.place, value, lower, upper, checksum FROM wanted AS first "
     "JOIN pairs ON recipe = (SELECT id FROM recipes WHERE content = ?) AND pairs.first = first.id "
     "JOIN wanted AS second ON pairs.second = second.id"
 )
-KEEP = "INSERT OR IGNORE INTO pairs VALUES (?, ?, ?, ?, ?, ?)"
+PLACES, NUMBERS = ("first", "second"), ("value", "lower", "upper")
+ROW = np.dtype(
+    [*((name, "i8") for name in PLACES), *((name, "f8") for name in NUMBERS), ("checksum", "i8")]
+)
+KEEP = "INSERT OR IGNORE INTO pairs VALUES (?, ?, ?, ?, ?, ?, ?)"
+
+T = TypeVar("T")
+# Which two of the classes (P, 2), and their value and bounds (P, 3).
+Rows = tuple[NDArray[Any], NDArray[Any]]
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +94,10 @@ class PairCache:
         numbers = np.full((len(pairs), 3), np.nan)
         place = np.full((len(classes), len(classes)), -1)
         place[tuple(pairs.T.numpy())] = np.arange(len(pairs))
-        with self._stepping_aside("read"):
-            for rows in self._read(recipe, classes):
-                positions = place[tuple(rows[:, :2].astype(np.int64).T)]
-                numbers[positions[positions >= 0]] = rows[positions >= 0, 2:]
+        found = self._attempt("read", lambda path: _read(path, recipe, classes)) or []
+        for ends, rows in found:
+            positions = place[tuple(ends.T)]
+            numbers[positions[positions >= 0]] = rows[positions >= 0]
         known = torch.from_numpy(np.flatnonzero(~np.isnan(numbers[:, 0])))
         return known, PairDistances(*torch.from_numpy(numbers)[known].unbind(1))
 
@@ -96,75 +108,108 @@ class PairCache:
         numbers = torch.stack(distances, 1)
         finite = torch.isfinite(numbers).all(1)
         pairs, numbers = pairs[finite], numbers[finite]
-        with self._stepping_aside("write"):
-            if self._path is None or not len(pairs):
-                return
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with _opened(self._path) as database:
-                database.execute("BEGIN IMMEDIATE")
-                for statement in SCHEMA:
-                    database.execute(statement)
-                (recipe_id,) = _numbered(database, "recipes", [recipe])
-                used = torch.unique(pairs).tolist()
-                ids = np.full(len(classes), -1)
-                ids[used] = _numbered(database, "classes", [classes[index] for index in used])
-                first, second = ids[pairs.T.numpy()].tolist()
-                rows = zip(first, second, *numbers.T.tolist(), strict=True)
-                database.executemany(KEEP, ((recipe_id, *row) for row in rows))
-                database.execute("COMMIT")
-
-    def _read(self, recipe: str, classes: Sequence[bytes]) -> Iterator[np.ndarray]:
-        """Rows (first, second, value, lower, upper) of all known pairs of these classes."""
-        if self._path is None or not self._path.exists():
-            return
-        with _opened(self._path) as database:
-            tables = database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'pairs'")
-            if tables.fetchone() == (0,):
-                # Another process is about to write the first entries.
-                return
-            database.execute("PRAGMA temp_store = MEMORY")
-            database.execute("BEGIN")
-            database.execute("CREATE TEMP TABLE wanted (id INTEGER PRIMARY KEY, place INTEGER)")
-            database.executemany(
-                "INSERT INTO wanted SELECT id, ? FROM classes WHERE content = ?",
-                enumerate(classes),
+        if len(pairs):
+            self._attempt(
+                "write",
+                lambda path: _write(path, recipe, classes, pairs.numpy(), numbers.numpy()),
             )
-            found = database.execute(FIND, (recipe,))
-            while rows := found.fetchmany(ROWS_AT_ONCE):
-                yield np.array(rows, dtype=np.float64)
 
-    @contextmanager
-    def _stepping_aside(self, action: str) -> Iterator[None]:
+    def _attempt(self, action: str, step: Callable[[Path], T]) -> T | None:
+        """Do something with the database: once more after damage, and never again after a failure.
+
+        Returns:
+            What `step` returns, or None where there is no database to be used.
+        """
+        for _ in range(2):
+            if self._path is None:
+                return None
+            try:
+                return step(self._path)
+            except FAILURES as error:
+                if is_damage(error):
+                    self._set_aside(error)
+                else:
+                    self._step_aside(action, error)
+        return None
+
+    def _set_aside(self, error: Exception) -> None:
+        assert self._path is not None
         try:
-            yield
-        except (OSError, sqlite3.Error) as error:
-            logger.warning(
-                "cannot %s the class distances in %s (%s); going on without them. Free space "
-                "there, delete the file if it is damaged, or choose another folder with "
-                "cache_dir=DIR (cache_dir=null turns the cache off)",
-                action,
-                self._path,
-                error,
-            )
-            self._path = None
+            aside = set_aside(self._path)
+        except OSError as unwritable:
+            self._step_aside("replace", unwritable)
+            return
+        logger.warning(
+            "the class distances in %s are damaged (%s); measuring them again, the damaged ones "
+            "are kept as %s",
+            self._path,
+            error,
+            aside.name,
+        )
+
+    def _step_aside(self, action: str, error: Exception) -> None:
+        reason = f"held by another process for {BUSY_SECONDS:g} s" if is_busy(error) else error
+        logger.warning(
+            "cannot %s the class distances in %s (%s); going on without them. Free space there, or "
+            "choose another folder with cache_dir=DIR (cache_dir=null turns the cache off)",
+            action,
+            self._path,
+            reason,
+        )
+        self._path = None
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that leaves transactions to its user; what is not committed is undone."""
-    database = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
-    try:
-        yield database
-    finally:
-        database.close()
+def _read(path: Path, recipe: str, classes: Sequence[bytes]) -> list[Rows]:
+    """All known pairs of these classes, in parts.
+
+    Raises:
+        DamagedRowError: a row does not match its checksum.
+    """
+    if not path.exists():
+        return []
+    with opened(path) as database:
+        return list(_rows(database, path, recipe, classes))
 
 
-def _numbered(
-    database: sqlite3.Connection, table: str, contents: Sequence[str | bytes]
-) -> list[int]:
-    """The numbers that stand for contents, new ones where they are not known yet."""
+def _rows(
+    database: sqlite3.Connection, path: Path, recipe: str, classes: Sequence[bytes]
+) -> Iterator[Rows]:
+    database.execute("PRAGMA temp_store = MEMORY")
+    database.execute("BEGIN")
+    tables = "SELECT count(*) FROM sqlite_master WHERE name = 'pairs'"
+    if patiently(database, path, tables).fetchone() == (0,):
+        # Another process is about to write the first entries.
+        return
+    database.execute("CREATE TEMP TABLE wanted (id INTEGER PRIMARY KEY, place INTEGER)")
     database.executemany(
-        f"INSERT OR IGNORE INTO {table} (content) VALUES (?)", ((content,) for content in contents)
+        "INSERT INTO wanted SELECT id, ? FROM classes WHERE content = ?", enumerate(classes)
     )
-    query = f"SELECT id FROM {table} WHERE content = ?"
-    return [database.execute(query, (content,)).fetchone()[0] for content in contents]
+    found = database.execute(FIND, (recipe,))
+    while fetched := found.fetchmany(ROWS_AT_ONCE):
+        rows = np.array(fetched, ROW)
+        ends, numbers = (np.stack([rows[name] for name in part], 1) for part in (PLACES, NUMBERS))
+        if (rows["checksum"] != checksums(recipe, classes, ends, numbers)).any():
+            raise DamagedRowError("a checksum does not match")
+        yield ends, numbers
+
+
+def _write(
+    path: Path,
+    recipe: str,
+    classes: Sequence[bytes],
+    pairs: NDArray[Any],
+    numbers: NDArray[Any],
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with opened(path) as database:
+        patiently(database, path, "BEGIN IMMEDIATE")
+        for statement in SCHEMA:
+            database.execute(statement)
+        (recipe_id,) = numbered(database, "recipes", [recipe])
+        used = np.unique(pairs).tolist()
+        ids = np.full(len(classes), -1)
+        ids[used] = numbered(database, "classes", [classes[index] for index in used])
+        columns = (*ids[pairs.T], *numbers.T, checksums(recipe, classes, pairs, numbers))
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        database.executemany(KEEP, ((recipe_id, *row) for row in rows))
+        patiently(database, path, "COMMIT")

@@ -18,6 +18,7 @@ from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud, merge_identical
 from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.labels.transport_terms import TermSolver
+from otdd_flash.solver.epsilon import epsilon_given_as
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented import Finished, SegmentTerms
 
@@ -60,7 +61,8 @@ def sinkhorn_distances(
     out = torch.zeros((len(pairs), 3), dtype=torch.float64)
     if len(different):
         finished = _counting(progress, len(pairs), len(pairs) - len(different))
-        out[different] = _divergences(classes, ordered[different], epsilon, options, finished)
+        with epsilon_given_as("labels.epsilon", epsilon, epsilon):
+            out[different] = _divergences(classes, ordered[different], epsilon, options, finished)
     values, lower, upper = out.unbind(1)
     return PairDistances(values.clamp_min(0), lower, upper)
 

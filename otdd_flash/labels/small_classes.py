@@ -3,11 +3,44 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 
 from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.labels.metric import LabelMetric
 from otdd_flash.samples import LabeledSamples
+
+# How many classes a notice names.
+SHOWN = 8
+
+
+def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetric) -> None:
+    """Say which classes of one sample count as points although the method takes covariances.
+
+    Warns:
+        DataNotice: once for all of them.
+    """
+    if metric.method not in ("gaussian", "upper_bound") or not metric.unbiased:
+        return
+    single = []
+    for samples in datasets:
+        if samples.labels is None:
+            continue
+        weighed = samples.labels[samples.masses > 0]
+        counted = torch.bincount(weighed, minlength=len(samples.class_names)).tolist()
+        names = zip(samples.class_names, counted, strict=True)
+        single += [f"{name!r} of {samples.name}" for name, count in names if count == 1]
+    if single:
+        shown = ", ".join(single[:SHOWN]) + f" and {len(single) - SHOWN} more" * (
+            len(single) > SHOWN
+        )
+        warnings.warn(
+            f"classes of one sample are points, with covariance 0: {shown}; min_class_size=2 drops "
+            "them",
+            DataNotice,
+            stacklevel=4,
+        )
 
 
 def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledSamples:

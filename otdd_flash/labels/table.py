@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash import arguments
+from otdd_flash.checks import check_fields, takes
 from otdd_flash.errors import InputError
 from otdd_flash.labels.npz_file import read_arrays, write_arrays
+from otdd_flash.samples import real_tensor
 from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
 
 # Distances between classes that coincide are rounding alone and have no larger entry to compare
@@ -66,6 +69,7 @@ class ClassDistances:
     upper: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_fields(self, arguments.CLASS_DISTANCES_FIELDS)
         for key in ("xx", "xy", "yy"):
             object.__setattr__(self, key, _as_block(key, getattr(self, key)))
         _check_shapes(self.xx, self.xy, self.yy)
@@ -80,6 +84,7 @@ class ClassDistances:
                 object.__setattr__(self, key, _as_bounds(key, getattr(self, key), self.full))
 
     @classmethod
+    @takes(arguments.FROM_FULL)
     def from_full(
         cls,
         full: Tensor,
@@ -91,6 +96,13 @@ class ClassDistances:
         upper: Tensor | None = None,
     ) -> ClassDistances:
         """Cut a (Vx + Vy, Vx + Vy) table into its blocks; `size_x` is Vx."""
+        given = full if isinstance(full, Tensor) else np.asarray(full)
+        full = real_tensor("the table of class distances", given)
+        if full.ndim != 2 or not size_x < len(full):
+            raise InputError(
+                f"a table of {size_x} classes and others must be a matrix of more than {size_x} "
+                f"rows, got shape {tuple(full.shape)}"
+            )
         return cls(
             full[:size_x, :size_x],
             full[:size_x, size_x:],
@@ -149,6 +161,7 @@ class ClassDistances:
                 )
         return replace(self, names_x=tuple(names_x), names_y=tuple(names_y))
 
+    @takes(arguments.FILE)
     def save(self, path: str | Path) -> None:
         """Write an npz with keys xx, xy, yy and, where known, names and bounds.
 
@@ -159,6 +172,7 @@ class ClassDistances:
         write_arrays(path, {key: value for key, value in parts.items() if value is not None})
 
     @classmethod
+    @takes(arguments.FILE)
     def load(cls, path: str | Path) -> ClassDistances:
         """Read what `save` wrote, or any npz with arrays xx, xy and yy.
 
@@ -177,16 +191,19 @@ class ClassDistances:
 
 
 def _as_block(key: str, values: Any) -> Tensor:
-    try:
-        # Of a list, as_tensor alone would make float32.
-        block = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
-    except (TypeError, ValueError) as error:
-        raise InputError(f"class distances {key} must be a real matrix: {error}") from None
+    # Of a list, torch would make float32.
+    given = values if isinstance(values, Tensor) else np.asarray(values)
+    block = real_tensor(f"class distances {key}", given).detach().to("cpu", torch.float64)
     if block.ndim != 2 or 0 in block.shape:
         raise InputError(f"class distances {key} must be a matrix, got shape {tuple(block.shape)}")
-    if not bool(torch.isfinite(block).all()):
-        count = int((~torch.isfinite(block)).sum())
-        raise InputError(f"class distances {key} hold {count} NaN or infinite entries")
+    bad = ~torch.isfinite(block)
+    if bool(bad.any()):
+        row, column = torch.nonzero(bad)[0].tolist()
+        raise InputError(
+            f"class distances {key} hold {int(bad.sum())} NaN or infinite entries, the first at "
+            f"[{row}, {column}]; leave those classes out with classes=[...], or measure distances "
+            "with another method of labels"
+        )
     lowest = float(block.min())
     if lowest < -_rounding(block):
         raise InputError(
@@ -209,16 +226,18 @@ def _check_shapes(xx: Tensor, xy: Tensor, yy: Tensor) -> None:
 
 def _as_bounds(key: str, values: Any, full: Tensor) -> Tensor:
     """A table of bounds like `full`; lower bounds of small distances may be below zero."""
-    bounds = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    given = values if isinstance(values, Tensor) else np.asarray(values)
+    what = f"the {key} bounds of class distances"
+    bounds = real_tensor(what, given).detach().to("cpu", torch.float64)
     if bounds.shape != full.shape or not bool(torch.isfinite(bounds).all()):
         raise InputError(
-            f"the {key} bounds of class distances must be finite and of shape "
+            f"{what} must be finite and of shape "
             f"{tuple(full.shape)}, as all classes together, got {tuple(bounds.shape)}"
         )
     beyond = bounds - full if key == "lower" else full - bounds
     if float(beyond.max()) > _rounding(full):
         raise InputError(
-            f"the {key} bounds of class distances are {'above' if key == 'lower' else 'below'} "
+            f"{what} are {'above' if key == 'lower' else 'below'} "
             f"the distances by up to {float(beyond.max()):.6g}"
         )
     return bounds.contiguous()
@@ -227,10 +246,9 @@ def _as_bounds(key: str, values: Any, full: Tensor) -> Tensor:
 def _as_names(key: str, names: Sequence[str] | None, size: int) -> tuple[str, ...] | None:
     if names is None:
         return None
-    names = tuple(str(name) for name in names)
     if len(names) != size:
         raise InputError(f"{key} has {len(names)} names ({_listing(names)}) for {size} classes")
-    return names
+    return tuple(names)
 
 
 def _rounding(block: Tensor) -> float:

@@ -20,7 +20,7 @@ from otdd_flash.labels.stored_terms import solve_in_float64
 from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented import MOST_ERROR, Finished, SegmentTerms
-from otdd_flash.solver.term import check_reachable
+from otdd_flash.solver.term import rounded_away
 
 if TYPE_CHECKING:
     # Its kernels need Triton, which is not everywhere.
@@ -75,7 +75,8 @@ class TermSolver:
         lost = self._out_of_reach(terms) & ~stalled
         if bool(lost.any()):
             floor = float(terms.rounding[lost].max())
-            check_reachable(self._options.asked_tolerance, floor, self._epsilon, torch.float64)
+            tolerance = self._options.asked_tolerance
+            raise rounded_away(2 * floor, self._epsilon, torch.float64, enough=tolerance)
         return terms
 
     def _in_float64(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from otdd_flash import arguments
+from otdd_flash.checks import check_fields
 from otdd_flash.devices import check_triton, resolve_device
-from otdd_flash.errors import InputError, choose
+from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -25,9 +27,6 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
 
-BACKENDS = ("auto", "torch", "triton")
-PRECISIONS = ("fast", "high", "double")
-
 
 @dataclass(frozen=True)
 class GroundCost:
@@ -37,9 +36,7 @@ class GroundCost:
     lambda_y: float = 0.5
 
     def __post_init__(self) -> None:
-        for name, value in (("lambda_x", self.lambda_x), ("lambda_y", self.lambda_y)):
-            if not 0 <= value < float("inf"):
-                raise InputError(f"{name} must be finite and not negative, got {value}")
+        check_fields(self, arguments.GROUND_COST)
         if self.lambda_x == self.lambda_y == 0:
             raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
 
@@ -64,14 +61,24 @@ class ComputeOptions:
     memory_budget: str | int = "auto"
 
     def __post_init__(self) -> None:
-        choose("backend", self.backend, BACKENDS)
-        choose("precision", self.precision, PRECISIONS)
+        check_fields(self, arguments.COMPUTE_OPTIONS)
         stated_budget(self.memory_budget)
+
+    @classmethod
+    def of(cls, given: Compute | None) -> ComputeOptions:
+        """Options as they are, or the defaults, on a device if one is named."""
+        if isinstance(given, ComputeOptions):
+            return given
+        return cls() if given is None else cls(str(given))
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of scores and potentials."""
         return torch.float64 if self.precision == "double" else torch.float32
+
+
+# What entry points take for `compute`: `ComputeOptions.of` makes them.
+Compute = ComputeOptions | str | torch.device
 
 
 def build_operator(
@@ -193,8 +200,9 @@ def relative_epsilon(
 def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
     """Refuse costs whose sums would overflow."""
     highest = max(map(abs, cost.cost_range))
+    float64_room = torch.finfo(torch.float64).max / 4
     if not highest < torch.finfo(compute.dtype).max / 4:
-        way_out = "" if compute.precision == "double" else " or set precision=double"
+        way_out = " or set precision=double" if highest < float64_room else ""
         raise InputError(
             f"costs of up to {highest:.1e} overflow in precision={compute.precision}; scale the "
             f"features down{way_out}"

@@ -1,16 +1,8 @@
 """The sums of a plan in Triton, from points in fixed point, and what these lose of the costs.
 
-    C'_ij = p_i + q_j - 2 lambda_x <x'_i, y'_j> + lambda_y W[l_i, l_j]
-
-Norms p_i = lambda_x ||x_i||^2 are those of the points themselves, in float64; x' are the points in
-fixed point (`kernels.digits`), off by e_i = ||x_i - x'_i||, which is measured. By Cauchy and
-Schwarz and s t <= (theta s^2 + t^2 / theta) / 2, products are off by at most
-
-    2 lambda_x (e_i ||y_j|| + ||x'_i|| e_j) <= A_i + B_j,
-    A_i = lambda_x (e_i^2 / theta + theta (||x_i|| + e_i)^2),
-
-B_j likewise, for any theta > 0; with theta = rms e / rms ||x|| the two parts are equal. With three
-digits e is some 2^-21 of ||x||, with four 2^-28; integers within 256 values of each other take one.
+Products are those of points in fixed point (`kernels.digits`), norms those of the points themselves
+(`product_errors`). With three digits points are off by some 2^-21 of ||x||, with four by 2^-28;
+integers within 256 values of each other take one digit.
 """
 
 from __future__ import annotations
@@ -22,25 +14,25 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.digits import pack_digits, padded_dim, product_error
+from otdd_flash.kernels.marginal_tiles import chunk_sizes
 from otdd_flash.kernels.packed_points import Layout
-from otdd_flash.kernels.plan_marginals import (
-    ADDITION_ERROR,
-    ENTRY_ERROR,
-    EXPONENT_ERROR,
-    DigitSide,
-    chunk_sizes,
-    plan_marginals,
-)
+from otdd_flash.kernels.plan_entries import ADDITION_ERROR, ENTRY_ERROR, EXPONENT_ERROR
+from otdd_flash.kernels.plan_marginals import DigitSide, plan_marginals
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.labelled_cost import LabelledCost, squared_distances
+from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice
+from otdd_flash.operators.product_errors import (
+    TINY,
+    Pair,
+    magnitudes_about,
+    product_errors,
+    squares_about,
+)
 
 LOG2_E = math.log2(math.e)
 
 # The largest coordinate and norm in units of the first digit.
 LARGEST, LONGEST = 127.0, 4095.0
-
-Pair = tuple[Tensor, Tensor]
 
 # Stands for an exponent of -inf.
 NO_MASS = -1e30
@@ -77,11 +69,7 @@ class FixedPoint:
     @cached_property
     def squares(self) -> Pair:
         """||x_i||^2 (n,) and ||y_j||^2 (m,) about the centre, float64."""
-        if self._whole is None:
-            return self.cost.squares
-        x, y = self.cost.points
-        of_x = squared_distances(x, self._centre)
-        return of_x, of_x if self.cost.symmetric else squared_distances(y, self._centre)
+        return self.cost.squares if self._whole is None else squares_about(self.cost, self._centre)
 
     @cached_property
     def cost_error(self) -> float:
@@ -146,29 +134,20 @@ class FixedPoint:
     @cached_property
     def _magnitudes(self) -> Pair:
         """As `LabelledCost.magnitudes`, about the centre."""
-        x, y = (
-            magnitudes + 2 * self.cost.lambda_x * (about - squares)
-            for magnitudes, about, squares in zip(
-                self.cost.magnitudes, self.squares, self.cost.squares, strict=True
-            )
-        )
-        return x, y
+        return magnitudes_about(self.cost, self.squares)
 
     def _costs_errors(self, digits: int) -> Pair:
         """A (n,) and B (m,): what points in fixed point, and float64, lose of costs."""
         if digits not in self._errors:
-            cost, lambda_x = self.cost, self.cost.lambda_x
+            cost = self.cost
             lost = [self._lost(side, digits) for side in ((0,) if cost.symmetric else (0, 1))]
-            lost = [lost[0], lost[-1]]
-            means = [cost.a @ pair[0] + cost.b @ pair[1] for pair in (lost, self.squares)]
-            theta = (means[0] / means[1].clamp_min(TINY)).sqrt().clamp_min(TINY)
-            products = lambda_x * product_error(digits, cost.points[0].shape[1]) / self._scale**2
+            left_out = product_error(digits, cost.points[0].shape[1]) / self._scale**2
             of_x, of_y = (
-                lambda_x * (off / theta + theta * (squares.sqrt() + off.sqrt()).square())
-                + products
-                + cost.cost_error_share * magnitudes
-                for off, squares, magnitudes in zip(
-                    lost, self.squares, self._magnitudes, strict=True
+                errors + cost.lambda_x * left_out + cost.cost_error_share * magnitudes
+                for errors, magnitudes in zip(
+                    product_errors(cost, self.squares, (lost[0], lost[-1])),
+                    self._magnitudes,
+                    strict=True,
                 )
             )
             self._errors[digits] = of_x, of_y
@@ -185,9 +164,6 @@ class FixedPoint:
             lost[first : first + rows] = packed.lost
         lost = lost[layout.position]
         return lost.div_(self._scale**2)
-
-
-TINY = torch.finfo(torch.float64).tiny
 
 
 def _whole_centre(cost: LabelledCost, lattice: Lattice) -> Tensor | None:

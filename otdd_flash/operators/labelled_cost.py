@@ -26,9 +26,6 @@ DOUBLE_UNIT = 2.0**-53
 CHUNK_ELEMENTS_CPU = 1 << 18
 CHUNK_ELEMENTS_GPU = 1 << 21
 
-# Points and coordinates that enter one product of float64 matrices.
-PRODUCT_ROWS_CPU, PRODUCT_ROWS_GPU, PRODUCT_DEPTH = 512, 4096, 1024
-
 
 class LabelledCost:
     """The cost between two labelled clouds.
@@ -122,26 +119,8 @@ class LabelledCost:
 
     @property
     def cost_error_share(self) -> float:
-        """Error of the `costs`, over the magnitudes: products of d terms in any order, float64."""
+        """Error of costs in float64, over the magnitudes: d products and some sums in any order."""
         return (2 * self.points[0].shape[1] + 16) * DOUBLE_UNIT
-
-    def costs(self, rows: slice, start: int, out: Tensor) -> None:
-        """Write C[rows, start:] to `out`, of that shape, float64."""
-        (x, y), (labels_x, labels_y) = self.points, self.labels
-        squares_x, squares_y = (self.lambda_x * squares for squares in self.squares)
-        torch.add(squares_x[rows, None], squares_y[start:], out=out)
-        if self.class_costs.numel() > 1:
-            out += self.class_costs[:, labels_y[start:]].index_select(0, labels_x[rows])
-        else:
-            out += self.class_costs
-        width, depth = PRODUCT_ROWS_GPU if x.is_cuda else PRODUCT_ROWS_CPU, PRODUCT_DEPTH
-        for k in range(0, x.shape[1], depth):
-            part = slice(k, k + depth)
-            left = x[rows, part] - self.centre[part]
-            for first in range(start, len(y), width):
-                right = y[first : first + width, part] - self.centre[part]
-                block = out[:, first - start : first - start + len(right)]
-                block.addmm_(left, right.T, alpha=-2 * self.lambda_x)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64: O((n + m) d), from q's moments."""

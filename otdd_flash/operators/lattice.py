@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.lattice_distance import lattice_distance
 from otdd_flash.operators.labelled_cost import LabelledCost
 
 # Steps per unit: of counts and raw grey values, and of grey values divided by 255.
@@ -39,6 +38,9 @@ class Lattice(NamedTuple):
 
 def lattice_of(cost: LabelledCost) -> Lattice | None:
     """The lattice that holds all points, if float16 holds their coordinates on it."""
+    # Triton is not everywhere.
+    from otdd_flash.kernels.lattice_distance import lattice_distance
+
     scales = [scale for scale in SCALES if cost.largest * scale + 1 <= LARGEST_INTEGER]
     if not scales:
         return None

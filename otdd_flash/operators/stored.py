@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import CostRange
+from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
 from otdd_flash.operators.labelled_cost import LabelledCost, equal_masses
 from otdd_flash.operators.tiled import TiledOperator
+from otdd_flash.operators.whole_points import whole_products
 
-# Rows of costs that are computed at once, of a symmetric cost only those right of the diagonal, and
-# costs that are in float64 at once while they are read.
-HEIGHT_CPU, HEIGHT_GPU, ROWS_ELEMENTS = 512, 2048, 1 << 17
+# Costs that are in float64 at once while they are read.
+ROWS_ELEMENTS = 1 << 17
 
 
 class StoredOperator(TiledOperator):
@@ -28,7 +29,7 @@ class StoredOperator(TiledOperator):
         cost_range: CostRange,
         mean_cost: float,
         magnitudes: tuple[Tensor, Tensor],
-        cost_error_share: float,
+        cost_errors: tuple[Tensor, Tensor],
         cost_rounding: float,
     ) -> None:
         super().__init__(
@@ -38,7 +39,7 @@ class StoredOperator(TiledOperator):
             cost_range=cost_range,
             mean_cost=mean_cost,
             magnitudes=magnitudes,
-            cost_error_share=cost_error_share,
+            cost_errors=cost_errors,
             cost_rounding=cost_rounding,
         )
         self.scores = scores
@@ -47,33 +48,30 @@ class StoredOperator(TiledOperator):
     def from_cost(cls, cost: Tensor, a: Tensor, b: Tensor) -> StoredOperator:
         """Hold a given cost matrix C (n, m) with masses a (n,) and b (m,)."""
         support = cost[a > 0][:, b > 0]
-        largest = cost.abs().amax(1).double()
+        largest, none = cost.abs().amax(1).double(), torch.zeros_like(b)
         return cls(
             -cost,
             a,
             b,
             cost_range=CostRange(float(support.min()), float(support.max())),
             mean_cost=float(a @ cost.double() @ b),
-            magnitudes=(largest, torch.zeros_like(b)),
-            cost_error_share=0.0,
+            magnitudes=(largest, none),
+            cost_errors=(torch.zeros_like(a), none),
             cost_rounding=0.0,
         )
 
     @classmethod
     def keep(cls, cost: LabelledCost, dtype: torch.dtype) -> StoredOperator:
         """Compute the costs of labelled points once, in float64, and keep them in a type."""
-        n, m = cost.shape
-        scores = torch.empty((n, m), dtype=dtype, device=cost.a.device)
-        height = min(n, HEIGHT_GPU if scores.is_cuda else HEIGHT_CPU)
-        buffer = torch.empty(height * m, dtype=torch.float64, device=cost.a.device)
-        for first in range(0, n, height):
-            rows = slice(first, min(first + height, n))
-            start = first if cost.symmetric else 0
-            block = buffer[: (rows.stop - first) * (m - start)].view(-1, m - start)
-            cost.costs(rows, start, block)
-            scores[rows, start:] = block.neg_()
-            if cost.symmetric:
-                scores[rows.stop :, rows] = block[:, rows.stop - first :].T
+        scores = torch.empty(cost.shape, dtype=dtype, device=cost.a.device)
+        # Costs that are rounded to float32 may come from points that are: the errors are alike.
+        whole = whole_products(cost) if dtype == torch.float32 else None
+        products = whole or CentredProducts(cost)
+        every = slice(0, len(scores))
+        for rows, columns, negative in cost_tiles(cost, products, every, upper=cost.symmetric):
+            scores[rows, columns] = negative
+            if cost.symmetric and columns.start >= rows.stop:
+                scores[columns, rows] = scores[rows, columns].T
         return cls(
             scores,
             cost.a,
@@ -81,7 +79,7 @@ class StoredOperator(TiledOperator):
             cost_range=cost.cost_range,
             mean_cost=cost.mean_cost,
             magnitudes=cost.magnitudes,
-            cost_error_share=cost.cost_error_share,
+            cost_errors=products.errors,
             cost_rounding=0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / 2,
         )
 
@@ -106,7 +104,7 @@ class StoredOperator(TiledOperator):
     def sample(self, rows: Tensor, columns: Tensor) -> StoredOperator:
         """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
         scores = self.scores[rows][:, columns]
-        x, y = self.magnitudes
+        (x, y), (of_x, of_y) = self.magnitudes, self.cost_errors
         return StoredOperator(
             scores,
             equal_masses(rows),
@@ -114,7 +112,7 @@ class StoredOperator(TiledOperator):
             cost_range=self.cost_range,
             mean_cost=-float(scores.double().mean()),
             magnitudes=(x[rows], y[columns]),
-            cost_error_share=self.cost_error_share,
+            cost_errors=(of_x[rows], of_y[columns]),
             cost_rounding=self.cost_rounding,
         )
 

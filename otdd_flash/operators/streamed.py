@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
 from otdd_flash.operators.labelled_cost import LabelledCost, squared_norms
 from otdd_flash.operators.tiled import TiledOperator
 
@@ -34,6 +35,7 @@ class StreamedOperator(TiledOperator):
 
     def __init__(self, cost: LabelledCost, dtype: torch.dtype) -> None:
         x, y = cost.centred(dtype)
+        products = CentredProducts(cost)
         # Of the rounded points, so that scores are those of clouds nearby.
         squares_x, squares_y = (cost.lambda_x * squared_norms(points) for points in (x, y))
         super().__init__(
@@ -43,10 +45,10 @@ class StreamedOperator(TiledOperator):
             cost_range=cost.cost_range,
             mean_cost=cost.mean_cost,
             magnitudes=cost.magnitudes,
-            cost_error_share=cost.cost_error_share,
+            cost_errors=products.errors,
             cost_rounding=0.0,
         )
-        self._cost = cost
+        self._cost, self._products = cost, products
         self._points, self._labels, self._lambda_x = (x, y), cost.labels[0], cost.lambda_x
         self._bias = (-cost.class_costs[:, cost.labels[1]] - squares_y).to(dtype)
 
@@ -89,5 +91,6 @@ class StreamedOperator(TiledOperator):
         for start in range(0, n, height):
             rows = slice(start, min(start + height, n))
             block = buffer[: rows.stop - start]
-            self._cost.costs(rows, 0, block)
-            yield start, block.neg_()
+            for part, columns, negative in cost_tiles(self._cost, self._products, rows):
+                block[part.start - start : part.stop - start, columns] = negative
+            yield start, block

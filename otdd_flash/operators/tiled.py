@@ -53,7 +53,8 @@ class TiledOperator(ABC):
         cost_range: an interval that holds C on the support.
         mean_cost: sum_ij a_i b_j C_ij.
         magnitudes: (n,) and (m,) float64 with |C_ij| <= magnitudes[0]_i + magnitudes[1]_j.
-        cost_error_share: error of the costs before they were stored, over the magnitudes.
+        cost_errors: (n,) and (m,) float64; before it was stored, C_ij was off by at most
+            cost_errors[0]_i + cost_errors[1]_j.
         cost_rounding: relative error of a stored cost.
     """
 
@@ -66,7 +67,7 @@ class TiledOperator(ABC):
         cost_range: CostRange,
         mean_cost: float,
         magnitudes: tuple[Tensor, Tensor],
-        cost_error_share: float,
+        cost_errors: tuple[Tensor, Tensor],
         cost_rounding: float,
     ) -> None:
         self.a, self.b = a, b
@@ -74,7 +75,7 @@ class TiledOperator(ABC):
         self.cost_range = cost_range
         self.mean_cost = mean_cost
         self.magnitudes = magnitudes
-        self.cost_error_share, self.cost_rounding = cost_error_share, cost_rounding
+        self.cost_errors, self.cost_rounding = cost_errors, cost_rounding
         self._log2_a = _log2_masses(a, row_offset.dtype)
         self._log2_b = _log2_masses(b, row_offset.dtype)
 
@@ -101,9 +102,12 @@ class TiledOperator(ABC):
     @property
     def cost_error(self) -> float:
         """Mean error of the costs of `marginals` over any plan between a and b."""
-        mean = float(self.a @ self.magnitudes[0] + self.b @ self.magnitudes[1])
+        of_rows, of_columns = (
+            errors + EVALUATION * DOUBLE_UNIT * magnitudes
+            for errors, magnitudes in zip(self.cost_errors, self.magnitudes, strict=True)
+        )
         size = self.mean_cost - 2 * min(0.0, self.cost_range.lowest)
-        return self.cost_rounding * size + (self.cost_error_share + EVALUATION * DOUBLE_UNIT) * mean
+        return self.cost_rounding * size + float(self.a @ of_rows + self.b @ of_columns)
 
     @property
     def short_passes(self) -> bool:
@@ -155,9 +159,10 @@ class TiledOperator(ABC):
             columns += self.a[part] @ plan
         # Three operations on numbers of these sizes make an exponent.
         of_rows, of_columns = (
-            self.cost_error_share * magnitudes
-            + EVALUATION * DOUBLE_UNIT * (magnitudes + potential.abs())
-            for magnitudes, potential in zip(self.magnitudes, (f, g), strict=True)
+            errors + EVALUATION * DOUBLE_UNIT * (magnitudes + potential.abs())
+            for errors, magnitudes, potential in zip(
+                self.cost_errors, self.magnitudes, (f, g), strict=True
+            )
         )
         return Marginals(
             self.a * rows,

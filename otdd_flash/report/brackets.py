@@ -73,7 +73,7 @@ def draw_brackets(
             rotation=90 if vertical else 0,
             ha="right" if vertical else "center",
             va="center" if vertical else "bottom",
-            **name_style(),
+            **name_style(text),
         )
 
 

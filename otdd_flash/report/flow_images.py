@@ -166,4 +166,4 @@ class _ImagePage:
         self._write(self.left, 0.14, shown, TITLE_POINTS, INK, ha="left", va="top")
 
     def _write(self, x: float, y: float, text: str, points: float, color: str, **at: Any) -> None:
-        self.axes.text(x, y, text, fontsize=points, color=color, **at, **name_style())
+        self.axes.text(x, y, text, fontsize=points, color=color, **at, **name_style(text))

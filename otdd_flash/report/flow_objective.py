@@ -69,7 +69,7 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path, title: str) 
     _draw_gradient(panels[1], steps, stepwise)
     _draw_iterations(panels[2], steps, stepwise)
     text = fit(title, 0.85 * WIDTH, lambda shown: measure(figure, shown, TITLE_POINTS)[0])
-    figure.text(LEFT, 0.975, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style())
+    figure.text(LEFT, 0.975, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style(text))
     save_picture(figure, path)
 
 
@@ -118,7 +118,7 @@ def _draw_divergence(axes: Axes, history: Sequence[StepRecord]) -> None:
     axes.set_ylabel("in units of the cost", fontsize=LABEL_POINTS, color=INK)
     legend = axes.legend(fontsize=LABEL_POINTS, labelcolor=INK, framealpha=0.9, edgecolor="none")
     for shown in legend.get_texts():
-        shown.set(**name_style())
+        shown.set(**name_style(shown.get_text()))
 
 
 def _draw_gradient(axes: Axes, steps: Array, history: Sequence[StepRecord]) -> None:

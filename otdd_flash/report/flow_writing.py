@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from otdd_flash.errors import choose
 from otdd_flash.flows.dataset_files import (
     ImageShape,
     check_image_shape,
@@ -14,11 +15,13 @@ from otdd_flash.flows.dataset_files import (
 )
 from otdd_flash.flows.history import StepRecord, Trajectory
 from otdd_flash.labels.npz_file import write_arrays
+from otdd_flash.report.drawing import CONTENTS, Report, Writers, write_each
 from otdd_flash.report.flow_animation import write_animation
 from otdd_flash.report.flow_images import draw_images
 from otdd_flash.report.flow_metrics import write_metrics_csv
 from otdd_flash.report.flow_objective import draw_objective
 from otdd_flash.report.flow_paths import draw_paths
+from otdd_flash.report.fonts import notice_missing_glyphs
 from otdd_flash.samples import LabeledSamples
 
 
@@ -47,8 +50,13 @@ class Flow(Protocol):
 
 
 def write_flow_report(
-    result: Flow, directory: str | Path, *, image_shape: ImageShape | None = None, seed: int = 0
-) -> list[Path]:
+    result: Flow,
+    directory: str | Path,
+    *,
+    image_shape: ImageShape | None = None,
+    seed: int = 0,
+    content: str = "full",
+) -> Report:
     """Write the adapted dataset, what was recorded, and pictures.
 
     These are adapted.npz and the folder adapted (a Hugging Face dataset), metrics.csv,
@@ -61,30 +69,52 @@ def write_flow_report(
         image_shape: (c, h, w) of the particles, if they are images with pixel values in [0, 1],
             channel after channel.
         seed: of the rows that paths.png draws.
+        content: `full`; `table` and `none` draw no pictures.
 
     Returns:
-        What was written, the data first.
+        The files written, the data first, and those that could not be.
 
     Raises:
-        InputError: the particles are not images of this shape, or the directory cannot be written.
+        InputError: the particles are not images of this shape, or no such content.
+
+    Warns:
+        MissingFileNotice: a file could not be written; the others are.
     """
-    directory = Path(directory)
+    choose("report", content, CONTENTS)
+    directory, samples = Path(directory), result.samples
     if image_shape is not None:
-        check_image_shape(result.samples.features, image_shape)
+        check_image_shape(samples.features, image_shape)
+    writers: Writers = {
+        directory / "adapted.npz": lambda path: write_npz(samples, path),
+        directory / "adapted": lambda path: write_hugging_face(samples, path, image_shape),
+        directory / "metrics.csv": lambda path: write_metrics_csv(result.evaluations, path),
+        directory / "trajectory.npz": lambda path: _write_trajectory(result.trajectory, path),
+    }
+    if content == "full":
+        writers |= _pictures(result, directory, image_shape, seed)
+    return write_each(writers)
+
+
+def _pictures(result: Flow, directory: Path, image_shape: ImageShape | None, seed: int) -> Writers:
     source, target, trajectory = result.source, result.target, result.trajectory
-    names = ("adapted.npz", "adapted", "metrics.csv", "trajectory.npz")
-    written = [directory / name for name in (*names, "objective.png", "paths.png")]
-    write_npz(result.samples, written[0])
-    write_hugging_face(result.samples, written[1], image_shape)
-    write_metrics_csv(result.evaluations, written[2])
-    _write_trajectory(trajectory, written[3])
-    draw_objective(result.evaluations, written[4], f"{source.name} on its way to {target.name}")
-    draw_paths(source, target, result.samples, trajectory, written[5], seed=seed)
+    named = [*source.class_names, *target.class_names]
+    notice_missing_glyphs([source.name, target.name, *named])
+    title = f"{source.name} on its way to {target.name}"
+    writers: Writers = {
+        directory / "objective.png": lambda path: draw_objective(result.evaluations, path, title),
+        directory / "paths.png": lambda path: draw_paths(
+            source, target, result.samples, trajectory, path, seed=seed
+        ),
+    }
     if image_shape is not None:
-        written += [directory / "images.png", directory / "flow.gif"]
-        draw_images(source, target, trajectory, image_shape, written[-2])
-        write_animation(trajectory, image_shape, written[-1])
-    return written
+        shape = image_shape
+        writers |= {
+            directory / "images.png": lambda path: draw_images(
+                source, target, trajectory, shape, path
+            ),
+            directory / "flow.gif": lambda path: write_animation(trajectory, shape, path),
+        }
+    return writers
 
 
 def _write_trajectory(trajectory: Trajectory, path: Path) -> None:

@@ -156,7 +156,7 @@ def _draw_separators(axes: Axes, row_sizes: Sequence[int], column_sizes: Sequenc
 
 
 def _draw_names(axes: Axes, rows: AxisNames, columns: AxisNames) -> None:
-    style = {"color": INK, **name_style()}
+    style = {"color": INK, **name_style("".join((*rows.texts, *columns.texts)))}
     axes.set_yticks(rows.ticks, rows.texts, fontsize=rows.points, **style)
     axes.set_xticks(columns.ticks, columns.texts, fontsize=columns.points, **style)
     for label, upright in zip(axes.get_xticklabels(), columns.upright, strict=True):
@@ -212,5 +212,5 @@ def _draw_title(figure: Figure, title: str) -> None:
         color=INK,
         ha="left",
         va="top",
-        **name_style(),
+        **name_style(text),
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from otdd_flash.files import replacing
+from otdd_flash.report.fonts import families, without_glyph_warnings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,7 +17,6 @@ INK = "#222222"
 # Blue and vermilion of Okabe & Ito's palette, told apart with every common colour blindness.
 SOURCE_COLOR = "#0072B2"
 TARGET_COLOR = "#D55E00"
-OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans CJK SC", "Arial Unicode MS", "Hiragino Sans")
 
 
 def new_figure(width: float = 1.0, height: float = 1.0) -> Figure:
@@ -32,24 +31,20 @@ def new_figure(width: float = 1.0, height: float = 1.0) -> Figure:
 
 def save_picture(figure: Figure, path: str | Path) -> None:
     """Write the figure as PNG at `DPI`, whole or not at all."""
-    with replacing(path) as partial:
+    with replacing(path) as partial, without_glyph_warnings():
         figure.savefig(partial, format="png", dpi=DPI)
 
 
-@cache
-def name_style() -> dict[str, Any]:
-    """Text properties for names users chose: dollar signs are plain text, any script shows."""
-    from matplotlib.font_manager import fontManager
-
-    installed = {font.name for font in fontManager.ttflist}
-    families = ["DejaVu Sans", *(name for name in OTHER_SCRIPTS if name in installed)]
-    return {"parse_math": False, "fontfamily": families}
+def name_style(text: str) -> dict[str, Any]:
+    """Properties of a text with names users chose: dollar signs are plain, any script shows."""
+    return {"parse_math": False, "fontfamily": families(text)}
 
 
 def measure(figure: Figure, text: str, points: float, **style: Any) -> tuple[float, float]:
     """Width and height in inches of `text` set at this font size."""
-    drawn = figure.text(0, 0, text, fontsize=points, **name_style(), **style)
-    box = drawn.get_window_extent()
+    drawn = figure.text(0, 0, text, fontsize=points, **name_style(text), **style)
+    with without_glyph_warnings():
+        box = drawn.get_window_extent()
     drawn.remove()
     return box.width / figure.dpi, box.height / figure.dpi
 

@@ -10,6 +10,8 @@ from otdd_flash.report.class_order import ORDERS, class_orders
 from otdd_flash.report.class_pictures import draw_joint_class_distances
 from otdd_flash.report.console import interval
 from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
+from otdd_flash.report.drawing import Report, Writers, write_each
+from otdd_flash.report.fonts import notice_missing_glyphs
 from otdd_flash.report.heat_maps import heat_map
 from otdd_flash.report.page import INK, shorten
 
@@ -40,7 +42,7 @@ def pairwise_table(result: PairwiseResult) -> Table:
 
 def write_pairwise_report(
     result: PairwiseResult, directory: str | Path, *, order: str = "given"
-) -> list[Path]:
+) -> Report:
     """Write distances.csv and .png, and class_distances.csv and .png.
 
     distances.csv has one line per pair of datasets, the nearest first, with bounds; the pictures
@@ -54,20 +56,25 @@ def write_pairwise_report(
             keep the given order.
 
     Returns:
-        The files written.
+        The files written, and those that could not be.
 
     Raises:
-        InputError: the directory cannot be written, or no such order.
+        InputError: no such order.
+
+    Warns:
+        MissingFileNotice: a file could not be written; the others are.
     """
     choose("order", order, ORDERS)
-    directory = Path(directory)
-    written = [directory / "distances.csv", directory / "distances.png"]
-    pairs = result.pairs()
-    write_table_csv(written[0], pairs[0]._fields, pairs)
-    _draw_distances(result, written[1], order)
+    directory, pairs = Path(directory), result.pairs()
+    classes = [name for names in result.class_distances.class_names for name in names]
+    notice_missing_glyphs([*result.names, *classes])
+    writers: Writers = {
+        directory / "distances.csv": lambda path: write_table_csv(path, pairs[0]._fields, pairs),
+        directory / "distances.png": lambda path: _draw_distances(result, path, order),
+    }
     if result.method != "none":
-        written += _write_class_distances(result, directory, order)
-    return written
+        writers |= _class_distances(result, directory, order)
+    return write_each(writers)
 
 
 def _draw_distances(result: PairwiseResult, path: Path, order: str) -> None:
@@ -89,15 +96,19 @@ def _draw_distances(result: PairwiseResult, path: Path, order: str) -> None:
     )
 
 
-def _write_class_distances(result: PairwiseResult, directory: Path, order: str) -> list[Path]:
+def _class_distances(result: PairwiseResult, directory: Path, order: str) -> Writers:
     table = result.class_distances
-    csv, png = directory / "class_distances.csv", directory / "class_distances.png"
     names = [
         f"{dataset}:{name}"
         for dataset, classes in zip(result.names, table.class_names, strict=True)
         for name in classes
     ]
-    write_matrix_csv(csv, table.full, names, names, corner="class")
     orders = class_orders(table.full, [len(classes) for classes in table.class_names], order)
-    draw_joint_class_distances(table.full, table.class_names, result.names, png, orders=orders)
-    return [csv, png]
+    return {
+        directory / "class_distances.csv": lambda path: write_matrix_csv(
+            path, table.full, names, names, corner="class"
+        ),
+        directory / "class_distances.png": lambda path: draw_joint_class_distances(
+            table.full, table.class_names, result.names, path, orders=orders
+        ),
+    }

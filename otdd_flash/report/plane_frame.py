@@ -76,7 +76,7 @@ def write_title(figure: Figure, axes: Axes, title: str) -> None:
     """Write a title above the axes, shortened to their width."""
     text = fit(title, WIDTH, lambda shown: measure(figure, shown, TITLE_POINTS)[0])
     place = (axes.get_position().x0, 1 - 0.15 / figure.get_size_inches()[1])
-    figure.text(*place, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style())
+    figure.text(*place, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style(text))
 
 
 def write_legend(
@@ -96,4 +96,4 @@ def write_legend(
         ncols=columns,
     )
     for text in legend.get_texts():
-        text.set(**name_style())
+        text.set(**name_style(text.get_text()))

@@ -83,5 +83,5 @@ def draw_names(
             va="center",
             zorder=6,
             path_effects=[withStroke(linewidth=2.2, foreground="white")],
-            **name_style(),
+            **name_style(text),
         )

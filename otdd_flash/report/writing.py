@@ -12,10 +12,15 @@ from otdd_flash.errors import choose
 from otdd_flash.report.class_order import ORDERS, class_orders
 from otdd_flash.report.class_pictures import draw_class_coupling, draw_class_distances
 from otdd_flash.report.csv_tables import write_matrix_csv
+from otdd_flash.report.drawing import CONTENTS, Report, Writers, wanted, write_each
+from otdd_flash.report.fonts import notice_missing_glyphs
 from otdd_flash.report.nearest_classes import FILE as NEAREST_FILE
 from otdd_flash.report.nearest_classes import Nearest, write_nearest_csv
 from otdd_flash.report.projections import projection
 from otdd_flash.samples import LabeledSamples
+
+Names = tuple[tuple[str, ...], tuple[str, ...]]
+Orders = list[list[int]]
 
 
 class ClassTable(Protocol):
@@ -57,8 +62,13 @@ class Result(Protocol):
 
 
 def write_report(
-    result: Result, directory: str | Path, *, seed: int = 0, order: str = "given"
-) -> list[Path]:
+    result: Result,
+    directory: str | Path,
+    *,
+    seed: int = 0,
+    order: str = "given",
+    content: str = "full",
+) -> Report:
     """Write tables and pictures of a distance.
 
     These are class_distances and class_coupling (each .csv and .png), nearest_classes.csv and
@@ -73,43 +83,62 @@ def write_report(
         seed: of the rows that the projection draws.
         order: how the pictures order the classes of each dataset, one of `ORDERS`; tables keep
             the dataset's order.
+        content: `full`, `table` for no pictures or `none` for nothing.
 
     Returns:
-        The files written.
+        The files written, and those that could not be.
 
     Raises:
-        InputError: the directory cannot be written, or no such order.
+        InputError: no such order or content.
+
+    Warns:
+        MissingFileNotice: a file could not be written; the others are.
     """
     choose("report.order", order, ORDERS)
+    choose("report", content, CONTENTS)
     directory, table = Path(directory), result.class_distances
     names, datasets = result.class_names, (result.source.name, result.target.name)
+    if content == "full":
+        notice_missing_glyphs([*datasets, *names[0], *names[1]])
     coupling = result.class_coupling()
-    written = [directory / "projection.png"]
-    projection(result.source, result.target, coupling, written[0], seed)
     # Without class distances there is nothing to order by.
     chosen = order if result.method != "none" else "given"
     orders = class_orders(table.full, [len(side) for side in names], chosen)
+    writers: Writers = {
+        directory / "projection.png": lambda path: projection(
+            result.source, result.target, coupling, path, seed
+        )
+    }
     if result.method != "none":
-        written += _write_class_distances(table.full, names, datasets, directory, orders)
-        written.append(directory / NEAREST_FILE)
-        write_nearest_csv(table.nearest(), written[-1])
+        writers |= _class_distances(table, names, datasets, directory, orders)
     if coupling.numel() > 1:
-        csv, png = directory / "class_coupling.csv", directory / "class_coupling.png"
-        write_matrix_csv(csv, coupling, *names, corner="source\\target")
-        draw_class_coupling(coupling, names, datasets, png, orders=orders)
-        written += [csv, png]
-    return written
+        writers |= _class_coupling(coupling, names, datasets, directory, orders)
+    return write_each(wanted(writers, content))
 
 
-def _write_class_distances(
-    table: Tensor,
-    names: tuple[tuple[str, ...], tuple[str, ...]],
-    datasets: tuple[str, str],
-    directory: Path,
-    orders: list[list[int]],
-) -> list[Path]:
-    csv, png = directory / "class_distances.csv", directory / "class_distances.png"
+def _class_distances(
+    table: ClassTable, names: Names, datasets: tuple[str, str], directory: Path, orders: Orders
+) -> Writers:
     both = [f"source:{name}" for name in names[0]] + [f"target:{name}" for name in names[1]]
-    write_matrix_csv(csv, table, both, both, corner="class")
-    draw_class_distances(table, names, datasets, png, orders=orders)
-    return [csv, png]
+    return {
+        directory / "class_distances.csv": lambda path: write_matrix_csv(
+            path, table.full, both, both, corner="class"
+        ),
+        directory / "class_distances.png": lambda path: draw_class_distances(
+            table.full, names, datasets, path, orders=orders
+        ),
+        directory / NEAREST_FILE: lambda path: write_nearest_csv(table.nearest(), path),
+    }
+
+
+def _class_coupling(
+    coupling: Tensor, names: Names, datasets: tuple[str, str], directory: Path, orders: Orders
+) -> Writers:
+    return {
+        directory / "class_coupling.csv": lambda path: write_matrix_csv(
+            path, coupling, *names, corner="source\\target"
+        ),
+        directory / "class_coupling.png": lambda path: draw_class_coupling(
+            coupling, names, datasets, path, orders=orders
+        ),
+    }

@@ -76,8 +76,9 @@ class Comparison:
         self, source: LabeledSamples, target: LabeledSamples, table: ClassDistances | None
     ) -> DistanceResult:
         with warnings.catch_warnings():
-            # Told once, by `warn_unconverged`.
+            # Told once, by `warn_unconverged`; of its classes the whole distance has told.
             warnings.simplefilter("ignore", NotConvergedWarning)
+            warnings.simplefilter("ignore", DataNotice)
             result = dataset_distance(source, target, class_distances=table, **self._settings)
         self.unconverged += not result.converged
         return result
@@ -89,7 +90,7 @@ class Comparison:
                 f"{self.unconverged} of {count} distances between parts of the data did not "
                 "converge; raise solver.max_iterations, solver.max_seconds or epsilon",
                 NotConvergedWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _fixed_table(self, metric: LabelMetric) -> ClassDistances | None:

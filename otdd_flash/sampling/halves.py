@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.labels import LabelMetric
 from otdd_flash.result import DistanceResult
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.sampling.comparison import Comparison, drawable
 from otdd_flash.sampling.draws import PER_CLASS, most_per_half, two_halves
 
@@ -58,13 +60,14 @@ class NoiseFloor:
         return asdict(self)
 
 
+@takes(arguments.NOISE_FLOOR)
 def noise_floor(
-    source: LabeledSamples,
-    target: LabeledSamples,
+    source: Samples,
+    target: Samples,
     *,
     seed: int = 0,
     progress: Progress | None = None,
-    **arguments: Any,
+    **settings: Any,
 ) -> NoiseFloor:
     """Compare disjoint halves of each dataset, and the datasets at the size of these halves.
 
@@ -76,7 +79,7 @@ def noise_floor(
         target: samples of which no row occurs twice.
         seed: of the split.
         progress: called as progress(distances computed, their total).
-        **arguments: those of `dataset_distance`, the resolved epsilon of the whole among them. What
+        **settings: those of `dataset_distance`, the resolved epsilon of the whole among them. What
             concerns a cache or progress has no effect.
 
     Raises:
@@ -86,7 +89,8 @@ def noise_floor(
     Warns:
         NotConvergedWarning: a distance stopped before the tolerance.
     """
-    comparison = Comparison(source, target, arguments)
+    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    comparison = Comparison(source, target, settings)
     size = half_size(comparison.source, comparison.target)
     generator = np.random.default_rng(seed)
     x, other_x = two_halves(comparison.source, size, generator)

@@ -28,9 +28,11 @@ from typing import Any
 
 import numpy as np
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import LabelMetric
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.sampling.comparison import Comparison, drawable
 from otdd_flash.sampling.draws import least_rows, subsample
 
@@ -71,9 +73,10 @@ class SubsampleInterval:
         return asdict(self)
 
 
+@takes(arguments.SUBSAMPLE_INTERVAL)
 def subsample_interval(
-    source: LabeledSamples,
-    target: LabeledSamples,
+    source: Samples,
+    target: Samples,
     value: float,
     *,
     count: int = 50,
@@ -81,7 +84,7 @@ def subsample_interval(
     level: float = 0.95,
     seed: int = 0,
     progress: Progress | None = None,
-    **arguments: Any,
+    **settings: Any,
 ) -> SubsampleInterval:
     """How far the distance between two datasets may be from its mean over samples like them.
 
@@ -101,7 +104,7 @@ def subsample_interval(
         level: the confidence level, in (0, 1).
         seed: of the draws.
         progress: called as progress(distances computed, their total).
-        **arguments: those of `dataset_distance`, the epsilon of `value` among them. What concerns a
+        **settings: those of `dataset_distance`, the epsilon of `value` among them. What concerns a
             cache or progress has no effect: nothing of a subsample is kept.
 
     Raises:
@@ -114,7 +117,8 @@ def subsample_interval(
         NotConvergedWarning: a distance stopped before the tolerance.
     """
     check_count(count, level)
-    comparison = Comparison(source, target, arguments)
+    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    comparison = Comparison(source, target, settings)
     sizes = subsample_sizes(comparison.source, comparison.target, size)
     _notice_few_per_class(comparison, sizes)
     fraction = sum(sizes) / (len(comparison.source) + len(comparison.target))
@@ -186,7 +190,7 @@ def _notice_few_per_class(comparison: Comparison, sizes: tuple[int, int]) -> Non
                 f"subsamples of {samples.name} hold {rows} rows for {samples.class_total} classes: "
                 "class distances between them are crude, and so is the interval",
                 DataNotice,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 

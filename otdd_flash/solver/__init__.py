@@ -4,7 +4,8 @@
 the points and down `levels` of epsilon; `symmetric` a self term; `iteration` the loop of both,
 `quasi_newton` what makes it short, `trust` which of its steps are kept, `quasi_newton_kernels` the
 same on a GPU; `sweep` and `late_reader` let short ones run without waiting for the device;
-`certificate` value and bounds from potentials, `polytope` the plans that prove the upper ones;
+`certificate` what potentials prove, `cross_certificate` and `self_certificate` of which term, from
+an `evaluated_plan`, `polytope` the plans that prove upper bounds, `rounding` what tolerances allow;
 `term` what a solve returns; `geomloss_schedule` the fixed updates of that library, for comparisons;
 `term_solves` all terms within one budget, `bound_width` until their bounds are narrow, `shortfall`
 what to say when they are not; `divergence` the debiased combination; `problem` two clouds and their

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.certificate import absent
 from otdd_flash.solver.iteration import Enough, Iteration
 from otdd_flash.solver.levels import (
     ITERATIONS_PER_LEVEL,
@@ -111,7 +110,7 @@ def _of_sample(
     levels = levels_above(level, TOP * _scale(sampled))
     track = _descend(coarse, sampled, _nothing(sampled), levels)
     track = coarse.run(sampled, level, track, _reaches(LEVEL_TOLERANCE))
-    g = torch.full_like(operator.b, absent(operator), dtype=operator.dtype)
+    g = torch.full_like(operator.b, _absent(operator), dtype=operator.dtype)
     g[sample.columns] = track.updated
     part = len(sample.rows) * len(sample.columns) / (operator.shape[0] * operator.shape[1])
     return g, 2 * coarse.iterations * part
@@ -152,3 +151,8 @@ def _scale(operator: Operator) -> float:
 
 def _reaches(tolerance: float) -> Enough:
     return lambda _, error: error <= tolerance
+
+
+def _absent(operator: Operator) -> float:
+    """Stands for a potential of -inf: finite in float32, and far below any cost."""
+    return -min(1e37, max(1e20, 1e6 * max(map(abs, operator.cost_range))))

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash import arguments
+from otdd_flash.checks import takes
+from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost
+from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.options import Progress, SolverOptions
-from otdd_flash.solver.problem import Cloud, Problem
+from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.solver.term_solves import Start
 
 
+@takes(arguments.SINKHORN)
 def sinkhorn(
-    source: Cloud,
-    target: Cloud,
+    source: Samples,
+    target: Samples,
     *,
     epsilon: float,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
     options: SolverOptions | None = None,
-    compute: ComputeOptions | None = None,
+    compute: Compute | None = None,
     progress: Progress | None = None,
 ) -> TransportTerm:
     """OT_epsilon(source, target) = min_P <C, P> + epsilon KL(P | a b^T).
 
     Args:
-        source: n points, with labels and weights if they are `LabeledSamples`.
+        source: n points: `LabeledSamples`, (features, labels) or features alone.
         target: m points, likewise.
         epsilon: regularisation, in units of the cost.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
             Only the block [x, y] is read.
         cost: its weights, lambda_x = lambda_y = 1/2 by default.
         options: when to stop.
-        compute: where and how passes run.
+        compute: where and how passes run, or only the device.
         progress: called as progress("xy", iteration, marginal error).
 
     Returns:
@@ -44,19 +48,20 @@ def sinkhorn(
             another size, a tolerance that the precision cannot reach, a backend that cannot run on
             the device, or too little memory.
     """
-    problem = Problem(source, target, epsilon, class_table, cost, compute)
+    problem = _problem(source, target, epsilon, class_table, cost, compute)
     return problem.solve(options or SolverOptions(), debias=False, progress=progress).xy
 
 
+@takes(arguments.SINKHORN_DIVERGENCE)
 def sinkhorn_divergence(
-    source: Cloud,
-    target: Cloud,
+    source: Samples,
+    target: Samples,
     *,
     epsilon: float,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
     options: SolverOptions | None = None,
-    compute: ComputeOptions | None = None,
+    compute: Compute | None = None,
     debias: bool = True,
     start: Start | None = None,
     progress: Progress | None = None,
@@ -73,7 +78,22 @@ def sinkhorn_divergence(
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
     options = options or SolverOptions()
-    problem = Problem(source, target, epsilon, class_table, cost, compute)
+    problem = _problem(source, target, epsilon, class_table, cost, compute)
     divergence = problem.solve(options, debias=debias, start=start, progress=progress)
     report_convergence(divergence, options)
     return divergence
+
+
+def _problem(
+    source: Samples,
+    target: Samples,
+    epsilon: float,
+    class_table: Tensor | None,
+    cost: GroundCost | None,
+    compute: Compute | None,
+) -> Problem:
+    """Both clouds as samples, whose squared distances exist."""
+    x, y = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    problem = Problem(x, y, epsilon, class_table, cost, ComputeOptions.of(compute))
+    check_squares(x, y)
+    return problem

@@ -208,4 +208,4 @@ def report_convergence(divergence: Divergence, options: SolverOptions) -> None:
     message = divergence.shortfall(options)
     if options.require_convergence:
         raise ConvergenceError(message)
-    warnings.warn(message, NotConvergedWarning, stacklevel=3)
+    warnings.warn(message, NotConvergedWarning, stacklevel=4)

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.certificate import certify, certify_self
+from otdd_flash.solver.cross_certificate import certify
 from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.term import TransportTerm, check_usable
 
 

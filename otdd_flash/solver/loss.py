@@ -7,9 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import ComputeOptions, GroundCost
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost
+from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
 from otdd_flash.solver.known_gradient import KnownGradient
@@ -21,6 +23,7 @@ from otdd_flash.solver.term_solves import Start
 MASS_TOLERANCE = 1e-6
 
 
+@takes(arguments.SINKHORN_LOSS)
 def sinkhorn_loss(
     x: Tensor,
     y: Tensor,
@@ -37,7 +40,7 @@ def sinkhorn_loss(
     debias: bool = True,
     start: Start | None = None,
     options: SolverOptions | None = None,
-    compute: ComputeOptions | None = None,
+    compute: Compute | None = None,
 ) -> Tensor:
     """S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2, for autograd.
 
@@ -59,18 +62,18 @@ def sinkhorn_loss(
         epsilon: regularisation, in units of the cost.
         labels_x: (n,) class indices in [0, V_x); None is one class.
         labels_y: (m,) class indices in [0, V_y), which are not those of `labels_x`.
-        class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; 0 by default.
-            The blocks [x, y], [x, x] and [y, y] are read, the block [y, x] is not and gets the
-            gradient 0. The last two must be symmetric but for rounding, and so are their gradients;
-            they are not read without `debias`.
+        class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes, which labels
+            need and which needs labels. The blocks [x, y], [x, x] and [y, y] are read, the block
+            [y, x] is not and gets the gradient 0. The last two must be symmetric but for rounding,
+            and so are their gradients; they are not read without `debias`.
         class_totals: (V_x, V_y), needed where the last class of a side has no point.
         lambda_x: weight of ||x_i - y_j||^2, a number or a 0-dim tensor.
         lambda_y: weight of W, likewise.
         debias: False leaves both self terms out.
         start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}.
         options: when to stop.
-        compute: where and how passes run; by default on the device of the points, in double
-            precision if a cloud is float64.
+        compute: where and how passes run, or only the device; by default on the device of the
+            points, in double precision if a cloud is float64.
 
     Returns:
         0-dim tensor in units of the cost, float64 if a cloud is and float32 otherwise.
@@ -81,15 +84,18 @@ def sinkhorn_loss(
             epsilon or weight, or a tolerance that the precision cannot reach.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
-    _check_clouds(x, y)
+    _check_one_device(x, y)
+    _check_classes(labels_x, labels_y, class_table)
     weights = GroundCost(_number("lambda_x", lambda_x), _number("lambda_y", lambda_y))
     totals = _class_totals(labels_x, labels_y, class_table, class_totals)
     source = _samples("a", x, labels_x, totals[0], a)
     target = _samples("b", y, labels_y, totals[1], b)
+    check_squares(source, target)
     dtype = torch.promote_types(source.features.dtype, target.features.dtype)
     if compute is None:
         precision = "double" if dtype == torch.float64 else "fast"
         compute = ComputeOptions(device=str(x.device), precision=precision)
+    compute = ComputeOptions.of(compute)
     options = options or SolverOptions()
     table = None if class_table is None else class_table.detach()
     inputs: dict[Input, Any] = {
@@ -129,13 +135,25 @@ def _along_simplex(gradient: Gradient, source: LabeledSamples, target: LabeledSa
         gradient[key] -= sides[key].masses.to(gradient[key].device) @ gradient[key]
 
 
-def _check_clouds(x: Tensor, y: Tensor) -> None:
-    for name, points in (("x", x), ("y", y)):
-        if not isinstance(points, Tensor):
-            raise InputError(f"{name} must be a tensor, got {type(points).__name__}")
+def _check_one_device(x: Tensor, y: Tensor) -> None:
     if x.device != y.device:
         raise InputError(
             f"x is on {x.device} and y on {y.device}; move both to one device with .to()"
+        )
+
+
+def _check_classes(labels_x: Tensor | None, labels_y: Tensor | None, table: Tensor | None) -> None:
+    """Refuse labels without distances between them, and distances without labels to look up."""
+    labelled = labels_x is not None or labels_y is not None
+    if labelled and table is None:
+        raise InputError(
+            "labels need class_table, the squared distances between their classes, such as "
+            "otdd.class_distances([x, y]).between(0, 1).full; without them leave the labels out"
+        )
+    if table is not None and not labelled:
+        raise InputError(
+            "class_table needs labels_x and labels_y, which tell the class of every point; without "
+            "classes leave the table out"
         )
 
 

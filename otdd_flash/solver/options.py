@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from otdd_flash.errors import InputError, choose
+from otdd_flash import arguments
+from otdd_flash.checks import check_fields
+from otdd_flash.errors import InputError
 
 # progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".
 Progress = Callable[[str, int, float], None]
@@ -17,18 +19,10 @@ StoppedBy = Literal[
     "tolerance", "bound_width", "max_seconds", "max_iterations", "rounding", "schedule"
 ]
 
-SCHEDULES = ("converged", "geomloss")
-
 # Aimed at where no tolerance is given, and how far that gives way to rounding. With more than the
 # latter the marginals would say little of the plan.
 DEFAULT_TOLERANCE = 1e-3
 LOOSEST_DEFAULT = 0.1
-
-
-def check_epsilon(name: str, value: float) -> None:
-    """Raise an `InputError` unless a regularisation is positive and finite."""
-    if not 0 < value < float("inf"):
-        raise InputError(f"{name} must be positive and finite, got {value}")
 
 
 @dataclass(frozen=True)
@@ -65,19 +59,7 @@ class SolverOptions:
     diameter: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.asked_tolerance < 2:
-            raise InputError(
-                f"solver.tolerance must lie in (0, 2), an L1 distance of two masses, "
-                f"got {self.tolerance}"
-            )
-        if self.max_iterations < 1:
-            raise InputError(f"solver.max_iterations must be positive, got {self.max_iterations}")
-        for name in ("bound_width", "max_seconds", "diameter"):
-            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
-                raise InputError(f"solver.{name} must be positive and finite, got {value}")
-        choose("solver.schedule", self.schedule, SCHEDULES)
-        if not 0 < self.scaling < 1:
-            raise InputError(f"solver.scaling must lie in (0, 1), got {self.scaling}")
+        check_fields(self, arguments.SOLVER_OPTIONS, "solver.")
         if self.schedule != "converged" and (self.bound_width or self.max_seconds):
             raise InputError(
                 f"solver.schedule={self.schedule} has a fixed number of updates; leave out "

@@ -20,11 +20,12 @@ from otdd_flash.operators.build import (
     cost_size,
 )
 from otdd_flash.operators.memory import within_memory
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, real_tensor
 from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
+from otdd_flash.solver.epsilon import EpsilonTooSmall
 from otdd_flash.solver.geomloss_schedule import box_diagonal
-from otdd_flash.solver.options import Progress, SolverOptions, check_epsilon
+from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.term_solves import Known, Solved, Start
 
 Cloud = LabeledSamples | Tensor
@@ -70,7 +71,6 @@ class Problem:
         cost: GroundCost | None = None,
         compute: ComputeOptions | None = None,
     ) -> None:
-        check_epsilon("epsilon", epsilon)
         self.epsilon = epsilon
         self.source, self.target = _as_samples(source), _as_samples(target)
         check_one_device(self.source.features.device, self.target.features.device)
@@ -81,9 +81,10 @@ class Problem:
             )
         self.cost, self.compute = cost or GroundCost(), compute or ComputeOptions()
         if epsilon < torch.finfo(self.compute.dtype).tiny:
-            raise InputError(
-                f"epsilon={epsilon:g} underflows in precision={self.compute.precision}; scale the "
-                "features up or set precision=double"
+            raise EpsilonTooSmall(
+                f"{{given}} underflows in precision={self.compute.precision}; raise {{name}}, or "
+                "scale the features up",
+                epsilon,
             )
         self.device = resolve_device(self.compute.device)
         sizes = self.source.class_total, self.target.class_total
@@ -211,13 +212,19 @@ def _checked_table(table: Tensor | None, sizes: tuple[int, int], device: torch.d
     total = sum(sizes)
     if table is None:
         return torch.zeros(total, total, dtype=torch.float64, device=device)
+    table = real_tensor("class_table", table)
     if table.shape != (total, total):
         raise InputError(
             f"class_table must have shape {(total, total)} for {sizes[0]} + {sizes[1]} classes, "
             f"got {tuple(table.shape)}"
         )
-    if not bool(torch.isfinite(table).all()):
-        raise InputError("class_table holds NaN or infinite values")
+    bad = ~torch.isfinite(table)
+    if bool(bad.any()):
+        row, column = torch.nonzero(bad)[0].tolist()
+        raise InputError(
+            f"class_table holds {int(bad.sum())} NaN or infinite entries, the first at "
+            f"[{row}, {column}]; measure it with otdd.class_distances, or give finite distances"
+        )
     return table.to(device, torch.float64)
 
 

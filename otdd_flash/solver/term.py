@@ -11,6 +11,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.solver.certificate import Certificate
+from otdd_flash.solver.epsilon import EpsilonTooSmall, or_double
 from otdd_flash.solver.options import LOOSEST_DEFAULT, SolverOptions, StoppedBy
 
 # The L1 distance of two masses, at the most.
@@ -139,7 +140,7 @@ def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch
     """
     if 2 * floor > tolerance:
         if 2 * floor >= LOOSEST_DEFAULT:
-            raise InputError(rounded_away(2 * floor, epsilon, dtype))
+            raise rounded_away(2 * floor, epsilon, dtype)
         raise InputError(
             f"solver.tolerance={tolerance:g} is too tight for {_name(dtype)} at epsilon="
             f"{epsilon:g}: rounding alone moves the marginals by up to {2 * floor:.1e}; raise "
@@ -154,21 +155,32 @@ def check_usable(hidden: float, epsilon: float, dtype: torch.dtype) -> None:
         InputError: `hidden` does.
     """
     if not hidden < float("inf"):
-        raise InputError(
-            f"some costs are too far above the mean at epsilon={epsilon:g}: rounding alone decides "
-            "about the masses of their points; raise epsilon, set precision=double or leave out "
-            "points that are far from all others"
+        raise EpsilonTooSmall(
+            "some costs are too far above the mean at {given}: rounding alone decides about the "
+            f"masses of their points; raise {{name}}{or_double(dtype)} or leave out points that "
+            "are far from all others",
+            epsilon,
         )
     if hidden > LOOSEST_DEFAULT:
-        raise InputError(rounded_away(hidden, epsilon, dtype))
+        raise rounded_away(hidden, epsilon, dtype)
 
 
-def rounded_away(hidden: float, epsilon: float, dtype: torch.dtype) -> str:
-    """What to say where rounding moves the marginals by so much, and what would do."""
-    return (
-        f"epsilon={epsilon:g} is too small for {_name(dtype)}: rounding alone moves the marginals "
-        f"by up to {hidden:.1e}; raise epsilon to about {epsilon * hidden / AMPLE:.2g}"
-        f"{_or_double(hidden, AMPLE, dtype)}"
+def rounded_away(
+    hidden: float, epsilon: float, dtype: torch.dtype, enough: float = AMPLE
+) -> EpsilonTooSmall:
+    """The error where rounding moves the marginals by so much; at the advised epsilon, `enough`."""
+    advised = epsilon * hidden / enough
+    if not advised < float("inf"):
+        return EpsilonTooSmall(
+            f"{{given}} is too small for {_name(dtype)}: rounding leaves nothing of the marginals; "
+            "raise {name}",
+            epsilon,
+        )
+    return EpsilonTooSmall(
+        f"{{given}} is too small for {_name(dtype)}: rounding alone moves the marginals by up to "
+        f"{hidden:.1e}; raise {{name}} to about {{advised}}{_or_double(hidden, enough, dtype)}",
+        epsilon,
+        advised,
     )
 
 

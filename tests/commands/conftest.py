@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
+from otdd_flash.commands import progress
 from otdd_flash.commands.outcome import Outcome
-from otdd_flash.commands.runner import run_command
+from otdd_flash.commands.start import run_command
 from otdd_flash.distance import main as distance
 from otdd_flash.flow import main as flow
 from otdd_flash.report import writing
@@ -29,6 +31,8 @@ SMALL = (
     "target.split=test",
     # Nothing of one test may be known to another.
     "cache_dir=null",
+    # Most tests run twice into one folder.
+    "overwrite=true",
     "hydra.run.dir=run",
     "hydra.sweep.dir=sweep",
 )
@@ -60,6 +64,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         x = generator.standard_normal((60, 4)).astype(np.float32) + shift
         np.savez(tmp_path / f"{name}.npz", x=x, y=np.repeat(["u", "v", "w"], 20))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is told of progress, which a slow machine would have time for and a fast one not."""
+    monkeypatch.setattr(progress, "SECONDS_APART", math.inf)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from otdd_flash import distance
-from otdd_flash.commands import progress
+from otdd_flash.commands import compare, progress
 from otdd_flash.commands.progress import Phases
 from otdd_flash.labels import exact, measuring
 from otdd_flash.labels.pair_cache import FILE
@@ -60,8 +59,9 @@ def test_a_damaged_cache_is_said_and_done_without(command, read):
     Path("cache", FILE).write_bytes(b"damaged" * 999)
     ended = command("cache_dir=cache", "hydra.run.dir=second")
     assert ended.code == 0
-    assert "warning: cannot read the class distances in cache" in ended.err
-    assert "delete the file if it is damaged" in ended.err
+    assert "warning: the class distances in cache" in ended.err
+    assert "are damaged" in ended.err
+    assert f"kept as {FILE}.damaged" in ended.err
     assert read("first/result.json")["value"] == read("second/result.json")["value"]
 
 
@@ -93,13 +93,13 @@ def test_nearest_classes_are_printed_and_written(command):
 
 def test_the_order_of_classes_is_that_of_the_report(command, monkeypatch):
     asked = []
-    write = distance.write_report
+    write = compare.write_report
 
     def writing(*args, order, **kwargs):
         asked.append(order)
         return write(*args, order=order, **kwargs)
 
-    monkeypatch.setattr(distance, "write_report", writing)
+    monkeypatch.setattr(compare, "write_report", writing)
     assert command().code == command("report.order=hierarchical").code == 0
     assert asked == ["given", "hierarchical"]
 
@@ -113,7 +113,7 @@ def test_an_unknown_order_is_found_before_anything_is_read(command):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_reports_its_progress(command, monkeypatch, method):
     heard = []
-    compute = distance.dataset_distance
+    compute = compare.dataset_distance
 
     def listening(*args, class_progress, **kwargs):
         def both(done, total):
@@ -122,7 +122,7 @@ def test_every_method_reports_its_progress(command, monkeypatch, method):
 
         return compute(*args, class_progress=both, **kwargs)
 
-    monkeypatch.setattr(distance, "dataset_distance", listening)
+    monkeypatch.setattr(compare, "dataset_distance", listening)
     assert command(f"labels={method}", "labels.epsilon=1", "lambda_x=1").code == 0
     assert heard[-1] == (45, 45)
 

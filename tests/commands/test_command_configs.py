@@ -10,8 +10,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
+from otdd_flash.commands.compare import DistanceSettings
 from otdd_flash.commands.settings import parse
-from otdd_flash.distance import DistanceSettings
 from otdd_flash.errors import InputError
 from otdd_flash.solver.options import SolverOptions
 
@@ -51,6 +51,7 @@ DEFAULTS = {
     "data_root": None,
     "download": False,
     "cache_dir": "~/.cache/otdd_flash",
+    "overwrite": False,
     "log_level": "WARNING",
 }
 
@@ -116,12 +117,16 @@ def test_shorthands_reach_both_sides_and_the_labels(composed):
         ("max_samples=abc", "max_samples", "abc"),
         ("labels.full=7up", "labels.full", "7up"),
         ("cache_dir=[a]", "cache_dir", "a"),
-        ("+surprise=1", "surprise", "surprise"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named_with_its_own_key(composed, override, key, value):
     with pytest.raises(InputError, match=rf"^{re.escape(key)}: .*{re.escape(value)}"):
         parse(composed(override), DistanceSettings)
+
+
+def test_an_added_key_is_unknown(composed):
+    with pytest.raises(InputError, match=r"no setting epsilom \(did you mean epsilon\?\)"):
+        parse(composed("+epsilom=1"), DistanceSettings)
 
 
 def test_a_value_that_must_be_given_is_named(composed):

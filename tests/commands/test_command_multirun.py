@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from otdd_flash import distance
+from otdd_flash.commands import compare, runner
+from otdd_flash.errors import InputError
+from otdd_flash.report import writing
 from otdd_flash.report.csv_tables import SUMMARY_COLUMNS
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -62,7 +64,7 @@ def test_the_highest_code_wins_whatever_the_order(command):
 
 
 def test_a_defect_in_one_job_is_recorded_with_its_traceback(command, read, monkeypatch):
-    compute = distance.dataset_distance
+    compute = compare.dataset_distance
 
     def broken_at(epsilon):
         def run(*args, **options):
@@ -72,12 +74,30 @@ def test_a_defect_in_one_job_is_recorded_with_its_traceback(command, read, monke
 
         return run
 
-    monkeypatch.setattr(distance, "dataset_distance", broken_at(0.2))
+    monkeypatch.setattr(compare, "dataset_distance", broken_at(0.2))
     assert command("-m", "epsilon=0.2,0.1").code == 1
     record = read("sweep/0/error.json")
     assert (record["type"], record["exit_code"]) == ("ZeroDivisionError", 1)
     assert "in run" in record["traceback"]
     assert [bool(row["value"]) for row in _summary()] == [False, True]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_missing_picture_is_code_4_with_a_result(command, monkeypatch, full):
+    """On a full disk there is no room for error.json either."""
+
+    def refuse(path, *_):
+        raise InputError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(writing, "projection", lambda *_: refuse("projection.png"))
+    if full:
+        monkeypatch.setattr(runner, "write_json", refuse)
+    ended = command("-m", "epsilon=0.1,0.2")
+    assert ended.code == 4
+    rows = _summary()
+    assert [float(row["epsilon"]) for row in rows] == [0.1, 0.2]
+    assert [bool(row["value"]) for row in rows] == [True, True]
+    assert all(("projection.png" in row["error"]) != full for row in rows)
 
 
 def test_a_stale_result_is_not_taken_for_that_of_a_failed_job(command):

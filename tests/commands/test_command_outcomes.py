@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,8 +11,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
-from otdd_flash import distance
+from otdd_flash import DistanceResult
+from otdd_flash.commands import compare
+from otdd_flash.report import writing
 
 REPORT = {
     "class_coupling.csv",
@@ -29,7 +33,7 @@ RESULT_KEYS = {
     *("lambda_x", "lambda_y", "seed", "fingerprints", "subset_hash", "versions"),
     *("device", "backend", "precision", "config"),
 }
-PHASES = ["load", "extract", "class_distances", "solve", "report"]
+PHASES = ["load", "extract", "class_distances", "solve"]
 
 
 def _files(directory: str) -> set[str]:
@@ -55,8 +59,6 @@ def test_a_run_writes_everything_and_prints_a_table(command, read):
 
 
 def test_a_saved_result_can_be_loaded(command, read):
-    from otdd_flash import DistanceResult
-
     assert command("save_result=true").code == 0
     assert _files("run") == REPORT | {"result.safetensors"}
     assert DistanceResult.load("run").value == read("run/result.json")["value"]
@@ -97,33 +99,80 @@ def test_a_run_that_succeeds_removes_an_earlier_error(command):
     assert _files("run") == REPORT
 
 
-def test_a_failed_drawing_leaves_no_earlier_result(command, monkeypatch):
-    assert command().code == 0
+def disk_full(path):
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    def disk_full(*_, **__):
-        raise distance.InputError("cannot write projection.png: No space left on device")
 
-    monkeypatch.setattr(distance, "write_report", disk_full)
-    assert command().code == 2
-    assert "result.json" not in _files("run")
+def test_a_disk_that_fills_while_pictures_are_drawn_keeps_the_number(command, monkeypatch, read):
+    monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: disk_full(path))
+    ended = command("save_result=true")
+    assert ended.code == 4
+    assert "blobs train → blobs test" in ended.out
+    assert str(Path("run").absolute()) in ended.out
+    *notices, _ = ended.err.splitlines()
+    pictures = [name for name in sorted(REPORT) if name.endswith(".png")]
+    assert len(notices) == len(pictures)
+    assert all(line.startswith("notice: cannot write ") for line in notices)
+    assert all("No space left on device" in line for line in notices)
+    assert all(name in ended.error for name in pictures)
+    assert _files("run") == REPORT - {*pictures} | {"result.safetensors", "error.json"}
+    assert DistanceResult.load("run").value == read("run/result.json")["value"]
+    assert read("run/error.json")["exit_code"] == 4
+
+
+def test_what_did_not_converge_weighs_more_than_a_missing_picture(command, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: disk_full(path))
+    ended = command(
+        "solver.max_iterations=1", "solver.tolerance=1e-4", "solver.require_convergence=true"
+    )
+    assert ended.code == 3
+    assert "projection.png" in ended.err
+
+
+def test_a_table_that_cannot_be_kept_costs_no_number(command, monkeypatch, read):
+    monkeypatch.setattr(DistanceResult, "save", lambda *_, **__: disk_full("result.safetensors"))
+    ended = command("save_result=true")
+    assert ended.code == 4
+    assert ended.error.startswith("the result was written, but not result.safetensors")
+    assert _files("run") == REPORT | {"error.json"}
+
+
+def test_the_number_is_printed_where_nothing_can_be_written(command, monkeypatch):
+    monkeypatch.setattr(Path, "write_bytes", lambda path, _: disk_full(path))
+    ended = command()
+    assert ended.code == 2
+    assert "result.json: No space left on device" in ended.err
+    assert "blobs train → blobs test" in ended.out
+    assert _files("run") == set()
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_notice_of_its_own(command, monkeypatch):
+    def too_large(*_, **__):
+        raise ValueError("Image size of 1000000x10 pixels is too large")
+
+    monkeypatch.setattr(writing, "projection", too_large)
+    ended = command()
+    assert ended.code == 4
+    assert "projection.png (ValueError: Image size of 1000000x10 pixels is too large)" in ended.err
+    assert _files("run") == REPORT - {"projection.png"} | {"error.json"}
 
 
 def test_a_defect_is_code_1_with_its_traceback(command, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(distance, "dataset_distance", broken)
+    monkeypatch.setattr(compare, "dataset_distance", broken)
     ended = command()
     assert ended.code == 1
     assert "ZeroDivisionError: a defect" in ended.err
 
 
-@pytest.mark.parametrize("moment", ["prepare_sides", "dataset_distance", "write_report"])
+@pytest.mark.parametrize("moment", ["prepare_sides", "dataset_distance", "summary_table"])
 def test_an_interruption_is_code_130_and_leaves_no_result(command, monkeypatch, moment):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(distance, moment, interrupted)
+    monkeypatch.setattr(compare, moment, interrupted)
     ended = command()
     assert ended.code == 130
     assert "interrupted" in ended.err

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from otdd_flash import distance
+from otdd_flash.commands import compare
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -55,7 +55,7 @@ def test_parts_of_the_data_are_compared_to_the_tolerance(command, monkeypatch):
         asked.append((solver.tolerance, solver.bound_width))
         return {}
 
-    monkeypatch.setattr(distance, "measure_sampling", measure)
+    monkeypatch.setattr(compare, "measure_sampling", measure)
     assert command("solver.bound_width=0.05", "solver.tolerance=2e-3").code == 0
     assert asked == [(2e-3, None)]
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-import otdd_flash.flow as flow_module
+from otdd_flash.commands import adapt
+from otdd_flash.commands.adapt import FlowSettings
 from otdd_flash.commands.settings import parse
-from otdd_flash.flow import FlowSettings
+from otdd_flash.flow import main as flow_main
 from otdd_flash.report import flow_writing
 
 TABLES = {"adapted.npz", "adapted", "metrics.csv", "trajectory.npz", "result.json", "checkpoint.pt"}
@@ -124,7 +125,7 @@ def test_images_move_through_a_network(flow_command, read, undrawn_flow, monkeyp
 def test_an_interrupted_run_writes_what_it_has_and_goes_on(flow_command, read, monkeypatch):
     whole = flow_command("flow.steps=4", "hydra.run.dir=whole")
     assert whole.code == 0
-    real = flow_module.gradient_flow
+    real = adapt.gradient_flow
 
     def interrupted(*arguments, progress, **options):
         def told(record):
@@ -134,14 +135,14 @@ def test_an_interrupted_run_writes_what_it_has_and_goes_on(flow_command, read, m
 
         return real(*arguments, progress=told, **options)
 
-    monkeypatch.setattr(flow_module, "gradient_flow", interrupted)
+    monkeypatch.setattr(adapt, "gradient_flow", interrupted)
     ended = flow_command("flow.steps=4")
     assert ended.code == 130
     assert "flow.resume=true" in ended.out
     result = read("run/result.json")
     assert result["stopped_by"] == "interrupted"
     assert result["steps"] == 2
-    monkeypatch.setattr(flow_module, "gradient_flow", real)
+    monkeypatch.setattr(adapt, "gradient_flow", real)
     assert flow_command("flow.steps=4", "flow.resume=true").code == 0
     np.testing.assert_array_equal(adapted("run"), adapted("whole"))
     assert read("run/result.json")["steps"] == 4
@@ -257,6 +258,6 @@ def test_the_configuration_fits_its_settings(composed):
 
 
 def test_help_explains_every_setting(composed, ended):
-    shown = ended(flow_module.main, "--help").out
+    shown = ended(flow_main, "--help").out
     for key in composed(name="flow").flow:
         assert key in shown, key

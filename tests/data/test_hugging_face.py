@@ -122,7 +122,11 @@ def test_hidden_labels_mean_unlabelled(tmp_path: Path) -> None:
             r"got a \(number\), text \(text\)",
         ),
         ({"text": ["a", "b"], "label": [0.5, 1.5]}, {}, "labels must be integers or strings"),
-        ({"text": ["a", "b"], "label": ["p", None]}, {}, "1 labels are missing"),
+        (
+            {"text": ["a", "b"], "label": ["p", None]},
+            {},
+            "1 label is missing, at row 1; drop_unlabelled=true",
+        ),
         ({"text": [], "label": []}, {}, "damaged or empty"),
     ],
 )
@@ -185,3 +189,35 @@ def test_the_hub_is_not_asked_unless_allowed(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_uncached_hub_name_fails_without_the_network() -> None:
     with pytest.raises(InputError, match=r"'someone/something' is no local path.*download=true"):
         load("huggingface", path="someone/something")
+
+
+def test_an_empty_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = _table({"a": [1.0, 2.0], "label": [0, 1]})
+    splits = datasets.DatasetDict({"train": table, "test": table.select([])})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: splits)
+    with pytest.raises(InputError, match=r"owner/name is empty: it has no rows in split=test"):
+        load("huggingface", path="owner/name", split="test")
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "saved"])
+def test_a_configuration_that_means_nothing_is_refused(tmp_path: Path, where: str) -> None:
+    (tmp_path / "folder").mkdir()
+    path = _parquet(tmp_path / "folder", {"a": [1.0, 2.0], "label": [0, 1]})
+    _table({"a": [1.0, 2.0], "label": [0, 1]}).save_to_disk(tmp_path / "saved")
+    paths = {"file": path, "folder": str(tmp_path / "folder"), "saved": str(tmp_path / "saved")}
+    with pytest.raises(InputError, match=r"has no configuration 'zz', .*leave config out"):
+        load("huggingface", path=paths[where], config="zz")
+    assert len(load("huggingface", path=paths[where])) == 2
+
+
+@pytest.mark.parametrize("labels", [[0.0, None, 1.0], [0, None, 1], ["a", None, "b"]])
+def test_rows_without_a_label_can_be_left_out(tmp_path: Path, labels: list[Any]) -> None:
+    path = _parquet(tmp_path, {"a": [1.0, 2.0, 3.0], "label": labels})
+    np.save(tmp_path / "w.npy", [5.0, 6.0, 7.0])
+    with pytest.warns(DataNotice, match="1 of 3 rows have no label and are left out"):
+        dataset = load(
+            "huggingface", path=path, drop_unlabelled=True, weights=str(tmp_path / "w.npy")
+        )
+    assert dataset.rows.tolist() == [0, 2]
+    assert dataset.labels.tolist() == [0, 1]
+    assert dataset.weights.tolist() == [5.0, 7.0]

@@ -93,7 +93,10 @@ def test_a_class_without_arrays_is_read_lazily() -> None:
         ({"dataset": "CIFAR10"}, "cifar-10-batches-py: .*data_root=DIR.*download=true"),
         ({"dataset": "CIFAR10", "split": "extra"}, "unknown split of torchvision 'extra'"),
         ({"dataset": "KMNIST", "arguments": {"rows": 3}}, "KMNIST cannot read .*'rows'$"),
-        ({"dataset": "EMNIST", "arguments": "letters"}, "arguments must be a mapping"),
+        (
+            {"dataset": "EMNIST", "arguments": "letters"},
+            "arguments of torchvision must be a mapping",
+        ),
     ],
 )
 def test_impossible_requests(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -162,7 +162,10 @@ def test_callables_are_taken_as_they_are() -> None:
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout())
     with pytest.raises(InputError, match=r"Sequential is in training mode.*call \.eval\(\)"):
         differentiable(from_callable(module), (1, 2, 2))
-    assert differentiable(from_callable(module.eval()), (1, 2, 2)) is module
+    images = torch.rand(3, 1, 2, 2, requires_grad=True)
+    features = differentiable(from_callable(module.eval()), (1, 2, 2))(images)
+    assert torch.equal(features, images.flatten(1))
+    assert features.requires_grad
 
 
 def test_networks_compute_in_their_own_precision() -> None:

@@ -13,6 +13,8 @@ from otdd_flash.errors import InputError
 from otdd_flash.extractors import build_extractor, embed, pixels
 from otdd_flash.extractors.registry import FACTORIES, OTHER_SETTINGS
 
+# What follows the settings of the run.
+FOLLOWING = ("seed", "download")
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "extractor"
 
 
@@ -30,7 +32,7 @@ def test_files_hold_every_parameter_with_its_default(name: str) -> None:
     parameters = inspect.signature(FACTORIES[name]).parameters
     assert set(values) - settings - set(shared) == set(parameters)
     for parameter, declared in parameters.items():
-        if declared.default is not inspect.Parameter.empty and parameter != "seed":
+        if declared.default is not inspect.Parameter.empty and parameter not in FOLLOWING:
             assert values[parameter] == declared.default
 
 

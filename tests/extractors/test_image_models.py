@@ -157,7 +157,9 @@ def test_weights_that_cannot_be_fetched_name_the_way_out(
         raise OSError("no route to host")
 
     monkeypatch.setattr(patched, offline)
-    with pytest.raises(InputError, match=r"no route to host; extractor\.checkpoint=FILE"):
+    with pytest.raises(
+        InputError, match=r"no route to host; download=true .*extractor\.checkpoint=FILE"
+    ):
         call()
 
 

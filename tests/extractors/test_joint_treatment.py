@@ -96,11 +96,20 @@ def test_pca_repeats_with_its_seed(make_samples: Any) -> None:
     assert first.dtype == torch.float32
 
 
-@pytest.mark.parametrize("k", [0, 5, -1, 2.5, True])
+@pytest.mark.parametrize(
+    ("k", "accepted"),
+    [
+        (0, "at least 1"),
+        (5, "an integer from 1 to 4.*"),
+        (-1, "at least 1"),
+        (2.5, "an integer"),
+        (True, "an integer"),
+    ],
+)
 def test_pca_beyond_the_dimension_is_refused(
-    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray], k: Any
+    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray], k: Any, accepted: str
 ) -> None:
-    with pytest.raises(InputError, match=rf"integer from 1 to 4.*got {k}"):
+    with pytest.raises(InputError, match=rf"extractor.pca must be {accepted}, got {k}"):
         reduce_pca(*(make_samples(cloud) for cloud in clouds), k=k, seed=0)
 
 
@@ -125,3 +134,14 @@ def test_different_dimensions_name_both_and_the_way_out(
         with pytest.raises(InputError, match=f"left has {d} .* right has {e},.*{way_out}"):
             treat(x, y)
     check_same_dimension(x, x)
+
+
+def test_features_whose_squares_overflow_are_standardised_as_others(make_samples: Any) -> None:
+    generator = np.random.default_rng(5)
+    x, y = generator.normal(size=(30, 3)), generator.normal(size=(20, 3)) + 1
+    plain = standardize(make_samples(x), make_samples(y))
+    huge = standardize(make_samples(x * 1e307), make_samples(y * 1e307))
+    for one, other in zip(plain, huge, strict=True):
+        torch.testing.assert_close(one.features, other.features)
+    with pytest.raises(InputError, match="squared distances overflow float64"):
+        reduce_pca(make_samples(x * 1e300), make_samples(y), k=2, seed=0)

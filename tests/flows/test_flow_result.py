@@ -103,7 +103,7 @@ def test_no_result_is_a_clear_error(tmp_path: Path) -> None:
     flow(SOURCE, TARGET).save(tmp_path)
     file = tmp_path / "result.safetensors"
     file.write_bytes(file.read_bytes()[:300])
-    with pytest.raises(InputError, match="no complete result in"):
+    with pytest.raises(InputError, match=r"result\.safetensors is damaged"):
         otdd.FlowResult.load(tmp_path)
 
 

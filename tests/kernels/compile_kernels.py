@@ -23,8 +23,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from otdd_flash.kernels import resident_half_step
 from otdd_flash.kernels.half_step import half_step_kernel
+from otdd_flash.kernels.marginal_tiles import MarginalTile
 from otdd_flash.kernels.plan_application import plan_block_kernel
-from otdd_flash.kernels.plan_marginals import GROUP, MarginalTile, plan_marginals_kernel
+from otdd_flash.kernels.plan_marginals import GROUP, plan_marginals_kernel
 from otdd_flash.kernels.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 

@@ -14,8 +14,8 @@ import torch
 
 from otdd_flash.kernels import tiling
 from otdd_flash.kernels.digits import padded_dim
+from otdd_flash.kernels.marginal_tiles import marginal_tile
 from otdd_flash.kernels.plan_application import plan_tile
-from otdd_flash.kernels.plan_marginals import marginal_tile
 from otdd_flash.kernels.tiling import gathering_tile, narrow_tile, tile_for
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")

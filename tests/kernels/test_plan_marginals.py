@@ -8,16 +8,13 @@ import pytest
 import torch
 from kernel_cases import DEVICE
 
-from otdd_flash.kernels import plan_marginals as module
+from otdd_flash.kernels import marginal_tiles
+from otdd_flash.kernels import plan_marginals as launching
 from otdd_flash.kernels.digits import pack_digits, product_error
+from otdd_flash.kernels.marginal_tiles import CHUNK_BYTES, chunk_sizes
 from otdd_flash.kernels.packed_points import arrange
-from otdd_flash.kernels.plan_marginals import (
-    LEAST_ENTRY,
-    SUM_ERROR,
-    DigitSide,
-    chunk_sizes,
-    plan_marginals,
-)
+from otdd_flash.kernels.plan_entries import LEAST_ENTRY, SUM_ERROR
+from otdd_flash.kernels.plan_marginals import DigitSide, plan_marginals
 
 NOTHING = -1e30
 # (n, m, d, classes of each side); 60 and 70 are gathered, the others stand in pure blocks.
@@ -43,11 +40,11 @@ DIGITS = [1, 3, 4]
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of two blocks of columns and four of rows, programs of one or two, groups of 3."""
-    monkeypatch.setattr(module, "CHUNK_COLUMNS", 256)
-    monkeypatch.setattr(module, "MOST_ROWS", 512)
-    monkeypatch.setattr(module, "PROGRAMS", 4)
-    monkeypatch.setattr(module, "BLOCKS_PER_PROGRAM", 2)
-    monkeypatch.setattr(module, "GROUP", 3)
+    monkeypatch.setattr(marginal_tiles, "CHUNK_COLUMNS", 256)
+    monkeypatch.setattr(marginal_tiles, "MOST_ROWS", 512)
+    monkeypatch.setattr(launching, "PROGRAMS", 4)
+    monkeypatch.setattr(launching, "BLOCKS_PER_PROGRAM", 2)
+    monkeypatch.setattr(launching, "GROUP", 3)
 
 
 def decoded(values):
@@ -315,6 +312,6 @@ def test_chunks_stay_small(row_bytes):
     height, width = chunk_sizes(row_bytes)
     assert height % width == 0
     assert width % 128 == 0
-    assert width * row_bytes <= module.CHUNK_BYTES // 2 or width == 128
-    assert height * row_bytes <= module.CHUNK_BYTES or height == width
+    assert width * row_bytes <= CHUNK_BYTES // 2 or width == 128
+    assert height * row_bytes <= CHUNK_BYTES or height == width
     assert height // 64 * width * 8 <= 64 << 20

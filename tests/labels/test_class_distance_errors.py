@@ -13,6 +13,7 @@ from otdd_flash.labels import exact
 from otdd_flash.labels.classes import split_classes
 from otdd_flash.labels.methods import LabelMetric, measure_classes
 from otdd_flash.labels.small_classes import drop_small_classes
+from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 
 
@@ -27,12 +28,12 @@ def unlabelled():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"method": "gauss"}, "unknown labels method 'gauss'; choose one of: gaussian, sinkhorn"),
+        ({"method": "gauss"}, "unknown labels.method 'gauss'; choose one of: gaussian, sinkhorn"),
         ({"method": "sinkhorn"}, "needs labels.epsilon"),
         ({"method": "sinkhorn", "epsilon": 0}, "labels.epsilon must be positive and finite, got 0"),
         (
             {"method": "sinkhorn", "epsilon": 1, "tolerance": -1},
-            "tolerance must be positive, got -1",
+            "labels.tolerance must be positive and finite, got -1",
         ),
         ({"method": "given"}, "labels.path"),
     ],
@@ -43,17 +44,30 @@ def test_impossible_metrics_are_refused(fields, message):
 
 
 @pytest.mark.parametrize("method", ["gaussian", "upper_bound"])
-def test_a_class_of_one_sample_has_no_unbiased_covariance(method):
+def test_a_class_of_one_sample_is_a_point_with_zero_covariance(method):
     samples = lone_class()
-    with pytest.raises(InputError) as caught:
-        measure_classes(samples, samples, LabelMetric(method))
-    for part in (
-        "'owl' of pets has 1 sample",
-        "min_class_size=2",
-        "unbiased=false",
-        "labels=means",
-    ):
-        assert part in str(caught.value)
+    # The means are sqrt(3 / 2) apart; the covariance of the cats has trace 1, the owl's is 0.
+    table = measure_classes(samples, samples, LabelMetric(method))
+    assert float(table.xy[0, 1]) == pytest.approx(1.5 + 1)
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        (LabelMetric("gaussian"), 1),
+        (LabelMetric("gaussian", unbiased=False), 0),
+        (LabelMetric("means"), 0),
+        (LabelMetric("sinkhorn", epsilon=1.0), 0),
+    ],
+)
+def test_classes_of_one_sample_are_told_of_once(metric, told):
+    samples = lone_class()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dataset_distance(samples, samples, labels=metric, epsilon=1.0)
+    said = [str(entry.message) for entry in caught if entry.category is DataNotice]
+    assert len(said) == told
+    assert all("'owl' of pets" in text and "min_class_size=2" in text for text in said)
 
 
 @pytest.mark.parametrize("method", ["gaussian", "means", "upper_bound", "exact", "given"])

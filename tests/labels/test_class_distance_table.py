@@ -48,7 +48,7 @@ def test_blocks_become_float64_on_the_cpu_without_gradient():
         ((XX, -XY, YY), "xy must not be negative, got -8"),
         ((np.triu(XX), XY, YY), "xx must be symmetric, but differ by 2"),
         ((XX, XY, YY, ("a",)), r"names_x has 1 names \(a\) for 2 classes"),
-        ((XX, [["one"]], YY), "xy must be a real matrix"),
+        ((XX, [["one"]], YY), "xy must be real numbers, got"),
     ],
 )
 def test_wrong_tables_are_refused(blocks, message):

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_bures import squared_bures_wasserstein
 
-from otdd_flash.errors import InputError
 from otdd_flash.labels import pair_chunks
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import (
@@ -251,11 +250,11 @@ def test_values_are_their_own_bounds_and_need_no_gradient(method):
 @pytest.mark.parametrize(
     "method", [gaussian_distances, diagonal_gaussian_distances, upper_bound_distances]
 )
-def test_one_sample_has_no_unbiased_covariance(method):
-    clouds = [random_cloud(5, 3), ClassCloud("'owl' of pets", torch.zeros(1, 3), None)]
-    with pytest.raises(InputError, match=r"'owl' of pets has 1 sample.*labels.unbiased=false"):
-        method(clouds, PAIR)
-    assert float(method(clouds, PAIR, unbiased=False).values) > 0
+def test_one_sample_is_a_point_with_zero_covariance(method):
+    cloud, owl = random_cloud(5, 3), ClassCloud("'owl' of pets", torch.zeros(1, 3), None)
+    mean, trace = cloud.points.double().mean(0), cloud.points.double().var(0).sum()
+    expected = mean.square().sum() + trace
+    torch.testing.assert_close(method([cloud, owl], PAIR).values, expected.reshape(1))
 
 
 def test_progress_counts_all_pairs(monkeypatch):

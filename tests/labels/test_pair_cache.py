@@ -11,11 +11,12 @@ import sys
 import textwrap
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
 from otdd_flash.errors import NotConvergedWarning
-from otdd_flash.labels import exact, measuring, pair_cache
+from otdd_flash.labels import exact, measuring, pair_database
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.many import class_distances
 from otdd_flash.labels.methods import LabelMetric, measure_classes
@@ -290,18 +291,75 @@ def empty(path):
 
 
 @pytest.mark.parametrize("harm", [damage, cut])
-def test_a_damaged_database_is_said_once_and_left_alone(harm, datasets, tmp_path, caplog):
+def test_a_damaged_database_is_set_aside_and_rebuilt(harm, datasets, tmp_path, caplog, measured):
     fresh = class_distances(datasets)
     class_distances(datasets, cache_dir=tmp_path)
     harm(tmp_path / FILE)
     harmed = (tmp_path / FILE).read_bytes()
     with caplog.at_level(logging.WARNING):
-        table = class_distances(datasets, cache_dir=tmp_path)
-    assert torch.equal(table.full, fresh.full)
+        tables = [class_distances(datasets, cache_dir=tmp_path) for _ in range(2)]
+    assert all(torch.equal(table.full, fresh.full) for table in tables)
     assert len(caplog.records) == 1
-    for part in ("cannot read", FILE, "delete the file", "cache_dir=null"):
+    for part in ("are damaged", FILE, "measuring them again", f"{FILE}.damaged"):
         assert part in caplog.text
-    assert (tmp_path / FILE).read_bytes() == harmed
+    assert (tmp_path / f"{FILE}.damaged").read_bytes() == harmed
+    # Fresh, for the first cache, again after the damage, and then no more.
+    assert measured == [36, 36, 36]
+    assert entries(tmp_path) == 36
+
+
+def flipped(content, count, seed):
+    content, rng = bytearray(content), np.random.default_rng(seed)
+    for bit in rng.integers(8 * len(content), size=count):
+        content[bit // 8] ^= 1 << bit % 8
+    return bytes(content)
+
+
+@pytest.mark.parametrize("flips", [1, 8, 300])
+def test_a_database_with_flipped_bits_never_lies_and_never_stops_a_run(flips, tmp_path, caplog):
+    """Whatever is found is what was kept; after whatever was not, all of it can be kept again."""
+    kept = numbers(66)
+    PairCache(tmp_path).keep("recipe", classes(12), all_pairs(12), kept)
+    whole = (tmp_path / FILE).read_bytes()
+    set_aside = 0
+    for seed in range(100):
+        (tmp_path / FILE).write_bytes(flipped(whole, flips, seed))
+        cache = PairCache(tmp_path)
+        known, found = cache.find("recipe", classes(12), all_pairs(12))
+        for part, twin in zip(found, kept, strict=True):
+            assert torch.equal(part, twin[known])
+        cache.keep("recipe", classes(12), all_pairs(12), kept)
+        assert cache.active
+        set_aside += (aside := tmp_path / f"{FILE}.damaged").exists()
+        aside.unlink(missing_ok=True)
+    assert set_aside == len(caplog.records) > 0
+
+
+def test_a_database_that_another_process_holds_is_waited_for(tmp_path, caplog, monkeypatch):
+    PairCache(tmp_path).keep("recipe", classes(4), all_pairs(4), numbers(6))
+    assert pair_database.BUSY_SECONDS <= 5
+    monkeypatch.setattr(pair_database, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(pair_database, "BUSY_SECONDS", 0.05)
+    holder = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    for use in (
+        lambda cache: cache.find("recipe", classes(4), all_pairs(4)),
+        lambda cache: cache.keep("recipe", classes(4), all_pairs(4), numbers(6)),
+    ):
+        caplog.clear()
+        cache = PairCache(tmp_path)
+        use(cache)
+        assert not cache.active
+        waiting, given_up = (record.getMessage() for record in caplog.records)
+        assert waiting.startswith("another process holds the class distances in")
+        assert "waiting for at most 0.05 s" in waiting
+        assert "held by another process for" in given_up
+    # One that lets go in time is not given up.
+    caplog.clear()
+    cache = PairCache(tmp_path)
+    monkeypatch.setattr(pair_database.logger, "warning", lambda *_: holder.execute("ROLLBACK"))
+    assert len(cache.find("recipe", classes(4), all_pairs(4))[0]) == 6
+    holder.close()
 
 
 def test_a_database_that_was_only_begun_is_filled(datasets, tmp_path, caplog):
@@ -330,7 +388,7 @@ def test_a_database_that_may_only_be_read_is_read(
     def read_only(path, **options):
         return connect(f"file:{path}?mode=ro", uri=True, **options)
 
-    monkeypatch.setattr(pair_cache.sqlite3, "connect", read_only)
+    monkeypatch.setattr(pair_database.sqlite3, "connect", read_only)
     monkeypatch.setattr(measuring, "PAIRS_PER_CLASS", 1)
     table = class_distances(datasets, cache_dir=tmp_path)
     monkeypatch.undo()

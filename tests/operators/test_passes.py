@@ -174,12 +174,13 @@ def test_computed_costs_are_within_the_stated_error(case: Case) -> None:
     operator = case.operator
     computed = -torch.cat([block.clone() for _, block in operator.negative_costs()]).double()
     # A given matrix is taken as it is, in its own precision.
-    given = operator.cost_rounding == operator.cost_error_share == 0
+    given = operator.cost_rounding == 0 == max(float(side.max()) for side in operator.cost_errors)
     truth = case.cost.to(operator.dtype).double() if given else case.cost
     rows, columns = operator.magnitudes
     sizes = rows[:, None] + columns[None, :]
     assert bool((truth.abs() <= sizes * (1 + 1e-12)).all())
-    allowed = operator.cost_rounding * truth.abs() + operator.cost_error_share * sizes
+    of_rows, of_columns = operator.cost_errors
+    allowed = operator.cost_rounding * truth.abs() + of_rows[:, None] + of_columns[None, :]
     # Of the reference itself.
     assert bool(((computed - truth).abs() <= allowed + 1e-15 * sizes).all())
 

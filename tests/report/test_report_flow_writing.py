@@ -36,7 +36,7 @@ def listing(folder: Path) -> set[str]:
 def test_a_report_has_all_its_files(tmp_path: Path, classes: int | None) -> None:
     flow = straight_flow(classes)
     written = write_flow_report(flow, tmp_path / "run")
-    assert [path.name for path in written] == ALWAYS
+    assert [path.name for path in written.written] == ALWAYS
     assert listing(tmp_path / "run") == set(ALWAYS)
     adapted = load("arrays", path=str(tmp_path / "run" / "adapted.npz"))
     np.testing.assert_array_equal(adapted.inputs, flow.samples.features)
@@ -61,7 +61,7 @@ def test_the_thinned_trajectory_is_on_disk(tmp_path: Path, classes: int | None) 
 
 def test_images_have_pictures_and_an_animation(tmp_path: Path) -> None:
     written = write_flow_report(image_flow(steps=2), tmp_path / "run", image_shape=(1, 5, 4))
-    assert [path.name for path in written] == [*ALWAYS, "images.png", "flow.gif"]
+    assert [path.name for path in written.written] == [*ALWAYS, "images.png", "flow.gif"]
     assert listing(tmp_path / "run") == {*ALWAYS, "images.png", "flow.gif"}
     table = datasets.load_from_disk(str(tmp_path / "run" / "adapted"))
     assert table[0]["image"].size == (4, 5)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from otdd_flash.errors import InputError
+from otdd_flash.errors import IncompleteError, InputError, MissingFileNotice
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.report import pairwise_report
@@ -33,7 +33,7 @@ def result() -> PairwiseResult:
 
 @pytest.mark.parametrize("order", ["given", "hierarchical"])
 def test_a_report_has_all_its_files(result: PairwiseResult, tmp_path: Path, order: str) -> None:
-    written = write_pairwise_report(result, tmp_path / "run", order=order)
+    written = write_pairwise_report(result, tmp_path / "run", order=order).written
     assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in written}
     for path in written:
         if path.suffix == ".png":
@@ -77,6 +77,22 @@ def test_the_table_shows_values_with_bounds(result: PairwiseResult) -> None:
     assert len(lines) == 5
     assert "NOT CONVERGED" not in text
     assert "epsilon 3" in text
+
+
+def test_a_picture_that_fails_costs_no_other_file(
+    result: PairwiseResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_, **__) -> None:
+        raise MemoryError("Unable to allocate 4 GiB")
+
+    (tmp_path / "distances.png").write_text("of an earlier result")
+    monkeypatch.setattr(pairwise_report, "heat_map", broken)
+    with pytest.warns(MissingFileNotice, match=r"distances.png \(MemoryError: Unable"):
+        report = write_pairwise_report(result, tmp_path)
+    assert [path.name for path in report.missing] == ["distances.png"]
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in report.written}
+    with pytest.raises(IncompleteError, match=r"but not distances.png"):
+        report.require_complete()
 
 
 def test_an_unknown_order_is_refused(result: PairwiseResult, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_report_has_all_its_files(tmp_path: Path) -> None:
     names = ("a,b", "c"), ("a,b", "d", "e")
     full, coupling = torch.rand(5, 5).double(), torch.full((2, 3), 1 / 6, dtype=torch.float64)
     result = Result(samples(names[0]), samples(names[1]), names, Table(full), coupling)
-    written = write_report(result, tmp_path / "run")
+    written = write_report(result, tmp_path / "run").written
     assert {path.name for path in written} == ALL
     assert {path.name for path in (tmp_path / "run").iterdir()} == ALL
     with (tmp_path / "run" / "class_distances.csv").open(newline="") as lines:
@@ -105,7 +105,7 @@ def test_unlabelled_data_have_only_a_projection(tmp_path: Path) -> None:
     result = Result(
         samples(None), samples(None), one, Table(torch.zeros(2, 2)), torch.ones(1, 1), "none"
     )
-    assert [path.name for path in write_report(result, tmp_path)] == ["projection.png"]
+    assert [path.name for path in write_report(result, tmp_path).written] == ["projection.png"]
     assert [path.name for path in tmp_path.iterdir()] == ["projection.png"]
 
 

@@ -177,7 +177,7 @@ def test_progress_counts_subsamples(pair, asked):
         ({"level": 1.0}, r"must lie in \(0, 1\), got 1.0"),
         ({"size": 3}, "at least 4 rows, two of each of its 2 classes"),
         ({"size": 60}, "fewer than its 60: size 60 of the source makes 60"),
-        ({"size": 0}, "at least 4 rows"),
+        ({"size": 0}, "size must be at least 1, got 0"),
         ({"epsilon_relative": 0.1}, "epsilon=result.epsilon"),
     ],
 )

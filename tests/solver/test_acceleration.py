@@ -13,9 +13,9 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import quasi_newton
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.approach import TOP
-from otdd_flash.solver.certificate import magnitude, rounding_floor
 from otdd_flash.solver.levels import ITERATIONS_PER_LEVEL, levels_above
 from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.rounding import magnitude, rounding_floor
 from otdd_flash.solver.symmetric import solve_symmetric
 
 Case = tuple[Tensor, Tensor, Tensor]

@@ -252,23 +252,35 @@ def test_stopping_early_warns_where_the_loss_is_called_or_raises() -> None:
         otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=strict)
 
 
+def zeros(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ({"y": torch.ones(7, 2)}, "3 features and target 2"),
         ({"y": torch.ones(7, 3, device="meta")}, "x is on cpu and y on meta"),
-        ({"x": [[0.0, 1.0, 2.0]]}, "x must be a tensor, got list"),
+        ({"x": [[0.0, 1.0, 2.0]]}, r"x must be a tensor \(n, d\), got list"),
         ({"a": torch.ones(9) / 8}, r"a must sum to 1, got 1\.125"),
         ({"b": torch.ones(7) / 7.001}, "b must sum to 1"),
         ({"a": torch.ones(8) / 8}, r"shape \(9,\)"),
-        ({"a": torch.full((9,), float("nan"))}, "finite and non-negative"),
+        ({"a": torch.full((9,), float("nan"))}, "finite and not negative, got nan at rows 0,"),
         ({"epsilon": 0.0}, "epsilon must be positive"),
         ({"lambda_x": torch.ones(2)}, r"0-dim tensor, got shape \(2,\)"),
         ({"lambda_y": torch.tensor(-1.0)}, "lambda_y must be finite and not negative"),
-        ({"labels_x": torch.zeros(8, dtype=torch.int64)}, r"labels must have shape \(9,\)"),
-        ({"labels_x": -torch.ones(9, dtype=torch.int64)}, "labels must lie in"),
-        ({"class_table": torch.zeros(3, 3)}, r"\(3, 3\).*1 \+ 1 classes"),
-        ({"class_table": torch.full((2, 2), float("inf"))}, "NaN or infinite"),
+        (
+            {"labels_x": zeros(8), "class_table": torch.zeros(2, 2)},
+            r"labels must have shape \(9,\)",
+        ),
+        ({"labels_x": zeros(9) - 1, "class_table": torch.zeros(1, 1)}, "labels must lie in"),
+        ({"labels_x": zeros(9), "class_table": torch.zeros(3, 3)}, r"\(3, 3\).*1 \+ 1 classes"),
+        (
+            {"labels_y": zeros(7), "class_table": torch.full((2, 2), float("inf"))},
+            r"4 NaN or infinite entries, the first at \[0, 0\]; measure it",
+        ),
+        ({"labels_x": zeros(9)}, "labels need class_table"),
+        ({"class_table": torch.zeros(2, 2)}, "class_table needs labels_x"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

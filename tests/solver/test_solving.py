@@ -10,8 +10,8 @@ import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.certificate import magnitude, rounding_floor
 from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.rounding import magnitude, rounding_floor
 from otdd_flash.solver.symmetric import solve_symmetric
 
 DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from otdd_flash.errors import InputError, choose
+from otdd_flash.errors import InputError, choose, prefixed
 from otdd_flash.flows.functionals.affine_norm import AffineNorm
 from otdd_flash.flows.functionals.base import Functional, WeightedFunctional
 from otdd_flash.flows.functionals.class_repulsion import ClassRepulsion
@@ -51,7 +51,7 @@ def build_functionals(
         try:
             function = _build(spec, start)
         except InputError as error:
-            raise InputError(f"functional {label}: {error}") from error
+            raise prefixed(f"functional {label}", error) from error
         taken = {term.name for term in built}
         numbered = (f"{label}_{count}" for count in range(2, len(specs) + 2))
         name = label if label not in taken else next(n for n in numbered if n not in taken)

@@ -11,6 +11,7 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.flows.functionals.base import WeightedFunctional
 from otdd_flash.flows.functionals.entropy import Entropy
+from otdd_flash.importing import user_code
 
 
 def noise_temperature(functionals: Iterable[WeightedFunctional]) -> float:
@@ -60,9 +61,11 @@ def _differentiate(
     """F_k and dF_k / dx (n, d)."""
     assert not isinstance(term.function, Entropy)
     with torch.enable_grad():
-        value = term.function(particles, labels, masses)
+        with user_code(f"functional {term.name}"):
+            value = term.function(particles, labels, masses)
         _check(term.name, value)
-        (gradient,) = torch.autograd.grad(value, particles, allow_unused=True)
+        with user_code(f"the gradient of functional {term.name}"):
+            (gradient,) = torch.autograd.grad(value, particles, allow_unused=True)
     if gradient is None:
         raise InputError(f"functional {term.name} does not depend on points; autograd finds no way")
     if not bool(torch.isfinite(gradient).all()):

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
-from otdd_flash.files import replacing
 from otdd_flash.flows.maps.base import check_dimension, check_same_particles
 from otdd_flash.flows.maps.classes import class_indices
 from otdd_flash.flows.maps.training import Examples, build_network, draw_weights, train
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.tensor_file import DamagedFileError, read_tensors, warn_unchecked, write_tensors
 
 # Points that go through the network together.
 ROWS_AT_ONCE = 16384
@@ -125,14 +125,10 @@ class ResidualMap:
         Raises:
             InputError: the file cannot be written.
         """
-        from safetensors.torch import save
-
         tensors = {f"network.{name}": value for name, value in self.network.state_dict().items()}
         tensors["centre"] = self.centre
         layout = {"spread": self.spread, "reach": self.reach, "class_names": self.class_names}
-        on_cpu = {name: value.cpu().contiguous() for name, value in tensors.items()}
-        with replacing(path) as partial:
-            partial.write_bytes(save(on_cpu, metadata={"residual_map": json.dumps(layout)}))
+        write_tensors(path, tensors, {"residual_map": json.dumps(layout)})
         return Path(path)
 
     @classmethod
@@ -140,33 +136,32 @@ class ResidualMap:
         """Read what `save` wrote; the map runs on the device.
 
         Raises:
-            InputError: the file holds no residual map, or there is no such device.
-        """
-        from safetensors import SafetensorError, safe_open
+            InputError: the file holds no residual map, or a damaged one, or there is no such
+                device.
 
+        Warns:
+            DataNotice: an earlier version wrote it, without a checksum.
+        """
         where = resolve_device(device)
         try:
-            with safe_open(path, framework="pt") as file:
-                layout = json.loads(file.metadata()["residual_map"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors, texts, checked = read_tensors(Path(path))
+            layout = json.loads(texts["residual_map"])
             centre = tensors.pop("centre")
             state = {name.removeprefix("network."): value for name, value in tensors.items()}
             network = build_network(_sizes(state))
             network.load_state_dict(state)
             names = tuple(layout["class_names"])
             moved = network.to(where), centre.to(where)
-            return cls(*moved, layout["spread"], layout["reach"], names)
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            RuntimeError,
-            SafetensorError,
-        ) as error:
+            loaded = cls(*moved, layout["spread"], layout["reach"], names)
+        except DamagedFileError as error:
+            raise InputError(f"{path} is damaged ({error}); fit the map again") from error
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
             raise InputError(
                 f"no residual map in {path} ({error}); ResidualMap.save writes one"
             ) from error
+        if not checked:
+            warn_unchecked(Path(path))
+        return loaded
 
     def _inputs(self, samples: LabeledSamples) -> Tensor:
         """What the network sees of k samples, (k, d + classes) float32 on its device."""

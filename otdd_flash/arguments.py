@@ -1,0 +1,394 @@
+"""What every public entry accepts: a declaration for each, one check per argument.
+
+Functions take theirs by `checks.takes`, dataclasses of options by `checks.check_fields`. Whatever
+prepares a request for later can check it here as well: nothing of this imports torch.
+
+Values that have a plain meaning are accepted here and become what they mean where they are read:
+`(features, labels)` for samples, a device's name for `compute`, a method's name for `labels`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from otdd_flash.checks import (
+    Declaration,
+    array,
+    called,
+    choice,
+    flag,
+    function,
+    instance,
+    integer,
+    is_a,
+    mapping,
+    names,
+    number,
+    optional,
+    path,
+    refused,
+    sequence,
+    tensor,
+    text,
+)
+from otdd_flash.errors import InputError
+
+BACKENDS = ("auto", "torch", "triton")
+PRECISIONS = ("fast", "high", "double")
+SOLVER_SCHEDULES = ("converged", "geomloss")
+LABEL_METHODS = ("gaussian", "sinkhorn", "exact", "means", "upper_bound", "none", "given")
+MODALITIES = ("image", "text", "array")
+
+# Where the classes that arguments may be of are defined.
+SAMPLES_CLASS = "otdd_flash.samples.LabeledSamples"
+DATASET_CLASS = "otdd_flash.data.dataset.LabeledDataset"
+METRIC_CLASS = "otdd_flash.labels.metric.LabelMetric"
+TABLE_CLASS = "otdd_flash.labels.table.ClassDistances"
+JOINT_TABLE_CLASS = "otdd_flash.labels.many.JointClassDistances"
+COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
+COST_CLASS = "otdd_flash.operators.build.GroundCost"
+SOLVER_CLASS = "otdd_flash.solver.options.SolverOptions"
+STEPPING_CLASS = "otdd_flash.flows.stepping.Stepping"
+CHECKPOINTS_CLASS = "otdd_flash.flows.checkpoint.Checkpoints"
+
+positive = number("be positive and finite", lambda value: 0 < value < math.inf)
+not_negative = number("be finite and not negative", lambda value: 0 <= value < math.inf)
+finite = number("be finite", math.isfinite)
+any_number = number("be a number", lambda value: True)
+share = number("lie in (0, 1)", lambda value: 0 < value < 1)
+count = integer(at_least=1)
+seed = integer(at_least=0, below=2**32)
+
+
+def samples(name: str, value: Any) -> Any:
+    """Labelled samples, or what `LabeledSamples.of` makes them from."""
+    if is_a(value, DATASET_CLASS):
+        raise InputError(
+            f"{name} is a dataset whose inputs have no features yet; pass "
+            f"otdd.embed({name}, extractor), such as extractor=otdd.extractors.pixels()"
+        )
+    if is_a(value, SAMPLES_CLASS):
+        return value
+    pair = isinstance(value, tuple) and len(value) == 2
+    if not all(hasattr(part, "__array__") for part in (value if pair else (value,))):
+        raise refused(
+            name, "be LabeledSamples, arrays or tensors (features, labels), or features", value
+        )
+    return value
+
+
+embedded = instance("be LabeledSamples", SAMPLES_CLASS)
+
+
+def labels(name: str, value: Any) -> Any:
+    """How distances between classes are measured."""
+    if isinstance(value, str):
+        return choice(*LABEL_METHODS)(f"{name} method", value)
+    if not is_a(value, METRIC_CLASS):
+        known = ", ".join(LABEL_METHODS)
+        raise refused(name, f"be one of {known}, or a LabelMetric", value)
+    return value
+
+
+def device(name: str, value: Any) -> str:
+    """A device's name, or a torch device."""
+    if is_a(value, "torch.device"):
+        return str(value)
+    if not isinstance(value, str):
+        raise refused(name, "be a device such as auto, cpu or cuda:1", value)
+    return value
+
+
+def compute(name: str, value: Any) -> Any:
+    """Where and how passes run, or only where."""
+    if is_a(value, COMPUTE_CLASS):
+        return value
+    if isinstance(value, str) or is_a(value, "torch.device"):
+        return device(name, value)
+    raise refused(name, "be ComputeOptions or a device's name", value)
+
+
+def scalar(name: str, value: Any) -> Any:
+    """A number, or a 0-dim tensor for the sake of its gradient."""
+    return value if is_a(value, "torch.Tensor") else not_negative(name, value)
+
+
+def mixed_precision(name: str, value: Any) -> Any:
+    """True, false or auto."""
+    if isinstance(value, str) and value != "auto":
+        raise refused(name, "be auto, true or false", value)
+    return value if isinstance(value, str) else flag(name, value)
+
+
+def weights(name: str, value: Any) -> Any:
+    """Where weights stand: a path or a name; numbers themselves go to the samples."""
+    if not isinstance(value, str) and not hasattr(value, "__fspath__"):
+        raise refused(name, "be a column, a key or a .npy file", value)
+    return str(value)
+
+
+def classes(name: str, value: Any) -> Any:
+    """Class names or indices, one or several."""
+    several = value if isinstance(value, list | tuple) else [value]
+    for entry in several:
+        if not isinstance(entry, str):
+            integer(at_least=0)(f"a class in {name}", entry)
+    return value
+
+
+def memory(name: str, value: Any) -> Any:
+    """Bytes as a number, as text with a unit, or `auto`."""
+    return value if isinstance(value, str) else integer(at_least=0)(name, value)
+
+
+solver = optional(instance("be SolverOptions", SOLVER_CLASS))
+cost = optional(instance("be a GroundCost", COST_CLASS))
+table = optional(instance("be ClassDistances, a table of two datasets", TABLE_CLASS))
+joint_table = optional(
+    instance(
+        "be JointClassDistances, which otdd.class_distances([...]) measures", JOINT_TABLE_CLASS
+    )
+)
+start = optional(mapping("be potentials by term, {'xy': g}"))
+
+PAIR: Declaration = {"source": samples, "target": samples}
+
+# What all comparisons of datasets share.
+MEASURING: Declaration = {
+    "labels": labels,
+    "min_class_size": optional(count),
+    "cache_dir": optional(path),
+    "progress": optional(function),
+}
+COMPARING: Declaration = {
+    **MEASURING,
+    "solver": solver,
+    "epsilon": positive,
+    "epsilon_relative": optional(positive),
+    "lambda_x": not_negative,
+    "lambda_y": not_negative,
+    "compute": optional(compute),
+    "class_progress": optional(function),
+}
+
+DATASET_DISTANCE: Declaration = {
+    **PAIR,
+    **COMPARING,
+    "class_distances": table,
+    "class_statistics": optional(sequence(embedded, length=2)),
+    "debias": flag,
+}
+# Lists of datasets name the place of what is none.
+PAIRWISE_DISTANCES: Declaration = {
+    "datasets": sequence(samples),
+    **COMPARING,
+    "class_distances": joint_table,
+}
+CLASS_DISTANCES: Declaration = {"datasets": sequence(samples), **MEASURING}
+GRADIENT_FLOW: Declaration = {
+    **PAIR,
+    **COMPARING,
+    "class_distances": table,
+    # Their ranges are those of the settings flow.KEY.
+    "steps": integer(at_least=None),
+    "mode": text,
+    "stepping": optional(instance("be a Stepping", STEPPING_CLASS)),
+    "functionals": sequence(lambda name, value: value),
+    "refresh": integer(at_least=None),
+    "tolerance": optional(any_number),
+    "checkpoints": optional(instance("be Checkpoints", CHECKPOINTS_CLASS)),
+    "seed": seed,
+    "keep_moments": flag,
+    "solver_progress": optional(function),
+    "stop": optional(function),
+}
+NOISE_FLOOR: Declaration = {**PAIR, "progress": optional(function), "seed": seed}
+SUBSAMPLE_INTERVAL: Declaration = {
+    **PAIR,
+    "progress": optional(function),
+    "value": finite,
+    "count": count,
+    "size": optional(count),
+    "level": share,
+    "seed": seed,
+}
+
+SINKHORN: Declaration = {
+    **PAIR,
+    "cost": cost,
+    "options": solver,
+    "progress": optional(function),
+    "epsilon": positive,
+    "class_table": optional(array("(V_x + V_y, V_x + V_y)")),
+    "compute": optional(compute),
+}
+SINKHORN_DIVERGENCE: Declaration = {
+    **SINKHORN,
+    "debias": flag,
+    "start": start,
+}
+SINKHORN_LOSS: Declaration = {
+    "options": solver,
+    "x": tensor("(n, d)"),
+    "y": tensor("(m, d)"),
+    "a": optional(tensor("(n,)")),
+    "b": optional(tensor("(m,)")),
+    "epsilon": positive,
+    "labels_x": optional(tensor("(n,)")),
+    "labels_y": optional(tensor("(m,)")),
+    "class_table": optional(tensor("(V_x + V_y, V_x + V_y)")),
+    "class_totals": optional(sequence(count, length=2)),
+    "lambda_x": scalar,
+    "lambda_y": scalar,
+    "debias": flag,
+    "start": start,
+    "compute": optional(compute),
+}
+
+LOAD: Declaration = {
+    "name": text,
+    "root": optional(path),
+    "split": optional(text),
+    "max_samples": optional(count),
+    "classes": optional(classes),
+    "seed": seed,
+    "weights": optional(weights),
+    "pseudo_labels": optional(choice("kmeans")),
+    "k": optional(count),
+    "download": flag,
+}
+COLUMNS = optional(lambda name, value: value if isinstance(value, str) else _columns(name, value))
+# The options of each source of data, by its name in `load`.
+SOURCE_OPTIONS: dict[str, Declaration] = {
+    "digits": {"rotate": finite},
+    "blobs": {"samples": count, "dim": count, "num_classes": count, "spread": not_negative},
+    "mnist": {},
+    "fashion_mnist": {},
+    "usps": {},
+    "idx": {"images": optional(path), "labels": optional(path)},
+    "torchvision": {
+        "dataset": optional(text),
+        "arguments": optional(mapping("be a mapping such as {split: letters}")),
+    },
+    "image_folder": {"path": optional(path)},
+    "huggingface": {
+        "path": optional(path),
+        "config": optional(text),
+        "input": COLUMNS,
+        "label": optional(text),
+        "drop_unlabelled": flag,
+    },
+    "arrays": {
+        "path": optional(path),
+        "labels_path": optional(path),
+        "features": COLUMNS,
+        "label": optional(text),
+        "drop_unlabelled": flag,
+    },
+}
+EMBED: Declaration = {
+    "dataset": instance("be a dataset that otdd.load gave", DATASET_CLASS),
+    "batch_size": called("extractor.batch_size", count),
+    "device": device,
+    "mixed_precision": called("extractor.mixed_precision", mixed_precision),
+    "cache_dir": optional(path),
+    "num_workers": called("extractor.num_workers", integer(at_least=0)),
+    "progress": optional(function),
+}
+# Parameters of extractors, by the extractor's name.
+EXTRACTORS: dict[str, Declaration] = {
+    "identity": {},
+    "pixels": {"size": optional(integer(at_least=1)), "grayscale": flag},
+    "timm": {
+        "model": text,
+        "pretrained": flag,
+        "checkpoint": optional(path),
+        "seed": seed,
+        "download": flag,
+    },
+    "torchvision": {
+        "model": text,
+        "weights": optional(text),
+        "checkpoint": optional(path),
+        "seed": seed,
+        "download": flag,
+    },
+    "text": {"model": text, "download": flag},
+    "callable": {},
+}
+STANDARDIZE: Declaration = PAIR
+REDUCE_PCA: Declaration = {**PAIR, "k": called("extractor.pca", count), "seed": seed}
+
+# Fields of what is built from keywords.
+LABELED_SAMPLES: Declaration = {
+    "class_names": names,
+    "name": text,
+    "subset_hash": optional(text),
+}
+TAKE: Declaration = {"rows": array("of row numbers"), "subset_hash": optional(text)}
+KEEP_CLASSES: Declaration = {"keep": sequence(integer(at_least=0))}
+CLASS_DISTANCES_FIELDS: Declaration = {
+    "names_x": optional(names),
+    "names_y": optional(names),
+}
+FILE: Declaration = {"path": path}
+FROM_FULL: Declaration = {
+    "full": array("(Vx + Vy, Vx + Vy)"),
+    "size_x": count,
+    **CLASS_DISTANCES_FIELDS,
+}
+BETWEEN: Declaration = {"first": integer(at_least=0), "second": integer(at_least=0)}
+LABEL_METRIC: Declaration = {
+    "method": choice(*LABEL_METHODS),
+    "unbiased": flag,
+    "diagonal": flag,
+    "epsilon": optional(positive),
+    "tolerance": positive,
+    "given": optional(
+        instance(
+            "be ClassDistances or the path of their npz",
+            TABLE_CLASS,
+            "builtins.str",
+            "pathlib.PurePath",
+        )
+    ),
+}
+SOLVER_OPTIONS: Declaration = {
+    "tolerance": optional(
+        number("lie in (0, 2), an L1 distance of two masses", lambda value: 0 < value < 2)
+    ),
+    "max_iterations": count,
+    "require_convergence": flag,
+    "bound_width": optional(positive),
+    "max_seconds": optional(positive),
+    "schedule": choice(*SOLVER_SCHEDULES),
+    "scaling": share,
+    "diameter": optional(positive),
+}
+COMPUTE_OPTIONS: Declaration = {
+    "device": device,
+    "backend": choice(*BACKENDS),
+    "precision": choice(*PRECISIONS),
+    "memory_budget": memory,
+}
+GROUND_COST: Declaration = {"lambda_x": not_negative, "lambda_y": not_negative}
+STEPPING: Declaration = {
+    # Their ranges are those of the settings flow.KEY.
+    "step_size": any_number,
+    "optimizer": text,
+    "optimizer_options": mapping(),
+    "schedule": text,
+    "box": optional(sequence(any_number)),
+    "noise": any_number,
+    "minibatch": optional(integer(at_least=None)),
+}
+CHECKPOINTS: Declaration = {"folder": path, "every": integer(at_least=None), "resume": flag}
+
+
+def _columns(name: str, value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
+        raise refused(name, "be a column or a list of columns", value)
+    if not value:
+        raise InputError(f"{name} must name a column, got []; null takes the usual ones")
+    return value

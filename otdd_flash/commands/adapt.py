@@ -1,0 +1,225 @@
+"""The work of `python -m otdd_flash.flow`: one flow, and all about it in a folder."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from otdd_flash.commands.interrupts import interrupts_noted
+from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.settings import (
+    DatasetPairSettings,
+    FlowNode,
+    LabelSettings,
+    ReportSettings,
+    SolverSettings,
+    parse,
+)
+from otdd_flash.commands.sides import Sides, prepare_sides
+from otdd_flash.errors import ConvergenceError, InputError, choose
+from otdd_flash.extractors import build_extractor
+from otdd_flash.extractors.differentiable import differentiable
+from otdd_flash.flows.checkpoint import Checkpoints
+from otdd_flash.flows.dataset_files import ImageShape
+from otdd_flash.flows.modes import check_mode
+from otdd_flash.flows.result import FlowResult
+from otdd_flash.flows.run import gradient_flow
+from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
+from otdd_flash.flows.stepping import Stepping, whole_number
+from otdd_flash.json_file import write_json
+from otdd_flash.report.console import interval
+from otdd_flash.report.drawing import Report, write_each
+from otdd_flash.report.flow_console import flow_table
+from otdd_flash.report.flow_writing import write_flow_report
+from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
+
+logger = logging.getLogger("otdd_flash.flow")
+
+SPACES = ("features", "pixels")
+PIXEL_BOX = (0.0, 1.0)
+
+
+@dataclass
+class FlowSettings(DatasetPairSettings):
+    """What conf/flow.yaml holds."""
+
+    labels: LabelSettings
+    flow: FlowNode
+    lambda_x: float
+    lambda_y: float
+    epsilon: float
+    epsilon_relative: float | None
+    min_class_size: int | None
+    solver: SolverSettings
+    report: ReportSettings
+    save_result: bool
+
+
+def adapt(config: DictConfig, directory: Path) -> None:
+    """Run one flow and write everything about it into `directory`.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed during the flow; what it came to is written.
+        ConvergenceError: a solve stopped early and convergence is required; likewise.
+    """
+    settings = parse(config, FlowSettings)
+    flow = settings.flow
+    # Built before anything is read: a bad setting should not cost the time of loading.
+    check_mode(flow.mode)
+    choose("flow.space", flow.space, SPACES)
+    settings.report.check()
+    stepping = _stepping(flow)
+    checkpoints = Checkpoints(directory, flow.checkpoint_every, flow.resume)
+    # What has been computed is written before a failure to converge is one.
+    solver = replace(settings.solver.options(), require_convergence=False)
+    compute = settings.compute_options()
+    if settings.labels.full:
+        raise InputError(
+            "labels.full=true has no meaning in a flow, whose classes are where its particles are; "
+            "leave it out"
+        )
+    metric = settings.labels.metric(solver.asked_tolerance)
+    with Phases() as phases, interrupts_noted() as interrupted:
+        sides, space = _sides(settings, phases)
+        if flow.box == "auto":
+            stepping = replace(stepping, box=PIXEL_BOX if sides.image_shape else None)
+        with (
+            phases.flowing(flow.steps) as progress,
+            phases.solving("solving", solver) as solver_progress,
+            phases.counting("class distances") as class_progress,
+        ):
+            result = gradient_flow(
+                sides.source,
+                sides.target,
+                steps=flow.steps,
+                mode=flow.mode,
+                stepping=stepping,
+                functionals=flow.functionals,
+                space=space,
+                refresh=flow.refresh,
+                tolerance=flow.tolerance,
+                epsilon=settings.epsilon,
+                epsilon_relative=settings.epsilon_relative,
+                labels=metric,
+                min_class_size=settings.min_class_size,
+                lambda_x=settings.lambda_x,
+                lambda_y=settings.lambda_y,
+                solver=solver,
+                compute=compute,
+                cache_dir=settings.cache_dir,
+                checkpoints=checkpoints,
+                seed=settings.seed,
+                keep_moments=flow.keep_moments,
+                progress=progress,
+                solver_progress=solver_progress,
+                class_progress=class_progress,
+                stop=interrupted,
+            )
+    report = _write(result, settings, sides.image_shape, phases, directory)
+    if result.stopped_by == "interrupted":
+        _say_how_to_go_on(result, directory)
+        raise KeyboardInterrupt
+    if settings.solver.require_convergence and not result.converged:
+        late = sum(not record.converged for record in result.evaluations)
+        raise ConvergenceError(
+            f"{late} of {len(result.evaluations)} evaluations of the flow did not reach what the "
+            f"solver was asked for; solver.require_convergence is set, and the result was written "
+            f"to {directory}"
+        )
+    report.require_complete()
+
+
+def _stepping(flow: FlowNode) -> Stepping:
+    box = None if flow.box in (None, "auto") else _box(flow.box)
+    return Stepping(
+        flow.step_size,
+        flow.optimizer,
+        flow.optimizer_options or {},
+        flow.schedule,
+        box,
+        flow.noise,
+        flow.minibatch,
+    )
+
+
+def _box(value: Any) -> tuple[float, float]:
+    try:
+        low, high = (float(limit) for limit in value)
+    except (TypeError, ValueError):
+        raise InputError(f"flow.box must be auto, null or [LOWEST,HIGHEST], got {value}") from None
+    return low, high
+
+
+def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
+    """Both datasets as what moves, and the way from there to features."""
+    flow = settings.flow
+    if flow.image_size is not None and not whole_number(flow.image_size, least=1):
+        raise InputError(f"flow.image_size must be positive or null, got {flow.image_size}")
+    if flow.space == "features":
+        if flow.image_size is not None:
+            raise InputError(
+                f"flow.image_size={flow.image_size} has a meaning with flow.space=pixels only; "
+                "leave it out, or resize images with extractor.size"
+            )
+        return prepare_sides(settings, phases, whole=False), FeatureSpace()
+    node = settings.extractor
+    if node.get("standardize") or node.get("pca") is not None:
+        raise InputError(
+            "flow.space=pixels takes the features of a network as they are; leave out "
+            "extractor.standardize and extractor.pca"
+        )
+    pixels = {"name": "pixels", "size": flow.image_size, "grayscale": False}
+    sides = prepare_sides(replace(settings, extractor=pixels), phases, whole=False)
+    assert sides.image_shape is not None
+    extractor = build_extractor(**node)
+    network = differentiable(extractor, sides.image_shape)
+    chunk = int(node.get("batch_size", 256))
+    return sides, ImageSpace(network, sides.image_shape, chunk, extractor.key)
+
+
+def _write(
+    result: FlowResult,
+    settings: FlowSettings,
+    image_shape: ImageShape | None,
+    phases: Phases,
+    directory: Path,
+) -> Report:
+    """Print the table, write result.json, and only then data and pictures."""
+    seconds = {
+        "load": phases.seconds["load"],
+        "extract": phases.seconds["extract"],
+        **result.seconds,
+    }
+    more = {"seconds": seconds, "seed": settings.seed, "config": asdict(settings)}
+    summary, console, content = result.summary(**more), Console(), settings.report.content
+    if content == "none":
+        console.print(interval(summary["value"], *summary["bounds"]), highlight=False)
+    else:
+        console.print(flow_table(summary))
+    remove_result(directory)
+    write_json(directory / SUMMARY_FILE, summary)
+    report = Report()
+    if settings.save_result:
+        report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})
+    # A second set of bars: the first would have drawn through the table.
+    with Phases() as drawing, drawing.phase("report", "drawing"):
+        report += write_flow_report(
+            result, directory, image_shape=image_shape, seed=settings.seed, content=content
+        )
+    if content != "none":
+        console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+    return report
+
+
+def _say_how_to_go_on(result: FlowResult, directory: Path) -> None:
+    Console().print(
+        f"ended after {result.history[-1].step} steps; the same command with flow.resume=true "
+        f"hydra.run.dir={directory} goes on",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,129 @@
+"""Output directories: each belongs to one living process, and no result is replaced unasked.
+
+A claim is a lock that the process holds (flock), so that a killed one leaves none behind. It is
+taken before Hydra writes its configuration into the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+
+from otdd_flash.errors import InputError
+
+LOCK_FILE = ".lock"
+CHECKPOINT = "checkpoint.pt"
+# What a run, and a multirun, leave that is worth keeping.
+OF_A_RUN = ("result.json", "result.safetensors", CHECKPOINT)
+OF_A_MULTIRUN = ("summary.csv", *(f"*/{name}" for name in OF_A_RUN))
+
+# Room for what Hydra itself writes before a job starts.
+PROBE_BYTES = 2**16
+
+# The locks of this process, by directory.
+_held: dict[Path, int] = {}
+
+
+def claim(
+    folder: Path, key: str, *, replace: bool, worth_keeping: Sequence[str] = OF_A_RUN
+) -> None:
+    """Make a directory this process's own until it releases it or ends.
+
+    Args:
+        folder: made if it does not exist.
+        key: the setting that names it, for messages.
+        replace: what is worth keeping may be replaced.
+        worth_keeping: patterns of such files.
+
+    Raises:
+        InputError: another process holds it, it holds a result, or it cannot be written.
+    """
+    if (place := folder.resolve()) in _held:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(PROBE_BYTES))
+        lock = _locked(folder / LOCK_FILE)
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {key}={folder} ({error.strerror or error}); free space there or "
+            f"choose another folder with {key}=DIR"
+        ) from error
+    if lock is None:
+        raise InputError(
+            f"{key}={folder} is in use by another run that has not ended; choose another folder "
+            f"with {key}=DIR, or wait"
+        )
+    _held[place] = lock
+    found = chain.from_iterable(folder.glob(pattern) for pattern in worth_keeping)
+    if not replace and (kept := next(found, None)):
+        release(folder)
+        goes_on = ", flow.resume=true to go on" if (kept.parent / CHECKPOINT).exists() else ""
+        raise InputError(
+            f"{key}={folder} holds a result already, {kept.relative_to(folder)}; choose another "
+            f"folder with {key}=DIR, or give overwrite=true to replace it{goes_on}"
+        )
+
+
+def release(folder: Path) -> None:
+    """Let others have a directory that this process claimed."""
+    place = folder.resolve()
+    lock = _held.pop(place)
+    # While it is held: nobody else can have locked this very file.
+    with suppress(OSError):
+        (place / LOCK_FILE).unlink()
+    os.close(lock)
+
+
+def release_all() -> None:
+    """Let others have every directory that this process claimed."""
+    for place in [*_held]:
+        release(place)
+
+
+@contextmanager
+def claimed(folder: Path, key: str, *, replace: bool) -> Iterator[None]:
+    """A claim for as long as something is done; one from before stays."""
+    before = folder.resolve() in _held
+    claim(folder, key, replace=replace)
+    try:
+        yield
+    finally:
+        if not before:
+            release(folder)
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor of a file that this process has locked; None where another one has."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        if not _lock(descriptor):
+            os.close(descriptor)
+            return None
+        # Its last holder may have removed the file just before: such a lock keeps nobody out.
+        with suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether nobody else has the lock; where there are no locks, nobody has."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks.
+        return True
+    return True

@@ -1,0 +1,91 @@
+"""How the process of a command begins and ends.
+
+Nothing is imported before it is needed: help is shown without torch, and Ctrl-C is heard from the
+start, also while Hydra and torch are imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from otdd_flash.commands import exit_codes
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
+    """Hand the arguments of this process to Hydra, which runs `job` for every configuration."""
+    import hydra
+    from omegaconf import OmegaConf
+
+    # Part of default directories. Kept with the configuration, so that jobs that a launcher runs in
+    # other processes agree on it.
+    OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
+    if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
+        from otdd_flash.commands.help import show_help
+
+        show_help(config_name, sys.argv[1:])
+        return
+    from otdd_flash.commands.choices import refused_choice
+
+    if (refusal := refused_choice(sys.argv[1:])) is not None:
+        from otdd_flash.commands.messages import say_error
+
+        say_error(refusal)
+        sys.exit(exit_codes.BAD_INPUT)
+    entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
+    with _errors_handed_on():
+        entry(job)()
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Call an entry point and leave the process with its jobs' exit code."""
+    try:
+        main()
+        from otdd_flash.commands.outcome import Outcome
+
+        sys.exit(Outcome.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted; what had been written is whole", file=sys.stderr)
+        sys.exit(exit_codes.INTERRUPTED)
+    except Exception as error:
+        _explain(error)
+        sys.exit(exit_codes.DEFECT)
+    finally:
+        from otdd_flash.commands.claims import release_all
+
+        release_all()
+
+
+@contextmanager
+def _errors_handed_on() -> Iterator[None]:
+    """Make Hydra raise what it would print, with advice that does not hold here."""
+    before = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = before
+
+
+def _explain(error: Exception) -> None:
+    """Print what is wrong with the arguments in a sentence; let any other exception go on."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from otdd_flash.commands.hydra_errors import sentence
+    from otdd_flash.commands.messages import say_error
+
+    if os.environ.get(FULL_ERROR) or not isinstance(error, HydraException | OmegaConfBaseException):
+        raise error
+    say_error(sentence(error))

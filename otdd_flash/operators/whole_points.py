@@ -1,0 +1,125 @@
+"""Points on a lattice whose products float32 computes exactly, as those of grey values are.
+
+In units of the lattice's step, and less a centre on it, coordinates are integers v. Every partial
+sum of a product is an integer too, and by Cauchy and Schwarz
+
+    |sum_k v_ik w_jk| <= ||v_i|| ||w_j||    over any subset of the k.
+
+Where the right side is at most 2^24, a float32 product in any order is exact. Integers up to 256
+are exact in bfloat16 as well, which a processor may be allowed to use for products of float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.lattice import ROUNDING, SCALES
+from otdd_flash.operators.product_errors import (
+    Pair,
+    magnitudes_about,
+    product_errors,
+    squares_about,
+)
+
+LARGEST_PRODUCT, LARGEST_INTEGER = 2.0**24, 256
+
+# Below so many points a side it takes as long to round them as it saves.
+LEAST_POINTS = 1000
+
+# Rows that show at little cost that points are on no lattice; coordinates rounded at once.
+FIRST_ROWS, CHUNK_ELEMENTS = 32, 1 << 17
+
+
+class WholeProducts:
+    """Products of both clouds as integers, off by what the points are away from the lattice.
+
+    Args:
+        cost: two labelled clouds.
+        points: (n, d) and (m, d) float32 integers, with integers / scale near points - centre.
+        lost: (n,) and (m,) float64, squared distances of the points from the lattice.
+        scale: steps in one unit of the points.
+        centre: (d,) float64, on the lattice.
+    """
+
+    def __init__(
+        self, cost: LabelledCost, points: Pair, lost: Pair, *, scale: float, centre: Tensor
+    ) -> None:
+        self._points = points
+        self.squares = squares_about(cost, centre)
+        self._unit = 2 * cost.lambda_x / scale**2
+        of_x, of_y = (
+            off + cost.cost_error_share * magnitudes
+            for off, magnitudes in zip(
+                product_errors(cost, self.squares, lost),
+                magnitudes_about(cost, self.squares),
+                strict=True,
+            )
+        )
+        self.errors = of_x, of_y
+
+    def left(self, rows: slice) -> Tensor:
+        """Integers of rows, (N, d) float32."""
+        return self._points[0][rows]
+
+    def right(self, columns: slice) -> Tensor:
+        """Integers of columns, (M, d) float32."""
+        return self._points[1][columns]
+
+    def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """One product of matrices in float32, exact."""
+        out.add_(left @ right.T, alpha=self._unit)
+
+
+def whole_products(cost: LabelledCost) -> WholeProducts | None:
+    """Products of points on a lattice, if there is one on which they are exact, and worth it."""
+    if min(cost.shape) < LEAST_POINTS:
+        return None
+    sides = cost.points[: 1 if cost.symmetric else 2]
+    for scale in SCALES:
+        middle = (cost.centre * scale).round()
+        if any(_round(points[:FIRST_ROWS], scale, middle) is None for points in sides):
+            continue
+        found = [_round(points, scale, middle) for points in sides]
+        rounded = [side for side in found if side is not None]
+        if len(rounded) < len(found):
+            continue
+        x, y = rounded[0], rounded[-1]
+        if x.longest * y.longest <= LARGEST_PRODUCT:
+            points, lost = (x.values, y.values), (x.lost, y.lost)
+            return WholeProducts(cost, points, lost, scale=scale, centre=middle / scale)
+    return None
+
+
+class _Rounded(NamedTuple):
+    """Integers (N, d) float32, the longest norm of a row, and what was lost, (N,) float64."""
+
+    values: Tensor
+    longest: float
+    lost: Tensor
+
+
+def _round(points: Tensor, scale: float, middle: Tensor) -> _Rounded | None:
+    """The nearest integers to points * scale, less `middle` (d,).
+
+    None where that is more than a multiple of a step may lose to float32, or an integer is large.
+    """
+    values = torch.empty(points.shape, dtype=torch.float32, device=points.device)
+    lost, longest = points.new_empty(len(points), dtype=torch.float64), 0.0
+    height = max(1, CHUNK_ELEMENTS // points.shape[1])
+    for first in range(0, len(points), height):
+        rows = slice(first, first + height)
+        multiples = points[rows].double() * scale
+        whole = multiples.round()
+        off = torch.linalg.vector_norm(multiples.sub_(whole), dim=1)
+        if bool((off > ROUNDING * torch.linalg.vector_norm(whole, dim=1)).any()):
+            return None
+        low, high = whole.sub_(middle).aminmax()
+        if max(-float(low), float(high)) > LARGEST_INTEGER:
+            return None
+        longest = max(longest, float(torch.linalg.vector_norm(whole, dim=1).max()))
+        values[rows], lost[rows] = whole, (off / scale).square_()
+    return _Rounded(values, longest, lost)

@@ -1,0 +1,105 @@
+"""A plan whose entries were evaluated once, and the points of which errors may hide all.
+
+`certificate` says what its sums and errors prove.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import Marginals, Operator
+from otdd_flash.solver.epsilon import EpsilonTooSmall, or_double
+
+
+class Plan(NamedTuple):
+    """Potentials f (n,) and g (m,), float64, the sums of their plan, and A and B of (2)."""
+
+    f: Tensor
+    g: Tensor
+    sums: Marginals
+    row_errors: Tensor
+    column_errors: Tensor
+    passes: int = 1
+
+
+def evaluate(operator: Operator, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool) -> Plan:
+    """Evaluate the plan of f (n,) and g (m,), float64.
+
+    Raises:
+        EpsilonTooSmall: its mass overflows.
+    """
+    sums = operator.marginals(f, g, epsilon, accurate=accurate)
+    if not math.isfinite(float(sums.rows.sum())):
+        raise EpsilonTooSmall(
+            "some costs are too far above the mean at {given}: rounding alone makes the plan's "
+            f"mass overflow; raise {{name}}{or_double(operator.dtype)} or leave out points that "
+            "are far from all others",
+            epsilon,
+        )
+    # A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
+    # log b_j; where it is negative, |e| exp(e) < 1.
+    rows, columns = operator.a > 0, operator.b > 0
+    above = torch.where(rows, (sums.rows / operator.a).log(), 0).clamp_min(0) + 1
+    below = torch.where(columns, -operator.b.log(), 0)
+    row_errors = sums.row_errors + sums.cost_rounding * (f.abs() + epsilon * above)
+    column_errors = sums.column_errors + sums.cost_rounding * (g.abs() + epsilon * below)
+    return Plan(f, g, sums, row_errors, column_errors)
+
+
+def evaluate_self(operator: Operator, f: Tensor, epsilon: float, *, accurate: bool) -> Plan:
+    """The plan of f (n,) and f, made symmetric."""
+    plan = evaluate(operator, f, f, epsilon, accurate=accurate)
+    sums = plan.sums
+    rows, errors = (
+        (sums.rows + sums.columns) / 2,
+        torch.maximum(sums.row_errors, sums.column_errors),
+    )
+    sums = sums._replace(rows=rows, columns=rows, row_errors=errors, column_errors=errors)
+    errors = torch.maximum(plan.row_errors, plan.column_errors)
+    return Plan(f, f, sums, errors, errors)
+
+
+class Lost(NamedTuple):
+    """Points with mass of which errors of costs may hide all.
+
+    Attributes:
+        rows: (n,) bool.
+        columns: (m,) bool.
+        row_drop: (n,) by what the potentials of such rows are lowered, float64.
+        column_drop: (m,) likewise of columns.
+        hidden: () their masses: what rounding loses, and more than errors may make up for.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    row_drop: Tensor
+    column_drop: Tensor
+    hidden: Tensor
+
+    @property
+    def any(self) -> Tensor:
+        """1 if there are such points, else 0; () float64."""
+        return (self.rows.any() | self.columns.any()).double()
+
+
+def find_lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: float) -> Lost:
+    """The points with 2 A_i > epsilon; lowered by 4 A_i they have at most a_i exp(-2 A_i / eps)."""
+    points, drops, hidden = [], [], []
+    for part, errors, mass in (
+        (plan.sums.rows, plan.row_errors, masses[0]),
+        (plan.sums.columns, plan.column_errors, masses[1]),
+    ):
+        lost = (mass > 0) & (2 * errors > epsilon)
+        points.append(lost)
+        drops.append(4 * errors + epsilon * excess(part, mass))
+        hidden.append(torch.where(lost, mass, 0).sum())
+    return Lost(points[0], points[1], drops[0], drops[1], hidden[0] + hidden[1])
+
+
+def excess(part: Tensor, masses: Tensor) -> Tensor:
+    """log(r_i / a_i) where it is positive, else 0."""
+    return torch.where(part > masses, (part / masses).log(), 0)

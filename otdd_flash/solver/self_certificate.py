@@ -1,0 +1,66 @@
+"""What the potential of a self term proves, by the bounds of `certificate`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import Operator
+from otdd_flash.solver.certificate import (
+    Certificate,
+    hidden_mass,
+    largest_error,
+    mean,
+    oscillation,
+    outwards,
+    slack_of,
+    spread_of,
+)
+from otdd_flash.solver.evaluated_plan import evaluate_self, find_lost
+from otdd_flash.solver.polytope import TINY, RowSums, balanced_value, diagonal_of
+
+
+def certify_self(
+    operator: Operator, f: Tensor, epsilon: float, *, accurate: bool = False
+) -> Certificate:
+    """The plan of one potential f (n,) between a cloud and itself: one pass.
+
+    The plan is symmetric: it is the mean of the computed one and its transpose, whose costs are
+    as near to C. It is given mass 1 by a constant.
+
+    Raises:
+        EpsilonTooSmall: the plan's mass overflows.
+    """
+    a, plan = operator.a, evaluate_self(operator, f.double(), epsilon, accurate=accurate)
+    lost = find_lost(plan, (a, a), epsilon)
+    if bool(lost.any):
+        lowered = torch.where(lost.rows, plan.f - lost.row_drop, plan.f)
+        plan = evaluate_self(operator, lowered, epsilon, accurate=accurate)._replace(passes=2)
+    sums = plan.sums
+    total = sums.rows.sum().clamp_min(TINY)
+    rows, f = sums.rows / total, plan.f - epsilon / 2 * total.log()
+    returned, relative = f.to(operator.dtype), sums.relative_error
+    errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned.double()).abs()
+    own_errors = 4 * (sums.row_errors + sums.cost_rounding * operator.own_costs().abs())
+    diagonal = diagonal_of(operator, f, own_errors, epsilon)
+    outside = RowSums(
+        ((1 - relative) * rows - diagonal.highest).clamp_min(0),
+        ((1 + relative) * rows - diagonal.lowest).clamp_min(0),
+    )
+    gap, noise, dual, swing, primal, size, cost_errors, largest = torch.stack(
+        (
+            (rows - a).abs().sum(),
+            2 * hidden_mass(rows, errors, epsilon) + lost.hidden,
+            2 * mean(a, f),
+            oscillation(f, a > 0),
+            balanced_value(operator, f, outside, epsilon),
+            2 * mean(a, f.abs()),
+            2 * mean(a, sums.row_errors),
+            2 * largest_error(sums.row_errors, a),
+        )
+    ).tolist()
+    spread = spread_of(operator, sums, largest)
+    upper = min(primal, dual + gap * (swing + spread) + slack_of(relative, 2 * swing, spread))
+    bounds = outwards(operator, sums, (dual, upper), cost_errors, size, epsilon)
+    hidden = noise + 2 * relative
+    return Certificate(returned, returned, dual, bounds, gap + hidden, hidden, plan.passes)

@@ -1,0 +1,128 @@
+"""Named tensors and texts in one safetensors file, with a checksum over all of them.
+
+Results, maps and cached tensors are kept in this form; what torch alone can hold is in
+`torch_file`. A bit that flipped on a disk is found instead of computed with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor, uint8
+
+from otdd_flash.errors import DataNotice
+from otdd_flash.files import replacing
+
+CHECKSUM = "checksum"
+
+
+class DamagedFileError(Exception):
+    """A file does not hold what was written."""
+
+
+class Stored(NamedTuple):
+    """What a tensor file holds.
+
+    Attributes:
+        tensors: by name, on the CPU.
+        texts: by name, without the checksum.
+        checked: whether there was a checksum; there is none in files of earlier versions.
+    """
+
+    tensors: dict[str, Tensor]
+    texts: dict[str, str]
+    checked: bool
+
+
+def write_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]
+) -> None:
+    """Write tensors and texts by name, whole or not at all.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    with replacing(path) as partial:
+        save_tensors(partial, tensors, texts)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    """Write tensors and texts into a new file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    # Cloned: safetensors refuses two names for one storage, as f and g of a self term are.
+    content = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    header = {**texts, CHECKSUM: checksum(content, texts)}
+    try:
+        save_file(content, path, metadata=header)
+    except SafetensorError as error:
+        # A full disk arrives in this form.
+        raise OSError(str(error)) from error
+
+
+def read_tensors(path: Path) -> Stored:
+    """What `write_tensors` wrote.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        DamagedFileError: it is no such file, or its content does not match its checksum.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    # Read through one open file: safetensors' own reader opens the path once more for the values,
+    # and another writer may have renamed a new file there in between.
+    content = path.read_bytes()
+    try:
+        tensors: dict[str, Tensor] = load(content)
+        texts = _texts(content)
+    except (SafetensorError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise DamagedFileError(str(error)) from error
+    written = texts.pop(CHECKSUM, None)
+    if written is not None and written != checksum(tensors, texts):
+        raise DamagedFileError("its checksum does not match")
+    return Stored(tensors, texts, written is not None)
+
+
+def warn_unchecked(path: Path) -> None:
+    """Say that a file has no checksum, so that damage to it would go unseen."""
+    warnings.warn(
+        f"{path} was written by an earlier version, without a checksum: damage to it would go "
+        "unseen; save it again to have one",
+        DataNotice,
+        stacklevel=3,
+    )
+
+
+def content_hash(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, types, shapes and values, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}\0{tensor.dtype}{tuple(tensor.shape)}\0".encode())
+        # Through bytes: numpy has no bfloat16.
+        digest.update(tensor.reshape(-1).view(uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def checksum(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
+    """SHA-256 of tensors and texts."""
+    content = json.dumps([content_hash(tensors), sorted(texts.items())])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _texts(content: bytes) -> dict[str, str]:
+    """The texts of a valid safetensors file: a length, then that many bytes of JSON."""
+    length = int.from_bytes(content[:8], "little")
+    texts: dict[str, str] = json.loads(content[8 : 8 + length]).get("__metadata__", {})
+    return texts

@@ -1,0 +1,150 @@
+"""Output folders: no two runs share one, and no result is replaced unasked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import hydra.core.utils
+import pytest
+
+from otdd_flash.commands import claims
+from otdd_flash.commands.claims import LOCK_FILE, claim, release_all
+from otdd_flash.errors import InputError
+
+KEEP = "overwrite=false"
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+
+@pytest.fixture(autouse=True)
+def unclaimed():
+    yield
+    release_all()
+
+
+def results(folder):
+    return sorted(Path(folder).rglob("result.json"))
+
+
+@pytest.mark.parametrize("flags", [(), ("-m",)])
+def test_two_runs_of_the_same_second_have_folders_of_their_own(command, monkeypatch, flags):
+    ticks = iter(range(10_000))
+
+    class SameSecond(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 1, 12, 0, 0, next(ticks))
+
+    monkeypatch.setattr(hydra.core.utils, "datetime", SameSecond)
+    key, folder = ("hydra.sweep.dir", "multirun") if flags else ("hydra.run.dir", "outputs")
+    default = f"{key}={folder}/${{hydra.job.name}}/${{now:%H-%M-%S-%f}}-${{process:}}"
+    for _ in range(2):
+        assert command(*flags, default, KEEP).code == 0
+    first, second = results(folder)
+    assert all(str(os.getpid()) in str(path) for path in (first, second))
+    assert first.parts[2][:8] == second.parts[2][:8] == "12-00-00"
+
+
+def test_default_folders_are_named_by_microsecond_and_process(composed):
+    from hydra import compose, initialize_config_module
+
+    for name in ("distance", "flow"):
+        with initialize_config_module("otdd_flash.conf", version_base="1.3"):
+            node = compose(name, return_hydra_config=True).hydra
+        for text in (
+            node._get_node("run")._get_node("dir")._value(),
+            node._get_node("sweep")._get_node("dir")._value(),
+        ):
+            assert "%f" in text
+            assert "${process:}" in text
+
+
+@pytest.mark.parametrize("flags", [(), ("-m",)])
+def test_a_folder_with_a_result_is_refused_before_anything_is_written(command, flags):
+    arguments = (*flags, "epsilon=0.1", KEEP)
+    assert command(*arguments).code == 0
+    folder = Path("sweep" if flags else "run")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    ended = command(*flags, "epsilon=0.2", KEEP)
+    assert ended.code == 2
+    assert f"={folder} holds a result already" in ended.error
+    assert "overwrite=true" in ended.error
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert command(*flags, "epsilon=0.2", "overwrite=true").code == 0
+    # Of a folder for all time, a folder beside it is free.
+    key = "hydra.sweep.dir" if flags else "hydra.run.dir"
+    assert command(*arguments, f"{key}=another").code == 0
+
+
+def test_jobs_of_one_multirun_do_not_replace_each_other(command, read):
+    ended = command("-m", "epsilon=0.1,0.3", "hydra.sweep.subdir=same", KEEP)
+    assert ended.code == 2
+    assert "hydra.sweep.subdir=" in ended.err
+    assert read("sweep/same/result.json")["epsilon"] == 0.1
+
+
+def test_a_failed_run_may_be_repeated_in_its_folder(command):
+    assert command("epsilon=-1", KEEP).code == 2
+    assert command(KEEP).code == 0
+
+
+@pytest.mark.parametrize("setting", [KEEP, "overwrite=true"])
+def test_a_folder_that_a_living_process_holds_is_refused(command, setting):
+    holder = claims._locked(_made("run") / LOCK_FILE)
+    ended = command(setting)
+    assert ended.code == 2
+    assert ended.error.startswith("hydra.run.dir=run is in use by another run")
+    assert [path.name for path in Path("run").iterdir()] == [LOCK_FILE]
+    # Its lock ends with it, whether or not it could remove the file.
+    os.close(holder)
+    assert command(setting).code == 0
+    assert not (Path("run") / LOCK_FILE).exists()
+
+
+def test_the_lock_of_a_killed_process_does_not_block(tmp_path):
+    program = (
+        "import os, signal\nfrom pathlib import Path\n"
+        "from otdd_flash.commands.claims import claim\n"
+        "claim(Path('run'), 'hydra.run.dir', replace=False)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "run" / LOCK_FILE).exists()
+    claim(Path("run"), "hydra.run.dir", replace=False)
+
+
+def test_a_lock_on_a_file_that_was_removed_keeps_nobody_out(tmp_path, monkeypatch):
+    """Between opening and locking, the last holder may remove the file."""
+    path, lock = tmp_path / LOCK_FILE, claims._lock
+    removals = iter([path.unlink])
+
+    def raced(descriptor):
+        next(removals, lambda: None)()
+        return lock(descriptor)
+
+    monkeypatch.setattr(claims, "_lock", raced)
+    held = claims._locked(path)
+    assert held is not None
+    assert claims._locked(path) is None
+    os.close(held)
+
+
+@pytest.mark.parametrize("file", ["result.safetensors", "checkpoint.pt"])
+def test_other_things_worth_keeping_are_kept(file):
+    (_made("run") / file).touch()
+    with pytest.raises(InputError, match=file) as refused:
+        claim(Path("run"), "hydra.run.dir", replace=False)
+    assert ("flow.resume=true" in str(refused.value)) == (file == "checkpoint.pt")
+    assert "overwrite=true" in str(refused.value)
+    claim(Path("run"), "hydra.run.dir", replace=True)
+
+
+def _made(folder):
+    Path(folder).mkdir()
+    return Path(folder)

@@ -1,0 +1,237 @@
+"""Files that came to harm: what this package wrote is refused, what users write is a sentence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import otdd_flash as otdd
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.extractors.checkpoint import load_checkpoint
+from otdd_flash.flows.maps.residual import ResidualMap
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.tensor_file import content_hash
+
+FLIPS = 200
+
+
+def blobs(count: int, seed: int) -> LabeledSamples:
+    rng = np.random.default_rng(seed)
+    return LabeledSamples(
+        torch.from_numpy(rng.normal(size=(count, 2)) + seed),
+        torch.arange(count) % 2,
+        ("a", "b"),
+    )
+
+
+SOURCE, TARGET = blobs(6, 0), blobs(7, 1)
+MOVE = {"steps": 2, "epsilon": 1.0, "compute": otdd.ComputeOptions(device="cpu")}
+
+
+def fingerprint(*tensors: Any) -> str:
+    return content_hash({str(k): torch.as_tensor(tensor) for k, tensor in enumerate(tensors)})
+
+
+def write_distance(folder: Path) -> Path:
+    otdd.dataset_distance(SOURCE, TARGET, epsilon=1.0).save(folder)
+    return folder / "result.safetensors"
+
+
+def read_distance(folder: Path) -> str:
+    result = otdd.DistanceResult.load(folder)
+    f, g = result.potentials
+    table, features = result.class_distances.full, result.source.features
+    return fingerprint(result.value, result.bounds, f, g, table, features)
+
+
+def write_flow(folder: Path) -> Path:
+    otdd.gradient_flow(SOURCE, TARGET, **MOVE).save(folder)
+    return folder / "result.safetensors"
+
+
+def read_flow(folder: Path) -> str:
+    flow = otdd.FlowResult.load(folder)
+    values = [record.objective for record in flow.history]
+    return fingerprint(flow.samples.features, flow.trajectory.points, values)
+
+
+def write_pairs(folder: Path) -> Path:
+    otdd.pairwise_distances([SOURCE, TARGET], epsilon=1.0).save(folder)
+    return folder / "result.json"
+
+
+def write_pairs_with_a_table(folder: Path) -> Path:
+    write_pairs(folder)
+    return folder / "class_distances.npz"
+
+
+def read_pairs(folder: Path) -> str:
+    result = otdd.PairwiseResult.load(folder)
+    return fingerprint(result.values, result.lower, result.upper, result.class_distances.full)
+
+
+def write_map(folder: Path) -> Path:
+    after = TARGET.take(torch.arange(6))
+    fitted = ResidualMap.fit(SOURCE, after, hidden=4, epochs=1, device="cpu")
+    return fitted.save(folder / "map.safetensors")
+
+
+def read_map(folder: Path) -> str:
+    return fingerprint(ResidualMap.load(folder / "map.safetensors", device="cpu")(SOURCE).features)
+
+
+def write_checkpoint(folder: Path) -> Path:
+    otdd.gradient_flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(folder), **MOVE)
+    return folder / "checkpoint.pt"
+
+
+def read_checkpoint(folder: Path) -> str:
+    checkpoints = otdd.Checkpoints(folder, resume=True)
+    flow = otdd.gradient_flow(SOURCE, TARGET, checkpoints=checkpoints, **MOVE)
+    return fingerprint(flow.samples.features, [record.objective for record in flow.history])
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Linear(3, 2)
+
+
+def write_weights(folder: Path) -> Path:
+    torch.save(network().state_dict(), folder / "weights.pt")
+    return folder / "weights.pt"
+
+
+def read_weights(folder: Path) -> str:
+    module = network()
+    load_checkpoint(module, str(folder / "weights.pt"), ())
+    return content_hash(module.state_dict())
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file, what writes it into a folder, and a fingerprint of what is read back."""
+
+    write: Callable[[Path], Path]
+    read: Callable[[Path], str]
+
+
+KEPT = {
+    "distance": Kept(write_distance, read_distance),
+    "flow": Kept(write_flow, read_flow),
+    "pairs": Kept(write_pairs, read_pairs),
+    "table of pairs": Kept(write_pairs_with_a_table, read_pairs),
+    "map": Kept(write_map, read_map),
+    "checkpoint": Kept(write_checkpoint, read_checkpoint),
+    "weights": Kept(write_weights, read_weights),
+}
+
+
+def with_flipped_bits(file: Path, read: Callable[[], str]) -> list[str | InputError]:
+    """What is read from a file as it is, and then with one or another of its bits flipped."""
+    found: list[str | InputError] = [read()]
+    whole = file.read_bytes()
+    for bit in np.random.default_rng(0).integers(8 * len(whole), size=FLIPS):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+        try:
+            found.append(read())
+        except InputError as error:
+            found.append(error)
+    return found
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
+def test_damaged_files_are_refused_and_never_used(kind: str, tmp_path: Path) -> None:
+    """Every flipped bit is refused in a sentence or, where it says nothing, changes nothing."""
+    file = KEPT[kind].write(tmp_path)
+    undamaged, *found = with_flipped_bits(file, lambda: KEPT[kind].read(tmp_path))
+    refusals = [str(one) for one in found if isinstance(one, InputError)]
+    assert {one for one in found if not isinstance(one, InputError)} <= {undamaged}
+    # What torch and zip leave unused, such as padding and dates, may change.
+    assert len(refusals) > FLIPS / 3
+    for refusal in refusals:
+        assert str(tmp_path) in refusal
+        assert "\n" not in refusal
+        assert "weights_only" not in refusal
+
+
+@pytest.mark.parametrize("kind", ["distance", "flow", "map"])
+def test_a_file_of_an_earlier_version_is_read_with_a_notice(kind: str, tmp_path: Path) -> None:
+    file, read = KEPT[kind].write(tmp_path), KEPT[kind].read
+    undamaged, content = read(tmp_path), file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    texts = json.loads(content[8 : 8 + length])["__metadata__"]
+    del texts["checksum"]
+    save_file(load_file(file), file, metadata=texts)
+    with pytest.warns(DataNotice, match=r"\.safetensors was written by an earlier version"):
+        assert read(tmp_path) == undamaged
+
+
+def test_a_pairwise_result_of_an_earlier_version_is_read_with_a_notice(tmp_path: Path) -> None:
+    file = write_pairs(tmp_path)
+    undamaged, content = read_pairs(tmp_path), json.loads(file.read_text())
+    del content["checksum"]
+    file.write_text(json.dumps(content))
+    with pytest.warns(DataNotice, match=r"result\.json was written by an earlier version"):
+        assert read_pairs(tmp_path) == undamaged
+
+
+def test_a_checkpoint_without_checksums_is_read_with_a_notice(tmp_path: Path) -> None:
+    undamaged = None
+    for compute in (True, False):
+        torch.serialization.set_crc32_options(compute)
+        try:
+            write_checkpoint(tmp_path)
+        finally:
+            torch.serialization.set_crc32_options(True)
+        if compute:
+            undamaged = read_checkpoint(tmp_path)
+    with pytest.warns(DataNotice, match=r"checkpoint\.pt was written by an earlier version"):
+        assert read_checkpoint(tmp_path) == undamaged
+
+
+def test_the_advice_to_load_an_untrusted_file_is_not_passed_on(tmp_path: Path) -> None:
+    torch.save(network(), tmp_path / "weights.pt")
+    with pytest.raises(InputError, match="holds more than tensors") as refused:
+        read_weights(tmp_path)
+    assert "weights_only" not in str(refused.value)
+    assert "trust" not in str(refused.value)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "checkpoint.pt"])
+def test_no_pickle_is_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    read = read_weights if name == "weights.pt" else read_checkpoint
+    for content in (pickle.dumps(Evil()), None):
+        if content is None:
+            torch.save(Evil(), name)
+        else:
+            Path(name).write_bytes(content)
+        with pytest.raises(InputError):
+            read(tmp_path)
+    assert not Path("ran").exists()
+
+
+def test_a_damaged_table_of_class_distances_is_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "given.npz"
+    otdd.ClassDistances(torch.eye(2) * 0, torch.ones(2, 3), torch.zeros(3, 3)).save(file)
+    undamaged, *found = with_flipped_bits(
+        file, lambda: fingerprint(otdd.ClassDistances.load(file).full)
+    )
+    assert {one for one in found if not isinstance(one, InputError)} <= {undamaged}
+    assert all(str(file) in str(one) for one in found if isinstance(one, InputError))

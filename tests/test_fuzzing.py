@@ -1,0 +1,49 @@
+"""Random commands, calls, damaged files and kills end as the README says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import fuzz
+from experiments.fuzzing.commands import Ended, judged
+from experiments.fuzzing.verdict import Attempt, summary
+
+
+@pytest.mark.slow
+def test_random_attempts_end_as_promised(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    counts = {"commands": 110, "processes": 4, "calls": 50, "files": 36, "kills": 5}
+    attempts = list(fuzz.run(1, counts, tmp_path))
+    assert len(attempts) == sum(counts.values())
+    assert summary(attempts)["failures"] == []
+
+
+DONE = {"value": 1.0, "bounds": [0.9, 1.1]}
+
+
+@pytest.mark.parametrize(
+    ("ended", "failed"),
+    [
+        pytest.param(Ended(0, "", "", DONE), False, id="done"),
+        pytest.param(Ended(0, "", "", None), True, id="done without a result"),
+        pytest.param(Ended(4, "", "", {**DONE, "value": 2.0}), True, id="outside of its bounds"),
+        pytest.param(Ended(3, "", "", {**DONE, "value": float("nan")}), True, id="no number"),
+        pytest.param(Ended(2, "", "error: no such file\n", None), False, id="refused"),
+        pytest.param(Ended(2, "", "no such file\n", None), True, id="refused without a sentence"),
+        pytest.param(Ended(1, "", "Traceback (most recent call last)", None), True, id="traceback"),
+        pytest.param(Ended(5, "", "error: ", None), True, id="unknown code"),
+    ],
+)
+def test_what_fails(ended: Ended, failed: bool) -> None:
+    attempt = judged("command", "distance", ["epsilon=1"], ended)
+    assert (attempt.failure is not None) is failed
+
+
+def test_failures_are_listed() -> None:
+    attempts = [Attempt("call", "f(x=1)", "done"), Attempt("call", "f(x=2)", "raised", "TypeError")]
+    content = summary(attempts)
+    assert content["kinds"] == {"call": {"done": 1, "raised": 1}}
+    assert [failure["what"] for failure in content["failures"]] == ["f(x=2)"]
