@@ -66,6 +66,7 @@ def user_code(what: str, doing: str = "raised") -> Iterator[None]:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of the user's own error, from their first line on; empty for other errors."""
+    found: BaseException = error
     cause: BaseException | None = error
     while isinstance(cause, InputError):
         found, cause = cause, cause.__cause__
