@@ -66,13 +66,12 @@ def user_code(what: str, doing: str = "raised") -> Iterator[None]:
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of the user's own error, from their first line on; empty for other errors."""
-    if not isinstance(error, UserCodeError):
-        return ""
+    found: BaseException = error
     cause: BaseException | None = error
     while isinstance(cause, InputError):
         # Those that say where it happened have the one before as their cause.
-        cause = cause.__cause__
-    if cause is None:
+        found, cause = cause, cause.__cause__
+    if cause is None or not isinstance(found, UserCodeError):
         return ""
     frames = _theirs(cause.__traceback__)
     return "".join(traceback.format_exception(type(cause), cause, frames)).rstrip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
+from otdd_flash.commands import progress
 from otdd_flash.commands.outcome import Outcome
 from otdd_flash.commands.start import run_command
 from otdd_flash.distance import main as distance
@@ -62,6 +64,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         x = generator.standard_normal((60, 4)).astype(np.float32) + shift
         np.savez(tmp_path / f"{name}.npz", x=x, y=np.repeat(["u", "v", "w"], 20))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is told of progress, which a slow machine would have time for and a fast one not."""
+    monkeypatch.setattr(progress, "SECONDS_APART", math.inf)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from otdd_flash.solver.options import SolverOptions
 def clock(monkeypatch):
     """The time that phases read, in seconds, as clock[0]."""
     now = [100.0]
+    monkeypatch.setattr(progress, "SECONDS_APART", 1.0)
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     return now
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
 import signal
 import subprocess
@@ -187,6 +188,27 @@ def test_a_resumed_run_must_be_the_same_run(flow_command):
     ended = flow_command("flow.steps=3", "flow.resume=true", "seed=1")
     assert ended.code == 2
     assert flow_command("flow.steps=3", "flow.resume=true").code == 0
+
+
+def test_a_picture_that_fails_is_a_notice_after_the_numbers_and_code_4(
+    flow_command, read, monkeypatch, undrawn_flow
+):
+    there = []
+
+    def full(*_, **__):
+        there.extend(path.name for path in Path("run").iterdir())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(flow_writing, "draw_objective", full)
+    ended = flow_command()
+    assert ended.code == 4
+    assert "distance after" in ended.out
+    assert {"result.json", "metrics.csv", "adapted.npz", "trajectory.npz"} <= set(there)
+    assert "objective.png" in ended.err.splitlines()[0]
+    assert "No space left on device" in ended.err.splitlines()[0]
+    assert ended.error.startswith("the result was written, but not objective.png")
+    result = read("run/result.json")
+    assert result["bounds"][0] <= result["value"] <= result["bounds"][1]
 
 
 @pytest.mark.usefixtures("undrawn_flow")
