@@ -188,8 +188,8 @@ class Loop:
         seconds = self._evaluator.expected_seconds(self.points, self.step)
         if seconds > LONG:
             logger.warning(
-                "%d steps will take about %s: with full covariances every particle is compared "
-                "with those around it by a Gaussian of its own; labels.diagonal=true takes a "
+                "steps to come, %d, will take about %s: with full covariances every particle is "
+                "compared with those around it by a Gaussian of its own; labels.diagonal=true is a "
                 "fraction of that",
                 self._options.steps - self.step,
                 timedelta(seconds=round(seconds)),

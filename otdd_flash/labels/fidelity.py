@@ -37,7 +37,8 @@ def fidelities(
     Args:
         factors: V matrices (r_c, d) float64.
         pairs: (P, 2) int64 on the CPU, P >= 1.
-        progress: called with the number of pairs done and their total.
+        progress: called with the number of pairs done and their total; for the gradient again, with
+            those that show in it.
     """
     rows = torch.tensor([factor.shape[0] for factor in factors])
     stacks, places = _stacked(factors, rows)
@@ -54,14 +55,10 @@ def fidelities(
     for (fewer, more), positions, chosen in _groups_of_equal_shape(rows, pairs):
         local = places[chosen].to(device)
         order.append(positions)
-        values.append(_Fidelities.apply(stacks[fewer], stacks[more], local, report))
+        values.append(_Fidelities.apply(stacks[fewer], stacks[more], local, report, progress))
     back = torch.argsort(torch.cat(order))
     found = torch.cat(values)[back.to(device)]
-    if found.requires_grad:
-        found.register_hook(  # type: ignore[no-untyped-call]
-            lambda weights: _without_lost(weights, factors, pairs.to(device))
-        )
-    return found
+    return _InGradients.apply(found, factors, pairs.to(device)) if found.requires_grad else found
 
 
 def _stacked(factors: Sequence[Tensor], rows: Tensor) -> tuple[dict[int, Tensor], Tensor]:
@@ -94,19 +91,29 @@ def _groups_of_equal_shape(
         yield divmod(key, base), positions, pairs[positions]
 
 
-def _without_lost(weights: Tensor, factors: Sequence[Tensor], pairs: Tensor) -> Tensor:
-    """Weights (P,) of pairs in a gradient, 0 for those that its other terms leave no digit of.
+class _InGradients(torch.autograd.Function):
+    """Values (P,) of pairs of factors, whose gradient is 0 where nobody could see it.
 
-    A pair of weight w adds w P F_j to the gradient in F_i, at most |w| ||F_j||.
+    A pair of weight w adds w P F_j to the gradient in F_i, at most |w| ||F_j||. Where that is lost
+    in the rounding of another pair's share, for both factors, the weight becomes 0.
     """
-    norms = torch.stack([torch.linalg.matrix_norm(factor.detach()) for factor in factors])
-    wanted = torch.tensor([factor.requires_grad for factor in factors], device=weights.device)
-    both = torch.cat((pairs, pairs.flip(1)))
-    mine, theirs = both.unbind(1)
-    added = weights.abs().repeat(2) * norms[theirs] * wanted[mine]
-    most = added.new_zeros(len(factors)).scatter_reduce(0, mine, added, "amax")
-    seen = (added > UNIT_ROUNDOFF * most[mine]).reshape(2, -1).any(0)
-    return torch.where(seen, weights, 0.0)
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, factors: Sequence[Tensor], pairs: Tensor) -> Tensor:
+        norms = torch.stack([torch.linalg.matrix_norm(factor) for factor in factors])
+        moving = torch.tensor([factor.requires_grad for factor in factors], device=norms.device)
+        ctx.save_for_backward(norms, moving, pairs)
+        return values.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None]:
+        norms, moving, pairs = ctx.saved_tensors
+        mine, theirs = torch.cat((pairs, pairs.flip(1))).unbind(1)
+        added = weights.abs().repeat(2) * norms[theirs] * moving[mine]
+        most = torch.zeros_like(norms).scatter_reduce(0, mine, added, "amax")
+        seen = (added > UNIT_ROUNDOFF * most[mine]).reshape(2, -1).any(0)
+        return torch.where(seen, weights, 0.0), None, None
 
 
 class _Fidelities(torch.autograd.Function):
@@ -117,9 +124,15 @@ class _Fidelities(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, left: Tensor, right: Tensor, pairs: Tensor, report: Callable[[int], None]
+        ctx: Any,
+        left: Tensor,
+        right: Tensor,
+        pairs: Tensor,
+        report: Callable[[int], None],
+        progress: Progress | None,
     ) -> Tensor:
         ctx.save_for_backward(left, right, pairs)
+        ctx.progress = progress
         values = left.new_empty(len(pairs))
         start = 0
         for count, chunk in equal_chunks(pairs, _chunk_size(left, right)):
@@ -135,10 +148,10 @@ class _Fidelities(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         left, right, pairs = ctx.saved_tensors
         gradient_left, gradient_right = torch.zeros_like(left), torch.zeros_like(right)
-        shown = gradient != 0
+        done, shown = 0, gradient != 0
         pairs, gradient = pairs[shown], gradient[shown]
         size = _chunk_size(left, right)
         for chunk, weights in zip(
@@ -149,7 +162,10 @@ class _Fidelities(torch.autograd.Function):
             polar = polar_factors(ours @ theirs.mT) * weights.reshape(-1, 1, 1)
             gradient_left.index_add_(0, first, polar @ theirs)
             gradient_right.index_add_(0, second, polar.mT @ ours)
-        return gradient_left, gradient_right, None, None
+            done += len(chunk)
+            if ctx.progress is not None:
+                ctx.progress(done, len(pairs))
+        return gradient_left, gradient_right, None, None, None
 
 
 def _chunk_size(left: Tensor, right: Tensor) -> int:

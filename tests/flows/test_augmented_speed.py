@@ -102,6 +102,19 @@ def test_a_minibatch_measures_its_own_pairs_alone(measured: Measured) -> None:
     assert measured == [6 + 4 * 2]
 
 
+def test_distances_and_their_gradient_tell_of_their_progress() -> None:
+    told: list[tuple[int, int]] = []
+    flow(
+        blobs(9),
+        blobs(11, seed=1),
+        mode="augmented",
+        steps=1,
+        class_progress=lambda done, total: told.append((done, total)),
+    )
+    # At both ends of the step 36 pairs of particles and 18 with the target, and their gradients.
+    assert told[-4:] == [(54, 54)] * 4
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
 def test_polar_factors_are_computed_for_what_shows_in_a_gradient(
     scale: float, monkeypatch: pytest.MonkeyPatch
@@ -124,7 +137,7 @@ def test_polar_factors_are_computed_for_what_shows_in_a_gradient(
     monkeypatch.setattr(fidelity, "polar_factors", lambda m: decomposed.append(len(m)) or polar(m))
     found = gradient()
     shown = sum(decomposed)
-    monkeypatch.setattr(fidelity, "_without_lost", lambda weights, *_: weights)
+    monkeypatch.setattr(fidelity._InGradients, "apply", lambda values, *_: values)
     expected = gradient()
     # The 8 neighbours, and what a factor of norm 1e6 brings to light.
     assert 8 < shown < len(pairs) / 2
@@ -146,7 +159,7 @@ def test_the_expected_time_is_said_before_the_first_step(
     options = {"mode": "augmented", "stepping": stepping, "steps": 3, "progress": told}
     flow(blobs(9), blobs(11, seed=1), **options)
     assert said[0] == 1
-    assert "3 steps will take about 0:0" in caplog.records[0].getMessage()
+    assert "steps to come, 3, will take about 0:0" in caplog.records[0].getMessage()
     assert "labels.diagonal=true" in caplog.records[0].getMessage()
     caplog.clear()
     flow(blobs(9), blobs(11, seed=1), labels=otdd.LabelMetric(diagonal=True), **options)

@@ -102,7 +102,7 @@ def test_at_the_particles_it_is_the_gradient_over_the_masses(
         epsilon=EPSILON,
         labels_x=particles.labels,
         labels_y=target.labels,
-        class_table=table,
+        class_table=table if labelled else None,
         lambda_x=COST.lambda_x,
         lambda_y=COST.lambda_y,
         options=otdd.SolverOptions(1e-10),
