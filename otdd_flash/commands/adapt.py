@@ -30,7 +30,7 @@ from otdd_flash.flows.modes import check_mode
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
-from otdd_flash.flows.stepping import Stepping, whole_number
+from otdd_flash.flows.stepping import Stepping
 from otdd_flash.json_file import write_json
 from otdd_flash.report.console import interval
 from otdd_flash.report.drawing import Report, write_each
@@ -158,7 +158,7 @@ def _box(value: Any) -> tuple[float, float]:
 def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
     """Both datasets as what moves, and the way from there to features."""
     flow = settings.flow
-    if flow.image_size is not None and not whole_number(flow.image_size, least=1):
+    if flow.image_size is not None and flow.image_size < 1:
         raise InputError(f"flow.image_size must be positive or null, got {flow.image_size}")
     if flow.space == "features":
         if flow.image_size is not None:

@@ -34,7 +34,7 @@ from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.settings_kept import data_settings, flow_settings
 from otdd_flash.flows.shortcomings import report_convergence, report_growth
 from otdd_flash.flows.space import FeatureSpace, Space
-from otdd_flash.flows.stepping import Stepping, whole_number
+from otdd_flash.flows.stepping import Stepping
 from otdd_flash.labels import (
     ClassDistances,
     LabelMetric,
@@ -238,13 +238,10 @@ def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
 
 
 def _check_numbers(steps: int, refresh: int, tolerance: float | None) -> None:
-    if not whole_number(steps, least=1):
-        raise InputError(f"flow.steps must be positive, got {steps!r}; give a whole number")
-    if not whole_number(refresh, least=1):
-        raise InputError(
-            f"flow.refresh must be positive, got {refresh!r}; a whole number of steps, of which 1 "
-            "measures at every one"
-        )
+    if steps < 1:
+        raise InputError(f"flow.steps must be positive, got {steps}")
+    if refresh < 1:
+        raise InputError(f"flow.refresh must be positive, got {refresh}; 1 measures at every step")
     if tolerance is not None and not 0 < tolerance < 1:
         raise InputError(
             f"flow.tolerance must lie in (0, 1), a share of the first objective, got {tolerance}"

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -82,11 +81,8 @@ class Stepping:
             object.__setattr__(self, "box", tuple(self.box))
         if not 0 <= self.noise < math.inf:
             raise InputError(f"flow.noise must not be negative, got {self.noise}")
-        if self.minibatch is not None and not whole_number(self.minibatch, least=1):
-            raise InputError(
-                "flow.minibatch must be positive or null, a whole number of points, got "
-                f"{self.minibatch!r}"
-            )
+        if self.minibatch is not None and self.minibatch < 1:
+            raise InputError(f"flow.minibatch must be positive or null, got {self.minibatch}")
         # Built once for its errors.
         self.build([torch.nn.Parameter(torch.zeros(1))])
 
@@ -117,13 +113,6 @@ class Stepping:
     def step_size_at(self, step: int, total: int) -> float:
         """The time tau of step `step` of `total`."""
         return self.step_size * SCHEDULES[self.schedule](step, total)
-
-
-def whole_number(value: Any, *, least: int) -> bool:
-    """Whether a value is an integer, of any library's type, and no less than `least`."""
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, Integral) and int(value) >= least
 
 
 def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
