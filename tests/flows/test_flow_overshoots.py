@@ -11,8 +11,9 @@ import torch
 from small_flows import blobs, digits, flow
 
 import otdd_flash as otdd
-from otdd_flash.errors import InputError
+from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.modes.features import FeaturesMode
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.solver.term import TransportTerm
 
@@ -106,15 +107,25 @@ def test_a_box_that_leaves_out_the_particles_is_named_and_no_step_size(
     assert "step_size" not in str(error.value)
 
 
-@pytest.mark.filterwarnings("ignore:classes of one sample")
+def test_a_class_that_cannot_be_measured_is_named_and_no_step_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(*_: object) -> None:
+        raise InputError("class 'a' has 1 sample; min_class_size=2 drops it")
+
+    monkeypatch.setattr(FeaturesMode, "measure", refused)
+    message = (
+        r"^the flow cannot go on after step 0: class 'a' has 1 sample; min_class_size=2 drops it$"
+    )
+    with pytest.raises(InputError, match=message):
+        flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path))
+
+
 def test_a_class_of_one_sample_moves_as_a_point() -> None:
-    """Two equal classes are at 0 unmeasured; when one moves its covariance of 0 is asked for."""
-    one = replace(blobs(1, classes=1), class_names=("alone",))
-    found = flow(one, one, functionals=[{"name": "norm", "weight": 0.5}], epsilon=0.1)
-    moved = float((found.samples.features - one.features).square().sum())
-    assert found.before.divergence == 0
-    # Half of the squared distance for the points, half for their classes.
-    assert found.after.divergence == pytest.approx(moved, rel=1e-6)
+    one = replace(SOURCE, labels=torch.tensor([0] * 8 + [1]))
+    with pytest.warns(DataNotice, match="classes of one sample are points"):
+        result = flow(one, TARGET)
+    assert result.after.divergence < result.before.divergence
 
 
 def test_clouds_that_begin_as_one_may_round() -> None:
