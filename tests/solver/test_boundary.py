@@ -13,7 +13,7 @@ import otdd_flash as otdd
 from otdd_flash import samples as samples_module
 from otdd_flash.errors import InputError
 from otdd_flash.operators import build, memory
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.cost_tiles import CentredProducts
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem
@@ -218,7 +218,7 @@ def test_memory_that_runs_out_is_told_without_a_traceback(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
     if broken == "building":
-        monkeypatch.setattr(LabelledCost, "costs", run_out)
+        monkeypatch.setattr(CentredProducts, "add", run_out)
     else:
         monkeypatch.setattr(StoredOperator, "softmin_rows", run_out)
     pattern = (
