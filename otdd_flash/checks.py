@@ -91,7 +91,7 @@ def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
 
     def check(name: str, value: Any) -> float:
         value = _item(value)
-        if _is_flag(value) or not isinstance(value, numbers.Real):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise refused(name, "be a number", value)
         try:
             found = float(value)
@@ -110,7 +110,7 @@ def integer(at_least: int | None = 1, below: int | None = None) -> Check:
 
     def check(name: str, value: Any) -> int:
         value = _item(value)
-        if _is_flag(value) or not isinstance(value, numbers.Integral):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise refused(name, "be an integer", value)
         found = int(value)
         if at_least is not None and found < at_least:
@@ -241,10 +241,6 @@ def _item(value: Any) -> Any:
     """
     single = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
     return value.item() if single and not getattr(value, "requires_grad", False) else value
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
 
 
 def _is_array(value: object) -> bool:

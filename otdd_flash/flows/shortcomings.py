@@ -46,6 +46,8 @@ def report_convergence(
             marginal_error=max(record.marginal_error for record in late),
             tolerance=largest_tolerance(record.tolerance for record in late),
             dtype=compute.dtype,
-            bound_width=max(record.bound_width or math.inf for record in late),
+            bound_width=max(
+                math.inf if record.bound_width is None else record.bound_width for record in late
+            ),
         )
         warnings.warn(message, NotConvergedWarning, stacklevel=4)

@@ -128,7 +128,7 @@ class LabelledCost:
         total = masses.sum()
         moment, squares = _moments(y, masses, self.centre)
         found = masses.new_empty(len(x))
-        for part, rows in _in_float64(x):
+        for part, rows in in_float64(x):
             centred = rows.sub_(self.centre)
             found[part] = total * self.squares[0][part] - 2 * (centred @ moment) + squares
         classes = self.class_costs @ _mass_per_class(masses, labels_y, self.class_costs.shape[1])
@@ -166,12 +166,12 @@ def equal_masses(points: Tensor) -> Tensor:
 
 def squared_distances(points: Tensor, centre: Tensor) -> Tensor:
     """||x_i - c||^2 (n,), float64."""
-    return torch.cat([_squared_norms(rows.sub_(centre)) for _, rows in _in_float64(points)])
+    return torch.cat([_squared_norms(rows.sub_(centre)) for _, rows in in_float64(points)])
 
 
 def squared_norms(points: Tensor) -> Tensor:
     """||x_i||^2 (n,), float64."""
-    return torch.cat([_squared_norms(rows) for _, rows in _in_float64(points)])
+    return torch.cat([_squared_norms(rows) for _, rows in in_float64(points)])
 
 
 class _Norms(NamedTuple):
@@ -187,7 +187,7 @@ def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
     """The largest coordinate, and the highest (on the support) and mean squared norm."""
     extremes: list[Tensor] = []
     squares = []
-    for _, rows in _in_float64(points):
+    for _, rows in in_float64(points):
         centred = rows.sub_(centre)
         extremes += torch.aminmax(centred)
         squares.append(_squared_norms(centred))
@@ -196,7 +196,7 @@ def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
     return _Norms(torch.stack(extremes).abs().max(), highest, masses @ norms, norms)
 
 
-def _in_float64(points: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def in_float64(points: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """All rows (N, d), a few at a time, in one buffer that the caller may change."""
     count, dim = points.shape
     elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
@@ -214,7 +214,7 @@ def _squared_norms(rows: Tensor) -> Tensor:
 
 def _mean(points: Tensor, masses: Tensor) -> Tensor:
     mean = masses.new_zeros(points.shape[1])
-    for part, rows in _in_float64(points):
+    for part, rows in in_float64(points):
         mean += masses[part] @ rows
     return mean
 
@@ -222,7 +222,7 @@ def _mean(points: Tensor, masses: Tensor) -> Tensor:
 def _moments(points: Tensor, masses: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     """sum_j q_j z_j (d,) and sum_j q_j ||z_j||^2 of the centred points z."""
     first, second = torch.zeros_like(centre), masses.new_zeros(())
-    for part, rows in _in_float64(points):
+    for part, rows in in_float64(points):
         centred, weights = rows.sub_(centre), masses[part]
         first += weights @ centred
         second += weights @ _squared_norms(centred)
@@ -232,7 +232,7 @@ def _moments(points: Tensor, masses: Tensor, centre: Tensor) -> tuple[Tensor, Te
 def _centred(points: Tensor, centre: Tensor, dtype: torch.dtype) -> Tensor:
     """A few rows at a time, so that no float64 copy of all is made."""
     out = torch.empty(points.shape, dtype=dtype, device=points.device)
-    for part, rows in _in_float64(points):
+    for part, rows in in_float64(points):
         out[part] = rows.sub_(centre)
     return out
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.labelled_cost import LabelledCost, in_float64
 from otdd_flash.operators.lattice import ROUNDING, SCALES
 from otdd_flash.operators.product_errors import (
     Pair,
@@ -30,8 +30,8 @@ LARGEST_PRODUCT, LARGEST_INTEGER = 2.0**24, 256
 # Below so many points a side it takes as long to round them as it saves.
 LEAST_POINTS = 1000
 
-# Rows that show at little cost that points are on no lattice; coordinates rounded at once.
-FIRST_ROWS, CHUNK_ELEMENTS = 32, 1 << 17
+# So many rows show at little cost that points are on no lattice.
+FIRST_ROWS = 32
 
 
 class WholeProducts:
@@ -109,10 +109,8 @@ def _round(points: Tensor, scale: float, middle: Tensor) -> _Rounded | None:
     """
     values = torch.empty(points.shape, dtype=torch.float32, device=points.device)
     lost, longest = points.new_empty(len(points), dtype=torch.float64), 0.0
-    height = max(1, CHUNK_ELEMENTS // points.shape[1])
-    for first in range(0, len(points), height):
-        rows = slice(first, first + height)
-        multiples = points[rows].double() * scale
+    for rows, coordinates in in_float64(points):
+        multiples = coordinates.mul_(scale)
         whole = multiples.round()
         off = torch.linalg.vector_norm(multiples.sub_(whole), dim=1)
         if bool((off > ROUNDING * torch.linalg.vector_norm(whole, dim=1)).any()):
