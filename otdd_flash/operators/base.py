@@ -43,7 +43,8 @@ class Applied(NamedTuple):
 class Marginals(NamedTuple):
     """Row and column sums of one plan of f and g, every entry of which was computed once.
 
-    The computed entries are a_i b_j exp((f_i + g_j - C'_ij) / epsilon) of costs C' near C:
+    The computed entries are a_i b_j exp((f_i + g_j - C'_ij) / epsilon) of costs C' near C, give or
+    take `lost` a_i b_j:
 
         |C'_ij - C_ij| <= row_errors_i + column_errors_j + cost_rounding |C_ij|.
 
@@ -54,6 +55,7 @@ class Marginals(NamedTuple):
         column_errors: (m,) float64, likewise.
         cost_rounding: as said; 0 where costs are not stored.
         relative_error: of each sum, against the sum of the computed entries.
+        lost: as said.
     """
 
     rows: Tensor
@@ -62,6 +64,7 @@ class Marginals(NamedTuple):
     column_errors: Tensor
     cost_rounding: float
     relative_error: float
+    lost: float
 
 
 class Operator(Protocol):

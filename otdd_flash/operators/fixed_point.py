@@ -16,7 +16,12 @@ from torch import Tensor
 from otdd_flash.kernels.digits import pack_digits, padded_dim, product_error
 from otdd_flash.kernels.marginal_tiles import chunk_sizes
 from otdd_flash.kernels.packed_points import Layout
-from otdd_flash.kernels.plan_entries import ADDITION_ERROR, ENTRY_ERROR, EXPONENT_ERROR
+from otdd_flash.kernels.plan_entries import (
+    ADDITION_ERROR,
+    ENTRY_ERROR,
+    EXPONENT_ERROR,
+    LEAST_ENTRY,
+)
 from otdd_flash.kernels.plan_marginals import DigitSide, plan_marginals
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -117,6 +122,7 @@ class FixedPoint:
             column_errors,
             cost_rounding=0.0,
             relative_error=ADDITION_ERROR,
+            lost=LEAST_ENTRY,
         )
 
     def _digits(self, epsilon: float, accurate: bool) -> int:

@@ -171,6 +171,7 @@ class TiledOperator(ABC):
             of_columns,
             cost_rounding=self.cost_rounding,
             relative_error=(sum(self.shape) + EVALUATION) * DOUBLE_UNIT,
+            lost=math.exp(LEAST_EXPONENT),
         )
 
     def _exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
@@ -188,7 +189,7 @@ class TiledOperator(ABC):
                 part = slice(start + first, start + first + negative.shape[0])
                 tile = scratch[: negative.shape[0]].copy_(negative)
                 tile.addmm_(left[part], right, beta=1 / epsilon)
-                # Below it exp is slow, and what it adds is nothing.
+                # Below it exp is slow.
                 yield part, tile.clamp_min_(LEAST_EXPONENT).exp_()
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:

@@ -72,7 +72,7 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | Triton: points in fixed point of 22 or 29 bits | measured, `operators.fixed_point` | A, B |
 | Triton: products of these | exact, but for digits left out, `kernels.digits` | A, B |
 | Triton: exponents in float64, exp2, sums | `kernels.plan_entries` | A, B, `relative_error` |
-| entries below 2^-126 of a product of masses | lost: less than 2^-126 in all | none |
+| entries below 2^-125 of a product of masses | lost, and no sum of so little is scaled up | none |
 | sums over points of numbers of size s, float64, any order | (n + m) v s | both ends |
 
 `rounding_floor` is (2) to first order, with what keeps half-steps from the solution (`rounding`). A

@@ -18,8 +18,17 @@ from otdd_flash.solver.certificate import (
     slack_of,
     spread_of,
 )
-from otdd_flash.solver.evaluated_plan import Lost, Plan, evaluate, excess, find_lost
-from otdd_flash.solver.polytope import TINY, filled_value
+from otdd_flash.solver.evaluated_plan import (
+    SCALABLE,
+    Lost,
+    Plan,
+    errors_of_rows,
+    evaluate,
+    excess,
+    find_lost,
+    reached,
+)
+from otdd_flash.solver.polytope import filled_value
 
 # By how many units in its last place a column potential is lowered, so that roundings of the
 # softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
@@ -77,10 +86,11 @@ def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certi
     factors = _factors(operator, plan, lost)
     f, rows = plan.f + epsilon * factors.log(), sums.rows * factors
     returned = f.to(operator.dtype), g.to(operator.dtype)
+    of_rows = errors_of_rows(operator, sums, f, rows, epsilon)
     row_errors, column_errors = (
         torch.where(without, 0, errors) + (exact - rounded.double()).abs()
         for without, errors, exact, rounded in (
-            (lost.rows, plan.row_errors, f, returned[0]),
+            (lost.rows, of_rows, f, returned[0]),
             (lost.columns, plan.column_errors, g, returned[1]),
         )
     )
@@ -120,8 +130,8 @@ def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certi
 
 def _factors(operator: Operator, plan: Plan, lost: Lost) -> Tensor:
     """Of the row update, a / r (n,), and 1 for rows that are lost or not reached by the plan."""
-    rows = plan.sums.rows
-    return torch.where((operator.a > 0) & (rows > 0) & ~lost.rows, operator.a / rows, 1)
+    scaled = reached(plan.sums, operator) & ~lost.rows
+    return torch.where(scaled, operator.a / plan.sums.rows, 1)
 
 
 def _scaling(operator: Operator, sums: Marginals) -> Tensor:
@@ -138,7 +148,7 @@ def _column_gap(sums: Marginals, factors: Tensor, b: Tensor) -> Tensor:
     total = sums.rows.sum()
     gaps = [
         (sums.rows * (factors - k).abs()).sum() + (k * sums.columns - b).abs().sum()
-        for k in (torch.ones_like(total), 1 / total.clamp_min(TINY))
+        for k in (torch.ones_like(total), torch.where(total >= SCALABLE * sums.lost, 1 / total, 1))
     ]
     return torch.minimum(gaps[0], gaps[1])
 

@@ -14,6 +14,9 @@ from torch import Tensor
 from otdd_flash.operators.base import Marginals, Operator
 from otdd_flash.solver.epsilon import EpsilonTooSmall, or_double
 
+# A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
+SCALABLE = 2.0**64
+
 
 class Plan(NamedTuple):
     """Potentials f (n,) and g (m,), float64, the sums of their plan, and A and B of (2)."""
@@ -40,27 +43,56 @@ def evaluate(operator: Operator, f: Tensor, g: Tensor, epsilon: float, *, accura
             "are far from all others",
             epsilon,
         )
-    # A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
-    # log b_j; where it is negative, |e| exp(e) < 1.
-    rows, columns = operator.a > 0, operator.b > 0
-    above = torch.where(rows, (sums.rows / operator.a).log(), 0).clamp_min(0) + 1
-    below = torch.where(columns, -operator.b.log(), 0)
-    row_errors = sums.row_errors + sums.cost_rounding * (f.abs() + epsilon * above)
-    column_errors = sums.column_errors + sums.cost_rounding * (g.abs() + epsilon * below)
-    return Plan(f, g, sums, row_errors, column_errors)
+    row_errors = errors_of_rows(operator, sums, f, sums.rows, epsilon)
+    return Plan(f, g, sums, row_errors, _errors_of_columns(operator, sums, g, epsilon))
 
 
 def evaluate_self(operator: Operator, f: Tensor, epsilon: float, *, accurate: bool) -> Plan:
-    """The plan of f (n,) and f, made symmetric."""
+    """The plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
+
+    It keeps its mass if that is so small that all of it may be lost.
+    """
     plan = evaluate(operator, f, f, epsilon, accurate=accurate)
     sums = plan.sums
-    rows, errors = (
-        (sums.rows + sums.columns) / 2,
-        torch.maximum(sums.row_errors, sums.column_errors),
+    rows = (sums.rows + sums.columns) / 2
+    total = rows.sum()
+    total = torch.where(total >= SCALABLE * sums.lost, total, 1)
+    f, rows = f - epsilon / 2 * total.log(), rows / total
+    of_rows, of_columns = (
+        errors_of_rows(operator, sums, f, rows, epsilon),
+        _errors_of_columns(operator, sums, f, epsilon),
     )
-    sums = sums._replace(rows=rows, columns=rows, row_errors=errors, column_errors=errors)
-    errors = torch.maximum(plan.row_errors, plan.column_errors)
+    largest = torch.maximum(sums.row_errors, sums.column_errors)
+    sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
+    errors = torch.maximum(of_rows, of_columns)
     return Plan(f, f, sums, errors, errors)
+
+
+def errors_of_rows(
+    operator: Operator, sums: Marginals, f: Tensor, rows: Tensor, epsilon: float
+) -> Tensor:
+    """A (n,) of a plan with row sums `rows` (n,), whose entries are those of f (n,).
+
+    A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
+    log b_j; where it is negative, |e| exp(e) < 1.
+    """
+    if not sums.cost_rounding:
+        return sums.row_errors
+    above = torch.where(operator.a > 0, (rows / operator.a).log(), 0).clamp_min(0) + 1
+    return sums.row_errors + sums.cost_rounding * (f.abs() + epsilon * above)
+
+
+def _errors_of_columns(operator: Operator, sums: Marginals, g: Tensor, epsilon: float) -> Tensor:
+    """B (m,) likewise."""
+    if not sums.cost_rounding:
+        return sums.column_errors
+    below = torch.where(operator.b > 0, -operator.b.log(), 0)
+    return sums.column_errors + sums.cost_rounding * (g.abs() + epsilon * below)
+
+
+def reached(sums: Marginals, operator: Operator) -> Tensor:
+    """Rows (n,) that have enough of the plan to be scaled up; of others all may be lost."""
+    return (operator.a > 0) & (sums.rows >= SCALABLE * sums.lost * operator.a)
 
 
 class Lost(NamedTuple):

@@ -17,7 +17,7 @@ from otdd_flash.solver.certificate import (
     spread_of,
 )
 from otdd_flash.solver.evaluated_plan import evaluate_self, find_lost
-from otdd_flash.solver.polytope import TINY, RowSums, balanced_value, diagonal_of
+from otdd_flash.solver.polytope import RowSums, balanced_value, diagonal_of
 
 
 def certify_self(
@@ -26,7 +26,7 @@ def certify_self(
     """The plan of one potential f (n,) between a cloud and itself: one pass.
 
     The plan is symmetric: it is the mean of the computed one and its transpose, whose costs are
-    as near to C. It is given mass 1 by a constant.
+    as near to C.
 
     Raises:
         EpsilonTooSmall: the plan's mass overflows.
@@ -36,9 +36,7 @@ def certify_self(
     if bool(lost.any):
         lowered = torch.where(lost.rows, plan.f - lost.row_drop, plan.f)
         plan = evaluate_self(operator, lowered, epsilon, accurate=accurate)._replace(passes=2)
-    sums = plan.sums
-    total = sums.rows.sum().clamp_min(TINY)
-    rows, f = sums.rows / total, plan.f - epsilon / 2 * total.log()
+    sums, f, rows = plan.sums, plan.f, plan.sums.rows
     returned, relative = f.to(operator.dtype), sums.relative_error
     errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned.double()).abs()
     own_errors = 4 * (sums.row_errors + sums.cost_rounding * operator.own_costs().abs())
@@ -47,11 +45,12 @@ def certify_self(
         ((1 - relative) * rows - diagonal.highest).clamp_min(0),
         ((1 + relative) * rows - diagonal.lowest).clamp_min(0),
     )
-    gap, noise, dual, swing, primal, size, cost_errors, largest = torch.stack(
+    gap, mass, noise, dual, swing, primal, size, cost_errors, largest = torch.stack(
         (
             (rows - a).abs().sum(),
+            rows.sum(),
             2 * hidden_mass(rows, errors, epsilon) + lost.hidden,
-            2 * mean(a, f),
+            2 * mean(a, f) + epsilon * (1 - rows.sum()),
             oscillation(f, a > 0),
             balanced_value(operator, f, outside, epsilon),
             2 * mean(a, f.abs()),
@@ -60,7 +59,10 @@ def certify_self(
         )
     ).tolist()
     spread = spread_of(operator, sums, largest)
-    upper = min(primal, dual + gap * (swing + spread) + slack_of(relative, 2 * swing, spread))
+    upper = primal
+    if mass > 0.5:
+        # Both marginals have mass 1.
+        upper = min(upper, dual + gap * (swing + spread) + slack_of(relative, 2 * swing, spread))
     bounds = outwards(operator, sums, (dual, upper), cost_errors, size, epsilon)
     hidden = noise + 2 * relative
     return Certificate(returned, returned, dual, bounds, gap + hidden, hidden, plan.passes)

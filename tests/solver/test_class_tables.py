@@ -315,3 +315,28 @@ def test_whole_numbers_on_a_gpu_take_negative_costs() -> None:
     )
     found = otdd.sinkhorn(*(x, y), epsilon=1e3, class_table=shifted(1e4), compute=COMPUTE["triton"])
     assert found.bounds[0] <= found.bounds[1]
+
+
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
+@pytest.mark.parametrize("height", [20.1, 70.3, 700.7, 6_000.9])
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_a_plan_that_starts_with_hardly_any_mass_proves_no_more_than_it_has(
+    compute: str, height: float
+) -> None:
+    """All costs are one: OT is that cost, and a plan of potential f has the mass e^(2 f - cost)."""
+    x = LabeledSamples(torch.zeros(7, 2), torch.zeros(7, dtype=torch.int64), ("a",))
+    table = torch.tensor([[height, height + 1], [height + 1, height]], dtype=torch.float64)
+    found = otdd.sinkhorn_divergence(
+        x,
+        x.take(torch.arange(5)),
+        epsilon=1.0,
+        class_table=table,
+        cost=otdd.GroundCost(1.0, 1.0),
+        options=SolverOptions(max_iterations=1),
+        compute=COMPUTE[compute],
+    )
+    for name in ("xx", "yy"):
+        term = found.terms[name]
+        assert term.bounds[0] <= height <= term.bounds[1]
+        masses = (2 * term.f.double() - height).exp()
+        assert float((masses.mean() - 1).abs()) <= term.marginal_error
