@@ -10,9 +10,9 @@ from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile
 
 # A chunk of columns, and with it a chunk of rows a multiple as high, are packed at a time. Rows are
 # held while all columns pass, so the higher they are the fewer times columns are packed.
-CHUNK_COLUMNS = 8192
-MOST_ROWS = 32768
-CHUNK_BYTES = 64 << 20
+CHUNK_COLUMNS = 4096
+MOST_ROWS = 16384
+CHUNK_BYTES = 32 << 20
 
 
 def chunk_sizes(row_bytes: int) -> tuple[int, int]:
@@ -38,8 +38,7 @@ def marginal_tile(dim: int, digits: int, device: torch.device) -> MarginalTile:
     """The tile for so many coordinates and digits; its depth counts bytes.
 
     Triton waits for every int8 product. Two programs that share a multiprocessor fill the waits:
-    each has half of the registers, so several levels leave room for a smaller tile. Only where
-    products are short is one program with a larger tile faster.
+    each has half of the registers, so several levels leave room for a smaller tile.
     """
     if device.type != "cuda":
         rows, columns = {1: (128, 128), 3: (64, 128), 4: (64, 64)}[digits]
@@ -47,9 +46,8 @@ def marginal_tile(dim: int, digits: int, device: torch.device) -> MarginalTile:
     if torch.cuda.get_device_capability(device)[0] != 9:
         columns, depth, stages = {1: (128, 64, 3), 3: (64, 64, 2), 4: (64, 32, 3)}[digits]
         return MarginalTile(128, Tile(columns, depth, 8, stages, descriptors=False))
-    if digits == 3 and dim <= 64:
-        return MarginalTile(128, Tile(128, 64, 8, 4, descriptors=True))
     if digits > 1:
-        return MarginalTile(64, Tile(128 if digits == 3 else 64, 64, 4, 3, descriptors=True))
+        stages = 2 if digits == 3 and dim <= 64 else 3
+        return MarginalTile(64, Tile(128 if digits == 3 else 64, 64, 4, stages, descriptors=True))
     depth, stages = (64, 6) if dim <= 64 else (128, 3)
     return MarginalTile(128, Tile(128, depth, 8, stages, descriptors=True), registers=128)

@@ -8,8 +8,8 @@ Errors hold in the worst case and on every card; a unit is 2^-24:
 - p is known to 5 units: e is rounded to a multiple of 2^-23, which is 0.7 units of p, and cut into
   k + t, 0 <= t < 1; the hardware's 2^t is known to 2^-22, 4 units; 2^k is exact. Entries below
   2^-125 count as 0, those from 2^128 on make a sum infinite. Terms are finite.
-- In float32 a column takes part in at most 11 additions and a row in 5, whatever their order; then
-  float64 takes over.
+- In float32 an entry takes part in at most 11 additions of a column and 5 of a row, whatever their
+  order; then float64 takes over.
 
 So a sum of the p of the computed e is known to `SUM_ERROR` of itself, plus 2^-125 for each entry.
 """
@@ -86,9 +86,10 @@ def sum_piece(
     LOG_WIDTH: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """Entries from `column` on, summed over the columns, (128,), and over each 16 rows, (8, WIDTH).
+    """Entries from `column` on, summed over columns, (128, 4), and over each 16 rows, (8, WIDTH).
 
-    Pairs are added, those of one thread first. 16 rows are those of a warp.
+    Pairs are added, those of one thread first. 16 rows are those of a warp; of a row four threads
+    hold two columns of every eight, and keep their sums apart.
     """
     o_column = column + tl.arange(0, WIDTH)
     exponents = exact_double(scores) * product_scale + row_term[:, None]
@@ -101,6 +102,7 @@ def sum_piece(
     of_columns = tl.sum(tl.reshape(of_columns, (BLOCK_M // 16, 2, 4, WIDTH)), 1)
     of_columns = tl.sum(tl.reshape(of_columns, (BLOCK_M // 16, 2, 2, WIDTH)), 1)
     of_columns = tl.sum(of_columns, 1)  # (8, WIDTH)
-    for _ in tl.static_range(LOG_WIDTH):
-        plan = tl.sum(tl.reshape(plan, (BLOCK_M, 2, plan.shape[1] // 2)), 1)
-    return tl.reshape(plan, (BLOCK_M,)).to(tl.float64), of_columns
+    of_rows = tl.sum(tl.reshape(plan, (BLOCK_M, WIDTH // 8, 4, 2)), 3)
+    for _ in tl.static_range(LOG_WIDTH - 3):
+        of_rows = tl.sum(tl.reshape(of_rows, (BLOCK_M, 2, of_rows.shape[1] // 2, 4)), 1)
+    return tl.reshape(of_rows, (BLOCK_M, 4)), of_columns

@@ -54,7 +54,7 @@ def plan_marginals_kernel(
     labels_x_ptr,  # (height,) int32
     labels_y_ptr,  # (width,) int32
     costs_ptr,  # (V_x, costs_width) float64
-    row_sums_ptr,  # (width / BLOCK_N, height) float64
+    row_sums_ptr,  # (ranges, height) float64
     column_sums_ptr,  # (height / BLOCK_M, width) float64
     x_rows,
     y_rows,
@@ -82,7 +82,8 @@ def plan_marginals_kernel(
     first_in_group = tl.program_id(0) // per_group * GROUP
     group = tl.minimum(row_blocks - first_in_group, GROUP)
     row = (first_in_group + tl.program_id(0) % per_group % group) * BLOCK_M
-    first = tl.program_id(0) % per_group // group * blocks_per_program
+    i_range = tl.program_id(0) % per_group // group
+    first = i_range * blocks_per_program
     end = tl.minimum(first + blocks_per_program, width // BLOCK_N)
     if TRIANGLE:
         first = tl.maximum(first, (row - diagonal) // BLOCK_N)
@@ -93,6 +94,7 @@ def plan_marginals_kernel(
     K_BLOCKS: tl.constexpr = (DIM + BLOCK_K - 1) // BLOCK_K
     PIECE: tl.constexpr = BLOCK_N // 4
     LOG_PIECE: tl.constexpr = 5 if BLOCK_N == 128 else 4
+    row_sums = tl.zeros((BLOCK_M, 4), tl.float64)
     level_0 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     if DIGITS > 1:
         level_1 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
@@ -156,7 +158,7 @@ def plan_marginals_kernel(
                 s_3, row_term, o_costs, column + 3 * PIECE, column_term_ptr, labels_y_ptr,
                 costs_ptr, product_scale, BLOCK_M, PIECE, LOG_PIECE, GATHER,
             )  # fmt: skip
-            of_rows = (rows_0 + rows_1) + (rows_2 + rows_3)
+            of_rows = ((rows_0 + rows_1) + (rows_2 + rows_3)).to(tl.float64)
             columns_0 = join_columns(columns_0, columns_1, BLOCK_M // 16, PIECE)
             columns_2 = join_columns(columns_2, columns_3, BLOCK_M // 16, PIECE)
             of_columns = join_columns(columns_0, columns_2, BLOCK_M // 16, 2 * PIECE)
@@ -166,9 +168,10 @@ def plan_marginals_kernel(
                 share = tl.where(diagonal + column < row + BLOCK_M, 0.5, 1.0)
                 of_rows *= share
                 of_columns *= share
-            tl.store(row_sums_ptr + (column // BLOCK_N).to(tl.int64) * height + o_row, of_rows)
+            row_sums += of_rows
             p_columns = column_sums_ptr + (row // BLOCK_M).to(tl.int64) * width + column
             tl.store(p_columns + tl.arange(0, BLOCK_N), of_columns)
+    tl.store(row_sums_ptr + i_range.to(tl.int64) * height + o_row, tl.sum(row_sums, 1))
 
 
 class DigitSide(NamedTuple):
@@ -288,12 +291,12 @@ class _Launch:
         rows, tile, registers = marginal_tile(x.shape[2], self._digits, device)
         row_blocks, column_blocks = height // rows, width // tile.columns
         blocks = max(1, min(BLOCKS_PER_PROGRAM, row_blocks * column_blocks // PROGRAMS))
-        triangle = self._symmetric and left < bottom
-        # Tiles below the diagonal write nothing.
+        triangle, ranges = self._symmetric and left < bottom, -(-column_blocks // blocks)
+        row_sums = torch.empty((ranges, height), dtype=torch.float64, device=device)
+        # Tiles below the diagonal give no sums of columns.
         new = torch.zeros if triangle else torch.empty
-        row_sums = new((column_blocks, height), dtype=torch.float64, device=device)
         column_sums = new((row_blocks, width), dtype=torch.float64, device=device)
-        plan_marginals_kernel[(row_blocks * -(-column_blocks // blocks),)](
+        plan_marginals_kernel[(row_blocks * ranges,)](
             operand(x.flatten(0, 1), rows, tile),
             operand(y.flatten(0, 1), tile.columns, tile),
             self._terms[0][top:bottom],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,14 @@ NO_MASS = -1e30
 SMALL = 2.0**-13
 
 
+class _Points(NamedTuple):
+    """Of one side: log2 of mass times number (n,), 0 where not `present` (n,), and squared norms."""
+
+    log2_masses: Tensor
+    present: Tensor
+    squares: Tensor
+
+
 class FixedPoint:
     """Both clouds of a cost in fixed point.
 
@@ -69,6 +78,7 @@ class FixedPoint:
             assert lattice is not None
             self._centre, self._scale = self._whole, lattice.scale
         self._errors: dict[int, Pair] = {}
+        self._fixed: dict[int, Pair] = {}
         self._means: dict[int, float] = {}
 
     @cached_property
@@ -85,18 +95,16 @@ class FixedPoint:
         """Row and column sums of the plan of f (n,) and g (m,); of one tensor, a symmetric plan."""
         cost, digits = self.cost, self._digits(epsilon, accurate)
         symmetric = cost.symmetric and f is g
-        log2_masses = [(masses * len(masses)).log2() for masses in (cost.a, cost.b)]
         scale, sides = LOG2_E / epsilon, []
         single = cost.class_costs.numel() == 1
         for side, potential in enumerate((f, g)):
-            squares = cost.lambda_x * self.squares[side]
-            term = (potential.double() - squares) * scale + log2_masses[side]
+            logs, present, squares = self._points[side]
+            term = (potential.double() - squares).mul_(scale).add_(logs)
             if single:
                 # Half on each side, which may be one.
                 term = term - cost.class_costs[0] * (scale / 2)
-            term = torch.where(log2_masses[side].isfinite(), term, NO_MASS)
             layout = self.layouts[side]
-            packed = layout.spread(term, NO_MASS)
+            packed = layout.spread(torch.where(present, term, NO_MASS), NO_MASS)
             sides.append(DigitSide(cost.points[side], layout, self._centre, self._scale, packed))
         rows, columns = plan_marginals(
             sides[0],
@@ -107,12 +115,11 @@ class FixedPoint:
             symmetric=symmetric,
         )
         row_errors, column_errors = (
-            of_costs
-            + 2 * EXPONENT_ERROR * (potential.double().abs() + magnitudes)
-            + epsilon * torch.where(logs.isfinite(), EXPONENT_ERROR * logs.abs(), 0)
-            + epsilon * ENTRY_ERROR / 2
-            for of_costs, potential, magnitudes, logs in zip(
-                self._costs_errors(digits), (f, g), self._magnitudes, log2_masses, strict=True
+            torch.add(of_costs, of_entries, alpha=epsilon).add_(
+                potential.abs(), alpha=2 * EXPONENT_ERROR
+            )
+            for of_costs, of_entries, potential in zip(
+                self._fixed_errors(digits), self._entry_errors, (f, g), strict=True
             )
         )
         return Marginals(
@@ -124,6 +131,36 @@ class FixedPoint:
             relative_error=ADDITION_ERROR,
             lost=LEAST_ENTRY,
         )
+
+    @cached_property
+    def _points(self) -> list[_Points]:
+        """What the exponents of either side take, besides its potential."""
+        cost, found = self.cost, []
+        for masses, squares in zip((cost.a, cost.b), self.squares, strict=True):
+            logs = (masses * len(masses)).log2()
+            present = logs.isfinite()
+            found.append(_Points(torch.where(present, logs, 0), present, cost.lambda_x * squares))
+        return found
+
+    @cached_property
+    def _entry_errors(self) -> Pair:
+        """Errors of entries and of logarithms of masses (n,) and (m,), in units of epsilon."""
+        x, y = (
+            EXPONENT_ERROR * points.log2_masses.abs() + ENTRY_ERROR / 2 for points in self._points
+        )
+        return x, y
+
+    def _fixed_errors(self, digits: int) -> Pair:
+        """Errors of costs (n,) and (m,), and of what their parts lose in exponents."""
+        if digits not in self._fixed:
+            x, y = (
+                of_costs + 2 * EXPONENT_ERROR * magnitudes
+                for of_costs, magnitudes in zip(
+                    self._costs_errors(digits), self._magnitudes, strict=True
+                )
+            )
+            self._fixed[digits] = x, y
+        return self._fixed[digits]
 
     def _digits(self, epsilon: float, accurate: bool) -> int:
         """How many digits are needed, at this epsilon."""

@@ -132,14 +132,9 @@ def hidden_mass(sums: Tensor, errors: Tensor, epsilon: float) -> Tensor:
     return torch.where(sums > 0, sums * torch.expm1(2 * errors / epsilon), 0).sum() / 2
 
 
-def mean(masses: Tensor, potential: Tensor) -> Tensor:
-    """The mean of a potential where there is mass."""
-    return torch.where(masses > 0, masses * potential, 0).sum()
-
-
-def largest_error(errors: Tensor, masses: Tensor) -> Tensor:
-    """The largest A_i or B_j where there is mass."""
-    return torch.where(masses > 0, errors, 0).max()
+def where_mass(values: Tensor, masses: Tensor) -> Tensor:
+    """Values (n,) where there is mass, and 0 elsewhere."""
+    return torch.where(masses > 0, values, 0)
 
 
 def slack_of(relative: float, swing: float, spread: float) -> float:
@@ -151,7 +146,7 @@ def outwards(
     operator: Operator,
     sums: Marginals,
     ends: tuple[float, float],
-    cost_errors: float,
+    mean_error: float,
     size: float,
     epsilon: float,
 ) -> tuple[float, float]:
@@ -164,5 +159,5 @@ def outwards(
     negative = -min(0.0, operator.cost_range.lowest)
     shares = sums.cost_rounding * 2 * (abs(upper) + negative)
     additions = (sum(operator.shape) + 16) * DOUBLE_UNIT * (size + epsilon)
-    rounding = cost_errors + shares + sums.relative_error * epsilon + additions
+    rounding = mean_error + shares + sums.relative_error * epsilon + additions
     return dual - rounding, upper + rounding

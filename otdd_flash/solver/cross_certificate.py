@@ -11,12 +11,11 @@ from otdd_flash.operators.base import Marginals, Operator
 from otdd_flash.solver.certificate import (
     Certificate,
     hidden_mass,
-    largest_error,
-    mean,
     oscillation,
     outwards,
     slack_of,
     spread_of,
+    where_mass,
 )
 from otdd_flash.solver.evaluated_plan import (
     SCALABLE,
@@ -26,6 +25,7 @@ from otdd_flash.solver.evaluated_plan import (
     evaluate,
     excess,
     find_lost,
+    lowered,
     reached,
 )
 from otdd_flash.solver.polytope import filled_value
@@ -71,9 +71,10 @@ def certify(
     if polished or any_lost or not enough:
         # Both updates once more, by exact sums; points of which errors may hide all get less than
         # these could make up for.
+        # Factors of lost points are 1.
         f = plan.f + epsilon * _factors(operator, plan, lost).log()
-        f = torch.where(lost.rows, plan.f - lost.row_drop, f)
-        g = torch.where(lost.columns, plan.g - lost.column_drop, plan.g)
+        f = lowered(f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
+        g = lowered(plan.g, lost.columns, plan.column_errors, plan.sums.columns, b, epsilon)
         plan = evaluate(operator, f, g, epsilon, accurate=polished)
         g = g - epsilon * excess(plan.sums.columns, b)
         plan = evaluate(operator, f, g, epsilon, accurate=polished)._replace(passes=3)
@@ -98,12 +99,14 @@ def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certi
     noise = noise + _hidden_after(sums, factors, column_errors, epsilon)
     kappa = _scaling(operator, sums)
     scaled = plan.f + epsilon * kappa.log(), g
-    gap, row_gap, noise, dual, swing, row_swing, primal, size, cost_errors, largest = torch.stack(
+    held = where_mass(f, a), where_mass(g, b)
+    cost_errors = where_mass(sums.row_errors, a), where_mass(sums.column_errors, b)
+    gap, row_gap, noise, dual, swing, row_swing, primal, size, mean_error, largest = torch.stack(
         (
             _column_gap(sums, factors, b),
             torch.where(factors == 1, (rows - a).abs(), 0).sum(),
             noise,
-            mean(a, f) + mean(b, g) + epsilon * (1 - rows.sum()),
+            a @ held[0] + b @ held[1] + epsilon * (1 - rows.sum()),
             oscillation(g, b > 0),
             oscillation(f, a > 0),
             filled_value(
@@ -112,9 +115,9 @@ def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certi
                 (kappa * sums.rows, kappa * sums.columns),
                 epsilon,
             ),
-            mean(a, f.abs()) + mean(b, g.abs()),
-            mean(a, sums.row_errors) + mean(b, sums.column_errors),
-            largest_error(sums.row_errors, a) + largest_error(sums.column_errors, b),
+            a @ held[0].abs() + b @ held[1].abs(),
+            a @ cost_errors[0] + b @ cost_errors[1],
+            cost_errors[0].max() + cost_errors[1].max(),
         )
     ).tolist()
     relative, spread = sums.relative_error, spread_of(operator, sums, largest)
@@ -122,7 +125,7 @@ def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certi
     if row_gap == 0:
         slack = slack_of(relative, swing + row_swing, spread)
         upper = min(upper, dual + gap * (swing + spread) / 2 + slack)
-    bounds = outwards(operator, sums, (dual, upper), cost_errors, size, epsilon)
+    bounds = outwards(operator, sums, (dual, upper), mean_error, size, epsilon)
     hidden = noise + 2 * relative
     error = max(gap, row_gap) + hidden
     return Certificate(*returned, dual, bounds, error, hidden, plan.passes)

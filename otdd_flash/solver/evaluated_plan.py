@@ -101,35 +101,34 @@ class Lost(NamedTuple):
     Attributes:
         rows: (n,) bool.
         columns: (m,) bool.
-        row_drop: (n,) by what the potentials of such rows are lowered, float64.
-        column_drop: (m,) likewise of columns.
         hidden: () their masses: what rounding loses, and more than errors may make up for.
     """
 
     rows: Tensor
     columns: Tensor
-    row_drop: Tensor
-    column_drop: Tensor
     hidden: Tensor
 
     @property
     def any(self) -> Tensor:
         """1 if there are such points, else 0; () float64."""
-        return (self.rows.any() | self.columns.any()).double()
+        return (self.hidden > 0).double()
 
 
 def find_lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: float) -> Lost:
-    """The points with 2 A_i > epsilon; lowered by 4 A_i they have at most a_i exp(-2 A_i / eps)."""
-    points, drops, hidden = [], [], []
-    for part, errors, mass in (
-        (plan.sums.rows, plan.row_errors, masses[0]),
-        (plan.sums.columns, plan.column_errors, masses[1]),
-    ):
-        lost = (mass > 0) & (2 * errors > epsilon)
-        points.append(lost)
-        drops.append(4 * errors + epsilon * excess(part, mass))
-        hidden.append(torch.where(lost, mass, 0).sum())
-    return Lost(points[0], points[1], drops[0], drops[1], hidden[0] + hidden[1])
+    """The points with mass and 2 A_i > epsilon."""
+    rows, columns = (
+        (mass > 0) & (errors > epsilon / 2)
+        for mass, errors in zip(masses, (plan.row_errors, plan.column_errors), strict=True)
+    )
+    return Lost(rows, columns, masses[0] @ rows.double() + masses[1] @ columns.double())
+
+
+def lowered(
+    potential: Tensor, lost: Tensor, errors: Tensor, part: Tensor, masses: Tensor, epsilon: float
+) -> Tensor:
+    """A potential (n,) with which lost points have at most a_i exp(-2 A_i / epsilon)."""
+    drop = 4 * errors + epsilon * excess(part, masses)
+    return torch.where(lost, potential - drop, potential)
 
 
 def excess(part: Tensor, masses: Tensor) -> Tensor:

@@ -9,14 +9,13 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import (
     Certificate,
     hidden_mass,
-    largest_error,
-    mean,
     oscillation,
     outwards,
     slack_of,
     spread_of,
+    where_mass,
 )
-from otdd_flash.solver.evaluated_plan import evaluate_self, find_lost
+from otdd_flash.solver.evaluated_plan import evaluate_self, find_lost, lowered
 from otdd_flash.solver.polytope import RowSums, balanced_value, diagonal_of
 
 
@@ -34,8 +33,8 @@ def certify_self(
     a, plan = operator.a, evaluate_self(operator, f.double(), epsilon, accurate=accurate)
     lost = find_lost(plan, (a, a), epsilon)
     if bool(lost.any):
-        lowered = torch.where(lost.rows, plan.f - lost.row_drop, plan.f)
-        plan = evaluate_self(operator, lowered, epsilon, accurate=accurate)._replace(passes=2)
+        low = lowered(plan.f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
+        plan = evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
     sums, f, rows = plan.sums, plan.f, plan.sums.rows
     returned, relative = f.to(operator.dtype), sums.relative_error
     errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned.double()).abs()
@@ -45,17 +44,18 @@ def certify_self(
         ((1 - relative) * rows - diagonal.highest).clamp_min(0),
         ((1 + relative) * rows - diagonal.lowest).clamp_min(0),
     )
-    gap, mass, noise, dual, swing, primal, size, cost_errors, largest = torch.stack(
+    held, cost_errors = where_mass(f, a), where_mass(sums.row_errors, a)
+    gap, mass, noise, dual, swing, primal, size, mean_error, largest = torch.stack(
         (
             (rows - a).abs().sum(),
             rows.sum(),
             2 * hidden_mass(rows, errors, epsilon) + lost.hidden,
-            2 * mean(a, f) + epsilon * (1 - rows.sum()),
+            2 * (a @ held) + epsilon * (1 - rows.sum()),
             oscillation(f, a > 0),
             balanced_value(operator, f, outside, epsilon),
-            2 * mean(a, f.abs()),
-            2 * mean(a, sums.row_errors),
-            2 * largest_error(sums.row_errors, a),
+            2 * (a @ held.abs()),
+            2 * (a @ cost_errors),
+            2 * cost_errors.max(),
         )
     ).tolist()
     spread = spread_of(operator, sums, largest)
@@ -63,6 +63,6 @@ def certify_self(
     if mass > 0.5:
         # Both marginals have mass 1.
         upper = min(upper, dual + gap * (swing + spread) + slack_of(relative, 2 * swing, spread))
-    bounds = outwards(operator, sums, (dual, upper), cost_errors, size, epsilon)
+    bounds = outwards(operator, sums, (dual, upper), mean_error, size, epsilon)
     hidden = noise + 2 * relative
     return Certificate(returned, returned, dual, bounds, gap + hidden, hidden, plan.passes)

