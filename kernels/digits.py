@@ -1,18 +1,22 @@
 """Points in fixed point, as digits of int8 whose products tensor cores add exactly.
 
-    v = (x - centre) scale ~ X_0 + X_1 / 128 + X_2 / 128^2 + ...
+    v = (x - centre) scale ~ X_0 + X_1 / B + X_2 / B^2 + ...
 
-X_0 is v rounded, in [-128, 127]; the balanced digits after it, of base 128, lie in [-64, 64]. A
-product of int8 matrices is an exact int32 on every card, whatever the order of its additions. So
-the score <v, w> of two points is known to a bound that is derived, not measured:
+All digits lie in [-B / 2, B / 2 - 1], X_0 in [-128, 127]; the base B is 256, or 128 where sums over
+very long vectors would leave int32. A product of int8 matrices is an exact int32 on every card,
+whatever the order of its additions. So the score <v, w> of two points is known to a bound that is
+derived, not measured:
 
-    S = sum_{s + t < digits} 128^-(s + t) <X_s, Y_t>
+    S = sum_{s + t < digits} B^-(s + t) <X_s, Y_t>
 
-Two things are missing from it, both bounded by `product_error`. Pairs of digits with s + t >=
-digits are left out; in these both s and t are at least 1, so each is at most 64^2 d 128^-(s + t).
-And levels s + t are added from the finest: a level k >= 2 is rounded to a multiple of 128^-(k - 1)
-before it joins the next one, which costs at most half of that multiple. Levels 1 and 0 are added
-exactly. One digit is exact for points whose v are integers.
+Two things are missing from it. Pairs of digits with s + t >= digits are left out; by Cauchy and
+Schwarz
+
+    |<X_s, Y_t>| <= (||X_s||^2 + ||Y_t||^2) / 2,
+
+so each point's share of it is measured when it is packed, `omitted`. And levels s + t are added
+from the finest: a level k >= 2 is rounded to a multiple of B^-(k - 1) before it joins the next one,
+`carry_error`. Levels 1 and 0 are added exactly. One digit is exact for points whose v are integers.
 
 What the digits themselves leave of v is `lost`, for the caller to account for.
 """
@@ -28,9 +32,8 @@ from torch import Tensor
 
 from otdd_flash.kernels.packed_points import Layout
 
-BASE = 128
-# The largest balanced digit after the first.
-LARGEST_DIGIT = BASE // 2
+# Coordinates up to which four digits of base 256 add up in int32: 2 ||X_0|| ||Y_3|| + 2 128^2 d.
+MOST_COORDINATES = 57_344
 # Rows start at multiples of 64 bytes, the depth of most tiles: none is in two lines of a cache.
 ALIGNMENT = 64
 
@@ -44,22 +47,27 @@ def pack_digits_kernel(
     out_ptr,  # (DIGITS rows, DIM) int8
     squares_ptr,  # (rows,) float64
     lost_ptr,  # (rows,) float64
+    omitted_ptr,  # (rows,) float64
     rows,
     d,
     row_stride,
     column_stride,
     scale: tl.float64,
     DIGITS: tl.constexpr,
+    BASE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program per BLOCK_M packed rows: their digits, and sums of v^2 and of what is lost."""
+    """One program per BLOCK_M packed rows: their digits, and sums of v^2 and of what is missing."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     origin = tl.load(origin_ptr + o_row) * row_stride
     filled = tl.load(filled_ptr + o_row) != 0
     squares = tl.zeros((BLOCK_M,), tl.float64)
     lost = tl.zeros((BLOCK_M,), tl.float64)
+    omitted = tl.zeros((BLOCK_M,), tl.float64)
+    # All digits after one are between -B / 2 / (B - 1) and (B / 2 - 1) / (B - 1) of its unit.
+    ABOVE: tl.constexpr = BASE / 2 / (BASE - 1)
     for k in range(0, DIM, BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K)
         mask = filled[:, None] & (o_k[None, :] < d)
@@ -76,11 +84,17 @@ def pack_digits_kernel(
         for digit in tl.static_range(DIGITS):
             # Exact from here on: a difference of neighbours, and products by powers of two.
             if digit == 0:
-                whole = tl.minimum(tl.maximum(tl.floor(rest + 0.5), -128.0), 127.0)
+                whole = tl.minimum(tl.maximum(tl.floor(rest + ABOVE), -128.0), 127.0)
             else:
-                rest *= 128.0
-                unit *= 0.0078125
-                whole = tl.minimum(tl.maximum(tl.floor(rest + 0.5), -64.0), 64.0)
+                rest *= BASE
+                unit /= BASE
+                whole = tl.minimum(tl.maximum(tl.floor(rest + ABOVE), -BASE / 2), BASE / 2 - 1)
+                # Its pairs that are left out are those with the digits from DIGITS - digit on.
+                share = 0.0
+                for other in tl.static_range(DIGITS):
+                    if other >= DIGITS - digit:
+                        share += 0.5 / BASE ** (digit + other)
+                omitted += share * tl.sum(whole * whole, 1)  # (BLOCK_M,)
             rest -= whole
             tl.store(p_out, whole.to(tl.int8), mask=o_k[None, :] < DIM)
             p_out += rows.to(tl.int64) * DIM
@@ -89,6 +103,7 @@ def pack_digits_kernel(
     tl.store(squares_ptr + o_row, squares / scale / scale)
     # Above what the additions of the sum may have rounded off.
     tl.store(lost_ptr + o_row, lost * (1 + 1e-12))
+    tl.store(omitted_ptr + o_row, omitted * (1 + 1e-12))
 
 
 class Digits(NamedTuple):
@@ -97,13 +112,26 @@ class Digits(NamedTuple):
     Attributes:
         values: (digits, rows, DIM) int8; DIM is d padded by zeros to a multiple of 64.
         squares: (rows,) float64, |x - centre|^2 of the points themselves, in their unit.
-        lost: (rows,) float64, upper bounds on |v - sum_s X_s 128^-s|^2, in units of v^2, for a v
-            that differs from the exact one by 2^-52 |v| at most.
+        lost: (rows,) float64, upper bounds on |v - sum_s X_s B^-s|^2, in units of v^2, for a v that
+            differs from the exact one by 2^-52 |v| at most.
+        omitted: (rows,) float64: the pairs that a score leaves out are at most omitted_i +
+            omitted_j, in units of v^2.
     """
 
     values: Tensor
     squares: Tensor
     lost: Tensor
+    omitted: Tensor
+
+
+def base_of(dim: int) -> int:
+    """The base B of the digits of points of `dim` coordinates."""
+    return 256 if dim <= MOST_COORDINATES else 128
+
+
+def longest(dim: int) -> float:
+    """The largest |v| of points of `dim` coordinates: |B S| stays below 2^31."""
+    return 2895.0 if base_of(dim) == 256 else 4095.0
 
 
 def padded_dim(dim: int) -> int:
@@ -134,7 +162,7 @@ def pack_digits(
     dim, device = padded_dim(points.shape[1]), points.device
     values = torch.empty((digits, rows, dim), dtype=torch.int8, device=device)
     squares = torch.empty(rows, dtype=torch.float64, device=device)
-    lost = torch.empty_like(squares)
+    lost, omitted = torch.empty_like(squares), torch.empty_like(squares)
     block_m, block_k = (8, 128) if points.is_cuda else (128, triton.next_power_of_2(dim))
     pack_digits_kernel[(rows // block_m,)](
         points,
@@ -144,29 +172,24 @@ def pack_digits(
         values,
         squares,
         lost,
+        omitted,
         rows,
         points.shape[1],
         *points.stride(),
         scale,
         DIGITS=digits,
+        BASE=base_of(points.shape[1]),
         DIM=dim,
         BLOCK_M=block_m,
         BLOCK_K=block_k,
         num_warps=4,
     )
-    return Digits(values, squares, lost)
+    return Digits(values, squares, lost, omitted)
 
 
-def product_error(digits: int, dim: int) -> float:
-    """Bound on |S - sum of all pairs of digits|, in units of v^2, for points of `dim` coordinates.
+def carry_error(digits: int, dim: int) -> float:
+    """Bound on what carries lose of a score, in units of v^2, for points of `dim` coordinates.
 
-    Of D digits, level D - 1 + k with k = 1, ..., D - 1 leaves out D - k pairs, each at most 64^2
-    dim 128^-(D - 1 + k). Carries out of levels D - 1, ..., 2 are rounded by at most 1/2 of 128^-(D
-    - 2), ..., 128^-1.
+    Carries out of levels D - 1, ..., 2 are rounded by at most 1/2 of B^-(D - 2), ..., B^-1.
     """
-    omitted = sum(
-        (digits - k) * float(LARGEST_DIGIT) ** 2 * dim * float(BASE) ** -(digits - 1 + k)
-        for k in range(1, digits)
-    )
-    rounded = sum(0.5 * float(BASE) ** -(level - 1) for level in range(2, digits))
-    return omitted + rounded
+    return sum(0.5 * float(base_of(dim)) ** -(level - 1) for level in range(2, digits))

@@ -5,11 +5,11 @@
 
 with the products S of `digits`, which int8 tensor cores add without rounding, and potentials, norms
 and masses in the terms u and v. Shapes: x (n, d) and y (m, d); all sums in float64. S is known to
-`product_error`, a sum of entries to `plan_entries.SUM_ERROR`.
+what `digits` says, a sum of entries to `plan_entries.SUM_ERROR`.
 
 Pairs of digits add up by levels s + t, each in accumulators of its own, so that a tile of digits is
-loaded once for all its pairs. Levels then join to one int32 N, 128 S, because |v| <= 4095 on both
-sides keeps |S| below 2^24; with one digit N = S.
+loaded once for all its pairs. Levels then join to one int32 N, B S for digits of base B; |v| is so
+limited on both sides that |B S| stays below 2^31. With one digit N = S.
 
 One program owns a block of rows and a range of column blocks. Its loop runs over (column block, K
 block) as one flat sequence, so that loads are in flight across column blocks. Entries are computed
@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.digits import pack_digits, padded_dim
+from otdd_flash.kernels.digits import base_of, pack_digits, padded_dim
 from otdd_flash.kernels.marginal_tiles import chunk_sizes, marginal_tile
 from otdd_flash.kernels.packed_points import Layout
 from otdd_flash.kernels.plan_entries import halve_columns, join_columns, sum_piece
@@ -67,6 +67,7 @@ def plan_marginals_kernel(
     product_scale: tl.float64,  # of N
     DIM: tl.constexpr,
     DIGITS: tl.constexpr,
+    BASE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -94,6 +95,7 @@ def plan_marginals_kernel(
     K_BLOCKS: tl.constexpr = (DIM + BLOCK_K - 1) // BLOCK_K
     PIECE: tl.constexpr = BLOCK_N // 4
     LOG_PIECE: tl.constexpr = 5 if BLOCK_N == 128 else 4
+    SHIFT: tl.constexpr = 8 if BASE == 256 else 7
     row_sums = tl.zeros((BLOCK_M, 4), tl.float64)
     level_0 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     if DIGITS > 1:
@@ -130,10 +132,10 @@ def plan_marginals_kernel(
             scores = level_0
             level_0 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
             if DIGITS > 3:
-                level_2 += (level_3 + 64) >> 7
+                level_2 += (level_3 + BASE // 2) >> SHIFT
                 level_3 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
             if DIGITS > 1:
-                scores = (scores << 7) + level_1 + ((level_2 + 64) >> 7)
+                scores = (scores << SHIFT) + level_1 + ((level_2 + BASE // 2) >> SHIFT)
                 level_1 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
                 level_2 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
             row_term = tl.load(row_term_ptr + o_row)
@@ -181,9 +183,9 @@ class DigitSide(NamedTuple):
         points: (N, d) of any real type and strides.
         layout: their order in blocks, n packed rows.
         centre: (d,) float64, the same on both sides.
-        scale: v = (x - centre) scale has coordinates in [-127, 127] and |v| <= 4095. With one digit
-            v are integers and all |S| < 2^31. The same on both sides. d is below 100,000, so that
-            sums of products of digits are int32.
+        scale: v = (x - centre) scale has coordinates in [-127, 127] and |v| <= `digits.longest`.
+            With one digit v are integers and all |S| < 2^31. The same on both sides. d is at most
+            100,000, so that sums of products of digits are int32.
         term: (n,) float64, u or v of the exponents in packed order; -1e30 for padding and for
             points without mass.
     """
@@ -262,7 +264,8 @@ class _Launch:
     ) -> None:
         self._terms = rows.term.contiguous(), columns.term.contiguous()
         self._digits, self._symmetric = digits, symmetric
-        self._product_scale = product_scale / (1 if digits == 1 else 128)
+        self._base = base_of(rows.points.shape[1])
+        self._product_scale = product_scale / (1 if digits == 1 else self._base)
         layouts = rows.layout, columns.layout
         if costs is None:
             self._costs = rows.term.new_zeros((1, 1))
@@ -317,6 +320,7 @@ class _Launch:
             self._product_scale,
             DIM=x.shape[2],
             DIGITS=self._digits,
+            BASE=self._base,
             BLOCK_M=rows,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,

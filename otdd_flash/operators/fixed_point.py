@@ -1,7 +1,7 @@
 """The sums of a plan in Triton, from points in fixed point, and what these lose of the costs.
 
 Products are those of points in fixed point (`kernels.digits`), norms those of the points themselves
-(`product_errors`). With three digits points are off by some 2^-21 of ||x||, with four by 2^-28;
+(`product_errors`). With three digits costs are off by some 2^-20 of their mean, with four by 2^-26;
 integers within 256 values of each other take one digit.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.digits import pack_digits, padded_dim, product_error
+from otdd_flash.kernels.digits import carry_error, longest, pack_digits, padded_dim
 from otdd_flash.kernels.marginal_tiles import chunk_sizes
 from otdd_flash.kernels.packed_points import Layout
 from otdd_flash.kernels.plan_entries import (
@@ -37,18 +37,18 @@ from otdd_flash.operators.product_errors import (
 
 LOG2_E = math.log2(math.e)
 
-# The largest coordinate and norm in units of the first digit.
-LARGEST, LONGEST = 127.0, 4095.0
+# The largest coordinate in units of the first digit.
+LARGEST = 127.0
 
 # Stands for an exponent of -inf.
 NO_MASS = -1e30
 
 # The marginal error that three digits may hide, about; four take 1.7 times as long.
-SMALL = 2.0**-13
+SMALL = 2.0**-12
 
 
 class _Points(NamedTuple):
-    """Of one side: log2 of mass times number (n,), 0 where not `present` (n,), and squared norms."""
+    """Of one side (n,): log2 of mass times number, 0 where not `present`, and lambda_x ||x||^2."""
 
     log2_masses: Tensor
     present: Tensor
@@ -71,9 +71,8 @@ class FixedPoint:
         self._whole = None if lattice is None else _whole_centre(cost, lattice)
         if self._whole is None:
             self._centre = cost.centre
-            self._scale = min(
-                LARGEST / max(cost.largest, TINY), LONGEST / max(math.sqrt(cost.farthest), TINY)
-            )
+            reach = longest(cost.points[0].shape[1]) / max(math.sqrt(cost.farthest), TINY)
+            self._scale = min(LARGEST / max(cost.largest, TINY), reach)
         else:
             assert lattice is not None
             self._centre, self._scale = self._whole, lattice.scale
@@ -183,30 +182,33 @@ class FixedPoint:
         """A (n,) and B (m,): what points in fixed point, and float64, lose of costs."""
         if digits not in self._errors:
             cost = self.cost
-            lost = [self._lost(side, digits) for side in ((0,) if cost.symmetric else (0, 1))]
-            left_out = product_error(digits, cost.points[0].shape[1]) / self._scale**2
+            parts = [self._missing(side, digits) for side in ((0,) if cost.symmetric else (0, 1))]
+            lost, omitted = zip(parts[0], parts[-1], strict=True)
+            carries = carry_error(digits, cost.points[0].shape[1]) / self._scale**2
             of_x, of_y = (
-                errors + cost.lambda_x * left_out + cost.cost_error_share * magnitudes
-                for errors, magnitudes in zip(
-                    product_errors(cost, self.squares, (lost[0], lost[-1])),
-                    self._magnitudes,
-                    strict=True,
+                errors + cost.lambda_x * (2 * left_out + carries) + cost.cost_error_share * sizes
+                for errors, left_out, sizes in zip(
+                    product_errors(cost, self.squares, lost), omitted, self._magnitudes, strict=True
                 )
             )
             self._errors[digits] = of_x, of_y
         return self._errors[digits]
 
-    def _lost(self, side: int, digits: int) -> Tensor:
-        """||x_i - x'_i||^2 (n,) of one side, float64, in the order of the points."""
+    def _missing(self, side: int, digits: int) -> Pair:
+        """Of one side, in the order of the points, float64: what digits lack of a point and pairs.
+
+        ||x_i - x'_i||^2 (n,), and shares (n,) of the products that scores leave out.
+        """
         points, layout = self.cost.points[side], self.layouts[side]
-        lost = torch.empty(layout.size, dtype=torch.float64, device=points.device)
+        found = torch.empty((2, layout.size), dtype=torch.float64, device=points.device)
         height, _ = chunk_sizes(padded_dim(points.shape[1]) * digits)
         for first in range(0, layout.size, height):
             rows = min(height, layout.size - first)
             packed = pack_digits(points, layout, self._centre, self._scale, digits, first, rows)
-            lost[first : first + rows] = packed.lost
-        lost = lost[layout.position]
-        return lost.div_(self._scale**2)
+            found[0, first : first + rows] = packed.lost
+            found[1, first : first + rows] = packed.omitted
+        lost, omitted = (found[:, layout.position] / self._scale**2).unbind()
+        return lost, omitted
 
 
 def _whole_centre(cost: LabelledCost, lattice: Lattice) -> Tensor | None:

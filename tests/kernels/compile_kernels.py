@@ -22,6 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from otdd_flash.kernels import resident_half_step
+from otdd_flash.kernels.digits import base_of
 from otdd_flash.kernels.half_step import half_step_kernel
 from otdd_flash.kernels.marginal_tiles import MarginalTile
 from otdd_flash.kernels.plan_application import plan_block_kernel
@@ -72,6 +73,7 @@ def marginal_needs(
     constants = {
         "DIM": dim,
         "DIGITS": digits,
+        "BASE": base_of(dim),
         "BLOCK_M": rows,
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.depth,

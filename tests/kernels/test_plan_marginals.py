@@ -8,9 +8,10 @@ import pytest
 import torch
 from kernel_cases import DEVICE
 
+from otdd_flash.kernels import digits as fixed_point
 from otdd_flash.kernels import marginal_tiles
 from otdd_flash.kernels import plan_marginals as launching
-from otdd_flash.kernels.digits import pack_digits, product_error
+from otdd_flash.kernels.digits import base_of, carry_error, pack_digits
 from otdd_flash.kernels.marginal_tiles import CHUNK_BYTES, chunk_sizes
 from otdd_flash.kernels.packed_points import arrange
 from otdd_flash.kernels.plan_entries import LEAST_ENTRY, SUM_ERROR
@@ -49,7 +50,8 @@ def small_chunks(monkeypatch):
 
 def decoded(values):
     """What digits (digits, n, DIM) stand for, (n, DIM) float64; exact."""
-    weights = 128.0 ** -torch.arange(len(values), device=DEVICE).double()
+    # Tests that change the base do so for all dimensions.
+    weights = float(base_of(1)) ** -torch.arange(len(values), device=DEVICE).double()
     return (values.double() * weights[:, None, None]).sum(0)
 
 
@@ -92,9 +94,16 @@ def dense(rows, columns, costs, product_scale, digits):
     return plan.sum(1), plan.sum(0), float(largest)
 
 
-def tolerance(rows, product_scale, digits, largest):
+def product_error(rows, columns, digits):
+    """The documented error of a score."""
+    x, y = (pack_digits(*side[:4], digits, 0, side.layout.size) for side in (rows, columns))
+    left_out = float(x.omitted.max() + y.omitted.max())
+    return left_out + carry_error(digits, rows.points.shape[1])
+
+
+def tolerance(rows, columns, product_scale, digits, largest):
     """The documented relative error of a sum."""
-    of_products = product_scale * product_error(digits, rows.points.shape[1])
+    of_products = product_scale * product_error(rows, columns, digits)
     return SUM_ERROR + math.expm1(math.log(2) * (of_products + 2.0**-50 * largest))
 
 
@@ -121,7 +130,7 @@ def test_sums_are_within_the_documented_error(case, digits):
     got = plan_marginals(rows, columns, costs, scale, digits)
     for sums, reference, count in zip(got, expected, (case[1], case[0]), strict=True):
         assert float(reference.max()) > 0
-        check(sums, reference, tolerance(rows, scale, digits, largest), count)
+        check(sums, reference, tolerance(rows, columns, scale, digits, largest), count)
         assert bool((sums[reference == 0] == 0).all())
 
 
@@ -131,7 +140,7 @@ def test_costs_of_none_are_zeros(case):
     *expected, largest = dense(rows, columns, None, scale, 3)
     got = plan_marginals(rows, columns, None, scale, 3)
     for sums, reference in zip(got, expected, strict=True):
-        check(sums, reference, tolerance(rows, scale, 3, largest), max(case[:2]))
+        check(sums, reference, tolerance(rows, columns, scale, 3, largest), max(case[:2]))
 
 
 @pytest.mark.parametrize("case", [(600, 700, 5, 3, 2), (700, 300, 3, 1, 200)], ids=str)
@@ -142,7 +151,7 @@ def test_chunks_give_the_sums_of_the_whole(case, digits, small_chunks):
     *expected, largest = dense(rows, columns, costs, scale, digits)
     got = plan_marginals(rows, columns, costs, scale, digits)
     for sums, reference in zip(got, expected, strict=True):
-        check(sums, reference, tolerance(rows, scale, digits, largest), 1100)
+        check(sums, reference, tolerance(rows, columns, scale, digits, largest), 1100)
 
 
 def symmetric_problem(n, d, classes, digits):
@@ -159,7 +168,7 @@ def test_half_of_a_symmetric_plan_gives_its_sums(case, digits):
     expected, _, largest = dense(rows, rows, costs, scale, digits)
     got, same = plan_marginals(rows, rows, costs, scale, digits, symmetric=True)
     assert got is same
-    check(got, expected, tolerance(rows, scale, digits, largest), case[0])
+    check(got, expected, tolerance(rows, rows, scale, digits, largest), case[0])
 
 
 @pytest.mark.parametrize(("n", "classes"), [(1000, 1), (600, 3), (300, 200)])
@@ -167,7 +176,7 @@ def test_chunks_of_a_symmetric_plan_give_its_sums(n, classes, small_chunks):
     rows, costs, scale = symmetric_problem(n, 5, classes, 3)
     expected, _, largest = dense(rows, rows, costs, scale, 3)
     got, _ = plan_marginals(rows, rows, costs, scale, 3, symmetric=True)
-    check(got, expected, tolerance(rows, scale, 3, largest), n)
+    check(got, expected, tolerance(rows, rows, scale, 3, largest), n)
 
 
 def test_two_runs_agree_bit_for_bit():
@@ -176,20 +185,31 @@ def test_two_runs_agree_bit_for_bit():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def nearly_half(n, d):
-    """v = 1 + 63.5 / 128, cut into 1, 64 and -64: every pair of digits left out is largest."""
-    return torch.full((n, d), 1 + 63.5 / 128, dtype=torch.float64)
+@pytest.fixture(params=[256, 128])
+def base(request, monkeypatch):
+    """Digits of either base."""
+    if request.param == 128:
+        monkeypatch.setattr(fixed_point, "MOST_COORDINATES", 0)
+    return request.param
+
+
+def lowest_digits(n, d):
+    """v cut into 1 and digits of -B / 2: every pair that is left out is as large as it gets."""
+    base = float(base_of(d))
+    return torch.full((n, d), 1 - sum(base / 2 * base**-s for s in (1, 2, 3)), dtype=torch.float64)
 
 
 def alternating(n, d):
     """Two clusters, and coordinates whose digits alternate in sign."""
     sign = torch.where(torch.arange(d) % 2 == 0, 1.0, -1.0)
-    return nearly_half(n, d) * sign * torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0)[:, None]
+    return lowest_digits(n, d) * sign * torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0)[:, None]
 
 
-def below_half(n, d):
-    """All digits after the first as large as they get, of one sign."""
-    return torch.full((n, d), 30 + (1 - 2.0**-40) / 2, dtype=torch.float64)
+def highest_digits(n, d):
+    """All digits after the first as large as they get."""
+    base = float(base_of(d))
+    tail = sum((base / 2 - 1) * base**-s for s in range(1, 6))
+    return torch.full((n, d), 10 + tail, dtype=torch.float64)
 
 
 def nearly_constant(n, d):
@@ -197,17 +217,17 @@ def nearly_constant(n, d):
     return 90 + 1e-3 * torch.randn(n, d, generator=draw).double()
 
 
-@pytest.mark.parametrize("make", [nearly_half, alternating, below_half, nearly_constant])
+@pytest.mark.parametrize("make", [lowest_digits, alternating, highest_digits, nearly_constant])
 @pytest.mark.parametrize("d", [1, 33, pytest.param(2000, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("digits", [3, 4])
-def test_scores_are_within_the_documented_error(make, d, digits):
+def test_scores_are_within_the_documented_error(make, d, digits, base):
     # The plan's exponents are the errors of the scores, in units of the bound.
     points = make(140, d).to(DEVICE)
     layout = arrange(torch.zeros(140, dtype=torch.int64, device=DEVICE), 1)
     centre = torch.zeros(d, dtype=torch.float64, device=DEVICE)
-    values = pack_digits(points, layout, centre, 1.0, digits, 0, layout.size).values
-    x = decoded(values)[:140]
-    bound = product_error(digits, d)
+    packed = pack_digits(points, layout, centre, 1.0, digits, 0, layout.size)
+    x = decoded(packed.values)[:140]
+    bound = 2 * float(packed.omitted.max()) + carry_error(digits, d)
     one = arrange(torch.zeros(1, dtype=torch.int64, device=DEVICE), 1)
     for j in (0, 1):
         term = layout.spread(-(x @ x[j]) / bound, NOTHING)
@@ -219,7 +239,7 @@ def test_scores_are_within_the_documented_error(make, d, digits):
         errors = sums[:140].log2().abs()
         slack = 2.0**-50 * 3 * float((x @ x[j]).abs().max()) / bound
         assert float(errors.max()) <= 1 + 2e-6 + slack
-        if make is nearly_half and d > 1:
+        if make is lowest_digits and d > 1:
             assert float(errors.max()) > 0.3
 
 
@@ -260,7 +280,7 @@ def test_exponents_at_the_ends_of_the_range(e):
 
 @pytest.mark.parametrize("digits", DIGITS)
 @pytest.mark.parametrize(("n", "d", "classes"), [(1, 1, 1), (300, 70, 2), (130, 200, 60)])
-def test_digits_stand_for_the_points(n, d, classes, digits):
+def test_digits_stand_for_the_points(n, d, classes, digits, base):
     side = side_of(n, d, classes, digits, 4)
     layout = side.layout
     got = pack_digits(*side[:4], digits, 0, layout.size)
@@ -269,10 +289,17 @@ def test_digits_stand_for_the_points(n, d, classes, digits):
     difference = (decoded(got.values)[:, :d] - v).square().sum(1)
     rounded = 2.0**-51 * v.square().sum(1).sqrt()
     assert bool((difference.sqrt() <= got.lost.sqrt() + rounded).all())
-    assert float(got.lost.max()) <= d * (128.0 ** -(digits - 1) / 2) ** 2 * (1 + 1e-9)
+    largest = base ** -(digits - 1.0) * base / 2 / (base - 1)
+    assert float(got.lost.max()) <= d * largest**2 * (1 + 1e-9)
     assert not bool(got.values[:, :, d:].any())
     assert not bool(got.values[:, ~layout.filled].any())
-    assert int(got.values[1:].abs().max() if digits > 1 else 0) <= 64
+    later = got.values[1:].int()
+    assert bool(((later >= -base // 2) & (later < base // 2)).all())
+    pairs = ((s, t) for s in range(digits) for t in range(digits) if s + t >= digits)
+    omitted = sum(
+        later[s - 1].double().square().sum(1) / 2 * float(base) ** -(s + t) for s, t in pairs
+    )
+    torch.testing.assert_close(got.omitted, got.omitted * 0 + omitted, rtol=1e-9, atol=0)
     squares = v.square().sum(1) / side.scale**2
     torch.testing.assert_close(got.squares, squares, rtol=1e-13, atol=0)
 
