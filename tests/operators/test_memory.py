@@ -129,7 +129,7 @@ def test_a_certified_divergence_takes_little_more_than_its_packed_points() -> No
     options = SolverOptions(tolerance=1.9, max_iterations=3)
     problem.solve(options)
     packed = 2 * 2 * (60_000 + 60_000) * 512
-    assert peak(lambda: problem.solve(options), GPU) <= packed + 85 * 2**20
+    assert peak(lambda: problem.solve(options), GPU) <= packed + 92 * 2**20
 
 
 def test_kernels_hold_two_half_parts_of_every_coordinate_and_a_block_of_the_plan() -> None:
