@@ -1,105 +1,122 @@
-"""Certified divergences of random labelled clouds on a GPU: seconds, passes and widths.
+"""What a change costs a certified divergence: this checkout against another, solve by solve.
 
-    python -m experiments.bench_certified [--name after]
+    python -m experiments.bench_certified --against DIR [--device cpu] [--data-root DIR]
 
-Float features (d = 512, 64) and grey values of 8 bits (d = 784), ten classes a side, epsilon 0.1,
-0.01 and 0.001 of the mean cost, the default tolerance. Two checkouts that are run in turn on one
-card tell what a change of the certificate costs; `--name` keeps their rows apart.
+Two processes, one of each checkout, solve every case of `certified_solves` in turn, at the default
+tolerance, each first in half of the pairs. A row holds the median of the ratios of their times, an
+interval that covers the true median in 95 of 100 runs (order statistics), and the ratio of the
+widths of both intervals. Intervals that have no number in common are refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
-import time
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-import torch
+from scipy.stats import binom
 
-import otdd_flash as otdd
+from experiments.certified_solves import CASES
 from experiments.environment import environment, write_result
-from otdd_flash.operators.build import labelled_cost
-from otdd_flash.solver.problem import Problem
 
-CLASSES = 10
-# Kind, points a side, dimension, multiples of the mean cost.
-CASES = (
-    ("float", 60_000, 512, (0.1, 0.01)),
-    ("grey", 60_000, 784, (0.1, 0.01, 0.001)),
-    ("float", 60_000, 64, (0.1, 0.01, 0.001)),
-    ("float", 5_000, 64, (0.1, 0.01, 0.001)),
-    ("float", 1_000, 64, (0.1, 0.01, 0.001)),
-)
-REPEATS = 5
+HERE = Path(__file__).parents[1]
+SOLVES = HERE / "experiments" / "certified_solves.py"
 
 
-def clouds(
-    kind: str, n: int, dim: int
-) -> tuple[otdd.LabeledSamples, otdd.LabeledSamples, torch.Tensor]:
-    """Gaussian classes around random means, or their grey values, and a random class table."""
-    draw = torch.Generator("cuda").manual_seed(1)
-    options: dict[str, Any] = {"generator": draw, "device": "cuda"}
-    means = torch.randn(2 * CLASSES, dim, **options) / 2
-    labels = [torch.randint(0, CLASSES, (n,), **options) for _ in range(2)]
-    points = [torch.randn(n, dim, **options) for _ in range(2)]
-    points = [
-        side + means[side_labels + CLASSES * k]
-        for k, (side, side_labels) in enumerate(zip(points, labels, strict=True))
-    ]
-    table = torch.rand(2 * CLASSES, 2 * CLASSES, **options).double() * dim * 0.3
-    table = (table + table.T).fill_diagonal_(0)
-    if kind == "grey":
-        points = [(side * 80).clamp(0, 255).round() / 255 for side in points]
-        table /= 10
-    names = tuple(map(str, range(CLASSES)))
-    source, target = (
-        otdd.LabeledSamples(side, of_side, names)
-        for side, of_side in zip(points, labels, strict=True)
-    )
-    return source, target, table
+class Checkout:
+    """A process that solves cases with the library of one checkout."""
+
+    def __init__(self, folder: Path, device: str, root: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(SOLVES), device, root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(folder)},
+            cwd=folder,
+            text=True,
+        )
+
+    def __enter__(self) -> Checkout:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def solve(self, index: int) -> dict[str, Any]:
+        """What one solve of a case took and found."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{index}\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
 
 
-def measure(kind: str, n: int, dim: int, relative: float) -> dict[str, Any]:
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Order statistics between which the true median lies with a probability of 0.95 or more."""
+    ordered, count = sorted(values), len(values)
+    rank = max(1, int(binom.ppf(0.025, count, 0.5)))
+    return ordered[rank - 1], ordered[count - rank]
+
+
+def compare(new: Checkout, old: Checkout, index: int, pairs: int) -> dict[str, Any]:
     """One row."""
-    source, target, table = clouds(kind, n, dim)
-    block = table[:CLASSES, CLASSES:]
-    weights, device = otdd.GroundCost(), torch.device("cuda")
-    epsilon = relative * labelled_cost(source, target, block, weights, device).mean_cost
-    compute = otdd.ComputeOptions(device="cuda")
-    problem = Problem(source, target, epsilon, table, weights, compute)
-    found, seconds = problem.solve(otdd.SolverOptions()), []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        found = problem.solve(otdd.SolverOptions())
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    width = found.bounds[1] - found.bounds[0]
+    ratios, seconds = [], []
+    for pair in range(pairs):
+        sides = (new, old) if pair % 2 == 0 else (old, new)
+        found = {side: side.solve(index) for side in sides}
+        after, before = found[new], found[old]
+        low = max(after["bounds"][0], before["bounds"][0])
+        if low > min(after["bounds"][1], before["bounds"][1]):
+            sys.exit(f"{after['bounds']} and {before['bounds']} hold no number in common")
+        seconds.append((before["seconds"], after["seconds"]))
+        ratios.append(after["seconds"] / before["seconds"])
+    widths = [found["bounds"][1] - found["bounds"][0] for found in (before, after)]
     return {
-        "kind": kind,
-        "n": n,
-        "d": dim,
-        "epsilon_relative": relative,
-        "milliseconds": 1e3 * statistics.median(seconds),
-        "value": found.value,
-        "relative_width": width / abs(found.value),
-        "terms": {name: term.summary() for name, term in found.terms.items()},
+        "ratio_of_times": statistics.median(ratios),
+        "ratio_interval": median_interval(ratios),
+        "seconds_before": statistics.median(before for before, _ in seconds),
+        "seconds_after": statistics.median(after for _, after in seconds),
+        "ratio_of_widths": widths[1] / widths[0],
+        "relative_width": widths[1] / abs(after["value"]),
+        "passes": [before["passes"], after["passes"]],
+        "converged": [before["converged"], after["converged"]],
     }
 
 
 def main() -> None:
-    """Write bench_certified_NAME.json."""
+    """Write bench_certified_DEVICE.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--name", default="cuda")
+    parser.add_argument("--against", type=Path, required=True, help="the other checkout")
+    parser.add_argument("--before", help="the commit of it, for the record")
+    parser.add_argument("--device", choices=list(CASES), default="cpu")
+    parser.add_argument("--data-root", default=".")
+    parser.add_argument("--pairs", type=int, default=20)
     given = parser.parse_args()
-    rows = []
-    for kind, n, dim, relatives in CASES:
-        for relative in relatives:
-            rows.append(measure(kind, n, dim, relative))
-            sys.stdout.write(f"{rows[-1]}\n")
-            sys.stdout.flush()
-    write_result(f"bench_certified_{given.name}", {"environment": environment(), "rows": rows})
+    rows: list[dict[str, Any]] = []
+    root = str(Path(given.data_root).resolve())
+    for index, case in enumerate(CASES[given.device]):
+        with (
+            Checkout(HERE, given.device, root) as new,
+            Checkout(given.against.resolve(), given.device, root) as old,
+        ):
+            rows.append(case._asdict() | compare(new, old, index, given.pairs))
+        sys.stdout.write(f"{rows[-1]}\n")
+        sys.stdout.flush()
+    content = {"environment": environment("torch", "triton"), "before": given.before, "rows": rows}
+    write_result(f"bench_certified_{given.device}", content)
 
 
 if __name__ == "__main__":
