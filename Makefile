@@ -3,16 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fuzz format clean
+.PHONY: help demo test test-slow lint fuzz check-install format clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
 demo: .venv/.installed  ## compare two halves of the bundled digits, one of them rotated
 	$(BIN)/python -m otdd_flash.distance
 
-test: .venv/.installed  ## run the tests, one worker per core
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup
+test: .venv/.installed  ## run the quick tests, one worker per core; before every commit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow"
+
+test-slow: .venv/.installed  ## run the others: whole solves in the interpreter, commands, thousands of problems
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m slow
 
 lint: .venv/.installed  ## check style and types
 	$(BIN)/ruff check .
@@ -21,6 +24,9 @@ lint: .venv/.installed  ## check style and types
 
 fuzz: .venv/.installed  ## thousands of random commands, calls, damaged files and kills
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.fuzz
+
+check-install: .venv/.installed  ## build the package and run the demonstration from what was built
+	.ci/check-install
 
 format: .venv/.installed  ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
