@@ -17,6 +17,7 @@ from kernel_cases import (
     potentials,
     self_cost_of,
 )
+from pairwise import pairwise
 
 from otdd_flash.kernels.packed_points import MOST_PADDING, arrange, pack, power_of_two_scale
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS, BLOCK_ROWS
@@ -35,9 +36,7 @@ def softmins(cost, masses, potential, epsilon):
     return reference.softmin_rows(cost, masses, potential, epsilon)
 
 
-@pytest.mark.parametrize("case", [*SMALL, *LARGE_CASES], ids=str)
-@pytest.mark.parametrize("precision", ["fast", "high"])
-@pytest.mark.parametrize("epsilon", [0.01, EPSILON, 30.0])
+@pairwise(case=[*SMALL, *LARGE_CASES], precision=["fast", "high"], epsilon=[0.01, EPSILON, 30.0])
 def test_half_steps_are_exact_for_the_rounded_points(case, precision, epsilon):
     operator = KernelOperator(cost_of(case), precision)
     cost = dense_cost(operator)

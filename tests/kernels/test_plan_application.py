@@ -15,6 +15,7 @@ from kernel_cases import (
     largest_error,
     potentials,
 )
+from pairwise import pairwise
 
 from otdd_flash.kernels import plan_application
 from otdd_flash.operators.kernel import KernelOperator
@@ -55,17 +56,11 @@ class Applied:
         torch.testing.assert_close(got, plan.sum(1), rtol=self.rtol + 1e-5, atol=1e-30)
 
 
-@pytest.fixture(params=[True, False], ids=["near", "far"])
-def near(request):
-    return request.param
+CASES, PRECISIONS = [*SMALL, *LARGE_CASES], ["fast", "high"]
+NEAR = [pytest.param(True, id="near"), pytest.param(False, id="far")]
 
 
-CASES = [*SMALL, *LARGE_CASES]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("precision", ["fast", "high"])
-@pytest.mark.parametrize("columns", [1, 9])
+@pairwise(case=CASES, near=NEAR, precision=PRECISIONS, columns=[1, 9])
 def test_plan_times_matrix(case, precision, columns, near):
     applied = Applied(case, precision, near)
     draw = torch.Generator().manual_seed(2)
@@ -93,8 +88,7 @@ def test_the_refined_plan_is_that_of_the_original_points():
     assert errors[0] < 2e-3 < errors[1]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("precision", ["fast", "high"])
+@pairwise(case=CASES, near=NEAR, precision=PRECISIONS)
 def test_transposed_plan_times_matrix(case, precision, near):
     applied = Applied(case, precision, near)
     draw = torch.Generator().manual_seed(2)
@@ -104,9 +98,7 @@ def test_transposed_plan_times_matrix(case, precision, near):
     applied.check_masses(got.masses, applied.plan.T)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("precision", ["fast", "high"])
-@pytest.mark.parametrize("rank", [1, 21])
+@pairwise(case=CASES, near=NEAR, precision=PRECISIONS, rank=[1, 21])
 def test_hadamard_weighted_plan_times_matrix(case, precision, rank, near):
     applied = Applied(case, precision, near)
     n, m, *_ = case

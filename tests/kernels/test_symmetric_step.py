@@ -14,6 +14,7 @@ from kernel_cases import (
     largest_error,
     self_cost_of,
 )
+from pairwise import pairwise
 
 from otdd_flash.kernels import symmetric_step
 from otdd_flash.operators import kernel as kernel_operator
@@ -31,9 +32,11 @@ def _always_by_halves(monkeypatch):
 SEVERAL_BLOCKS = [(700, 1, 20, 1, 1), (1100, 1, 5, 2, 1)]
 
 
-@pytest.mark.parametrize("case", [*SMALL, *SEVERAL_BLOCKS, *LARGE_CASES], ids=str)
-@pytest.mark.parametrize("precision", ["fast", "high"])
-@pytest.mark.parametrize("epsilon", [0.05, EPSILON, 30.0])
+@pairwise(
+    case=[*SMALL, *SEVERAL_BLOCKS, *LARGE_CASES],
+    precision=["fast", "high"],
+    epsilon=[0.05, EPSILON, 30.0],
+)
 def test_symmetric_steps_are_exact_for_the_rounded_points(case, precision, epsilon):
     operator = KernelOperator(self_cost_of(case), precision)
     cost = dense_cost(operator)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gaussian_cases import decomposing_by, every_route, moved, random_cloud
+from gaussian_cases import ROUTES, decomposing_by, every_route, moved, random_cloud
+from pairwise import named, pairwise
 
 from otdd_flash.labels import pair_chunks
 from otdd_flash.labels.classes import ClassCloud
@@ -26,7 +27,6 @@ SHAPES = {
     "one dimension": (1, (3, 5)),
     "three classes": (4, (9, 9, 3)),
 }
-every_shape = pytest.mark.parametrize(("dim", "sizes"), SHAPES.values(), ids=SHAPES.keys())
 
 
 def as_function(table, clouds, unbiased):
@@ -45,12 +45,15 @@ def gradients(table, clouds, unbiased=False):
     return values.detach(), torch.autograd.grad(values.sum(), points)
 
 
-@every_route
-@every_table
-@every_shape
-@pytest.mark.parametrize("unbiased", [True, False])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_finite_differences_agree(route, table, dim, sizes, unbiased, weighted):
+@pairwise(
+    route=ROUTES,
+    table=named(TABLES),
+    shape=named(SHAPES),
+    unbiased=[True, False],
+    weighted=[True, False],
+)
+def test_finite_differences_agree(route, table, shape, unbiased, weighted):
+    dim, sizes = shape
     clouds = [random_cloud(size, dim, k, weighted=weighted) for k, size in enumerate(sizes)]
     with decomposing_by(route):
         measured, points = as_function(table, clouds, unbiased)
@@ -119,9 +122,7 @@ KINKS = {
 }
 
 
-@every_route
-@every_table
-@pytest.mark.parametrize("clouds", KINKS.values(), ids=KINKS.keys())
+@pairwise(route=ROUTES, table=named(TABLES), clouds=named(KINKS))
 def test_a_small_step_descends_at_kinks(route, table, clouds):
     """By as much as the gradient says, or more: the distance is concave across these kinks."""
     rate = 1e-6

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from pairwise import pairwise
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -242,10 +243,12 @@ def solved_or_refused(table: Tensor, **settings: Any) -> Divergence | str:
 
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
-@pytest.mark.parametrize("compute", ["double", "stored", "streamed"])
-@pytest.mark.parametrize("epsilon", [1.0, 1e3, 1e6])
-@pytest.mark.parametrize("by", [1e3, 1e4, 1e6])
-@pytest.mark.parametrize("name", TABLES)
+@pairwise(
+    name=TABLES,
+    by=[1e3, 1e4, 1e6],
+    epsilon=[1.0, 1e3, 1e6],
+    compute=["double", "stored", "streamed"],
+)
 def test_bounds_hold_for_entries_far_from_0(
     name: str, by: float, epsilon: float, compute: str
 ) -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import reference
 import torch
+from pairwise import pairwise
 from torch import Tensor
 
 from otdd_flash.operators.stored import StoredOperator
@@ -94,13 +95,13 @@ def assert_same(found: Track, expected: Track) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(
-    ("step", "n", "m"),
-    [*((alternate, n, m) for n, m in SIZES), *((average, n, n) for n in SELF_SIZES)],
+@pairwise(
+    size=[*((alternate, n, m) for n, m in SIZES), *((average, n, n) for n in SELF_SIZES)],
+    zeros=[False, True],
+    dtype=DTYPES,
 )
-def test_steps_are_those_of_the_reference(step, n, m, zeros, dtype):
+def test_steps_are_those_of_the_reference(size, zeros, dtype):
+    step, n, m = size
     operator = clouds(n, m, dtype, zeros=zeros)
     epsilon = 0.01 * operator.mean_cost + 1e-3
     track = start(n, m, dtype)
