@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from otdd_flash.commands import exit_codes
+from otdd_flash.commands.lasting import lasting_output
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -47,6 +48,11 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
 
 def run_command(main: Callable[[], None]) -> None:
     """Call an entry point and leave the process with its jobs' exit code."""
+    with lasting_output():
+        _run(main)
+
+
+def _run(main: Callable[[], None]) -> None:
     try:
         main()
         from otdd_flash.commands.outcome import Outcome
@@ -57,7 +63,7 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(exit_codes.INTERRUPTED)
     except Exception as error:
         _explain(error)
-        sys.exit(exit_codes.DEFECT)
+        sys.exit(exit_codes.BAD_INPUT)
     finally:
         from otdd_flash.commands.claims import release_all
 

@@ -157,6 +157,19 @@ def test_a_picture_that_cannot_be_drawn_is_a_notice_of_its_own(command, monkeypa
     assert _files("run") == REPORT - {"projection.png"} | {"error.json"}
 
 
+def test_a_number_whose_reader_has_gone_is_written_all_the_same(command, monkeypatch):
+    """As `| head -1` goes: the first line that is printed finds nobody."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        ended = command()
+        assert sys.stdout is output
+    assert ended.code == 0
+    assert "Broken" not in ended.err
+    assert _files("run") == REPORT
+
+
 def test_a_defect_is_code_1_with_its_traceback(command, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("a defect")
@@ -228,7 +241,7 @@ def test_an_output_folder_that_cannot_be_written_is_code_2(command, folder, key)
 @pytest.mark.parametrize("wrong", ["source=nothing", "labels=nothing", "nothing=1", "source.a=1"])
 def test_unknown_groups_and_keys_keep_the_message_of_hydra(command, wrong):
     ended = command(wrong)
-    assert ended.code == 1
+    assert ended.code == 2
     assert "nothing" in ended.err or "source.a" in ended.err
     assert "Traceback" not in ended.err
     if wrong == "labels=nothing":

@@ -58,7 +58,7 @@ def test_help_shows_the_settings_that_the_arguments_lead_to(command):
 @pytest.mark.parametrize("flags", [(), ("-m",)])
 def test_an_unknown_key_is_told_with_what_is_meant(command, wrong, meant, flags):
     ended = command(*flags, wrong)
-    assert ended.code == 1
+    assert ended.code == 2
     assert ended.error.startswith(meant)
     assert "append" not in ended.err
     assert len(ended.err.splitlines()) == 1
