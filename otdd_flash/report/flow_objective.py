@@ -110,7 +110,7 @@ def _draw_divergence(axes: Axes, history: Sequence[StepRecord]) -> None:
         text = "not converged: only the bounds hold"
         style = _line(1) | {"markerfacecolor": "white", "markersize": 6, "linestyle": ""}
         axes.plot(at[early], divergence[early], color=SOURCE_COLOR, label=text, **style)
-    band: dict[str, Any] = {"color": SOURCE_COLOR, "alpha": 0.2, "label": "its bounds"}
+    band: dict[str, Any] = {"color": SOURCE_COLOR, "alpha": 0.2, "label": "bounds of the distance"}
     if estimates:
         axes.vlines(at, lower, upper, linewidth=4, **band)
     else:

@@ -55,7 +55,7 @@ def test_the_band_is_the_bounds_and_the_line_the_divergence(
     assert line.get_xydata().tolist() == [[r.step, r.divergence] for r in history]
     assert slope.get_lines()[0].get_ydata().tolist() == [r.gradient_norm for r in history]
     assert work.patches[0].get_data().values.tolist() == [r.iterations for r in history]
-    assert legend(top) == ["dataset distance to the target: 8 → 0.5", "its bounds"]
+    assert legend(top) == ["dataset distance to the target: 8 → 0.5", "bounds of the distance"]
     with Image.open(tmp_path / "o.png") as image:
         image.verify()
 
@@ -89,7 +89,7 @@ def test_estimates_are_dots_named_so_without_line_or_bounds(
     assert legend(top) == [
         "dataset distance to the target: 6 → 5",
         "estimates on 1,200 points",
-        "its bounds",
+        "bounds of the distance",
     ]
     (bounds,) = top.collections
     assert [sorted(line[:, 1]) for line in bounds.get_segments()] == [
