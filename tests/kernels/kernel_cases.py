@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiers import slow
 
 from otdd_flash.operators.labelled_cost import LabelledCost
 
@@ -27,6 +28,8 @@ LARGE = [
     (700, 600, 16, 300, 200),
 ]
 LARGE_CASES = [pytest.param(case, marks=pytest.mark.gpu) for case in LARGE]
+# One that is gathered and one in pure blocks at once, the others later.
+SMALL_CASES = [*SMALL[1:3], *slow([*SMALL[:1], *SMALL[3:]])]
 LAMBDA_X = 0.7
 EPSILON = 0.3
 

@@ -10,6 +10,7 @@ from kernel_cases import (
     EPSILON,
     LARGE_CASES,
     SMALL,
+    SMALL_CASES,
     dense_cost,
     largest_error,
     self_cost_of,
@@ -33,7 +34,7 @@ SEVERAL_BLOCKS = [(700, 1, 20, 1, 1), (1100, 1, 5, 2, 1)]
 
 
 @pairwise(
-    case=[*SMALL, *SEVERAL_BLOCKS, *LARGE_CASES],
+    case=[*SMALL_CASES, *SEVERAL_BLOCKS, *LARGE_CASES],
     precision=["fast", "high"],
     epsilon=[0.05, EPSILON, 30.0],
 )
@@ -49,7 +50,7 @@ def test_symmetric_steps_are_exact_for_the_rounded_points(case, precision, epsil
         f = (f + got) / 2
 
 
-@pytest.mark.parametrize("case", [*SMALL, *SEVERAL_BLOCKS], ids=str)
+@pytest.mark.parametrize("case", [*SMALL_CASES, *SEVERAL_BLOCKS], ids=str)
 def test_potentials_far_from_the_solution_are_done_with_a_maximum(case):
     operator = KernelOperator(self_cost_of(case), "fast")
     draw = torch.Generator().manual_seed(0)
