@@ -16,6 +16,8 @@ from small_flows import blobs, flow
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 # Where a process dies, as it tells of a step or at the n-th write of a checkpoint, and the step of
 # the checkpoint that it leaves.
 MOMENTS = {

@@ -18,6 +18,8 @@ from otdd_flash.kernels.marginal_tiles import marginal_tile
 from otdd_flash.kernels.plan_application import plan_tile
 from otdd_flash.kernels.tiling import gathering_tile, narrow_tile, tile_for
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 ROOT = SCRIPT.parents[2]
 

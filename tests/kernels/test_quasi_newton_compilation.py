@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = {"A100": 80, "RTX 4090": 89, "H200": 90}
 

@@ -15,6 +15,8 @@ import pytest
 
 from otdd_flash.kernels.tiling import Tile
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 # Compute capability, shared memory, and the tiles that large and small classes get.
 CARDS = {

@@ -64,6 +64,7 @@ def test_bounds_hold_between_classes_of_very_different_sizes():
     assert bool((rough.upper >= fine.values - 1e-9).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_bounds_hold_the_truth_in_kernels(seed, monkeypatch):
     """Their float32 rounding included."""

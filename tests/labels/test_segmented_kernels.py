@@ -17,6 +17,8 @@ from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented_cross import solve_cross_terms
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -135,6 +135,7 @@ def test_rejected_steps_are_those_of_the_reference(step, n, m, dtype):
     assert float(track.named.plain) + float(track.named.penalty) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "n", "m"), [(alternate, 5, 9000), (average, 5000, 5000)])
 def test_points_beyond_what_one_program_takes_at_once(step, n, m):
     operator = Drawn(n, m, torch.float32)
@@ -218,6 +219,7 @@ def test_a_self_term_may_start_any_constant_away():
     torch.testing.assert_close(found.gap, near.gap, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative", [0.3, 0.02])
 def test_whole_solves_are_those_of_the_reference(relative):
     options = SolverOptions(1e-3)
