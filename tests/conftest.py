@@ -18,13 +18,30 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 IMAGE_SETS = ("MNIST", "FashionMNIST", "USPS")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Leave the first cases of `slow(after=N)` quick; skip what needs a GPU where there is none."""
+    _keep_first_cases(items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _keep_first_cases(items: list[pytest.Item]) -> None:
+    """Of a test that is `slow(after=N)`, N cases that are not slow otherwise stay quick."""
+    left: dict[tuple[Path, str], int] = {}
+    for item in items:
+        marks = list(item.iter_markers("slow"))
+        after = max((mark.kwargs.get("after", 0) for mark in marks), default=0)
+        if len(marks) != 1 or not after or item.get_closest_marker("gpu"):
+            continue
+        test = item.path, getattr(item, "originalname", item.name)
+        left.setdefault(test, after)
+        if left[test] > 0:
+            left[test] -= 1
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
 
 @pytest.fixture(scope="session")

@@ -192,6 +192,7 @@ def folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow(after=16)
 @pytest.mark.parametrize("entry", CALLS)
 def test_wrong_types_end_in_a_sentence_at_every_public_entry(entry: str) -> None:
     function, good = CALLS[entry]

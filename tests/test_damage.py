@@ -149,6 +149,7 @@ def with_flipped_bits(file: Path, read: Callable[[], str]) -> list[str | InputEr
     return found
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 def test_damaged_files_are_refused_and_never_used(kind: str, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def solves(monkeypatch):
     return counts
 
 
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -59,6 +59,7 @@ def test_no_function_hides_a_module_of_its_name():
         assert isinstance(getattr(otdd_flash, name), ModuleType), name
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing_heavy():
     program = (
         "import sys, otdd_flash\n"

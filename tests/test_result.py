@@ -189,6 +189,7 @@ def test_the_barycentric_map_is_the_conditional_mean(result):
 SPACING = {500.0: 2.0**-15, 1e4: 2.0**-10}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [*COMPUTE.values()], ids=[*COMPUTE])
 @pytest.mark.parametrize("offset", [500.0, 1e4])
 def test_the_barycentric_map_moves_along_with_the_points(offset, compute):

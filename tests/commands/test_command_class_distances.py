@@ -23,6 +23,7 @@ def _never(*_, **__):
     raise AssertionError("measured again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_second_run_measures_nothing_again(command, read, monkeypatch, method):
     settings = (f"labels={method}", "labels.epsilon=1", "cache_dir=cache")
@@ -44,6 +45,7 @@ def test_null_turns_the_cache_off(command, folder):
     assert {path.name for path in folder.iterdir()} == before | {"run"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["file", "file/below"])
 def test_a_cache_that_cannot_be_written_is_said_and_done_without(command, folder, target):
     (folder / "file").write_text("not a folder")
@@ -54,6 +56,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_done_without(command, folder
         assert part in ended.err
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_said_and_done_without(command, read):
     assert command("cache_dir=cache", "hydra.run.dir=first").code == 0
     Path("cache", FILE).write_bytes(b"damaged" * 999)
@@ -73,6 +76,7 @@ def test_work_that_would_not_end_is_refused_with_the_ways_out(command, monkeypat
         assert part in ended.error
 
 
+@pytest.mark.slow
 def test_bounds_of_class_distances_are_mentioned(command, read):
     assert command("labels=sinkhorn", "labels.epsilon=1").code == 0
     assert 0 < read("run/result.json")["class_distance_gap"] < 1
@@ -80,6 +84,7 @@ def test_bounds_of_class_distances_are_mentioned(command, read):
     assert "class_distance_gap" not in read("run/result.json")
 
 
+@pytest.mark.slow
 def test_nearest_classes_are_printed_and_written(command):
     ended = command()
     assert "nearest classes" in ended.out
@@ -91,6 +96,7 @@ def test_nearest_classes_are_printed_and_written(command):
     assert "nearest classes" not in command("labels=none").out
 
 
+@pytest.mark.slow
 def test_the_order_of_classes_is_that_of_the_report(command, monkeypatch):
     asked = []
     write = compare.write_report
@@ -110,6 +116,7 @@ def test_an_unknown_order_is_found_before_anything_is_read(command):
     assert ended.error == "unknown report.order 'best'; choose one of: given, hierarchical"
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_reports_its_progress(command, monkeypatch, method):
     heard = []

@@ -56,6 +56,7 @@ DEFAULTS = {
 }
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_fits_the_settings(composed, group, choice):
     config = composed(f"{group}={choice}", *([NEEDED[choice]] if choice in NEEDED else []))
@@ -86,6 +87,7 @@ def test_a_choice_of_solver_takes_no_key_of_the_other(composed):
             composed(*wrong)
 
 
+@pytest.mark.slow
 def test_unset_solver_settings_are_those_of_the_library(composed):
     converged = parse(composed(), DistanceSettings).solver.options()
     assert converged == SolverOptions()
@@ -105,6 +107,7 @@ def test_shorthands_reach_both_sides_and_the_labels(composed):
     assert settings.labels.epsilon == 0.2
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [

@@ -31,6 +31,7 @@ def results(folder):
     return sorted(Path(folder).rglob("result.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("-m",)])
 def test_two_runs_of_the_same_second_have_folders_of_their_own(command, monkeypatch, flags):
     ticks = iter(range(10_000))
@@ -64,6 +65,7 @@ def test_default_folders_are_named_by_microsecond_and_process(composed):
             assert "${process:}" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("-m",)])
 def test_a_folder_with_a_result_is_refused_before_anything_is_written(command, flags):
     arguments = (*flags, "epsilon=0.1", KEEP)
@@ -81,6 +83,7 @@ def test_a_folder_with_a_result_is_refused_before_anything_is_written(command, f
     assert command(*arguments, f"{key}=another").code == 0
 
 
+@pytest.mark.slow
 def test_jobs_of_one_multirun_do_not_replace_each_other(command, read):
     ended = command("-m", "epsilon=0.1,0.3", "hydra.sweep.subdir=same", KEEP)
     assert ended.code == 2
@@ -88,11 +91,13 @@ def test_jobs_of_one_multirun_do_not_replace_each_other(command, read):
     assert read("sweep/same/result.json")["epsilon"] == 0.1
 
 
+@pytest.mark.slow
 def test_a_failed_run_may_be_repeated_in_its_folder(command):
     assert command("epsilon=-1", KEEP).code == 2
     assert command(KEEP).code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [KEEP, "overwrite=true"])
 def test_a_folder_that_a_living_process_holds_is_refused(command, setting):
     holder = claims._locked(_made("run") / LOCK_FILE)

@@ -37,6 +37,7 @@ def archives(folder: Path) -> None:
     np.savez("W_partial.npz", xx=np.zeros((3, 3)))
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("path", "parts"),
     [
@@ -61,6 +62,7 @@ def test_bad_files(command, path, parts):
         assert part in ended.error
 
 
+@pytest.mark.slow(after=5)
 @pytest.mark.parametrize(
     ("setting", "parts"),
     [
@@ -118,6 +120,7 @@ def test_a_bad_setting_is_found_before_anything_is_read(command):
     assert "backend" in ended.error
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("path", "parts"),
     [
@@ -154,6 +157,7 @@ BOTH = ("source=arrays", "source.path=unlabelled.npz", "target=arrays")
 BOTH_CLUSTERED = ("source.pseudo_labels=kmeans", "target.pseudo_labels=kmeans")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "source", "target"),
     [
@@ -174,6 +178,7 @@ def test_unlabelled_sides_can_be_clustered(command, read, settings, source, targ
     assert classes["source"][0] == "cluster 0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clustered", [BOTH_CLUSTERED, BOTH_CLUSTERED[:1]])
 def test_clusters_need_a_number_where_no_side_has_labels(command, clustered):
     ended = command(*BOTH, "target.path=unlabelled.npz", *clustered)
@@ -191,6 +196,7 @@ def _table(path: str) -> np.ndarray:
         return np.array([row[1:] for row in list(csv.reader(file))[1:]], dtype=float)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("treatment", [(), ("extractor.standardize=true", "extractor.pca=3")])
 def test_full_class_distances_are_those_of_the_whole_data(command, read, treatment):
     full = ("labels.full=true", "max_samples=30", "epsilon=5", *treatment)
@@ -212,6 +218,7 @@ def test_full_class_distances_are_those_of_the_whole_data(command, read, treatme
     assert not np.allclose(_table("run/class_distances.csv"), whole, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_full_class_distances_compare_the_same_samples(command, read):
     """The rows drawn from the embedded whole are those that max_samples draws."""
     chosen = (*ARRAYS, "source.path=a.npz", "max_samples=30")
@@ -226,6 +233,7 @@ NETWORK = ("source=digits", "target=digits", "extractor=timm", "extractor.model=
 NETWORK = (*NETWORK, "max_samples=20", "epsilon=1")
 
 
+@pytest.mark.slow
 def test_an_unwritable_cache_is_said_and_done_without(command, folder):
     (folder / "file").write_text("")
     ended = command(*NETWORK, "cache_dir=file/cache")
@@ -234,6 +242,7 @@ def test_an_unwritable_cache_is_said_and_done_without(command, folder):
     assert "cache_dir=DIR" in ended.err
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_entry_is_said_and_rebuilt(command, read):
     command(*NETWORK, "cache_dir=cache", "hydra.run.dir=first")
     entry = sorted(Path("cache").iterdir())[0]

@@ -20,6 +20,7 @@ def _summary(folder: str = "sweep") -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_failing_job_does_not_stop_the_others(command, read):
     ended = command("-m", "source=blobs,digits", "target=blobs,digits", "max_samples=30")
     assert ended.code == 2
@@ -40,6 +41,7 @@ def test_a_failing_job_does_not_stop_the_others(command, read):
     assert str(Path("sweep/summary.csv").absolute()) in ended.err
 
 
+@pytest.mark.slow
 def test_every_directory_is_self_contained(command):
     assert command("-m", "epsilon=0.1,0.3").code == 0
     for job in ("0", "1"):
@@ -49,6 +51,7 @@ def test_every_directory_is_self_contained(command):
     assert [float(row["epsilon"]) for row in _summary()] == [0.1, 0.3]
 
 
+@pytest.mark.slow
 def test_the_highest_code_wins_whatever_the_order(command):
     ended = command(
         *("-m", "solver.max_iterations=1,100000", "epsilon=0.1,-1", "solver.tolerance=1e-4"),
@@ -63,6 +66,7 @@ def test_the_highest_code_wins_whatever_the_order(command):
     assert _summary()[0]["converged"] == "false"
 
 
+@pytest.mark.slow
 def test_a_defect_in_one_job_is_recorded_with_its_traceback(command, read, monkeypatch):
     compute = compare.dataset_distance
 
@@ -82,6 +86,7 @@ def test_a_defect_in_one_job_is_recorded_with_its_traceback(command, read, monke
     assert [bool(row["value"]) for row in _summary()] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_a_missing_picture_is_code_4_with_a_result(command, monkeypatch, full):
     """On a full disk there is no room for error.json either."""
@@ -100,12 +105,14 @@ def test_a_missing_picture_is_code_4_with_a_result(command, monkeypatch, full):
     assert all(("projection.png" in row["error"]) != full for row in rows)
 
 
+@pytest.mark.slow
 def test_a_stale_result_is_not_taken_for_that_of_a_failed_job(command):
     assert command("-m", "epsilon=0.1,0.2").code == 0
     assert command("-m", "epsilon=0.1,-1").code == 2
     assert [bool(row["value"]) for row in _summary()] == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subdir", ["deep/${hydra.job.num}", "job_${hydra.job.num}"])
 def test_subdirectories_may_have_any_form(command, subdir):
     assert command("-m", "epsilon=0.1,-1", f"hydra.sweep.subdir={subdir}").code == 2

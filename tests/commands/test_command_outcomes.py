@@ -40,6 +40,7 @@ def _files(directory: str) -> set[str]:
     return {path.name for path in Path(directory).iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_run_writes_everything_and_prints_a_table(command, read):
     ended = command("seed=4")
     assert ended.code == 0
@@ -58,12 +59,14 @@ def test_a_run_writes_everything_and_prints_a_table(command, read):
     assert result["device"] == "cpu"
 
 
+@pytest.mark.slow
 def test_a_saved_result_can_be_loaded(command, read):
     assert command("save_result=true").code == 0
     assert _files("run") == REPORT | {"result.safetensors"}
     assert DistanceResult.load("run").value == read("run/result.json")["value"]
 
 
+@pytest.mark.slow
 def test_not_converged_is_a_warning_and_code_0(command, read):
     ended = command("solver.max_iterations=1", "solver.tolerance=1e-4")
     assert ended.code == 0
@@ -73,6 +76,7 @@ def test_not_converged_is_a_warning_and_code_0(command, read):
     assert (result["converged"], result["stopped_by"]) == (False, "max_iterations")
 
 
+@pytest.mark.slow
 def test_required_convergence_is_code_3_and_everything_is_written(command, read):
     ended = command(
         "solver.max_iterations=1", "solver.tolerance=1e-4", "solver.require_convergence=true"
@@ -93,6 +97,7 @@ def test_bad_input_is_code_2_with_an_error_file(command, read):
     assert _files("run") == {"error.json"}
 
 
+@pytest.mark.slow
 def test_a_run_that_succeeds_removes_an_earlier_error(command):
     assert command("epsilon=-1").code == 2
     assert command().code == 0
@@ -129,6 +134,7 @@ def test_what_did_not_converge_weighs_more_than_a_missing_picture(command, monke
     assert "projection.png" in ended.err
 
 
+@pytest.mark.slow
 def test_a_table_that_cannot_be_kept_costs_no_number(command, monkeypatch, read):
     monkeypatch.setattr(DistanceResult, "save", lambda *_, **__: disk_full("result.safetensors"))
     ended = command("save_result=true")
@@ -146,6 +152,7 @@ def test_the_number_is_printed_where_nothing_can_be_written(command, monkeypatch
     assert _files("run") == set()
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_drawn_is_a_notice_of_its_own(command, monkeypatch):
     def too_large(*_, **__):
         raise ValueError("Image size of 1000000x10 pixels is too large")
@@ -170,6 +177,7 @@ def test_a_number_whose_reader_has_gone_is_written_all_the_same(command, monkeyp
     assert _files("run") == REPORT
 
 
+@pytest.mark.slow
 def test_a_defect_is_code_1_with_its_traceback(command, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("a defect")
@@ -180,6 +188,7 @@ def test_a_defect_is_code_1_with_its_traceback(command, monkeypatch):
     assert "ZeroDivisionError: a defect" in ended.err
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("moment", ["prepare_sides", "dataset_distance", "summary_table"])
 def test_an_interruption_is_code_130_and_leaves_no_result(command, monkeypatch, moment):
     def interrupted(*_, **__):
@@ -193,6 +202,7 @@ def test_an_interruption_is_code_130_and_leaves_no_result(command, monkeypatch, 
     assert _files("run") == set()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_process_with_code_130_and_no_traceback(folder):
     """A solve that cannot end soon, interrupted once its job has begun."""
     process = subprocess.Popen(
@@ -248,6 +258,7 @@ def test_unknown_groups_and_keys_keep_the_message_of_hydra(command, wrong):
         assert "upper_bound" in ended.err
 
 
+@pytest.mark.slow
 def test_log_level_info_says_what_auto_became(command):
     ended = command("log_level=info", "epsilon_relative=0.1")
     assert ended.code == 0
@@ -258,6 +269,7 @@ def test_log_level_info_says_what_auto_became(command):
     assert "info: xy: " in ended.err
 
 
+@pytest.mark.slow
 def test_log_records_are_printed_once(command):
     ended = command("log_level=INFO")
     assert (ended.out + ended.err).count("class distances by gaussian between") == 1

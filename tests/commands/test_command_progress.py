@@ -65,6 +65,7 @@ def test_what_is_done_in_a_second_says_nothing(clock, written):
     assert written.getvalue() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["command", "flow_command"])
 def test_every_command_has_lines_of_progress(runner, request, monkeypatch, undrawn):
     monkeypatch.setattr(progress, "SECONDS_APART", 0.0)

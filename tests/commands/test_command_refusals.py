@@ -77,6 +77,7 @@ def test_choices_are_the_files_of_every_group():
         assert choices(group) == sorted(path.stem for path in (folder / group).glob("*.yaml"))
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,6 +122,7 @@ def test_one_sentence_says_what_is_wrong_and_what_to_do(command, arguments, mess
     assert "precision=double" not in ended.error
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("path", "notice"),
     [
@@ -146,6 +148,7 @@ def test_huge_features_can_be_standardised(command):
     assert ended.code == 0
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("path", "sentence", "trace"),
     [
@@ -169,6 +172,7 @@ def test_a_users_extractor_is_named_with_its_own_error(command, path, sentence, 
     assert "otdd_flash/" not in "\n".join(below)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sentence", "trace"),
     [
@@ -184,6 +188,7 @@ def test_a_users_functional_is_named_with_its_own_error(flow_command, name, sent
     assert trace in "\n".join(below)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "files"),
     [
@@ -205,6 +210,7 @@ def test_a_report_can_be_the_number_alone_or_without_pictures(command, read, con
         assert "marginal error" in ended.out
 
 
+@pytest.mark.slow
 def test_a_flow_without_pictures_leaves_its_data(flow_command):
     ended = flow_command("report=none")
     assert ended.code == 0

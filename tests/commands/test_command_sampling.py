@@ -10,6 +10,7 @@ from otdd_flash.commands import compare
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
+@pytest.mark.slow
 def test_the_result_and_the_table_tell_of_the_sampling_error(command, read):
     ended = command("subsample=39", "subsample_size=26", "noise_floor=true", "max_samples=52")
     assert ended.code == 0, ended.err
@@ -44,6 +45,7 @@ def test_a_dataset_and_itself(command, read):
     assert "none drawn: both datasets are one" in ended.out
 
 
+@pytest.mark.slow
 def test_subsamples_have_the_epsilon_and_the_settings_of_the_whole(command, monkeypatch):
     from otdd_flash.sampling import comparison
 
@@ -63,6 +65,7 @@ def test_subsamples_have_the_epsilon_and_the_settings_of_the_whole(command, monk
     assert all(settings["class_distances"] is not None for settings in asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", ["false", "true"])
 def test_unlabelled_data(command, read, folder, full):
     for name in "pq":
@@ -79,6 +82,7 @@ def test_unlabelled_data(command, read, folder, full):
     assert result["noise_floor"]["size"] == 15
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

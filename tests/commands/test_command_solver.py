@@ -29,6 +29,7 @@ def test_a_width_of_the_bounds_ends_the_solve(command, read):
     assert (loaded.converged, loaded.divergence.stopped_by) == (True, "bound_width")
 
 
+@pytest.mark.slow
 def test_a_tolerance_that_gave_way_to_rounding_is_told(command, read):
     ended = command("epsilon_relative=1e-5", "save_result=true")
     assert ended.code == 0
@@ -78,6 +79,7 @@ def test_a_required_width_out_of_reach_is_code_3(command):
     assert "solver.require_convergence is set, and the result was written to" in ended.error
 
 
+@pytest.mark.slow
 def test_geomlosses_value_is_told_from_the_converged_one(command, read):
     ended = command("solver=geomloss")
     assert ended.code == 0
@@ -94,6 +96,7 @@ def test_geomlosses_value_is_told_from_the_converged_one(command, read):
     assert result["value"] != pytest.approx(converged["value"], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "stopped_by"),
     [
@@ -108,12 +111,14 @@ def test_every_step_of_a_flow_ends_as_asked(flow_command, read, overrides, stopp
     assert all(record["converged"] for record in history)
 
 
+@pytest.mark.slow
 def test_a_flow_out_of_time_says_in_how_many_steps(flow_command):
     ended = flow_command("solver.max_seconds=1e-9", "solver.tolerance=1e-5", "flow.steps=1")
     assert ended.code == 0
     assert "within solver.max_seconds=1e-09 in 2 of 2 evaluations" in ended.err
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -20,6 +20,7 @@ finally:
 """
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", ["distance", "flow"])
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_comes_without_torch(name, flag):
@@ -41,6 +42,7 @@ def test_help_shows_the_settings_that_the_arguments_lead_to(command):
     assert "epsilon: 0.25" in shown
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("wrong", "meant"),
     [
@@ -77,6 +79,7 @@ def test_the_whole_error_of_hydra_is_there_for_who_asks(command, monkeypatch):
         command("foo=1")
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("imported", ["hydra", "torch"])
 @pytest.mark.parametrize("name", ["distance", "flow"])
 def test_ctrl_c_during_imports_is_130_without_a_traceback(folder, imported, name):

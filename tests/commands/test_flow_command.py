@@ -38,6 +38,7 @@ def adapted(folder: str = "run") -> np.ndarray:
     return np.load(Path(folder) / "adapted.npz")["x"]
 
 
+@pytest.mark.slow
 def test_a_run_writes_everything(flow_command, read):
     ended = flow_command(*DIGITS, "max_samples=60")
     assert ended.code == 0, ended.err
@@ -56,6 +57,7 @@ def test_a_run_writes_everything(flow_command, read):
     assert str(Path("run").absolute()) in ended.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn_flow")
 def test_the_adapted_dataset_is_a_dataset_again(flow_command, command):
     assert flow_command("save_result=true").code == 0
@@ -69,6 +71,7 @@ def test_the_adapted_dataset_is_a_dataset_again(flow_command, command):
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.usefixtures("undrawn_flow")
 @pytest.mark.parametrize(
     "settings",
@@ -94,6 +97,7 @@ def test_settings_reach_the_flow(flow_command, read, settings):
             assert str(used[key]).lower() == value.lower(), key
 
 
+@pytest.mark.slow
 def test_pixels_stay_pixels(composed, flow_command, read, undrawn_flow):
     assert flow_command(*DIGITS, "max_samples=40", "flow.step_size=1.5").code == 0
     assert read("run/result.json")["settings"]["flow.box"] == [0, 1]
@@ -122,6 +126,7 @@ def test_images_move_through_a_network(flow_command, read, undrawn_flow, monkeyp
     assert float((moved - before)[:, seen].abs().mean()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn_flow")
 def test_an_interrupted_run_writes_what_it_has_and_goes_on(flow_command, read, monkeypatch):
     whole = flow_command("flow.steps=4", "hydra.run.dir=whole")
@@ -149,6 +154,7 @@ def test_an_interrupted_run_writes_what_it_has_and_goes_on(flow_command, read, m
     assert read("run/result.json")["steps"] == 4
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on_to_the_same_end(flow_command, folder, undrawn_flow):
     """kill -9 from within the third step, then the same command with flow.resume=true."""
     program = (
@@ -178,6 +184,7 @@ def test_a_killed_command_goes_on_to_the_same_end(flow_command, folder, undrawn_
     np.testing.assert_array_equal(adapted("run"), adapted("whole"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn_flow")
 def test_a_resumed_run_must_be_the_same_run(flow_command):
     assert "no " in flow_command("flow.resume=true").error
@@ -211,6 +218,7 @@ def test_a_picture_that_fails_is_a_notice_after_the_numbers_and_code_4(
     assert result["bounds"][0] <= result["value"] <= result["bounds"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn_flow")
 def test_required_convergence_ends_with_3_and_the_result(flow_command, read):
     ended = flow_command("solver.max_iterations=2", "solver.require_convergence=true")
@@ -232,6 +240,7 @@ def test_a_step_that_overshoots_leaves_the_last_good_state(flow_command):
     assert bool(torch.isfinite(state["variables"]["points"]).all())
 
 
+@pytest.mark.slow(after=5)
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
@@ -272,6 +281,7 @@ def test_bad_settings(flow_command, undrawn_flow, settings, parts):
         assert part in ended.error
 
 
+@pytest.mark.slow
 def test_the_configuration_fits_its_settings(composed):
     parse(composed(name="flow"), FlowSettings)
     shared = composed()

@@ -66,6 +66,7 @@ def with_data(request: pytest.FixtureRequest):
     return replaced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_of_the_readme(line, with_data, tmp_path, monkeypatch, capsys):
     match = COMMAND.match(with_data(line))
@@ -82,6 +83,7 @@ def test_commands_of_the_readme(line, with_data, tmp_path, monkeypatch, capsys):
     assert not ended.value.code, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_examples_of_the_readme(code, with_data):
     # In a process of its own: an example may leave anything behind.

@@ -33,6 +33,7 @@ def _compose(*overrides: str) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("name", SOURCES)
 def test_keys_are_the_options_of_load(side: str, name: str) -> None:

@@ -62,6 +62,7 @@ def test_pixels_are_the_same(images: np.ndarray, size: int | None, grayscale: bo
     assert torch.equal(differentiable(extractor, given.shape[1:])(given), extractor(images))
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("images", [colour(), grey(), large()], ids=["colour", "grey", "large"])
 @pytest.mark.parametrize(("factory", "model"), NETWORKS, ids=IDS)
 def test_networks_agree_but_for_eight_bits(factory: Any, model: str, images: np.ndarray) -> None:
@@ -107,6 +108,7 @@ DOUBLE_CASES = [
 ]
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("extractor", DOUBLE_CASES)
 def test_gradients_are_finite_differences(extractor: Any) -> None:
     if isinstance(extractor, tuple):

@@ -35,6 +35,7 @@ def full_model(factory: Any, model: str) -> torch.nn.Module:
         return torchvision_library.models.get_model(model).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factory", "model", "d"), CASES, ids=IDS)
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 def test_seed_fixes_random_weights(
@@ -52,6 +53,7 @@ def test_seed_fixes_random_weights(
     assert (features[0] - features[1]).abs().max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factory", "model", "d"), CASES, ids=IDS)
 def test_checkpoint_gives_the_same_features_bit_for_bit(
     make_dataset: Any, colour_images: np.ndarray, tmp_path: Path, factory: Any, model: str, d: int
@@ -73,6 +75,7 @@ def test_checkpoint_gives_the_same_features_bit_for_bit(
     assert torch.equal(features, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [timm, torchvision], ids=["timm", "torchvision"])
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path, factory: Any) -> None:
     torch.save(full_model(factory, "resnet18").state_dict(), tmp_path / "w.pt")

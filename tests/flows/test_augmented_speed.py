@@ -146,6 +146,7 @@ def test_polar_factors_are_computed_for_what_shows_in_a_gradient(
         torch.testing.assert_close(one, other, rtol=1e-13, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stepping", [otdd.Stepping(0.1), otdd.Stepping(0.1, minibatch=4)])
 def test_the_expected_time_is_said_before_the_first_step(
     stepping: otdd.Stepping, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

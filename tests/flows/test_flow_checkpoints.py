@@ -84,17 +84,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_an_interrupted_flow_ends_where_it_would_have(way: dict[str, Any], tmp_path: Path) -> None:
     whole = flow(SOURCE, TARGET, **{**LOOSE, **way})
     assert_same_flow(stopped_and_resumed(tmp_path, 4, **way), whole)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("step", [0, 1, 6])
 def test_it_may_be_interrupted_at_any_step(step: int, tmp_path: Path) -> None:
     assert_same_flow(stopped_and_resumed(tmp_path, step), flow(SOURCE, TARGET, **LOOSE))
 
 
+@pytest.mark.slow
 def test_a_finished_flow_may_be_continued_and_repeated(tmp_path: Path) -> None:
     options = {**LOOSE, "stepping": Stepping(0.1, "adam")}
     flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **options)
@@ -150,6 +153,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(after=5)
 @pytest.mark.parametrize("key", CHANGES)
 def test_a_changed_setting_is_named_and_refused(key: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {**LOOSE, "steps": 1, "source": SOURCE, "target": TARGET}

@@ -43,6 +43,7 @@ def assert_estimate(record: StepRecord, points: int) -> None:
     assert (record.objective, record.divergence, record.lower, record.upper) == (None,) * 4
 
 
+@pytest.mark.slow
 def test_flows_with_minibatches_or_noise_report_the_distances_that_there_are() -> None:
     source, target = digits("train", 200), digits("test", 200, rotate=30)
     before = otdd.dataset_distance(source, target, epsilon=0.1, compute=DOUBLE)
@@ -61,6 +62,7 @@ def test_flows_with_minibatches_or_noise_report_the_distances_that_there_are() -
         assert all(step.estimate > before.bounds[1] for step in result.history[:1])
 
 
+@pytest.mark.slow(after=1)
 @every_part
 def test_steps_that_see_a_part_are_estimates_on_so_many_points(stepping: Stepping) -> None:
     result = flow(SOURCE, TARGET, steps=3, stepping=stepping)
@@ -74,6 +76,7 @@ def test_steps_that_see_a_part_are_estimates_on_so_many_points(stepping: Steppin
     assert result.evaluations == (result.before, *result.history)
 
 
+@pytest.mark.slow(after=1)
 @every_part
 @pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
 def test_the_start_and_the_end_of_every_mode_are_those_of_a_flow_that_sees_all(
@@ -113,6 +116,7 @@ def test_the_end_is_that_of_the_returned_particles_between_two_measurements_too(
     torch.testing.assert_close(result.class_distances.full, table.full)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tolerance": 0.9}, {"stop": lambda: True}], ids=list)
 def test_a_flow_that_ends_early_ends_with_the_whole(options: dict[str, Any]) -> None:
     result = flow(SOURCE, TARGET, steps=30, stepping=PARTS["both"], **options)
@@ -124,6 +128,7 @@ def test_a_flow_that_ends_early_ends_with_the_whole(options: dict[str, Any]) -> 
     assert result.after.divergence == pytest.approx(end.value, abs=1e-8)
 
 
+@pytest.mark.slow
 @every_part
 def test_estimates_go_on_after_resuming_as_they_were(stepping: Stepping, tmp_path: Path) -> None:
     whole = flow(SOURCE, TARGET, steps=4, stepping=stepping)
@@ -155,6 +160,7 @@ def test_a_minibatch_of_all_points_is_no_estimate() -> None:
         assert_whole(record)
 
 
+@pytest.mark.slow
 def test_the_gradient_norm_of_a_batch_is_that_of_its_particles() -> None:
     whole = flow(SOURCE, TARGET, steps=1).history[0].gradient_norm
     batches = [

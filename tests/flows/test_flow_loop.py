@@ -64,6 +64,7 @@ def test_functionals_move_particles() -> None:
     torch.testing.assert_close(result.samples.features, shrunk, rtol=0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_flow_stops_once_steps_change_little() -> None:
     whole = flow(SOURCE, TARGET, steps=30)
     short = flow(SOURCE, TARGET, steps=30, tolerance=0.05)
@@ -92,6 +93,7 @@ def test_a_stopped_flow_returns_where_it_is() -> None:
     assert stopped.trajectory.steps.tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
 def test_the_self_term_of_the_target_is_solved_once(mode: str) -> None:
     solved: list[tuple[str, int]] = []
@@ -169,6 +171,7 @@ def test_a_target_whose_solve_was_cut_short_is_solved_on() -> None:
     assert errors[2] < errors[1] < errors[0]
 
 
+@pytest.mark.slow
 def test_every_step_says_what_its_solve_was_asked_for() -> None:
     single = {"solver": otdd.SolverOptions(), "compute": otdd.ComputeOptions("cpu")}
     rough, fine = (flow(SOURCE, TARGET, epsilon=epsilon, **single) for epsilon in (2e-4, 1.0))
@@ -200,6 +203,7 @@ def test_a_relative_epsilon_is_that_share_of_the_mean_cost() -> None:
     assert expected == pytest.approx(0.2 * float(dense))
 
 
+@pytest.mark.slow
 def test_what_is_given_stays_as_it_is() -> None:
     before = [side.features.clone() for side in (SOURCE, TARGET)]
     for mode in ("features", "attached", "joint", "augmented"):

@@ -28,6 +28,7 @@ def assert_same_end(one: otdd.FlowResult, features: Tensor, labels: Tensor | Non
         assert torch.equal(one.samples.labels, labels)
 
 
+@pytest.mark.slow(after=1)
 @every_case
 def test_weights_mean_as_many_points(case: dict[str, Any]) -> None:
     source, target = blobs(9), blobs(11, seed=1)
@@ -41,6 +42,7 @@ def test_weights_mean_as_many_points(case: dict[str, Any]) -> None:
     assert weighted.history[-1].objective == pytest.approx(copies.history[-1].objective, abs=1e-8)
 
 
+@pytest.mark.slow(after=1)
 @every_case
 def test_a_permuted_source_ends_permuted(case: dict[str, Any]) -> None:
     source, target = blobs(9), blobs(11, seed=1)
@@ -50,6 +52,7 @@ def test_a_permuted_source_ends_permuted(case: dict[str, Any]) -> None:
     assert_same_end(permuted, straight.samples.features[order], straight.samples.labels[order])
 
 
+@pytest.mark.slow
 @every_case
 def test_translating_both_sides_translates_the_path(case: dict[str, Any]) -> None:
     source, target = blobs(9), blobs(11, seed=1)
@@ -59,6 +62,7 @@ def test_translating_both_sides_translates_the_path(case: dict[str, Any]) -> Non
     assert_same_end(flow(*moved, **case), straight.samples.features + offset)
 
 
+@pytest.mark.slow(after=3)
 @every_case
 def test_a_dataset_does_not_move_towards_itself(case: dict[str, Any]) -> None:
     source = blobs(9)
@@ -68,6 +72,7 @@ def test_a_dataset_does_not_move_towards_itself(case: dict[str, Any]) -> None:
     assert result.history[-1].divergence == pytest.approx(0, abs=1e-8)
 
 
+@pytest.mark.slow(after=1)
 @every_case
 def test_particles_without_mass_rest_and_move_nobody(case: dict[str, Any]) -> None:
     source, target = blobs(9), blobs(11, seed=1)
@@ -82,6 +87,7 @@ def test_particles_without_mass_rest_and_move_nobody(case: dict[str, Any]) -> No
     )
 
 
+@pytest.mark.slow(after=2)
 @every_case
 def test_the_objective_falls_on_digits(case: dict[str, Any]) -> None:
     source, target = digits("train", 40), digits("test", 40, rotate=60)
@@ -99,6 +105,7 @@ def test_the_objective_falls_on_digits(case: dict[str, Any]) -> None:
     assert result.samples.class_names == source.class_names
 
 
+@pytest.mark.slow(after=1)
 @every_case
 def test_every_record_is_the_divergence_solved_afresh(case: dict[str, Any]) -> None:
     source, target = blobs(9), blobs(11, seed=1)
@@ -154,6 +161,7 @@ def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
     assert_same_end(augmented, plain.features[:, :3] / scale[:3])
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
 def test_full_covariances_without_correlations_are_diagonal_ones(mode: str) -> None:
     results = [
@@ -180,6 +188,7 @@ def crosses(seed: int) -> LabeledSamples:
     return LabeledSamples(torch.cat(points), torch.arange(12) // 6, ("a", "b"))
 
 
+@pytest.mark.slow
 def test_augmented_particles_take_the_class_of_where_they_go() -> None:
     target = blobs(40)
     assert target.labels is not None
@@ -252,6 +261,7 @@ def test_modes_name_the_label_methods_that_they_work_with(mode: str, method: str
         flow(blobs(9), blobs(11, seed=1), mode=mode, labels=method)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("method", ["upper_bound", "exact", "none"])
 def test_features_move_at_any_label_method(method: str) -> None:
     history = flow(blobs(9), blobs(11, seed=1), labels=method).history

@@ -26,6 +26,7 @@ OVERSHOOTS: dict[str, Stepping] = {
 }
 
 
+@pytest.mark.slow(after=8)
 @pytest.mark.parametrize("stepping", OVERSHOOTS.values(), ids=OVERSHOOTS)
 @pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -52,6 +53,7 @@ def test_a_flow_that_overshoots_says_so_at_once(
     assert "flow.resume" not in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_size", [50.0, 1e30])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_step_that_overshoots_is_caught_although_a_box_clips_it(
@@ -143,6 +145,7 @@ def test_noise_that_is_too_much_is_named() -> None:
         flow(SOURCE, TARGET, stepping=Stepping(50.0, noise=0.1))
 
 
+@pytest.mark.slow
 def test_what_overshoots_goes_on_from_before_with_a_lower_step_size(tmp_path: Path) -> None:
     few = flow(SOURCE, TARGET, steps=3)
     # Four times too far: particles run away step by step.

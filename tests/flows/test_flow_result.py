@@ -51,6 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_result_comes_back_from_disk(kind: str, tmp_path: Path) -> None:
     options = {"source": SOURCE, "target": TARGET, "compute": AUTO, **KINDS[kind]}
@@ -107,6 +108,7 @@ def test_no_result_is_a_clear_error(tmp_path: Path) -> None:
         otdd.FlowResult.load(tmp_path)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -128,6 +130,7 @@ def test_the_entropic_map_takes_particles_where_the_flow_did(
         torch.testing.assert_close(mapped.features, result.samples.features, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

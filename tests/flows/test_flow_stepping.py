@@ -28,6 +28,7 @@ def walk(stepping: Stepping, steps: int, temperature: float = 0.0, size: int = 4
     return points
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("schedule", "sizes"),
     [
@@ -128,6 +129,7 @@ def test_noise_moves_where_the_gradient_is_taken_and_not_the_points() -> None:
     torch.testing.assert_close(noisy.samples.features, moved, rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -144,6 +146,7 @@ def test_only_rows_of_the_minibatch_move(options: dict[str, Any]) -> None:
     assert int((result.samples.features != source.features).any(1).sum()) == 4
 
 
+@pytest.mark.slow
 def test_a_minibatch_of_everything_is_no_minibatch() -> None:
     source, target = blobs(9), blobs(11, seed=1)
     for mode in ("features", "attached", "joint", "augmented"):
@@ -167,6 +170,7 @@ def test_every_variable_moves_a_batch_share_of_its_way_on_average(mode: str) -> 
     torch.testing.assert_close(total, whole, rtol=0.15, atol=0.1)
 
 
+@pytest.mark.slow
 def test_minibatches_lead_where_the_whole_leads() -> None:
     source, target = blobs(40), blobs(40, seed=1, shift=4.0)
     # A batch of a quarter takes four steps for every step of the whole.

@@ -57,6 +57,7 @@ def test_features_move_along_the_gradient_at_constant_class_distances(
     check(value, source.features, evaluation.features, source.masses)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", ["full", "diagonal", "means"])
 def test_attached_features_move_along_the_whole_gradient(
     kind: str, source: LabeledSamples, target: LabeledSamples
@@ -71,6 +72,7 @@ def test_attached_features_move_along_the_whole_gradient(
     check(value, source.features, evaluation.features, source.masses)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("variable", ["features", "means", "spreads"])
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_joint_variables_move_along_their_own_gradients(
@@ -93,6 +95,7 @@ def test_joint_variables_move_along_their_own_gradients(
     check(value, here[variable], velocity, source.masses if variable == "features" else classes)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("variable", ["features", "means", "spreads"])
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_augmented_particles_move_along_gradients_of_their_own(

@@ -37,6 +37,7 @@ def softmins(cost, masses, potential, epsilon):
     return reference.softmin_rows(cost, masses, potential, epsilon)
 
 
+@pytest.mark.slow(after=3)
 @pairwise(
     case=[*SMALL_CASES, *LARGE_CASES], precision=["fast", "high"], epsilon=[0.01, EPSILON, 30.0]
 )
@@ -53,6 +54,7 @@ def test_half_steps_are_exact_for_the_rounded_points(case, precision, epsilon):
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=str)
 @pytest.mark.parametrize("distance", [0.0, 3.0, 1e4], ids=["exact", "near", "far"])
 def test_a_guess_near_or_far_changes_nothing_but_the_way(case, distance, monkeypatch):
@@ -70,6 +72,7 @@ def test_a_guess_near_or_far_changes_nothing_but_the_way(case, distance, monkeyp
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fast", "high"])
 @pytest.mark.parametrize("case", SMALL_CASES, ids=str)
 def test_refined_half_steps_are_those_of_the_original_points(case, precision):
@@ -148,6 +151,7 @@ def test_the_scale_of_nothing_is_one():
     assert power_of_two_scale(0.0) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [2.0, 0.02])
 def test_a_solve_in_triton_ends_on_the_original_points(epsilon):
     """Fast iterations, refined ones, certificate: the float64 optimum is inside the bounds.
@@ -172,6 +176,7 @@ def test_a_solve_in_triton_ends_on_the_original_points(epsilon):
     assert float((plan.sum(0) - b).abs().sum()) <= term.marginal_error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fast", "high"])
 @pytest.mark.parametrize("iterations", [1, 5, pytest.param(40, marks=pytest.mark.gpu)])
 def test_divergences_in_triton_hold_the_truth_at_every_stop(precision, iterations):

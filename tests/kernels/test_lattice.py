@@ -90,6 +90,7 @@ def test_distances_are_those_of_points_of_any_strides(columns: int) -> None:
     assert bool(lattice_distance(points, 1.0, 2.0**-27)[expected > 0].isnan().all())
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("precision", ["fast", "high"])
 @pytest.mark.parametrize("scale", [1.0, 255.0])
 def test_a_pass_is_that_of_the_points_as_given(precision: str, scale: float) -> None:
@@ -108,6 +109,7 @@ def test_a_pass_is_that_of_the_points_as_given(precision: str, scale: float) -> 
     assert rounded.refined is not rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factors", [False, True])
 def test_a_plan_is_applied_as_in_high_precision(factors: bool) -> None:
     cost = cost_between(grey(70, 0) / 255, grey(50, 1) / 255)
@@ -127,6 +129,7 @@ def test_a_plan_is_applied_as_in_high_precision(factors: bool) -> None:
     assert float((got - expected).abs().max()) < 2e-5 * float(expected.abs().max())
 
 
+@pytest.mark.slow
 def test_a_solve_is_certified_for_the_points_as_given() -> None:
     cost = cost_between(grey(60, 0) / 255, grey(50, 1) / 255)
     operator = KernelOperator(cost, "fast")

@@ -61,6 +61,7 @@ CASES, PRECISIONS = [*SMALL_CASES, *LARGE_CASES], ["fast", "high"]
 NEAR = [pytest.param(True, id="near"), pytest.param(False, id="far")]
 
 
+@pytest.mark.slow(after=2)
 @pairwise(case=CASES, near=NEAR, precision=PRECISIONS, columns=[1, 9])
 def test_plan_times_matrix(case, precision, columns, near):
     applied = Applied(case, precision, near)
@@ -71,6 +72,7 @@ def test_plan_times_matrix(case, precision, columns, near):
     applied.check_masses(got.masses, applied.plan)
 
 
+@pytest.mark.slow
 def test_the_refined_plan_is_that_of_the_original_points():
     """At so small an epsilon the plan of the rounded points is another one."""
     epsilon = 0.02
@@ -89,6 +91,7 @@ def test_the_refined_plan_is_that_of_the_original_points():
     assert errors[0] < 2e-3 < errors[1]
 
 
+@pytest.mark.slow(after=1)
 @pairwise(case=CASES, near=NEAR, precision=PRECISIONS)
 def test_transposed_plan_times_matrix(case, precision, near):
     applied = Applied(case, precision, near)
@@ -99,6 +102,7 @@ def test_transposed_plan_times_matrix(case, precision, near):
     applied.check_masses(got.masses, applied.plan.T)
 
 
+@pytest.mark.slow(after=1)
 @pairwise(case=CASES, near=NEAR, precision=PRECISIONS, rank=[1, 21])
 def test_hadamard_weighted_plan_times_matrix(case, precision, rank, near):
     applied = Applied(case, precision, near)

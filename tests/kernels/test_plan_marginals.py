@@ -125,6 +125,7 @@ def problem(case, digits):
     return rows, columns, costs, 40 / (6400 * d)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=str)
 @pytest.mark.parametrize("digits", DIGITS)
 def test_sums_are_within_the_documented_error(case, digits):
@@ -137,6 +138,7 @@ def test_sums_are_within_the_documented_error(case, digits):
         assert bool((sums[reference == 0] == 0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [SMALL[1], *LARGE_CASES[:1]], ids=str)
 def test_costs_of_none_are_zeros(case):
     rows, columns, _, scale = problem(case, 3)
@@ -146,6 +148,7 @@ def test_costs_of_none_are_zeros(case):
         check(sums, reference, tolerance(rows, columns, scale, 3, largest), max(case[:2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [(600, 700, 5, 3, 2), (700, 300, 3, 1, 200)], ids=str)
 @pytest.mark.parametrize("digits", [1, 3])
 def test_chunks_give_the_sums_of_the_whole(case, digits, small_chunks):
@@ -164,6 +167,7 @@ def symmetric_problem(n, d, classes, digits):
     return rows, costs, 20 / (6400 * d)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=str)
 @pytest.mark.parametrize("digits", DIGITS)
 def test_half_of_a_symmetric_plan_gives_its_sums(case, digits):
@@ -174,6 +178,7 @@ def test_half_of_a_symmetric_plan_gives_its_sums(case, digits):
     check(got, expected, tolerance(rows, rows, scale, digits, largest), case[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "classes"), [(1000, 1), (600, 3), (300, 200)])
 def test_chunks_of_a_symmetric_plan_give_its_sums(n, classes, small_chunks):
     rows, costs, scale = symmetric_problem(n, 5, classes, 3)
@@ -182,6 +187,7 @@ def test_chunks_of_a_symmetric_plan_give_its_sums(n, classes, small_chunks):
     check(got, expected, tolerance(rows, rows, scale, 3, largest), n)
 
 
+@pytest.mark.slow
 def test_two_runs_agree_bit_for_bit():
     rows, columns, costs, scale = problem(SMALL[5], 3)
     first, second = (plan_marginals(rows, columns, costs, scale, 3) for _ in range(2))
@@ -220,6 +226,7 @@ def nearly_constant(n, d):
     return 60 + 1e-3 * torch.randn(n, d, generator=draw).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lowest_digits, alternating, highest_digits, nearly_constant])
 @pytest.mark.parametrize("d", [1, 33, pytest.param(2000, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("digits", [3, 4])
@@ -246,6 +253,7 @@ def test_scores_are_within_the_documented_error(make, d, digits, base):
             assert float(errors.max()) > 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [1, 70, 1000])
 def test_products_of_one_digit_are_exact(d):
     draw = torch.Generator().manual_seed(0)
@@ -263,6 +271,7 @@ def test_products_of_one_digit_are_exact(d):
         assert bool(((sums[:140] - 1).abs() <= SUM_ERROR).all())
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     "e", [-126.0, -125.5, -125.0, -124.9, -1e7, NOTHING, 127.9, 128.0, 9999900.0]
 )

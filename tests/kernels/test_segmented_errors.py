@@ -37,6 +37,7 @@ def wrong(clouds, epsilon, noise):
     return error, bound
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), [CASES[0], CASES[3], LARGE[2], LARGE[3]])
 @pytest.mark.parametrize("epsilon", [1e-2, 1.0, 1e4])
 def test_softmins_are_within_their_errors(sizes, dim, pairs, epsilon):
@@ -45,6 +46,7 @@ def test_softmins_are_within_their_errors(sizes, dim, pairs, epsilon):
     assert bool((error <= bound).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [1.0, 1e3])
 def test_whole_numbers_lose_nothing_but_the_last_bits(noise):
     """Of one-hot points, so that exponents are known; potentials are far above epsilon."""

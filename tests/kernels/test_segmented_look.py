@@ -35,6 +35,7 @@ def seen(case, segment):
     )
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), [*CASES, *LARGE[:2]])
 def test_what_a_look_has_seen(sizes, dim, pairs):
     case = Case(sizes, dim, pairs)
@@ -48,6 +49,7 @@ def test_what_a_look_has_seen(sizes, dim, pairs):
             torch.testing.assert_close(found[segment], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_segments_do_not_see_each_other():
     """To the last bit: alone, and among others that come and go."""
     sizes, pairs = [33, 130, 5, 70], [(1, 0), (1, 2), (3, 0), (1, 3)]

@@ -40,6 +40,7 @@ def moved(case, move, segment):
     return g + move.weights[segment] @ remembered, kept, residual, remembered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), [*CASES, *LARGE[:2]])
 def test_a_move_is_its_formula(sizes, dim, pairs):
     case = Case(sizes, dim, pairs)

@@ -13,6 +13,7 @@ from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.segments import WeightedPoints
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), CASES + LARGE)
 def test_the_potentials_of_rows_are_the_softmin(sizes, dim, pairs, coarse):
@@ -26,6 +27,7 @@ def test_the_potentials_of_rows_are_the_softmin(sizes, dim, pairs, coarse):
         torch.testing.assert_close(look.row_size[segment], masses @ f.abs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), CASES + LARGE)
 def test_the_residual_is_that_of_the_softmin_of_the_rows(sizes, dim, pairs, coarse):
@@ -36,6 +38,7 @@ def test_the_residual_is_that_of_the_softmin_of_the_rows(sizes, dim, pairs, coar
         close(case, segment, updated, case.softmin(segment, 1, case.potentials(0)[segment]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), [CASES[0], CASES[2], *LARGE[:2]])
 def test_a_class_with_itself_has_one_potential(sizes, dim, pairs):
     case = Case(sizes, dim, [(k, k) for k in range(len(sizes))], themselves=True)
@@ -47,6 +50,7 @@ def test_a_class_with_itself_has_one_potential(sizes, dim, pairs):
         close(case, segment, fresh + potential, case.softmin(segment, 0, potential))
 
 
+@pytest.mark.slow
 def test_segments_that_are_not_active_keep_their_potentials():
     case = Case([33, 130, 5], 3, [(1, 0), (1, 2), (0, 2)])
     case.look()

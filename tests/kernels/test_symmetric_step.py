@@ -33,6 +33,7 @@ def _always_by_halves(monkeypatch):
 SEVERAL_BLOCKS = [(700, 1, 20, 1, 1), (1100, 1, 5, 2, 1)]
 
 
+@pytest.mark.slow(after=2)
 @pairwise(
     case=[*SMALL_CASES, *SEVERAL_BLOCKS, *LARGE_CASES],
     precision=["fast", "high"],
@@ -50,6 +51,7 @@ def test_symmetric_steps_are_exact_for_the_rounded_points(case, precision, epsil
         f = (f + got) / 2
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("case", [*SMALL_CASES, *SEVERAL_BLOCKS], ids=str)
 def test_potentials_far_from_the_solution_are_done_with_a_maximum(case):
     operator = KernelOperator(self_cost_of(case), "fast")
@@ -61,6 +63,7 @@ def test_potentials_far_from_the_solution_are_done_with_a_maximum(case):
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [SMALL[2], SEVERAL_BLOCKS[1]], ids=str)
 def test_a_self_term_is_the_same_by_halves_and_in_full(case, monkeypatch):
     operator = KernelOperator(self_cost_of(case), "fast")
@@ -72,12 +75,14 @@ def test_a_self_term_is_the_same_by_halves_and_in_full(case, monkeypatch):
     torch.testing.assert_close(halves.f, full.f, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_runs_agree_bit_for_bit():
     operator = KernelOperator(self_cost_of(SEVERAL_BLOCKS[1]), "fast")
     f = torch.zeros(operator.shape[0], device=DEVICE)
     assert torch.equal(operator.softmin_rows(f, EPSILON, f), operator.softmin_rows(f, EPSILON, f))
 
 
+@pytest.mark.slow
 def test_stripes_of_row_blocks_give_the_sums_of_all_at_once(monkeypatch):
     case = SEVERAL_BLOCKS[1]
     operator = KernelOperator(self_cost_of(case), "fast")

@@ -41,6 +41,7 @@ problems = given(seed=st.integers(0, 2**32 - 1), dim=st.integers(1, 12), classes
 brief = settings(max_examples=25, deadline=None)
 
 
+@pytest.mark.slow(after=3)
 @every_metric
 @brief
 @problems
@@ -55,6 +56,7 @@ def test_symmetric_with_zero_diagonal_and_non_negative(metric, seed, dim, classe
     assert torch.equal(swapped.xy.T, table[:classes, classes:])
 
 
+@pytest.mark.slow(after=2)
 @every_metric
 @brief
 @problems
@@ -76,6 +78,7 @@ def test_translation_and_permutation_change_nothing(metric, seed, dim, classes):
     )
 
 
+@pytest.mark.slow(after=2)
 @every_metric
 @brief
 @given(seed=st.integers(0, 2**32 - 1), factor=st.floats(1e-3, 1e3))

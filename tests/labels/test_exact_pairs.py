@@ -29,6 +29,7 @@ def two_processes(monkeypatch):
     monkeypatch.setattr(exact, "SECONDS_PER_TASK", 1e-9)
 
 
+@pytest.mark.slow
 def test_several_processes_compute_what_one_does(clouds, two_processes, monkeypatch):
     pairs = all_pairs(len(clouds))
     heard: list[tuple[int, int]] = []
@@ -44,6 +45,7 @@ def test_several_processes_compute_what_one_does(clouds, two_processes, monkeypa
         assert torch.equal(lone.values, alone.values[[position]])
 
 
+@pytest.mark.slow
 def test_an_interruption_leaves_processes_that_work(clouds, two_processes):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -54,6 +56,7 @@ def test_an_interruption_leaves_processes_that_work(clouds, two_processes):
     assert len(exact_distances(clouds, pairs).values) == 10
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard_and_processes_end_with_it(tmp_path):
     """A user's script without `if __name__ == "__main__"`, which then dies of a signal."""
     script = tmp_path / "script.py"

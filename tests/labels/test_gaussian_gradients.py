@@ -45,6 +45,7 @@ def gradients(table, clouds, unbiased=False):
     return values.detach(), torch.autograd.grad(values.sum(), points)
 
 
+@pytest.mark.slow(after=12)
 @pairwise(
     route=ROUTES,
     table=named(TABLES),
@@ -147,6 +148,7 @@ def test_identical_classes_are_at_rest(route, table, size, dim):
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @every_route
 def test_a_flow_brings_classes_together(route):
     """Descent through kinks and all: a line of points becomes a full cloud's Gaussian."""

@@ -44,6 +44,7 @@ def random_pair(seed, dim, sizes, **options):
     return [random_cloud(size, dim, seed + k, **options) for k, size in enumerate(sizes)]
 
 
+@pytest.mark.slow
 @every_route
 @brief
 @given(**shapes)
@@ -62,6 +63,7 @@ def test_symmetric_and_the_same_for_moved_and_shuffled_classes(route, seed, dim,
         assert value >= 0
 
 
+@pytest.mark.slow
 @every_route
 @brief
 @given(**shapes, factor=st.floats(1e-6, 1e6))
@@ -73,6 +75,7 @@ def test_scaling_points_scales_by_the_square(route, seed, dim, sizes, factor):
         assert distance(*scaled) == pytest.approx(expected, rel=1e-11, abs=1e-11 * factor**2)
 
 
+@pytest.mark.slow
 @every_route
 @brief
 @given(**shapes)
@@ -201,6 +204,7 @@ def check_independence(method, clouds):
         assert torch.equal(alone, whole[position : position + 1])
 
 
+@pytest.mark.slow(after=13)
 @every_method
 @every_route
 @pytest.mark.parametrize("entries", [1, 2**13, 2**17])

@@ -250,6 +250,7 @@ def writer(folder, start, step):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_write_at_once(tmp_path):
     # Every third part is written by both.
     running = [writer(tmp_path, 0, 2), writer(tmp_path, 0, 3), writer(tmp_path, 1, 2)]
@@ -261,6 +262,7 @@ def test_two_processes_write_at_once(tmp_path):
     assert entries(tmp_path) == len(known) == 1770
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_whole_parts(tmp_path):
     process = writer(tmp_path, 0, 1)
     assert process.stdout is not None
@@ -315,6 +317,7 @@ def flipped(content, count, seed):
     return bytes(content)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("flips", [1, 8, 300])
 def test_a_database_with_flipped_bits_never_lies_and_never_stops_a_run(flips, tmp_path, caplog):
     """Whatever is found is what was kept; after whatever was not, all of it can be kept again."""

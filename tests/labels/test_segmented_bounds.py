@@ -25,6 +25,7 @@ def check(clouds, found, pairs, epsilon):
         assert float(found.lower[index]) - slack <= truth <= float(found.upper[index]) + slack
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("tolerance", [1e-1, 1e-3])
 def test_bounds_hold_the_truth(seed, tolerance):

@@ -33,6 +33,7 @@ def clouds():
     return make_clouds((3, 30, 17, 45), dim=5, weighted=True, spread=1.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 50.0])
 def test_terms_are_those_of_single_problems(clouds, epsilon):
     options = SolverOptions(tolerance=1e-8)
@@ -70,6 +71,7 @@ def test_the_marginal_error_is_that_of_the_certified_plan(clouds, tolerance):
     assert 0 < float(term.marginal_error) <= tolerance
 
 
+@pytest.mark.slow
 def test_a_slow_solve_takes_a_fraction_of_the_plain_iterations(clouds):
     """And a third of what plain ones over-relaxed by Nesterov's momentum take, 1015 in all."""
     options = SolverOptions(tolerance=1e-3)
@@ -122,6 +124,7 @@ def test_what_rounding_keeps_from_the_tolerance_ends(clouds):
     assert int(terms.iterations) < 200
 
 
+@pytest.mark.slow
 def test_slow_convergence_far_from_rounding_goes_on(clouds):
     """However long the marginal error has not fallen."""
     points = weighted_points(clouds)
@@ -225,6 +228,7 @@ def test_iterations_are_limited(clouds, iterations):
         assert int(terms.iterations) == iterations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [3, 40])
 def test_terms_are_those_of_the_iteration_that_was_enough(clouds, steps, monkeypatch):
     """To the last bit, however many more are launched before the host asks."""
@@ -246,6 +250,7 @@ def test_finished_segments_are_told_once(clouds):
     assert min(told) > 0
 
 
+@pytest.mark.slow
 def test_tight_tolerances_are_reached_at_small_and_large_epsilon(clouds):
     points, pairs = weighted_points(clouds), all_pairs(4)
     for epsilon in (0.1, 1e3):
@@ -262,6 +267,7 @@ def test_padding_follows_from_the_size_and_is_moderate(size):
     assert padded_size(padded) == padded
 
 
+@pytest.mark.slow
 def test_tiles_smaller_than_one_problem_change_nothing(clouds, monkeypatch):
     points, pairs = weighted_points(clouds), all_pairs(4)
     expected = solve_in_float64(points, pairs, 0.1, SolverOptions())

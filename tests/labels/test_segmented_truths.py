@@ -91,6 +91,7 @@ def check(how, clouds, value, epsilon):
         assert bool((terms.lower <= terms.value).all() & (terms.value <= terms.upper).all())
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_bounds_hold_the_truth_in_float64(name):
     clouds, mean, value = families((1, 8, 37, 200))[name]
@@ -107,6 +108,7 @@ def test_bounds_hold_the_truth_in_kernels(name, relative):
     check("kernels", clouds, value, relative * mean)
 
 
+@pytest.mark.slow
 def test_large_epsilon_is_not_all_rounding():
     """Bounds of what float32 sums are a few of its units times epsilon wide."""
     clouds, mean, _ = families((5, 13))["clusters"]

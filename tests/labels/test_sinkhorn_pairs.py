@@ -25,6 +25,7 @@ def with_points(cloud, points):
     return ClassCloud(cloud.name, points, cloud.weights)
 
 
+@pytest.mark.slow
 def test_every_pair_matches_pot(clouds):
     pytest.importorskip("ot")
     pairs = all_pairs(5)
@@ -33,6 +34,7 @@ def test_every_pair_matches_pot(clouds):
         assert value == pytest.approx(pot_divergence(clouds[i], clouds[j], 2.0), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.05, 1.0, 100.0])
 def test_every_pair_matches_a_solve_of_its_own(epsilon):
     clouds = make_clouds((1, 3, 17, 40, 70), dim=6, weighted=True, spread=1.5)
@@ -60,6 +62,7 @@ def test_the_order_of_a_pair_of_the_list_and_of_the_classes_does_not_matter(clou
         assert torch.equal(one[order], two)
 
 
+@pytest.mark.slow
 def test_a_pair_does_not_depend_on_the_others_to_the_last_bit():
     """Whatever is solved beside it, in groups of any size and on any number of threads."""
     clouds = make_clouds((1, 2, 16, 17, 40, 45, 64, 65, 100, 257), dim=7, weighted=True)

@@ -58,6 +58,7 @@ def grey(count: int, seed: int, dim: int = 60) -> Tensor:
     return (values * (torch.rand(count, dim, generator=draw) < 0.4)).float() / 255
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "m", "dim"), [(1, 1, 1), (700, 300, 5), (300, 700, 3000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tiles_cover_the_cost(n: int, m: int, dim: int, dtype: torch.dtype) -> None:
@@ -86,6 +87,7 @@ def test_of_a_cloud_with_itself_no_tile_is_left_of_the_diagonal(n: int) -> None:
     torch.testing.assert_close(found[upper], exact(cost)[upper], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_tiles_are_small_where_vectors_are_long() -> None:
     def height(dim: int) -> int:
         return next(iter(_parts(cost_between(torch.ones(600, dim), torch.ones(500, dim)))))
@@ -98,6 +100,7 @@ def _parts(cost: LabelledCost) -> list[int]:
     return [len(negative) for _, _, negative in cost_tiles(cost, CentredProducts(cost), every)]
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("scale", [1.0, 255.0])
 @pytest.mark.parametrize("itself", [False, True])
 def test_products_on_a_lattice_are_within_their_errors(scale: float, itself: bool) -> None:

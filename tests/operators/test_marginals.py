@@ -107,6 +107,7 @@ def assert_within(
 KINDS = ["random", "grey", "beside a lattice", "one direction", "far", "offset", "equal"]
 
 
+@pytest.mark.slow(after=6)
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own", [False, True])
@@ -119,6 +120,7 @@ def test_sums_are_within_their_errors(held: str, kind: str, own: bool) -> None:
         assert_within(operator.marginals(f, g, epsilon), matrix, cost, f, g, epsilon)
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("classes", [3, 60])
 @pytest.mark.parametrize("own", [False, True])
@@ -136,6 +138,7 @@ def test_labels_and_points_without_mass(held: str, classes: int, own: bool) -> N
     assert_within(found, matrix, cost, f, g, 0.5)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_potentials_of_float64_are_not_rounded(kind: str) -> None:
     cost = cost_of(kind, own=False)
@@ -154,6 +157,7 @@ def test_a_small_epsilon_takes_more_digits_and_grey_values_take_one() -> None:
     assert grey.cost_error < 1e-6 * grey.cost.mean_cost
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("part", ["lost", "products", "entries"])
 def test_every_part_of_the_error_is_needed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each left out, against points of which only this part keeps the sums within their errors."""

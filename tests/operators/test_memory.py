@@ -79,6 +79,7 @@ def test_streaming_takes_what_it_is_said_to_need(
     assert needed <= peak(run, CPU) <= 1.1 * needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [500, None])
 def test_kernels_take_no_less_than_they_are_said_to_need(m: int | None) -> None:
     x = cloud(600, 300, 2)

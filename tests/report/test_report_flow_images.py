@@ -50,6 +50,7 @@ def texts(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [GREY, COLOUR])
 def test_rows_are_particles_and_columns_steps(
     figures: list[Figure], tmp_path: Path, shape: tuple[int, int, int]
@@ -102,6 +103,7 @@ def test_a_target_of_other_features_has_no_columns(
     assert texts(figures[0])[:-1] == heads
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("classes", "shape"), [(None, (1, 2, 10)), (30, (3, 4, 4)), (3, (1, 1, 1))]
 )

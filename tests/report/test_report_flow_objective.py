@@ -154,6 +154,7 @@ def test_values_that_are_not_finite_choose_no_scale() -> None:
     assert not logarithmic(np.array([np.nan]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 300])
 def test_nothing_leaves_the_page(figures: list[Figure], tmp_path: Path, count: int) -> None:
     history = [record(k, 8.0 * 0.9**k, gradient_norm=0.9**k) for k in range(count)]

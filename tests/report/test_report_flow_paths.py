@@ -95,6 +95,7 @@ def test_particles_without_mass_are_drawn_where_no_others_were_kept(
     assert [len(lines) for lines in thin_lines(figures[0])] == [2, 2]
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("classes", "d", "steps", "n"),
     [
@@ -174,6 +175,7 @@ def test_names_and_titles_are_plain_text(figures: list[Figure], tmp_path: Path) 
     assert not any(text.get_parse_math() for text in figures[0].texts)
 
 
+@pytest.mark.slow
 def test_one_seed_draws_one_picture(tmp_path: Path) -> None:
     flow = straight_flow(3, 4)
     flow = replace(flow, target=blobs(3, 4, 3000, 1, "many"))

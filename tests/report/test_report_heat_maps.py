@@ -69,6 +69,7 @@ def overlap(first: Text, second: Text) -> bool:
     return a.x0 < b.x1 and b.x0 < a.x1 and a.y0 < b.y1 and b.y0 < a.y1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [(1, 1), (2, 2), (1, 10), (10, 10), (40, 3), (2, 300), (300, 300)]
 )
@@ -135,6 +136,7 @@ def test_cells_show_the_values_and_hide_empty_ones(figures: list[Figure], tmp_pa
     assert [text.get_text() for text in axes.texts] == ["50.0", "", "10.0", "40.0"]
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("values", ["ordinary", "zero", "not finite", "negative", "tiny", "huge"])
 def test_numbers_keep_contrast_with_their_cells(
     figures: list[Figure], tmp_path: Path, values: str

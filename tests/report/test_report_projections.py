@@ -54,6 +54,7 @@ def arrows(figure: Figure) -> list[FancyArrowPatch]:
     return [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch)]
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("classes", "d"), [((1, 1), 5), ((1, 4), 3), ((3, 2), 1), ((10, 10), 2), ((300, 300), 8)]
 )
@@ -114,6 +115,7 @@ def test_identical_points_and_massless_classes_are_drawn(
     assert class_labels(figures[0]) == ["b", "b"]
 
 
+@pytest.mark.slow
 def test_one_seed_draws_one_picture(tmp_path: Path) -> None:
     cloud = clusters(400, 3)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):

@@ -41,6 +41,7 @@ def asked(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 50, 8])
 def test_a_known_normal_law_is_covered_as_often_as_the_level_says(asked, size):
     """The difference of two means, whose mean is 0, instead of a distance."""
@@ -57,6 +58,7 @@ def test_a_known_normal_law_is_covered_as_often_as_the_level_says(asked, size):
     assert abs(covered / repetitions - 0.95) < 2.5 * np.sqrt(0.95 * 0.05 / repetitions)
 
 
+@pytest.mark.slow
 def test_the_mean_distance_between_so_many_samples_is_covered():
     """In eight dimensions, where subsamples are far more distant than the whole."""
     generator = np.random.default_rng(4)

@@ -78,6 +78,7 @@ def operator_of(case: Case, dtype: torch.dtype = torch.float64) -> StoredOperato
     return StoredOperator.from_cost(case[0].to(dtype), *case[1:])
 
 
+@pytest.mark.slow(after=8)
 @pytest.mark.parametrize("make", CASES)
 @pytest.mark.parametrize("relative", [1.0, 0.03, 1e-3])
 def test_the_fixed_point_is_that_of_dense_newton(
@@ -95,6 +96,7 @@ def test_the_fixed_point_is_that_of_dense_newton(
     torch.testing.assert_close((term.f - f)[rows], shift.expand(len(f))[rows], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("make", CASES)
 @pytest.mark.parametrize("relative", [1.0, 0.1, 0.03, 1e-2, 1e-3])
 def test_no_solve_takes_much_longer_than_a_plain_one(
@@ -128,6 +130,7 @@ SABOTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("sabotage", SABOTAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
@@ -149,6 +152,7 @@ def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
     assert term.iterations <= plain + held_up
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("make", CASES)
 @pytest.mark.parametrize("relative", [0.3, 0.02, 3e-3])
 def test_float32_does_not_stall_near_its_floor(

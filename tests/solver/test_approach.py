@@ -100,6 +100,7 @@ def test_small_problems_and_short_passes_have_none(monkeypatch: pytest.MonkeyPat
     assert draw_sample(operator) is None
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.usefixtures("small_samples")
 @pytest.mark.parametrize("relative", [1.0, 0.07, 0.01, 1e-3])
 @pytest.mark.parametrize("uniform", [True, False])

@@ -55,6 +55,7 @@ def strided(side: LabeledSamples) -> LabeledSamples:
     return LabeledSamples(features, labels, side.class_names, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [STORED, STREAMED, KERNELS], ids=["stored", "streamed", "tri"])
 def test_strides_change_nothing(
     pair: tuple[LabeledSamples, LabeledSamples], compute: otdd.ComputeOptions
@@ -194,6 +195,7 @@ def test_too_little_memory_is_refused_before_any_work(
         entries(pair, compute=compute)[entry]()
 
 
+@pytest.mark.slow
 def test_a_self_term_that_will_not_fit_is_seen_before_the_cross_term(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

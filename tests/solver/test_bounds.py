@@ -163,6 +163,7 @@ def check_all(count: int, check: Callable[[Problem, Refusals], None]) -> None:
     refusals.check()
 
 
+@pytest.mark.slow
 def test_cross_terms() -> None:
     check_all(400, check_cross_term)
 
@@ -187,6 +188,7 @@ def check_cross_term(problem: Problem, refusals: Refusals) -> None:
     assert marginal_error(term, cost, x.masses, y.masses) <= term.marginal_error + 1e-9
 
 
+@pytest.mark.slow
 def test_self_terms() -> None:
     check_all(400, check_self_term)
 
@@ -211,6 +213,7 @@ def check_self_term(problem: Problem, refusals: Refusals) -> None:
     assert marginal_error(term, cost, x.masses, x.masses) <= term.marginal_error + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fast", "high", "double"])
 def test_divergences(precision: str) -> None:
     """The three terms' intervals together, at whatever iteration they stop."""

@@ -45,6 +45,7 @@ def truth() -> float:
     return solve(tolerance=1e-11).value
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("precision", ["fast", "double"])
 @pytest.mark.parametrize("epsilon", [EPSILON, 1.0])
 def test_a_solve_ends_at_the_width_that_was_asked_for(epsilon: float, precision: str) -> None:

@@ -61,6 +61,7 @@ def test_of_one_potential() -> None:
         assert_proved(certify_self(operator, f, epsilon), cost, a, a, epsilon)
 
 
+@pytest.mark.slow
 def test_of_two_potentials() -> None:
     for seed in range(TRIALS):
         draw = torch.Generator().manual_seed(seed)

@@ -152,6 +152,7 @@ def test_class_distances_average_it_out_too() -> None:
     assert result.converged
 
 
+@pytest.mark.slow
 def test_the_gradient_by_a_table_is_checked_entry_by_entry() -> None:
     """One entry of a self block moved alone moves the mean with its mirror image by half."""
     x, y = cloud("x"), cloud("y")
@@ -242,6 +243,7 @@ def solved_or_refused(table: Tensor, **settings: Any) -> Divergence | str:
         return str(error)
 
 
+@pytest.mark.slow(after=7)
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
 @pairwise(
     name=TABLES,
@@ -266,6 +268,7 @@ def test_bounds_hold_for_entries_far_from_0(
         assert_proved(found, table, epsilon)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [1.0, 1e3])
 @pytest.mark.parametrize("name", ["all", "cross"])
 def test_bounds_hold_for_entries_far_from_0_in_triton(name: str, epsilon: float) -> None:
@@ -320,6 +323,7 @@ def test_whole_numbers_on_a_gpu_take_negative_costs() -> None:
     assert found.bounds[0] <= found.bounds[1]
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
 @pytest.mark.parametrize("height", [20.1, 70.3, 700.7, 6_000.9])
 @pytest.mark.parametrize("compute", COMPUTE)

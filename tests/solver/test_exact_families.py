@@ -74,6 +74,7 @@ def test_duplicates_collapse(seed: int) -> None:
     assert dense == pytest.approx(problem.truth("xy", epsilon).value, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_products_add_up_at_3000_points() -> None:
     """Gaussian weights on a grid: dense float64 on 3,000 x 3,000 against a sum over two axes."""
     draws = (gaussian_grid(frame(seed, 3000, 3000)) for seed in range(20))
@@ -130,6 +131,7 @@ def test_truths_prove_their_own_error(relative_epsilon: float) -> None:
         assert truth.value <= mean + truth.error
 
 
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     """Any route, precision, epsilon and stopping rule, at small sizes and a few of thousands."""
@@ -145,6 +147,7 @@ def test_families(family: str) -> None:
     assert undecided <= 1
 
 
+@pytest.mark.slow(after=12)
 @pytest.mark.parametrize("precision", ["fast", "double"])
 @pytest.mark.parametrize(
     ("relative_epsilon", "n", "m", "separation", "seed"),
@@ -171,6 +174,7 @@ def test_many_equal_terms(
     assert_held(check(problem, settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative_epsilon", [0.01, 1.0, 100.0])
 def test_pairs_of_classes(relative_epsilon: float) -> None:
     """labels=sinkhorn: bounds of every pair, classes of a few atoms each."""

@@ -58,6 +58,7 @@ def by_schedule(
     )
 
 
+@pytest.mark.slow
 def test_kernels_give_the_same_number() -> None:
     found = otdd.sinkhorn_divergence(
         SOURCE,

@@ -164,6 +164,7 @@ class Refinable:
         return getattr(self.inner, name)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("name", [name for name in POINTS if name != "zero weights"])
 def test_divergence_gradients_are_those_of_the_unrolled_iterations(name: str) -> None:
     point = POINTS[name]

@@ -34,6 +34,7 @@ def leaf(value: Tensor) -> Tensor:
 LABELS: dict[str, Any] = {"labels_x": torch.arange(9) % 2, "labels_y": torch.arange(7) % 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("debias", [True, False])
 def test_all_gradients_pass_the_gradient_check(debias: bool) -> None:
     def loss(x: Tensor, y: Tensor, u: Tensor, v: Tensor, w: Tensor, *lambdas: Tensor) -> Tensor:
@@ -185,6 +186,7 @@ def test_a_loss_scale_saves_small_half_precision_gradients() -> None:
     torch.testing.assert_close(scaled.float(), exact * 2**20, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "scale"), [("fast", 1.0), ("high", 1e6)])
 def test_kernels_give_the_same_gradients(precision: str, scale: float) -> None:
     """In `fast` a plan is applied to matrices of 11 bits, in `high` of 22."""

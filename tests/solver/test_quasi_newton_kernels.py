@@ -95,6 +95,7 @@ def assert_same(found: Track, expected: Track) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=atol)
 
 
+@pytest.mark.slow(after=3)
 @pairwise(size=[*SIZES, *((n,) for n in SELF_SIZES)], zeros=[False, True], dtype=DTYPES)
 def test_steps_are_those_of_the_reference(size, zeros, dtype):
     step, n, m = (alternate if len(size) == 2 else average), size[0], size[-1]
@@ -107,6 +108,7 @@ def test_steps_are_those_of_the_reference(size, zeros, dtype):
         assert_same(found, track)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("step", "n", "m"), [(alternate, 40, 130), (average, 130, 130)])
 def test_a_full_memory_forgets_the_oldest(step, n, m, dtype):
@@ -120,6 +122,7 @@ def test_a_full_memory_forgets_the_oldest(step, n, m, dtype):
     assert bool((track.memory[0].abs().sum(1) > 0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("step", "n", "m"), [(alternate, 150, 70), (average, 300, 300)])
 def test_rejected_steps_are_those_of_the_reference(step, n, m, dtype):
@@ -198,6 +201,7 @@ def test_where_the_dual_cannot_tell_the_marginal_error_decides(growth, stale, ke
     assert torch.equal(found.g, track.candidate) == kept
 
 
+@pytest.mark.slow
 def test_a_shift_by_a_constant_teaches_nothing():
     """Its products without means are the rounding of those with them."""
     for size in range(3, 15):
@@ -233,6 +237,7 @@ def test_whole_solves_are_those_of_the_reference(relative):
         assert expected.bounds[0] <= found.value <= expected.bounds[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [alternate, average])
 def test_two_runs_agree_bit_for_bit(step):
     operator = Drawn(3000, 3000, torch.float32)

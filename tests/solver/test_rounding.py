@@ -43,6 +43,7 @@ def operators(seed: int, *, own: bool) -> tuple[StreamedOperator, StreamedOperat
     return StreamedOperator(cost, torch.float32), StreamedOperator(cost, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative_epsilon", [2e-3, 0.3])
 def test_cross_terms(relative_epsilon: float) -> None:
     refusals = Refusals("too tight")
@@ -81,6 +82,7 @@ def with_a_far_point(seed: int, far: float, mass: float) -> LabelledCost:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative_epsilon", [1e-2, 1e-3, 1e-4, 1e-5])
 def test_a_far_point_of_little_mass(relative_epsilon: float) -> None:
     """Its costs, rounded, are off by more than those of all others."""

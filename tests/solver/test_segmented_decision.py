@@ -121,6 +121,7 @@ def all_steps(segments, rule, steps=STEPS):
     return done, terms, torch.stack(segments.levels), torch.stack(segments.moves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [CROSS, SELF], ids=["cross", "self"])
 def test_decisions_are_those_of_the_reference(form):
     found = all_steps(*begin(QuasiNewtonKernels, form))
@@ -150,6 +151,7 @@ def test_what_is_drawn_leads_to_every_decision(form):
         assert bool((levels[1 : STEPS - 2] < levels[: STEPS - 3]).any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [CROSS, SELF], ids=["cross", "self"])
 def test_segments_do_not_see_each_other(form):
     """To the last bit: among others, and alone."""
@@ -161,6 +163,7 @@ def test_segments_do_not_see_each_other(form):
             assert torch.equal(one[:, order].nan_to_num(7.0), two.nan_to_num(7.0))
 
 
+@pytest.mark.slow
 def test_segments_that_stay_keep_what_they_know():
     order = torch.tensor([5, 0, 2], device=DEVICE)
     together = all_steps(*begin(QuasiNewtonKernels, CROSS))

@@ -77,6 +77,7 @@ def check_descent(problem: Problem, precision: str, options: otdd.SolverOptions)
     assert gaps[-1] < 1e-4
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("precision", ["fast", "high", "double"])
 def test_epsilon_falls_to_a_ten_thousandth_of_the_mean_cost(
     digits: Problem, precision: str
@@ -89,6 +90,7 @@ def test_a_width_can_be_asked_for_at_any_epsilon(digits: Problem, precision: str
     check_descent(digits, precision, otdd.SolverOptions(bound_width=5e-3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_the_default_tolerance_gives_way_to_rounding(digits: Problem, precision: str) -> None:
     check_descent(digits, precision, otdd.SolverOptions())
@@ -162,6 +164,7 @@ def test_a_tolerance_out_of_reach_of_float32_is_refused_with_a_way_out(digits: P
     assert solve(digits, 1e-4 * mean, "double", otdd.SolverOptions(1e-3)).converged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_real_images_from_large_to_small_epsilon(real_data: Path, precision: str) -> None:
     pixels = otdd.extractors.pixels(size=28)

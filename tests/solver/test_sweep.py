@@ -124,6 +124,7 @@ def labelled_cost(n, m, device="cuda"):
 STEPS = [(alternate, 130, 70), (average, 130, 130)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "n", "m"), STEPS)
 @pytest.mark.parametrize("many", [1, 1 << 26])
 def test_a_step_reads_epsilon_from_the_device_alone(step, n, m, many, monkeypatch):

@@ -23,12 +23,14 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem
 
 
+@pytest.mark.slow
 def test_without_mass_it_takes_the_particles_where_they_ended(held_out: HeldOut) -> None:
     flow = held_out.flow
     entropic = EntropicMap(flow.fields, flow.step_sizes, mass=0.0)
     assert relative_error(entropic, flow.before, flow.after) < 1e-5
 
 
+@pytest.mark.slow
 def test_held_out_points_go_where_the_flow_takes_them(
     held_out: HeldOut, trained: ResidualMap
 ) -> None:
@@ -60,6 +62,7 @@ def test_one_more_particle_is_felt_as_in_a_flow_that_has_it() -> None:
     assert relative_error(flow.entropic, source.take(outside), truth) < 0.05
 
 
+@pytest.mark.slow
 def test_all_but_the_features_stays(held_out: HeldOut) -> None:
     weights = torch.arange(50, dtype=torch.float64)
     samples = replace(held_out.samples, weights=weights, name="held out")

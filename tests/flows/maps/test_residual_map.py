@@ -32,6 +32,7 @@ def weights_of(residual: ResidualMap) -> torch.Tensor:
     return torch.cat([value.flatten() for value in residual.network.state_dict().values()])
 
 
+@pytest.mark.slow
 def test_held_out_points_go_about_where_the_flow_takes_them(
     held_out: HeldOut, trained: ResidualMap
 ) -> None:
@@ -45,12 +46,14 @@ def test_before_training_it_is_the_identity() -> None:
     assert torch.equal(residual(before).features, before.features)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [False, True])
 def test_it_learns_a_map_of_places_and_classes(labels: bool) -> None:
     residual = ResidualMap.fit(*turned(300, labels=labels), hidden=64, device="cpu")
     assert relative_error(residual, *turned(100, labels=labels, seed=1)) < 0.15
 
 
+@pytest.mark.slow
 def test_equal_points_of_different_classes_go_different_ways() -> None:
     residual = ResidualMap.fit(*turned(300), hidden=64, device="cpu")
     point = LabeledSamples(torch.zeros(3, 2), torch.arange(3), NAMES)

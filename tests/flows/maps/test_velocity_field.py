@@ -157,6 +157,7 @@ def test_a_point_far_from_all_particles_is_on_its_own() -> None:
     assert bool(torch.isfinite(field.velocity(far)).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["high", "fast"])
 def test_kernels_agree_with_double_precision(precision: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
