@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import otdd_flash as otdd
+from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
-from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import labelled_cost
 from otdd_flash.operators.stored import StoredOperator
@@ -43,21 +43,6 @@ RELATIVE_EPSILONS = (1e-1, 1e-2, 1e-3, None)
 PRECISIONS = ("fast", "double")
 TRUE_ERROR = 1e-7
 REPEATS = 5
-
-
-def load_pair(
-    names: tuple[str, str], root: str, samples: int, device: str
-) -> tuple[otdd.LabeledSamples, otdd.LabeledSamples, torch.Tensor]:
-    """Both sides' pixels and the class distances."""
-    source, target = (
-        otdd.embed(
-            otdd.load(name, root=root, max_samples=samples),
-            otdd.extractors.pixels(size=28),
-            device=device,
-        )
-        for name in names
-    )
-    return source, target, measure_classes(source, target, otdd.LabelMetric()).full
 
 
 def simple_bounds(terms: dict[str, TransportTerm], problem: Problem) -> tuple[float, float]:

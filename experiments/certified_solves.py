@@ -82,25 +82,28 @@ def random_clouds(
     return source, target, table
 
 
-def real_clouds(
-    case: Case, device: str, root: str
+def load_pair(
+    names: tuple[str, str], root: str, samples: int, device: str
 ) -> tuple[otdd.LabeledSamples, otdd.LabeledSamples, torch.Tensor]:
-    """Pixels of two datasets at 28 x 28, and their gaussian class distances."""
+    """Both sides' pixels at 28 x 28, and their gaussian class distances."""
     source, target = (
         otdd.embed(
-            otdd.load(name, root=root, max_samples=case.n),
+            otdd.load(name, root=root, max_samples=samples),
             otdd.extractors.pixels(size=28),
             device=device,
         )
-        for name in case.kind.split()
+        for name in names
     )
     return source, target, measure_classes(source, target, otdd.LabelMetric()).full
 
 
 def problem_of(case: Case, device: str, root: str) -> Problem:
     """The problem of a case."""
-    made = real_clouds(case, device, root) if " " in case.kind else random_clouds(case, device)
-    source, target, table = made
+    if " " in case.kind:
+        first, second = case.kind.split()
+        source, target, table = load_pair((first, second), root, case.n, device)
+    else:
+        source, target, table = random_clouds(case, device)
     block, weights = table[:CLASSES, CLASSES:], otdd.GroundCost()
     mean = labelled_cost(source, target, block, weights, torch.device(device)).mean_cost
     epsilon = 0.1 if case.relative is None else case.relative * mean
