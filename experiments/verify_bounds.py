@@ -211,7 +211,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sizes", type=int, nargs=2, help="points of the larger side, from, to")
     parser.add_argument("--family", choices=list(FAMILIES))
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--only", type=int, help="run the problem of this index and print it")
+    parser.add_argument(
+        "--only", type=int, nargs="+", help="run the problems of these indices and print them"
+    )
     parser.add_argument("--name", help="of the result; default verify_bounds_DEVICE")
     options = parser.parse_args(arguments)
     started = time.time()
@@ -224,8 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
         deadline=started + options.seconds if options.seconds else None,
     )
     if options.only is not None:
-        for key, value in (job(options.only) or {}).items():
-            print(f"{key}: {value}")
+        for index in options.only:
+            for key, value in (job(index) or {}).items():
+                print(f"{key}: {value}")
         return 0
     rows = []
     indices = range(options.first, options.first + options.problems)

@@ -123,11 +123,18 @@ class _Recorder:
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             pool = None if self._first is None else self._first.pool()
-            graph.capture_begin(pool=pool)
+            # In any other mode what is not recorded is forbidden meanwhile, and ends the recording:
+            # a graph that the garbage collector frees, memory that another thread asks for.
+            graph.capture_begin(pool=pool, capture_error_mode="relaxed")
             try:
-                launch()
-            finally:
-                graph.capture_end()
+                try:
+                    launch()
+                finally:
+                    graph.capture_end()
+            except BaseException:
+                # The pool may count as in use by this recording for ever.
+                _recorder.cache_clear()
+                raise
         torch.cuda.current_stream().wait_stream(self._side)
         return graph
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -227,3 +229,43 @@ def test_recordings_that_are_gone_keep_no_memory():
     for _ in range(20):
         solve()
     assert torch.cuda.memory_reserved() <= kept
+
+
+@pytest.mark.gpu
+def test_what_else_happens_meanwhile_does_not_end_a_recording():
+    """The garbage collector frees an older graph, another thread takes memory."""
+    recorder = sweep_module._recorder(torch.cuda.current_stream())
+    total = torch.zeros(3, device="cuda")
+    older = [recorder.record(lambda: total.add_(5))]
+    taken = []
+
+    def launch():
+        older.clear()
+        thread = Thread(target=lambda: taken.append(torch.empty(1 << 28, device="cuda")))
+        thread.start()
+        thread.join()
+        total.add_(1)
+
+    graph = recorder.record(launch)
+    assert taken
+    for _ in range(3):
+        graph.replay()
+    assert total.tolist() == [3.0] * 3
+
+
+@pytest.mark.gpu
+def test_after_a_recording_that_failed_the_next_one_works():
+    operator = KernelOperator(labelled_cost(900, 700), "fast")
+    state = begin(*(torch.zeros(size, device="cuda") for size in (900, 700)))
+
+    def waiting(operator, epsilon, state):
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+        return alternate(operator, epsilon, state)
+
+    with pytest.raises(RuntimeError):
+        sweep(operator, waiting, 0.5, state, 4)
+    expected = state
+    for _ in range(4):
+        expected = alternate(operator, 0.5, expected)
+    assert all(map(torch.equal, sweep(operator, alternate, 0.5, state, 4), expected))
