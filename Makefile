@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint fuzz check-install format clean
+.PHONY: help demo test test-slow coverage lint fuzz check-install format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -16,6 +16,9 @@ test: .venv/.installed  ## run the quick tests, one worker per core; before ever
 
 test-slow: .venv/.installed  ## run the others: whole solves in the interpreter, commands, thousands of problems
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m slow
+
+coverage: .venv/.installed  ## run both and say which lines no test executes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --cov --cov-report=term:skip-covered
 
 lint: .venv/.installed  ## check style and types
 	$(BIN)/ruff check .
