@@ -38,7 +38,8 @@ from experiments.rows import Rows
 from experiments.timing import extra_mib, milliseconds
 from otdd_flash import NotConvergedWarning, SolverOptions, sinkhorn_loss
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient

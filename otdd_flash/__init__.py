@@ -43,7 +43,8 @@ if TYPE_CHECKING:
         LabelMetric,
         class_distances,
     )
-    from otdd_flash.operators.build import ComputeOptions, GroundCost
+    from otdd_flash.operators.build import ComputeOptions
+    from otdd_flash.operators.ground import GroundCost
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import pairwise_distances
     from otdd_flash.pairwise_result import PairwiseResult
@@ -97,7 +98,7 @@ _HOMES = {
     "DataNotice": "otdd_flash.errors",
     "DistanceResult": "otdd_flash.result",
     "FlowResult": "otdd_flash.flows.result",
-    "GroundCost": "otdd_flash.operators.build",
+    "GroundCost": "otdd_flash.operators.ground",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",
     "LabelMetric": "otdd_flash.labels",

@@ -37,6 +37,7 @@ from otdd_flash.errors import InputError
 BACKENDS = ("auto", "torch", "triton")
 PRECISIONS = ("fast", "high", "double")
 SOLVER_SCHEDULES = ("converged", "geomloss")
+GROUNDS = ("sqeuclidean", "cosine", "inner")
 LABEL_METHODS = ("gaussian", "sinkhorn", "exact", "means", "upper_bound", "none", "given")
 MODALITIES = ("image", "text", "array")
 
@@ -47,7 +48,7 @@ METRIC_CLASS = "otdd_flash.labels.metric.LabelMetric"
 TABLE_CLASS = "otdd_flash.labels.table.ClassDistances"
 JOINT_TABLE_CLASS = "otdd_flash.labels.many.JointClassDistances"
 COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
-COST_CLASS = "otdd_flash.operators.build.GroundCost"
+COST_CLASS = "otdd_flash.operators.ground.GroundCost"
 SOLVER_CLASS = "otdd_flash.solver.options.SolverOptions"
 STEPPING_CLASS = "otdd_flash.flows.stepping.Stepping"
 CHECKPOINTS_CLASS = "otdd_flash.flows.checkpoint.Checkpoints"
@@ -168,6 +169,7 @@ COMPARING: Declaration = {
     "epsilon_relative": optional(positive),
     "lambda_x": not_negative,
     "lambda_y": not_negative,
+    "ground": choice(*GROUNDS),
     "compute": optional(compute),
     "class_progress": optional(function),
 }
@@ -185,7 +187,11 @@ PAIRWISE_DISTANCES: Declaration = {
     **COMPARING,
     "class_distances": joint_table,
 }
-CLASS_DISTANCES: Declaration = {"datasets": sequence(samples), **MEASURING}
+CLASS_DISTANCES: Declaration = {
+    "datasets": sequence(samples),
+    **MEASURING,
+    "ground": choice(*GROUNDS),
+}
 GRADIENT_FLOW: Declaration = {
     **PAIR,
     **COMPARING,
@@ -241,6 +247,7 @@ SINKHORN_LOSS: Declaration = {
     "class_totals": optional(sequence(count, length=2)),
     "lambda_x": scalar,
     "lambda_y": scalar,
+    "ground": choice(*GROUNDS),
     "debias": flag,
     "start": start,
     "compute": optional(compute),
@@ -372,7 +379,11 @@ COMPUTE_OPTIONS: Declaration = {
     "precision": choice(*PRECISIONS),
     "memory_budget": memory,
 }
-GROUND_COST: Declaration = {"lambda_x": not_negative, "lambda_y": not_negative}
+GROUND_COST: Declaration = {
+    "lambda_x": not_negative,
+    "lambda_y": not_negative,
+    "ground": choice(*GROUNDS),
+}
 STEPPING: Declaration = {
     # Their ranges are those of the settings flow.KEY.
     "step_size": any_number,

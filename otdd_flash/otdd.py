@@ -28,10 +28,10 @@ from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import (
     Compute,
     ComputeOptions,
-    GroundCost,
     check_resources,
     relative_epsilon,
 )
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.clouds import sinkhorn_divergence
@@ -54,6 +54,7 @@ def dataset_distance(
     min_class_size: int | None = None,
     lambda_x: float = 0.5,
     lambda_y: float = 0.5,
+    ground: str = "sqeuclidean",
     debias: bool = True,
     solver: SolverOptions | None = None,
     compute: Compute | None = None,
@@ -68,14 +69,18 @@ def dataset_distance(
             `labels="none"` applies.
         target: m labelled points of the same dimension.
         epsilon: entropic regularisation, in units of the cost.
-        epsilon_relative: the same as a multiple of the mean cost; replaces `epsilon`.
+        epsilon_relative: the same as a multiple of the mean cost, with `inner` of the mean of
+            lambda_x ||x|| ||y|| + lambda_y W; replaces `epsilon`.
         labels: how distances between classes are measured, a method's name or a `LabelMetric`.
         class_distances: a table to use instead of measuring one.
         class_statistics: measure class distances on these datasets, of which `source` and `target`
             are subsets.
         min_class_size: drop classes with fewer samples, with a notice.
-        lambda_x: weight of the squared distance between features.
+        lambda_x: weight of the squared distance between features, or of what `ground` says.
         lambda_y: weight of the squared distance between classes.
+        ground: what is compared of two features: `sqeuclidean`, ||x - y||^2; `cosine`,
+            1 - <x, y> / (||x|| ||y||), with class distances between features of length 1; `inner`,
+            -<x, y>, with a class table of yours or `labels="none"`.
         debias: subtract half of both self terms; without, OT_epsilon itself is the value.
         solver: when to stop.
         compute: where and how passes run, or only the device.
@@ -92,10 +97,11 @@ def dataset_distance(
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
     """
     source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
-    cost, compute = GroundCost(lambda_x, lambda_y), ComputeOptions.of(compute)
+    cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     metric = LabelMetric.of(labels)
     if class_distances is not None:
         metric = replace(metric, method="given", given=class_distances)
+    cost.check_labels(metric.method)
     check_same_dimension(source, target)
     check_one_device(source.features.device, target.features.device)
     check_squares(source, target)
@@ -107,9 +113,12 @@ def dataset_distance(
     check_resources(source, target, compute, device)
 
     started = time.perf_counter()
+    if class_statistics is not None:
+        one, other = class_statistics
+        class_statistics = cost.seen(one), cost.seen(other)
     table = measure_classes(
-        source,
-        target,
+        cost.seen(source),
+        cost.seen(target),
         metric,
         statistics=class_statistics,
         device=device,

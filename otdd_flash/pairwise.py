@@ -33,10 +33,10 @@ from otdd_flash.labels.pairs import Progress
 from otdd_flash.operators.build import (
     Compute,
     ComputeOptions,
-    GroundCost,
     check_resources,
-    labelled_cost,
+    mean_cost,
 )
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.pairwise_result import PairwiseResult, gather
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.divergence import Divergence
@@ -58,6 +58,7 @@ def pairwise_distances(
     min_class_size: int | None = None,
     lambda_x: float = 0.5,
     lambda_y: float = 0.5,
+    ground: str = "sqeuclidean",
     solver: SolverOptions | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -79,8 +80,9 @@ def pairwise_distances(
         class_distances: a table to use instead of measuring one, of `otdd.class_distances` on the
             same datasets or on those of which they are subsets; classes are matched by name.
         min_class_size: drop classes with fewer samples, with a notice.
-        lambda_x: weight of the squared distance between features.
+        lambda_x: weight of the squared distance between features, or of what `ground` says.
         lambda_y: weight of the squared distance between classes.
+        ground: what is compared of two features, as for `dataset_distance`.
         solver: when to stop.
         compute: where and how passes run, or only the device.
         cache_dir: keep distances between classes in a database in this folder, by the classes'
@@ -95,7 +97,7 @@ def pairwise_distances(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
-    cost, compute = GroundCost(lambda_x, lambda_y), ComputeOptions.of(compute)
+    cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     options, metric = solver or SolverOptions(), LabelMetric.of(labels)
     if options.bound_width or options.max_seconds or options.schedule != "converged":
         raise InputError(
@@ -108,6 +110,7 @@ def pairwise_distances(
         check_one_device(whole[0].features.device, samples.features.device)
     check_squares(*whole)
     sides = [drop_small_classes(samples, min_class_size) for samples in whole]
+    cost.check_labels(metric.method if class_distances is None else "given")
     if class_distances is None:
         notice_single_samples(sides, metric)
     # Before class distances, which can take longer than all else.
@@ -116,7 +119,8 @@ def pairwise_distances(
         check_resources(one, two, compute, device)
 
     started = time.perf_counter()
-    table = _table(sides, metric, class_distances, device, cache_dir, class_progress)
+    seen = [cost.seen(side) for side in sides]
+    table = _table(seen, metric, class_distances, device, cache_dir, class_progress)
     measured = time.perf_counter()
     given = ("epsilon", epsilon)
     if epsilon_relative is not None:
@@ -157,7 +161,7 @@ def _mean_cost(
 ) -> float:
     """The mean cost over all pairs of different datasets."""
     means: list[float] = [
-        labelled_cost(datasets[i], datasets[j], table.between(i, j).xy, cost, device).mean_cost
+        mean_cost(datasets[i], datasets[j], table.between(i, j).xy, cost, device)
         for i, j in combinations(range(len(datasets)), 2)
     ]
     mean = sum(means, 0.0) / len(means)

@@ -16,7 +16,8 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import JointClassDistances
-from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.result_files import COMPUTE_AGAIN, SUMMARY_FILE
 from otdd_flash.samples import LabeledSamples

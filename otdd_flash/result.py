@@ -17,11 +17,11 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.build import (
     ComputeOptions,
-    GroundCost,
     build_operator,
     check_resources,
     cost_size,
 )
+from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.operators.memory import within_memory
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
@@ -87,7 +87,10 @@ class DistanceResult:
 
     @property
     def potentials(self) -> tuple[Tensor, Tensor]:
-        """F (n,) and g (m,) of the cross term, in units of the cost."""
+        """F (n,) and g (m,) of the cross term, in units of the cost.
+
+        With `ground=inner`, for the squared distances that it comes to: without terms of one side.
+        """
         return self.divergence.xy.f, self.divergence.xy.g
 
     def apply_plan(self, values: Any) -> Tensor:
@@ -277,6 +280,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         summary["backend"],
         summary["passes"],
         identical=summary["identical"],
+        offset=Offset(*summary.get("offset", NO_OFFSET)),
     )
     compute = ComputeOptions(precision=summary["precision"], memory_budget=summary["memory_budget"])
     return DistanceResult(
@@ -291,7 +295,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             upper=tensors.get("W.upper"),
         ),
         divergence,
-        GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost)}),
+        GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost) if f.name in summary}),
         compute,
         method=summary["labels"],
         seconds=summary["seconds"],

@@ -10,7 +10,8 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
-from otdd_flash.operators.build import ComputeOptions, GroundCost, labelled_cost
+from otdd_flash.operators.build import ComputeOptions, labelled_cost
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult

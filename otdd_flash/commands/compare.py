@@ -25,6 +25,7 @@ from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.console import interval, summary_table
 from otdd_flash.report.drawing import Report, write_each
@@ -43,6 +44,7 @@ class DistanceSettings(SamplingSettings, DatasetPairSettings):
     labels: LabelSettings
     lambda_x: float
     lambda_y: float
+    ground: str
     epsilon: float
     epsilon_relative: float | None
     debias: bool
@@ -60,6 +62,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     solver = replace(settings.solver.options(), require_convergence=False)
     metric = settings.labels.metric(solver.asked_tolerance)
     compute_options = settings.compute_options()
+    GroundCost(settings.lambda_x, settings.lambda_y, settings.ground).check_labels(metric.method)
     settings.report.check()
     check_request(settings)
     with Phases() as phases:
@@ -79,6 +82,7 @@ def compare(config: DictConfig, directory: Path) -> None:
                 min_class_size=settings.min_class_size,
                 lambda_x=settings.lambda_x,
                 lambda_y=settings.lambda_y,
+                ground=settings.ground,
                 debias=settings.debias,
                 solver=solver,
                 compute=compute_options,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.operators.build import GroundCost
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Needs

@@ -16,7 +16,8 @@ from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, Resi
 from otdd_flash.flows.maps.field import VelocityField
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.methods import class_names
-from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples

@@ -43,7 +43,8 @@ from otdd_flash.labels import (
     notice_single_samples,
 )
 from otdd_flash.labels.pairs import Progress as PairProgress
-from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost, relative_epsilon
+from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.options import Progress, SolverOptions
 

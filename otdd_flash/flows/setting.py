@@ -9,7 +9,8 @@ from torch import Tensor
 
 from otdd_flash.labels import ClassDistances, LabelMetric
 from otdd_flash.labels.pairs import Progress as PairProgress
-from otdd_flash.operators.build import ComputeOptions, GroundCost, labelled_cost
+from otdd_flash.operators.build import ComputeOptions, labelled_cost
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.options import Progress, SolverOptions
 

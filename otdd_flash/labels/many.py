@@ -22,6 +22,7 @@ from otdd_flash.labels.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
 from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 
 UNLABELLED_CLASS = "all"
@@ -157,6 +158,7 @@ def class_distances(
     datasets: Sequence[Samples],
     labels: str | LabelMetric = "gaussian",
     *,
+    ground: str = "sqeuclidean",
     min_class_size: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -166,6 +168,8 @@ def class_distances(
     Args:
         datasets: K labelled datasets of one dimension, as samples or as arrays (features, labels).
         labels: how to measure, a method's name or a `LabelMetric`; any method but `given`.
+        ground: `cosine` measures between features of length 1, for a comparison with that ground
+            cost; `inner` has no distance between classes.
         min_class_size: drop classes with fewer samples, with a notice.
         cache_dir: keep distances in a database in this folder, by the classes' content, and do not
             measure again what it holds; None keeps none.
@@ -178,11 +182,13 @@ def class_distances(
         InputError: not a list of datasets, labels are missing, the dimensions differ, or a class is
             too small or too large for the method.
     """
-    metric = LabelMetric.of(labels)
+    metric, cost = LabelMetric.of(labels), GroundCost(ground=ground)
+    cost.check_labels(metric.method)
     kept = [drop_small_classes(one, min_class_size) for one in as_datasets(datasets)]
     check_squares(*kept)
     notice_single_samples(kept, metric)
-    return measure_all(kept, metric, cache_dir=cache_dir, progress=progress)
+    seen = [cost.seen(one) for one in kept]
+    return measure_all(seen, metric, cache_dir=cache_dir, progress=progress)
 
 
 def measure_all(

@@ -14,6 +14,7 @@ from otdd_flash.devices import check_triton, resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import (
     UNASKED,
@@ -26,19 +27,6 @@ from otdd_flash.operators.memory import (
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
-
-
-@dataclass(frozen=True)
-class GroundCost:
-    """Weights of C_ij = lambda_x ||x_i - y_j||^2 + lambda_y W[l_i, l_j]."""
-
-    lambda_x: float = 0.5
-    lambda_y: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_fields(self, arguments.GROUND_COST)
-        if self.lambda_x == self.lambda_y == 0:
-            raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
 
 
 @dataclass(frozen=True)
@@ -160,8 +148,8 @@ def labelled_cost(
 ) -> LabelledCost:
     """The cost between two clouds, on a device."""
     same = source is target
-    source = source.to(device)
-    target = source if same else target.to(device)
+    source = weights.seen(source.to(device))
+    target = source if same else weights.seen(target.to(device))
     masses, labels = source.masses.to(device), _class_indices(source)
     return LabelledCost(
         source.features,
@@ -171,7 +159,30 @@ def labelled_cost(
         labels_x=labels,
         labels_y=labels if same else _class_indices(target),
         class_costs=weights.lambda_y * class_distances.to(device, torch.float64),
-        lambda_x=weights.lambda_x,
+        lambda_x=weights.squared.lambda_x,
+    )
+
+
+def mean_cost(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    class_distances: Tensor,
+    weights: GroundCost,
+    device: torch.device,
+) -> float:
+    """What `epsilon_relative` is a multiple of: the mean cost.
+
+    Where costs may have any sign, as those of `inner` have, the mean of lambda_x ||x_i|| ||y_j|| +
+    lambda_y W[l_i, l_j].
+    """
+    lengths = weights.size(source, target)
+    if lengths is None:
+        return float(labelled_cost(source, target, class_distances, weights, device).mean_cost)
+    if weights.lambda_y == 0:
+        return lengths
+    classes = GroundCost(0.0, weights.lambda_y)
+    return lengths + float(
+        labelled_cost(source, target, class_distances, classes, device).mean_cost
     )
 
 
@@ -188,13 +199,12 @@ def relative_epsilon(
     Raises:
         InputError: the mean cost is 0.
     """
-    cost = labelled_cost(source, target, class_distances, weights, device)
-    if not cost.mean_cost > 0:
+    mean = mean_cost(source, target, class_distances, weights, device)
+    if not mean > 0:
         raise InputError(
-            f"epsilon_relative needs a positive mean cost; here it is {cost.mean_cost:g}: set "
-            "epsilon"
+            f"epsilon_relative needs a positive mean cost; here it is {mean:g}: set epsilon"
         )
-    return float(multiple * cost.mean_cost)
+    return multiple * mean
 
 
 def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:

@@ -78,6 +78,7 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     reached = "" if stopped_by == "tolerance" else f", stopped by {stopped_by}"
     if tolerance is not None:
         error += f" {'≤' if summary['marginal_error'] <= tolerance else '>'} {tolerance:.2g}"
+    ground = summary.get("ground", "sqeuclidean")
     seconds = {phase: float(spent) for phase, spent in summary["seconds"].items()}
     spent = ", ".join(f"{phase.replace('_', ' ')} {_time(took)}" for phase, took in seconds.items())
     return [
@@ -85,6 +86,7 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("epsilon", f"{summary['epsilon']:.6g}"),
         ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} features"),
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
+        *([] if ground == "sqeuclidean" else [("ground cost", ground)]),
         ("class distances", str(summary["labels"])),
         ("converged", f"yes{reached}" if converged else "no"),
         ("marginal error", error),

@@ -12,6 +12,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
 from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
 from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
@@ -99,9 +100,12 @@ class Comparison:
             return None
         compute: ComputeOptions = self._settings.get("compute") or ComputeOptions()
         device = resolve_device(compute.device)
-        return measure_classes(
-            self.source, self.target, metric, statistics=statistics, device=device
-        )
+        cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))
+        source, target = cost.seen(self.source), cost.seen(self.target)
+        if statistics is not None:
+            one, other = statistics
+            statistics = cost.seen(one), cost.seen(other)
+        return measure_classes(source, target, metric, statistics=statistics, device=device)
 
 
 def drawable(

@@ -31,7 +31,9 @@ LEAST_FALL, MOST_FALL = 0.5, 0.01
 SHARES = {"xy": 1.0, "xx": 0.5, "yy": 0.5}
 
 
-def solve_to_width(solves: TermSolves, names: Sequence[str], bound_width: float) -> None:
+def solve_to_width(
+    solves: TermSolves, names: Sequence[str], bound_width: float, offset: float = 0.0
+) -> None:
     """Bring the terms to where their interval is `bound_width` times the value, or stop.
 
     All terms then say what stopped the solve, and whether the width was reached.
@@ -40,12 +42,13 @@ def solve_to_width(solves: TermSolves, names: Sequence[str], bound_width: float)
         solves: the terms, of which self terms may be known.
         names: the terms of the value, in the order of their turns.
         bound_width: (upper - lower) / |value| of the divergence.
+        offset: what its value is raised by.
     """
     asked = {name: FIRST_TOLERANCE for name in names if name not in solves.terms}
     solves.solve(asked)
     while True:
         terms = {name: solves.terms[name] for name in names}
-        wide, factor = _too_wide(terms, bound_width)
+        wide, factor = _too_wide(terms, bound_width, offset)
         able = [name for name in wide if terms[name].marginal_error <= asked.get(name, math.inf)]
         reason = _reason(wide, able, solves)
         if reason is not None:
@@ -68,11 +71,13 @@ def relative_width(value: float, bounds: tuple[float, float]) -> float:
     return width / abs(value) if value else math.inf
 
 
-def _too_wide(terms: Mapping[str, TransportTerm], target: float) -> tuple[list[str], float]:
+def _too_wide(
+    terms: Mapping[str, TransportTerm], target: float, offset: float
+) -> tuple[list[str], float]:
     """The terms to go on with, none at the end, and the factor for their marginal errors."""
     parts = {name: SHARES[name] * (term.bounds[1] - term.bounds[0]) for name, term in terms.items()}
     signed = (term.value if name == "xy" else -term.value / 2 for name, term in terms.items())
-    allowed, total = target * abs(sum(signed)), sum(parts.values())
+    allowed, total = target * abs(sum(signed) + offset), sum(parts.values())
     if total <= allowed:
         return [], 1.0
     factor = min(max(AIM * allowed / total, MOST_FALL), LEAST_FALL)

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
-from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost
+from otdd_flash.operators.build import Compute, ComputeOptions
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.options import Progress, SolverOptions
@@ -35,7 +36,8 @@ def sinkhorn(
         epsilon: regularisation, in units of the cost.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
             Only the block [x, y] is read.
-        cost: its weights, lambda_x = lambda_y = 1/2 by default.
+        cost: what it compares and its weights, by default half the squared distances between
+            features and between classes.
         options: when to stop.
         compute: where and how passes run, or only the device.
         progress: called as progress("xy", iteration, marginal error).
@@ -49,7 +51,9 @@ def sinkhorn(
             the device, or too little memory.
     """
     problem = _problem(source, target, epsilon, class_table, cost, compute)
-    return problem.solve(options or SolverOptions(), debias=False, progress=progress).xy
+    return problem.cross_term(
+        problem.solve(options or SolverOptions(), debias=False, progress=progress)
+    )
 
 
 @takes(arguments.SINKHORN_DIVERGENCE)

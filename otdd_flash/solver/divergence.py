@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.ground import NO_OFFSET, Offset
 from otdd_flash.solver.bound_width import relative_width, solve_to_width
 from otdd_flash.solver.options import Progress, SolverOptions, StoppedBy
 from otdd_flash.solver.shortfall import shortfall
@@ -27,6 +28,8 @@ class Divergence:
         backend: how the passes of the cross term ran.
         passes: sweeps over all scores, in units of n m.
         identical: both clouds are one; its self plan is the cross plan.
+        offset: what terms of one side of the ground cost add to a cross term. The terms here are
+            those without them, as they cancel with debiasing.
     """
 
     xy: TransportTerm
@@ -35,6 +38,7 @@ class Divergence:
     backend: str
     passes: float
     identical: bool = False
+    offset: Offset = NO_OFFSET
 
     @property
     def terms(self) -> dict[str, TransportTerm]:
@@ -45,7 +49,8 @@ class Divergence:
     @property
     def value(self) -> float:
         """D_xy - (D_xx + D_yy) / 2."""
-        return self.xy.value - sum(term.value for term in self._self_terms) / 2
+        value = self.xy.value - sum(term.value for term in self._self_terms) / 2
+        return value if self._self_terms else value + self.offset.value
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -53,6 +58,9 @@ class Divergence:
         if self.identical:
             return (0.0, 0.0)
         lower, upper = self.xy.bounds
+        if not self._self_terms:
+            value, error = self.offset
+            return lower + value - error, upper + value + error
         return (
             lower - sum(term.bounds[1] for term in self._self_terms) / 2,
             upper - sum(term.bounds[0] for term in self._self_terms) / 2,
@@ -108,6 +116,16 @@ class Divergence:
             bound_width=self.bound_width,
         )
 
+    def widened(self, error: float) -> Divergence:
+        """The same for costs that are off by at most `error`."""
+        if error == 0:
+            return self
+        xy, xx, yy = (
+            None if term is None else term.widened(error) for term in (self.xy, self.xx, self.yy)
+        )
+        assert xy is not None
+        return replace(self, xy=xy, xx=xx, yy=yy)
+
     @property
     def _early(self) -> list[TransportTerm]:
         return [term for term in self.terms.values() if not term.converged]
@@ -130,6 +148,7 @@ class Divergence:
             "stopped_by": self.stopped_by,
             "schedule": self.schedule,
             "identical": self.identical,
+            **({} if self.offset == NO_OFFSET else {"offset": list(self.offset)}),
         }
 
 
@@ -139,6 +158,7 @@ def solve_divergence(
     options: SolverOptions,
     *,
     debias: bool = True,
+    offset: Offset = NO_OFFSET,
     start: Start | None = None,
     known: Known | None = None,
     progress: Progress | None = None,
@@ -152,6 +172,7 @@ def solve_divergence(
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         debias: False leaves the self terms out.
+        offset: what terms of one side of the ground cost add to a cross term.
         start: potentials to start from at this epsilon, without scaling.
         known: self terms to take as they are, or to go on with where they keep the bounds wider
             than `options.bound_width`.
@@ -166,13 +187,13 @@ def solve_divergence(
     if options.bound_width is None:
         solves.solve(dict.fromkeys(unknown, options.tolerance), solved)
     else:
-        solve_to_width(solves, names, options.bound_width)
+        solve_to_width(solves, names, options.bound_width, 0.0 if debias else offset.value)
         if solved is not None:
             for name in unknown:
                 solved(name, operators(name), solves.terms[name])
     xy, xx, yy = (solves.terms.get(name) for name in ("xy", "xx", "yy"))
     assert xy is not None
-    return Divergence(xy, xx, yy, solves.backends["xy"], solves.passes)
+    return Divergence(xy, xx, yy, solves.backends["xy"], solves.passes, offset=offset)
 
 
 def solve_identical(

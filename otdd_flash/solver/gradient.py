@@ -19,6 +19,8 @@ et al. 2026, arXiv:2602.03067):
 with T, T' the row and column softmin. Mass gradients hold up to a constant: masses sum to 1. A self
 term has one potential and one cloud on both sides, whose gradients both count.
 
+These are by the points that the ground cost sees; `DivergenceGradient` goes on to those given.
+
 Cost: one pass for x, W and both lambdas together, one for each of y, a and b. The plan is never
 stored.
 """
@@ -32,6 +34,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.ground import SHARES
+from otdd_flash.operators.labelled_cost import squared_norms
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import less_origin, origin_near
 from otdd_flash.solver.problem import Problem, TermInputs
@@ -46,6 +50,10 @@ Gradient = dict[Input, Tensor]
 
 # Inputs that all terms of a divergence share.
 SHARED: Needs = frozenset({"classes", "lambda_x", "lambda_y"})
+
+# The points and masses of either side.
+POINTS: tuple[Input, Input] = ("x", "y")
+MASSES: tuple[Input, Input] = ("a", "b")
 
 
 def cross_gradient(
@@ -112,7 +120,8 @@ class DivergenceGradient:
         """Add the part of the term "xy", "xx" or "yy"."""
         inputs = self._problem.inputs(name)
         if name == "xy":
-            self._add(name, cross_gradient(operator, term, inputs, self._needs), 1.0)
+            gradient = cross_gradient(operator, term, inputs, self._needs)
+            self._add(name, self._by_given(gradient, name), 1.0)
             return
         points: Input = "x" if name == "xx" else "y"
         masses: Input = "a" if name == "xx" else "b"
@@ -122,7 +131,35 @@ class DivergenceGradient:
             return
         gradient = self_gradient(operator, term, inputs, needs)
         here: dict[Input, Input] = {seen: key for key, seen in own.items()}
-        self._add(name, {here.get(key, key): part for key, part in gradient.items()}, -0.5)
+        gradient = {here.get(key, key): part for key, part in gradient.items()}
+        self._add(name, self._by_given(gradient, name), -0.5)
+
+    def _by_given(self, gradient: Gradient, name: str) -> Gradient:
+        """By the points and weights that the ground cost was given, from those that it made."""
+        cost = self._problem.cost
+        if cost.ground == "sqeuclidean":
+            return gradient
+        if "lambda_x" in gradient:
+            gradient["lambda_x"] *= SHARES[cost.ground]
+        for key, of_masses, side in zip(POINTS, MASSES, self._problem.given, strict=True):
+            times = name.count(key)
+            if not times:
+                continue
+            points, masses = side.features.to(self._problem.device), side.masses
+            if key in gradient:
+                gradient[key] = cost.pull_back(points, gradient[key])
+            p = cost.one_side(points)
+            if p is None:
+                continue
+            # p_i = -lambda_x ||x_i||^2 / 2.
+            a = masses.to(p.device)
+            if key in gradient:
+                gradient[key] -= (times * cost.lambda_x * a).to(points.dtype).unsqueeze(1) * points
+            if of_masses in gradient:
+                gradient[of_masses] += times * p
+            if "lambda_x" in gradient:
+                gradient["lambda_x"] -= times / 2 * (a @ squared_norms(points))
+        return gradient
 
     def _add(self, name: str, gradient: Gradient, factor: float) -> None:
         for key, part in gradient.items():

@@ -10,7 +10,8 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost
+from otdd_flash.operators.build import Compute, ComputeOptions
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
@@ -37,6 +38,7 @@ def sinkhorn_loss(
     class_totals: tuple[int, int] | None = None,
     lambda_x: float | Tensor = 0.5,
     lambda_y: float | Tensor = 0.5,
+    ground: str = "sqeuclidean",
     debias: bool = True,
     start: Start | None = None,
     options: SolverOptions | None = None,
@@ -67,8 +69,9 @@ def sinkhorn_loss(
             [y, x] is not and gets the gradient 0. The last two must be symmetric but for rounding,
             and so are their gradients; they are not read without `debias`.
         class_totals: (V_x, V_y), needed where the last class of a side has no point.
-        lambda_x: weight of ||x_i - y_j||^2, a number or a 0-dim tensor.
+        lambda_x: weight of ||x_i - y_j||^2, or of what `ground` says, a number or a 0-dim tensor.
         lambda_y: weight of W, likewise.
+        ground: `sqeuclidean`, `cosine` or `inner`, as in `GroundCost`.
         debias: False leaves both self terms out.
         start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}.
         options: when to stop.
@@ -86,7 +89,7 @@ def sinkhorn_loss(
     """
     _check_one_device(x, y)
     _check_classes(labels_x, labels_y, class_table)
-    weights = GroundCost(_number("lambda_x", lambda_x), _number("lambda_y", lambda_y))
+    weights = GroundCost(_number("lambda_x", lambda_x), _number("lambda_y", lambda_y), ground)
     totals = _class_totals(labels_x, labels_y, class_table, class_totals)
     source = _samples("a", x, labels_x, totals[0], a)
     target = _samples("b", y, labels_y, totals[1], b)

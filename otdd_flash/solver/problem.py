@@ -14,11 +14,11 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import (
     ComputeOptions,
-    GroundCost,
     build_operator,
     check_resources,
     cost_size,
 )
+from otdd_flash.operators.ground import NO_OFFSET, GroundCost
 from otdd_flash.operators.memory import within_memory
 from otdd_flash.samples import LabeledSamples, real_tensor
 from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
@@ -26,6 +26,7 @@ from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_ide
 from otdd_flash.solver.epsilon import EpsilonTooSmall
 from otdd_flash.solver.geomloss_schedule import box_diagonal
 from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.term import TransportTerm
 from otdd_flash.solver.term_solves import Known, Solved, Start
 
 Cloud = LabeledSamples | Tensor
@@ -52,10 +53,14 @@ class Problem:
         epsilon: regularisation, in units of the cost.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes, on any device;
             None is 0.
-        cost: its weights, lambda_x = lambda_y = 1/2 by default.
+        cost: what it compares and its weights, half the squared distances by default.
         compute: where and how passes run.
 
     Attributes:
+        given: both clouds.
+        source: n points as the cost sees them.
+        target: m points likewise.
+        weights: of squared distances between these.
         device: where passes run.
         table: W (V_x + V_y, V_x + V_y), float64, on the device.
         classes: the rows and columns of the table that belong to "x" and to "y".
@@ -75,7 +80,8 @@ class Problem:
         compute: ComputeOptions | None = None,
     ) -> None:
         self.epsilon = epsilon
-        self.source, self.target = _as_samples(source), _as_samples(target)
+        self.given = _as_samples(source), _as_samples(target)
+        self.source, self.target = self.given
         check_one_device(self.source.features.device, self.target.features.device)
         if self.source.dim != self.target.dim:
             raise InputError(
@@ -83,6 +89,10 @@ class Problem:
                 "needs one space: use the same extractor for both"
             )
         self.cost, self.compute = cost or GroundCost(), compute or ComputeOptions()
+        self.weights = self.cost.squared
+        same = self.source is self.target
+        self.source = self.cost.seen(self.source)
+        self.target = self.source if same else self.cost.seen(self.target)
         if epsilon < torch.finfo(self.compute.dtype).tiny:
             in_double = epsilon > WITHIN_DOUBLE * self._largest_cost()
             raise EpsilonTooSmall(
@@ -100,7 +110,7 @@ class Problem:
     def _largest_cost(self) -> float:
         """A bound on ||x - y||^2 lambda_x, float64."""
         largest = max(float(side.features.abs().amax()) for side in (self.source, self.target))
-        return self.cost.lambda_x * self.source.dim * (2 * largest) ** 2
+        return self.weights.lambda_x * self.source.dim * (2 * largest) ** 2
 
     @property
     def identical(self) -> bool:
@@ -125,7 +135,7 @@ class Problem:
     def inputs(self, term: str) -> TermInputs:
         """What the cost of a term is made of, on the device."""
         x, y = (self._on_device(side) for side in term)
-        return TermInputs(x, y, self.block(term), self.cost)
+        return TermInputs(x, y, self.block(term), self.weights)
 
     def operator(self, term: str) -> Operator:
         """The cost of a term."""
@@ -178,6 +188,7 @@ class Problem:
                 self.epsilon,
                 options,
                 debias=debias,
+                offset=NO_OFFSET if debias else self.cost.offset(*self.given),
                 start=start,
                 known=known,
                 progress=progress,
@@ -185,7 +196,24 @@ class Problem:
             )
 
         size = cost_size(self.source, self.target)
-        return within_memory(solve, size, needed, self.device, self.compute.dtype)
+        divergence = within_memory(solve, size, needed, self.device, self.compute.dtype)
+        return divergence.widened(self.cost.error(self.source.dim))
+
+    def cross_term(self, divergence: Divergence) -> TransportTerm:
+        """The cross term for the cost itself, whose potentials have its terms of one side too."""
+        term = divergence.xy
+        p, q = (self.cost.one_side(side.features) for side in self.given)
+        if p is None or q is None:
+            return term
+        low, high = term.bounds
+        value, error = divergence.offset
+        return replace(
+            term,
+            f=term.f.double() + p.to(term.f.device),
+            g=term.g.double() + q.to(term.g.device),
+            value=term.value + value,
+            bounds=(low + value - error, high + value + error),
+        )
 
     @cached_property
     def _self_blocks(self) -> dict[str, Tensor]:

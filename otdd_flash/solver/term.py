@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,6 +88,17 @@ class TransportTerm:
             passes,
             converged,
             stopped_by=reached if converged else unless_converged,
+        )
+
+    def widened(self, error: float) -> TransportTerm:
+        """The same for a cost that is off by at most `error`."""
+        low, high = self.bounds
+        # No entry of the plan changes by more than this factor, nor do its marginals.
+        growth = math.expm1(error / self.epsilon)
+        return replace(
+            self,
+            bounds=(low - error, high + error),
+            marginal_error=self.marginal_error + growth * (1 + self.marginal_error),
         )
 
     def summary(self) -> dict[str, Any]:

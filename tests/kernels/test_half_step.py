@@ -23,7 +23,8 @@ from pairwise import pairwise
 from otdd_flash.kernels.packed_points import MOST_PADDING, arrange, pack, power_of_two_scale
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS, BLOCK_ROWS
 from otdd_flash.operators import kernel as kernel_operator
-from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance

@@ -13,10 +13,10 @@ from otdd_flash.operators import build, memory
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import (
     ComputeOptions,
-    GroundCost,
     build_operator,
     check_resources,
 )
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import budget_in_bytes, free_memory
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator

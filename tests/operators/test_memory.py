@@ -13,12 +13,12 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators import memory
 from otdd_flash.operators.build import (
     ComputeOptions,
-    GroundCost,
     build_operator,
     check_resources,
     labelled_cost,
 )
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import (
     CHUNK_ELEMENTS_CPU,
     CHUNK_ELEMENTS_GPU,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.build import ComputeOptions, GroundCost
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
 from otdd_flash.solver.options import SolverOptions

@@ -41,7 +41,8 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.flows.maps.base import check_dimension
 from otdd_flash.flows.maps.neighbours import in_classes_of
-from otdd_flash.operators.build import ComputeOptions, GroundCost, build_operator
+from otdd_flash.operators.build import ComputeOptions, build_operator
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, less_origin, origin_near
 from otdd_flash.solver.divergence import Divergence

@@ -39,7 +39,7 @@ from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.pair_chunks import chunk_size
-from otdd_flash.operators.build import GroundCost
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import free_memory, readable_bytes
 from otdd_flash.samples import LabeledSamples
 

@@ -1,0 +1,175 @@
+"""What the ground cost compares of two points, and how every choice becomes a squared distance.
+
+    C_ij = lambda_x c(x_i, y_j) + lambda_y W[l_i, l_j]
+
+    ground         c(x, y)                      points seen       share, and terms of one side
+    sqeuclidean    ||x - y||^2                  x                 1
+    cosine         1 - <x, y> / (||x|| ||y||)   x / ||x||         1/2
+    inner          -<x, y>                      x                 1/2, p_i = -lambda_x ||x_i||^2 / 2
+
+Between the points z and w that it sees, each is a share of the squared distance and, for `inner`,
+terms that depend on one side alone:
+
+    lambda_x c(x_i, y_j) = share lambda_x ||z_i - w_j||^2 + p_i + q_j.
+
+Operators and solvers know squared distances only. Terms of one side leave every plan as it is, add
+<a, p> + <b, q> to OT_epsilon and cancel in the debiased divergence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash import arguments
+from otdd_flash.checks import check_fields
+from otdd_flash.errors import InputError
+from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, in_float64, squared_norms
+from otdd_flash.samples import LabeledSamples
+
+# Of the squared distance between the points seen.
+SHARES = {"sqeuclidean": 1.0, "cosine": 0.5, "inner": 0.5}
+
+
+class Offset(NamedTuple):
+    """What terms of one side add to OT_epsilon, and how far that may be off."""
+
+    value: float
+    error: float
+
+
+NO_OFFSET = Offset(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class GroundCost:
+    """C_ij = lambda_x c(x_i, y_j) + lambda_y W[l_i, l_j].
+
+    Args:
+        lambda_x: weight of the cost between features.
+        lambda_y: weight of the squared distance between classes.
+        ground: c: `sqeuclidean`, ||x - y||^2; `cosine`, 1 - <x, y> / (||x|| ||y||), with class
+            distances measured between points of length 1; `inner`, -<x, y>, which has no class
+            distances of its own.
+
+    Raises:
+        InputError: a negative weight, two that are 0, or an unknown ground cost.
+    """
+
+    lambda_x: float = 0.5
+    lambda_y: float = 0.5
+    ground: str = "sqeuclidean"
+
+    def __post_init__(self) -> None:
+        check_fields(self, arguments.GROUND_COST)
+        if self.lambda_x == self.lambda_y == 0:
+            raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
+
+    @property
+    def squared(self) -> GroundCost:
+        """The weights of squared distances between the points seen."""
+        if self.ground == "sqeuclidean":
+            return self
+        return GroundCost(SHARES[self.ground] * self.lambda_x, self.lambda_y)
+
+    def seen(self, samples: LabeledSamples) -> LabeledSamples:
+        """The samples as the cost sees them: for `cosine` with rows of length 1, float64.
+
+        Raises:
+            InputError: a row that is 0 has no direction.
+        """
+        if self.ground != "cosine":
+            return samples
+        return replace(samples, features=directions(samples.features, samples.name))
+
+    def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient (n, d) by points (n, d), from that by the points seen, in their type."""
+        if self.ground != "cosine":
+            return gradient
+        # d(x / |x|) = (I - z z^T) / |x| dx.
+        out = torch.empty_like(points)
+        for part, rows in in_float64(points):
+            lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+            units, by_units = rows / lengths, gradient[part].double()
+            along = (by_units * units).sum(1, keepdim=True)
+            out[part] = (by_units - along * units) / lengths
+        return out
+
+    def one_side(self, points: Tensor) -> Tensor | None:
+        """P (n,), float64: what the cost adds to squared distances for a point (n, d) of a side."""
+        if self.ground != "inner":
+            return None
+        return squared_norms(points) * (-self.lambda_x / 2)
+
+    def offset(self, source: LabeledSamples, target: LabeledSamples) -> Offset:
+        """<a, p> + <b, q>."""
+        of_rows, of_columns = (self.one_side(side.features) for side in (source, target))
+        if of_rows is None or of_columns is None:
+            return NO_OFFSET
+        value = float(
+            source.masses.to(of_rows.device) @ of_rows
+            + target.masses.to(of_columns.device) @ of_columns
+        )
+        # All that is added has one sign.
+        additions = len(source) + len(target) + source.dim + 8
+        return Offset(value, additions * DOUBLE_UNIT * abs(value))
+
+    def error(self, dim: int) -> float:
+        """How far the cost between points seen may be off in float64, in units of the cost.
+
+        A direction is off by at most delta = (d / 2 + 8) u, its squared distance from another by
+        8 delta + 4 delta^2.
+        """
+        if self.ground != "cosine":
+            return 0.0
+        return SHARES[self.ground] * self.lambda_x * 9 * (dim / 2 + 8) * DOUBLE_UNIT
+
+    def size(self, source: LabeledSamples, target: LabeledSamples) -> float | None:
+        """What `epsilon_relative` is relative to between features; None for their mean cost.
+
+        For `inner`, whose mean may be of any sign, lambda_x times the mean of ||x_i|| ||y_j||.
+        """
+        if self.ground != "inner":
+            return None
+        lengths = (
+            float(side.masses @ squared_norms(side.features).sqrt()) for side in (source, target)
+        )
+        first, second = lengths
+        return self.lambda_x * first * second
+
+    def check_labels(self, method: str) -> None:
+        """Refuse class distances that this cost does not define.
+
+        Raises:
+            InputError: `inner` with a method that measures squared distances.
+        """
+        if self.ground == "inner" and method not in ("none", "given"):
+            raise InputError(
+                f"labels={method} measures squared distances between classes, which ground=inner "
+                "has none of; set labels=none, or give a table (labels=given labels.path=W.npz, "
+                "class_distances= in Python)"
+            )
+
+
+def directions(points: Tensor, name: str) -> Tensor:
+    """x_i / ||x_i|| (n, d), float64.
+
+    Raises:
+        InputError: a row is 0.
+    """
+    out = torch.empty(points.shape, dtype=torch.float64, device=points.device)
+    for part, rows in in_float64(points):
+        # In units of its largest entry no square under- or overflows.
+        largest = rows.abs().amax(1, keepdim=True)
+        if bool((largest == 0).any()):
+            row = part.start + int((largest == 0).squeeze(1).nonzero()[0])
+            raise InputError(
+                f"row {row} of {name} is 0, which has no direction for ground=cosine; leave such "
+                "rows out or set ground=sqeuclidean"
+            )
+        units = rows.div_(largest)
+        out[part] = units / torch.linalg.vector_norm(units, dim=1, keepdim=True)
+    return out

@@ -1,0 +1,263 @@
+"""Every ground cost against dense formulas: intervals, potentials, gradients, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from tests.reference import entropic_transport
+
+GROUNDS = ("sqeuclidean", "cosine", "inner")
+LAMBDA_X, LAMBDA_Y = 0.7, 0.4
+
+
+def dense(ground, x, y, table=None, labels=None, lambda_x=LAMBDA_X, lambda_y=LAMBDA_Y):
+    x, y = x.double(), y.double()
+    if ground == "cosine":
+        cost = 1 - (x / x.norm(dim=1, keepdim=True)) @ (y / y.norm(dim=1, keepdim=True)).T
+    elif ground == "inner":
+        cost = -x @ y.T
+    else:
+        cost = (x[:, None] - y[None]).square().sum(2)
+    cost = lambda_x * cost
+    return cost if table is None else cost + lambda_y * table[labels[0]][:, labels[1]]
+
+
+class Case:
+    """Two labelled clouds away from the origin, with masses and a table."""
+
+    def __init__(self, n=40, m=30, dim=4, dtype=torch.float32):
+        draw = torch.Generator().manual_seed(3)
+        self.x = (torch.randn(n, dim, generator=draw) + 1).to(dtype)
+        self.y = (torch.randn(m, dim, generator=draw) * 1.5).to(dtype)
+        self.a, self.b = (torch.rand(size, generator=draw).double() + 0.1 for size in (n, m))
+        self.a, self.b = self.a / self.a.sum(), self.b / self.b.sum()
+        self.labels = torch.arange(n) % 3, torch.arange(m) % 2
+        table = torch.rand(5, 5, generator=draw).double()
+        self.table = (table + table.T).fill_diagonal_(0)
+
+    def sides(self):
+        return (
+            otdd.LabeledSamples(self.x, self.labels[0], ("a", "b", "c"), self.a),
+            otdd.LabeledSamples(self.y, self.labels[1], ("d", "e"), self.b),
+        )
+
+    def truths(self, ground, epsilon):
+        """OT of (x, y), (x, x) and (y, y) with the first one's potentials."""
+        clouds = {"x": (self.x, self.a, 0, slice(0, 3)), "y": (self.y, self.b, 1, slice(3, 5))}
+        found = []
+        for name in ("xy", "xx", "yy"):
+            (p, a, i, rows), (q, b, j, columns) = (clouds[side] for side in name)
+            labels = self.labels[i], self.labels[j]
+            cost = dense(ground, p, q, self.table[rows, columns], labels)
+            found.append(entropic_transport(cost, a, b, epsilon))
+        return found
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [
+        ("torch", "fast"),
+        ("torch", "double"),
+        pytest.param("triton", "fast", marks=pytest.mark.slow),
+    ],
+)
+def test_intervals_hold_the_dense_value(ground, backend, precision):
+    case, epsilon = Case(), 0.3
+    compute = otdd.ComputeOptions(backend=backend, precision=precision)
+    settings = {
+        "epsilon": epsilon,
+        "class_table": case.table,
+        "cost": otdd.GroundCost(LAMBDA_X, LAMBDA_Y, ground),
+        "compute": compute,
+    }
+    (value, f, g), (of_x, *_), (of_y, *_) = case.truths(ground, epsilon)
+    term = otdd.sinkhorn(*case.sides(), **settings)
+    lower, upper = term.bounds
+    assert lower <= value <= upper
+    assert upper - lower < 0.01 * max(1, abs(value))
+    # Potentials are unique up to a constant.
+    for found, exact in ((term.f, f), (term.g, g)):
+        off = (found.double() - exact).sub_((found.double() - exact).mean())
+        assert float(off.abs().max()) < 0.02
+    divergence = otdd.sinkhorn_divergence(*case.sides(), **settings)
+    lower, upper = divergence.bounds
+    assert lower <= value - (of_x + of_y) / 2 <= upper
+    alone = otdd.sinkhorn_divergence(*case.sides(), **settings, debias=False)
+    assert alone.bounds[0] <= value <= alone.bounds[1]
+    assert math.isclose(alone.value, term.value, rel_tol=1e-12)
+
+
+def test_a_width_is_that_of_the_number_asked_for():
+    case, width = Case(), 1e-5
+    found = otdd.sinkhorn_divergence(
+        *case.sides(),
+        epsilon=0.3,
+        class_table=case.table,
+        cost=otdd.GroundCost(LAMBDA_X, LAMBDA_Y, "inner"),
+        options=otdd.SolverOptions(bound_width=width),
+        compute=otdd.ComputeOptions(precision="double"),
+        debias=False,
+    )
+    assert found.converged
+    assert found.bounds[1] - found.bounds[0] <= width * abs(found.value)
+    value = case.truths("inner", 0.3)[0][0]
+    assert found.bounds[0] <= value <= found.bounds[1]
+
+
+def test_cosine_does_not_see_lengths():
+    case = Case(dtype=torch.float64)
+    lengths = torch.logspace(-200, 200, len(case.x), dtype=torch.float64)[:, None]
+    table, cost = torch.zeros(2, 2), otdd.GroundCost(ground="cosine")
+    double = otdd.ComputeOptions(precision="double")
+    found = [
+        otdd.sinkhorn(x, case.y, epsilon=0.1, class_table=table, cost=cost, compute=double)
+        for x in (case.x, case.x / case.x.norm(dim=1, keepdim=True) * lengths.clamp(1e-100, 1e100))
+    ]
+    assert math.isclose(found[0].value, found[1].value, rel_tol=1e-9)
+
+
+def test_orthogonal_directions_in_closed_form():
+    """k unit vectors to themselves: costs lambda_x off the diagonal and 0 on it."""
+    k, epsilon = 8, 0.2
+    found = otdd.sinkhorn(
+        3 * torch.eye(k),
+        5 * torch.eye(k),
+        epsilon=epsilon,
+        cost=otdd.GroundCost(1.0, 0.0, "cosine"),
+    )
+    exact = epsilon * (math.log(k) - math.log1p((k - 1) * math.exp(-1 / epsilon)))
+    assert found.bounds[0] <= exact <= found.bounds[1]
+
+
+@pytest.mark.parametrize("debias", [True, False])
+@pytest.mark.parametrize("ground", ["cosine", "inner"])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_gradients_are_those_of_the_dense_dual(ground, labelled, debias):
+    case = Case(n=12, m=9, dim=3, dtype=torch.float64)
+    inputs = [case.x, case.y, case.a, case.b]
+    lambda_x = torch.tensor(LAMBDA_X).double()
+    labels = {}
+    if labelled:
+        labels = {
+            "labels_x": case.labels[0],
+            "labels_y": case.labels[1],
+            "class_table": case.table,
+            "class_totals": (3, 2),
+        }
+    leaves = [part.clone().requires_grad_() for part in (*inputs, lambda_x)]
+    x, y, a, b, weight = leaves
+    loss = otdd.sinkhorn_loss(
+        x,
+        y,
+        a,
+        b,
+        epsilon=0.5,
+        lambda_x=weight,
+        lambda_y=LAMBDA_Y,
+        ground=ground,
+        debias=debias,
+        options=otdd.SolverOptions(tolerance=1e-9),
+        **labels,
+    )
+    found = torch.autograd.grad(loss, leaves)
+    copies = [part.detach().clone().requires_grad_() for part in leaves]
+    value = dense_dual(case, ground, copies, labelled, debias)
+    expected = torch.autograd.grad(value, copies)
+    assert abs(float(loss.detach()) - float(value.detach())) < 1e-8
+    for name, ours, exact in zip(("x", "y", "a", "b", "lambda_x"), found, expected, strict=True):
+        if name in ("a", "b"):
+            # Masses sum to 1: their gradients count up to a constant.
+            ours, exact = ours - ours.mean(), exact - exact.mean()
+        assert torch.allclose(ours, exact, atol=1e-6), name
+
+
+def dense_dual(case, ground, leaves, labelled, debias):
+    """The dual at its own optimum, whose potentials count as constants."""
+    x, y, a, b, weight = leaves
+    clouds = {"x": (x, a, 0, slice(0, 3)), "y": (y, b, 1, slice(3, 5))}
+    total = 0.0
+    for name, share in (("xy", 1.0), ("xx", -0.5), ("yy", -0.5))[: 3 if debias else 1]:
+        (p, alpha, i, rows), (q, beta, j, columns) = (clouds[side] for side in name)
+        table = case.table[rows, columns] if labelled else None
+        labels = case.labels[i], case.labels[j]
+        cost = dense(ground, p, q, table, labels, lambda_x=weight)
+        _, f, g = entropic_transport(cost.detach(), alpha.detach(), beta.detach(), 0.5)
+        mass = ((f[:, None] + g - cost) / 0.5).exp()
+        dual = alpha @ f + beta @ g + 0.5 * (1 - alpha @ mass @ beta)
+        total = total + share * dual
+    return total
+
+
+def test_classes_are_measured_between_directions():
+    case = Case()
+    source, target = case.sides()
+    result = otdd.dataset_distance(source, target, epsilon=0.1, ground="cosine")
+    units = [
+        otdd.LabeledSamples(
+            side.features.double() / side.features.double().norm(dim=1, keepdim=True),
+            side.labels,
+            side.class_names,
+            side.weights,
+        )
+        for side in (source, target)
+    ]
+    expected = otdd.dataset_distance(*units, epsilon=0.1, lambda_x=0.25)
+    assert torch.allclose(result.class_distances.full, expected.class_distances.full)
+    assert math.isclose(result.value, expected.value, rel_tol=1e-6)
+    joint = otdd.class_distances([source, target], ground="cosine").between(0, 1)
+    assert torch.allclose(joint.full, result.class_distances.full)
+    pairs = otdd.pairwise_distances([source, target], epsilon=0.1, ground="cosine")
+    assert math.isclose(float(pairs.values[0, 1]), result.value, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("ground", ["cosine", "inner"])
+def test_a_result_knows_its_plan_and_comes_back(ground, tmp_path):
+    case = Case()
+    result = otdd.dataset_distance(
+        *case.sides(), labels="none", epsilon=0.1, ground=ground, debias=False
+    )
+    source, target = case.sides()
+    cost = dense(ground, source.features, target.features, lambda_x=0.5)
+    _, f, g = entropic_transport(cost, case.a, case.b, 0.1)
+    plan = case.a[:, None] * case.b * ((f[:, None] + g - cost) / 0.1).exp()
+    images = plan @ target.features.double()
+    assert torch.allclose(result.apply_plan(target.features).double(), images, atol=1e-3)
+    means = images / plan.sum(1, keepdim=True)
+    assert torch.allclose(result.barycentric_map().double(), means, atol=5e-2)
+    loaded = otdd.DistanceResult.load(result.save(tmp_path / "kept"))
+    assert loaded.cost == result.cost
+    assert (loaded.value, loaded.bounds) == (result.value, result.bounds)
+
+
+def test_epsilon_is_relative_to_lengths_for_inner_products():
+    case = Case()
+    result = otdd.dataset_distance(
+        *case.sides(), labels="none", epsilon_relative=0.1, ground="inner", lambda_x=LAMBDA_X
+    )
+    lengths = [
+        float(mass @ points.double().norm(dim=1))
+        for mass, points in ((case.a, case.x), (case.b, case.y))
+    ]
+    assert math.isclose(result.epsilon, 0.1 * LAMBDA_X * lengths[0] * lengths[1], rel_tol=1e-6)
+
+
+def test_what_a_ground_cost_cannot_compare_is_refused():
+    case = Case()
+    x = case.x.clone()
+    x[7] = 0
+    with pytest.raises(InputError, match=r"row 7 of .* is 0, which has no direction"):
+        otdd.sinkhorn(x, case.y, epsilon=0.1, cost=otdd.GroundCost(ground="cosine"))
+    with pytest.raises(InputError, match=r"labels=gaussian .* ground=inner"):
+        otdd.dataset_distance(*case.sides(), ground="inner")
+    with pytest.raises(InputError, match=r"labels=gaussian .* ground=inner"):
+        otdd.pairwise_distances(list(case.sides()), ground="inner")
+    with pytest.raises(InputError, match=r"labels=means .* ground=inner"):
+        otdd.class_distances(list(case.sides()), "means", ground="inner")
+    with pytest.raises(InputError, match=r"unknown ground .*: sqeuclidean, cosine, inner"):
+        otdd.GroundCost(ground="manhattan")
