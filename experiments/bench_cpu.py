@@ -52,7 +52,7 @@ def make_problem(root: str, samples: int) -> Problem:
         )
         for name in ("mnist", "fashion_mnist")
     )
-    table = measure_classes(source, target, otdd.LabelMetric()).full
+    table = measure_classes(source, target, otdd.labels.Gaussian()).full
     return Problem(source, target, table, otdd.GroundCost())
 
 

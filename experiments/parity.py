@@ -42,7 +42,7 @@ def pairs(root: str, samples: int) -> dict[str, Problem]:
 
 def _problem(source: Any, target: Any, size: int) -> Problem:
     x, y = (otdd.embed(side, otdd.extractors.pixels(size=size)) for side in (source, target))
-    return Problem(x, y, measure_classes(x, y, otdd.LabelMetric()).full, otdd.GroundCost())
+    return Problem(x, y, measure_classes(x, y, otdd.labels.Gaussian()).full, otdd.GroundCost())
 
 
 def compare(name: str, problem: Problem, relative: float) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def make_operator(root: str, source: str, target: str, samples: int) -> Operator
         )
         for name in (source, target)
     )
-    table = measure_classes(x, y, otdd.LabelMetric()).full
+    table = measure_classes(x, y, otdd.labels.Gaussian()).full
     compute = otdd.ComputeOptions(device="cpu")
     return Problem(x, y, 1.0, table, compute=compute).operator("xy")
 

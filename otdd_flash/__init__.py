@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
-    from otdd_flash import extractors
+    from otdd_flash import extractors, labels
     from otdd_flash.data.registry import load
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
@@ -37,12 +37,7 @@ if TYPE_CHECKING:
     from otdd_flash.flows.result import FlowResult
     from otdd_flash.flows.run import gradient_flow
     from otdd_flash.flows.stepping import Stepping
-    from otdd_flash.labels import (
-        ClassDistances,
-        JointClassDistances,
-        LabelMetric,
-        class_distances,
-    )
+    from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
     from otdd_flash.operators.build import ComputeOptions, GroundCost
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import pairwise_distances
@@ -65,7 +60,6 @@ __all__ = [
     "GroundCost",
     "InputError",
     "JointClassDistances",
-    "LabelMetric",
     "LabeledSamples",
     "NoiseFloor",
     "NotConvergedWarning",
@@ -79,6 +73,7 @@ __all__ = [
     "embed",
     "extractors",
     "gradient_flow",
+    "labels",
     "load",
     "noise_floor",
     "pairwise_distances",
@@ -88,7 +83,7 @@ __all__ = [
     "subsample_interval",
 ]
 
-# Where each name is defined; `extractors` is a module of its own.
+# Where each name is defined, and the modules whose names are used through them.
 _HOMES = {
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
@@ -100,7 +95,6 @@ _HOMES = {
     "GroundCost": "otdd_flash.operators.build",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",
-    "LabelMetric": "otdd_flash.labels",
     "LabeledSamples": "otdd_flash.samples",
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
@@ -120,14 +114,25 @@ _HOMES = {
     "sinkhorn_loss": "otdd_flash.solver.loss",
     "subsample_interval": "otdd_flash.sampling",
 }
+_MODULES = ("extractors", "labels")
+
+# What took the place of earlier names.
+_MOVED = {
+    "LabelMetric": "every method is a type of its own, such as otdd.labels.Gaussian(diagonal=True) "
+    "or otdd.labels.Sinkhorn(epsilon=0.5)",
+}
 
 
 if not TYPE_CHECKING:
     # Hidden from type checkers, to which it would make every name one of this module.
     def __getattr__(name: str) -> Any:
         """Import what is used for the first time."""
-        if name == "extractors":
-            return import_module("otdd_flash.extractors")
+        if name in _MODULES:
+            return import_module(f"otdd_flash.{name}")
+        if name in _MOVED:
+            # No AttributeError, of which `from otdd_flash import NAME` would tell nothing.
+            error = import_module("otdd_flash.errors").InputError
+            raise error(f"there is no otdd_flash.{name} any more: {_MOVED[name]}")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_HOMES[name]), name)

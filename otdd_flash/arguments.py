@@ -37,13 +37,12 @@ from otdd_flash.errors import InputError
 BACKENDS = ("auto", "torch", "triton")
 PRECISIONS = ("fast", "high", "double")
 SOLVER_SCHEDULES = ("converged", "geomloss")
-LABEL_METHODS = ("gaussian", "sinkhorn", "exact", "means", "upper_bound", "none", "given")
 MODALITIES = ("image", "text", "array")
 
 # Where the classes that arguments may be of are defined.
 SAMPLES_CLASS = "otdd_flash.samples.LabeledSamples"
 DATASET_CLASS = "otdd_flash.data.dataset.LabeledDataset"
-METRIC_CLASS = "otdd_flash.labels.metric.LabelMetric"
+METRIC_CLASS = "otdd_flash.labels.metrics.base.LabelMetric"
 TABLE_CLASS = "otdd_flash.labels.table.ClassDistances"
 JOINT_TABLE_CLASS = "otdd_flash.labels.many.JointClassDistances"
 COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
@@ -82,12 +81,10 @@ embedded = instance("be LabeledSamples", SAMPLES_CLASS)
 
 
 def labels(name: str, value: Any) -> Any:
-    """How distances between classes are measured."""
-    if isinstance(value, str):
-        return choice(*LABEL_METHODS)(f"{name} method", value)
-    if not is_a(value, METRIC_CLASS):
-        known = ", ".join(LABEL_METHODS)
-        raise refused(name, f"be one of {known}, or a LabelMetric", value)
+    """How distances between classes are measured; whether a name is known is for `metric_of`."""
+    if not isinstance(value, str) and not is_a(value, METRIC_CLASS):
+        accepted = "be a name such as gaussian, or a metric such as otdd.labels.Gaussian()"
+        raise refused(name, accepted, value)
     return value
 
 
@@ -339,21 +336,6 @@ FROM_FULL: Declaration = {
     **CLASS_DISTANCES_FIELDS,
 }
 BETWEEN: Declaration = {"first": integer(at_least=0), "second": integer(at_least=0)}
-LABEL_METRIC: Declaration = {
-    "method": choice(*LABEL_METHODS),
-    "unbiased": flag,
-    "diagonal": flag,
-    "epsilon": optional(positive),
-    "tolerance": positive,
-    "given": optional(
-        instance(
-            "be ClassDistances or the path of their npz",
-            TABLE_CLASS,
-            "builtins.str",
-            "pathlib.PurePath",
-        )
-    ),
-}
 SOLVER_OPTIONS: Declaration = {
     "tolerance": optional(
         number("lie in (0, 2), an L1 distance of two masses", lambda value: 0 < value < 2)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import replace
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
@@ -19,9 +18,11 @@ from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.extractors import check_same_dimension
 from otdd_flash.labels import (
     ClassDistances,
+    Given,
     LabelMetric,
     drop_small_classes,
     measure_classes,
+    metric_of,
     notice_single_samples,
 )
 from otdd_flash.labels.pairs import Progress as PairProgress
@@ -69,7 +70,8 @@ def dataset_distance(
         target: m labelled points of the same dimension.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost; replaces `epsilon`.
-        labels: how distances between classes are measured, a method's name or a `LabelMetric`.
+        labels: how distances between classes are measured, a name such as "gaussian" or a metric
+            such as `otdd.labels.Gaussian(diagonal=True)`.
         class_distances: a table to use instead of measuring one.
         class_statistics: measure class distances on these datasets, of which `source` and `target`
             are subsets.
@@ -93,9 +95,7 @@ def dataset_distance(
     """
     source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
     cost, compute = GroundCost(lambda_x, lambda_y), ComputeOptions.of(compute)
-    metric = LabelMetric.of(labels)
-    if class_distances is not None:
-        metric = replace(metric, method="given", given=class_distances)
+    metric = metric_of(labels) if class_distances is None else Given(class_distances)
     check_same_dimension(source, target)
     check_one_device(source.features.device, target.features.device)
     check_squares(source, target)
@@ -138,5 +138,5 @@ def dataset_distance(
         "solve": time.perf_counter() - measured,
     }
     return DistanceResult(
-        source, target, table, divergence, cost, compute, method=metric.method, seconds=seconds
+        source, target, table, divergence, cost, compute, method=metric.name, seconds=seconds
     )

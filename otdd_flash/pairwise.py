@@ -26,6 +26,7 @@ from otdd_flash.labels import (
     JointClassDistances,
     LabelMetric,
     drop_small_classes,
+    metric_of,
     notice_single_samples,
 )
 from otdd_flash.labels.many import as_datasets, measure_all
@@ -75,7 +76,8 @@ def pairwise_distances(
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
             different datasets; replaces `epsilon`.
-        labels: how distances between classes are measured, a method's name or a `LabelMetric`.
+        labels: how distances between classes are measured, a name such as "gaussian" or a metric
+            such as `otdd.labels.Gaussian(diagonal=True)`.
         class_distances: a table to use instead of measuring one, of `otdd.class_distances` on the
             same datasets or on those of which they are subsets; classes are matched by name.
         min_class_size: drop classes with fewer samples, with a notice.
@@ -96,7 +98,7 @@ def pairwise_distances(
         NotConvergedWarning: a term stopped early.
     """
     cost, compute = GroundCost(lambda_x, lambda_y), ComputeOptions.of(compute)
-    options, metric = solver or SolverOptions(), LabelMetric.of(labels)
+    options, metric = solver or SolverOptions(), metric_of(labels)
     if options.bound_width or options.max_seconds or options.schedule != "converged":
         raise InputError(
             "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
@@ -131,7 +133,7 @@ def pairwise_distances(
         table,
         cost=cost,
         compute=compute,
-        method=metric.method if class_distances is None else "given",
+        method=metric.name if class_distances is None else "given",
         seconds={"class_distances": measured - started, "solve": solved - measured},
     )
 

@@ -162,11 +162,10 @@ CALLS: dict[str, Entry] = {
     "ClassDistances.load": (otdd.ClassDistances.load, {"path": "nowhere.npz"}),
     "JointClassDistances.load": (otdd.JointClassDistances.load, {"path": "nowhere.npz"}),
     "between": (otdd.class_distances([ONE, TWO], "means").between, {"first": 0, "second": 1}),
-    "LabelMetric": (
-        otdd.LabelMetric,
-        {"method": "gaussian", "unbiased": True, "diagonal": False, "epsilon": None}
-        | {"tolerance": 1e-3, "given": None},
-    ),
+    "labels.Gaussian": (otdd.labels.Gaussian, {"unbiased": True, "diagonal": False}),
+    "labels.Sinkhorn": (otdd.labels.Sinkhorn, {"epsilon": 1.0, "tolerance": 1e-3}),
+    "labels.UpperBound": (otdd.labels.UpperBound, {"unbiased": True}),
+    "labels.Given": (otdd.labels.Given, {"table": "nowhere.npz"}),
     "SolverOptions": (
         otdd.SolverOptions,
         {"tolerance": None, "max_iterations": 9, "require_convergence": False}
@@ -270,7 +269,7 @@ def test_numbers_of_any_library_are_numbers(one: Any) -> None:
 
 def test_integers_of_any_library_are_integers() -> None:
     assert type(otdd.SolverOptions(max_iterations=np.int64(3)).max_iterations) is int
-    assert type(otdd.LabelMetric(unbiased=np.bool_(False)).unbiased) is bool
+    assert type(otdd.labels.Gaussian(unbiased=np.bool_(False)).unbiased) is bool
 
 
 def test_classes_that_declarations_name_are_there() -> None:

@@ -11,7 +11,7 @@ import reference
 import torch
 
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.labels import LabelMetric
+from otdd_flash.labels import Gaussian, Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
@@ -93,7 +93,7 @@ def test_the_coupling_lacks_the_masses_or_comes_from_debiased_potentials(pair, d
 
 
 def test_a_dataset_differs_from_itself(pair):
-    for method in (LabelMetric(), LabelMetric("sinkhorn", epsilon=0.5)):
+    for method in (Gaussian(), Sinkhorn(epsilon=0.5)):
         result = dataset_distance(pair[0], pair[0], labels=method, epsilon=0.5)
         assert (result.value, result.bounds) == (0.0, (0.0, 0.0))
 

@@ -68,7 +68,7 @@ def solves(monkeypatch):
     "options",
     [
         {"epsilon": 0.5},
-        {"epsilon": 3.0, "labels": otdd.LabelMetric("sinkhorn", epsilon=1.0)},
+        {"epsilon": 3.0, "labels": otdd.labels.Sinkhorn(epsilon=1.0)},
         {"epsilon": 0.5, "labels": "none", "lambda_x": 1.3, "lambda_y": 0.2},
         {"epsilon": 0.5, "compute": ComputeOptions(precision="double")},
         {"epsilon": 3.0, "solver": SolverOptions(tolerance=2e-5)},
@@ -221,7 +221,7 @@ def test_stopping_early_is_said_once_with_names(datasets):
     [
         ({"epsilon": -1.0}, "epsilon must be positive and finite, got -1"),
         ({"epsilon_relative": 0.0}, "epsilon_relative must be positive and finite, got 0"),
-        ({"labels": "gauss"}, "unknown labels method 'gauss'"),
+        ({"labels": "gauss"}, "unknown labels.method 'gauss'"),
         ({"labels": "given"}, "labels=given needs a table"),
         ({"lambda_x": -1.0}, "lambda_x"),
         ({"compute": ComputeOptions(device="nothing")}, "'nothing'"),

@@ -19,7 +19,7 @@ def problem() -> Problem:
         otdd.embed(otdd.load("digits", max_samples=150, **side), otdd.extractors.pixels())
         for side in ({"split": "train"}, {"split": "test", "rotate": 30.0})
     )
-    table = measure_classes(source, target, otdd.LabelMetric()).full
+    table = measure_classes(source, target, otdd.labels.Gaussian()).full
     return Problem(source, target, table, otdd.GroundCost())
 
 

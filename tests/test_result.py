@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import otdd_flash.result_files
 from otdd_flash.errors import InputError
-from otdd_flash.labels import LabelMetric
+from otdd_flash.labels import Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
@@ -47,7 +47,7 @@ SETTINGS = {
     "weights": ({"weighted": True}, {}),
     "unlabelled": ({"labelled": False}, {"labels": "none"}),
     "not debiased": ({}, {"debias": False}),
-    "bounded class distances": ({}, {"labels": LabelMetric("sinkhorn", epsilon=1.0)}),
+    "bounded class distances": ({}, {"labels": Sinkhorn(epsilon=1.0)}),
     "double": ({"dtype": torch.float64}, {"compute": ComputeOptions(precision="double")}),
 }
 

@@ -152,7 +152,7 @@ def _checkpoint(folder: Path, x: Any, y: Any) -> Specimen:
 
 
 def _class_cache(folder: Path, x: Any, y: Any) -> Specimen:
-    metric = otdd.LabelMetric("sinkhorn", epsilon=0.5)
+    metric = otdd.labels.Sinkhorn(epsilon=0.5)
 
     def read() -> list[torch.Tensor]:
         return [otdd.class_distances([x, y], metric, cache_dir=folder).full]

@@ -24,7 +24,7 @@ from otdd_flash.commands.settings import (
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.json_file import write_json
-from otdd_flash.labels import ClassDistances
+from otdd_flash.labels import ClassDistances, Given, NoLabels
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.console import interval, summary_table
 from otdd_flash.report.drawing import Report, write_each
@@ -88,8 +88,8 @@ def compare(config: DictConfig, directory: Path) -> None:
             )
         _check_finite(result)
         _log(result)
-        full = settings.labels.full and metric.method != "none"
-        fixed_classes = full or metric.method == "given"
+        full = settings.labels.full and not isinstance(metric, NoLabels)
+        fixed_classes = full or isinstance(metric, Given)
         sampling = measure_sampling(
             settings,
             result,

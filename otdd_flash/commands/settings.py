@@ -10,7 +10,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from otdd_flash.commands.hydra_errors import unknown_key
 from otdd_flash.errors import InputError, choose
-from otdd_flash.labels import LabelMetric
+from otdd_flash.labels import LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.report.class_order import ORDERS
 from otdd_flash.report.drawing import CONTENTS
@@ -42,7 +42,7 @@ class RuntimeSettings:
 
 @dataclass
 class LabelSettings:
-    """One choice of conf/labels."""
+    """One choice of conf/labels; keys that are no field of its metric have no meaning for it."""
 
     method: str
     full: bool
@@ -53,14 +53,8 @@ class LabelSettings:
 
     def metric(self, tolerance: float) -> LabelMetric:
         """The same for the library; solves between classes stop at `tolerance`."""
-        return LabelMetric(
-            self.method,
-            unbiased=self.unbiased,
-            diagonal=self.diagonal,
-            epsilon=self.epsilon,
-            tolerance=tolerance,
-            given=self.path,
-        )
+        parameters = {**asdict(self), "tolerance": tolerance, "table": self.path}
+        return metric_named(self.method, parameters)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
 from otdd_flash.flows.maps.field import VelocityField
 from otdd_flash.labels import ClassDistances
-from otdd_flash.labels.methods import class_names
+from otdd_flash.labels.many import class_names
 from otdd_flash.operators.build import ComputeOptions, GroundCost
 from otdd_flash.result import versions
 from otdd_flash.result_files import read_result, write_result

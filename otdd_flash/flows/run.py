@@ -37,9 +37,11 @@ from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.labels import (
     ClassDistances,
+    Given,
     LabelMetric,
     drop_small_classes,
     measure_classes,
+    metric_of,
     notice_single_samples,
 )
 from otdd_flash.labels.pairs import Progress as PairProgress
@@ -99,7 +101,8 @@ def gradient_flow(
             value; None takes all steps.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost at the start; replaces `epsilon`.
-        labels: how distances between classes are measured, a method's name or a `LabelMetric`.
+        labels: how distances between classes are measured, a name such as "gaussian" or a metric
+            such as `otdd.labels.Gaussian(diagonal=True)`.
         class_distances: a table to use instead, which then stays as it is.
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features.
@@ -132,9 +135,7 @@ def gradient_flow(
     compute, solver = ComputeOptions.of(compute), solver or SolverOptions()
     stepping, space = stepping or Stepping(), space or FeatureSpace()
     cost = GroundCost(lambda_x, lambda_y)
-    metric = LabelMetric.of(labels)
-    if class_distances is not None:
-        metric = replace(metric, method="given", given=class_distances)
+    metric = metric_of(labels) if class_distances is None else Given(class_distances)
     _check_numbers(steps, refresh, tolerance)
     check_mode(mode)
     check_same_dimension(source, target)

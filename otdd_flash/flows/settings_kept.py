@@ -15,7 +15,7 @@ from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.space import Space
 from otdd_flash.flows.stepping import TO_THE_END, Stepping
-from otdd_flash.labels import ClassDistances
+from otdd_flash.labels import ClassDistances, Given, LabelMetric
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.tensor_file import content_hash
 
@@ -28,11 +28,8 @@ def data_settings(
     return {
         "source": points.fingerprint,
         "target": goal.fingerprint,
-        **{
-            f"labels.{key}": getattr(metric, key)
-            for key in ("method", "unbiased", "diagonal", "epsilon", "tolerance")
-        },
-        "labels.given": content_hash({"W": table.full}) if metric.method == "given" else None,
+        "labels.method": metric.name,
+        **_label_parameters(metric, table),
         "epsilon": setting.epsilon,
         **asdict(setting.cost),
         **{
@@ -43,6 +40,13 @@ def data_settings(
         "backend": compute.backend,
         "precision": compute.precision,
     }
+
+
+def _label_parameters(metric: LabelMetric, table: ClassDistances) -> dict[str, Any]:
+    """A metric's own; of a given table, its content."""
+    if isinstance(metric, Given):
+        return {"labels.given": content_hash({"W": table.full})}
+    return {f"labels.{key}": value for key, value in asdict(metric).items()}
 
 
 def flow_settings(

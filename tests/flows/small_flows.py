@@ -12,7 +12,7 @@ import otdd_flash as otdd
 from otdd_flash.flows.gaussians import Gaussians
 from otdd_flash.flows.modes import Mode, build_mode
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.labels import measure_classes
+from otdd_flash.labels import LabelMetric, measure_classes
 from otdd_flash.samples import LabeledSamples
 
 EPSILON = 1.0
@@ -25,9 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
     f"{mode}, {kind}": {"mode": mode, "labels": metric}
     for mode in ("features", "attached", "joint", "augmented")
     for kind, metric in (
-        ("full", otdd.LabelMetric("gaussian", unbiased=False)),
-        ("diagonal", otdd.LabelMetric("gaussian", unbiased=False, diagonal=True)),
-        ("means", otdd.LabelMetric("means")),
+        ("full", otdd.labels.Gaussian(unbiased=False)),
+        ("diagonal", otdd.labels.Gaussian(unbiased=False, diagonal=True)),
+        ("means", otdd.labels.Means()),
     )
 }
 
@@ -65,7 +65,7 @@ def flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd
 
 
 def setting_of(
-    source: LabeledSamples, target: LabeledSamples, metric: otdd.LabelMetric, **options: Any
+    source: LabeledSamples, target: LabeledSamples, metric: LabelMetric, **options: Any
 ) -> FlowSetting:
     """The problem of a flow as `flow` solves it."""
     cost = options.pop("cost", otdd.GroundCost())
@@ -76,7 +76,7 @@ def mode_of(
     name: str,
     source: LabeledSamples,
     target: LabeledSamples,
-    metric: otdd.LabelMetric,
+    metric: LabelMetric,
     **options: Any,
 ) -> Mode:
     """A mode at the start of its flow."""

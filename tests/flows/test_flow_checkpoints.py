@@ -127,8 +127,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "source": {"source": blobs(9, seed=5)},
     "target": {"target": blobs(11, seed=5)},
     "labels.method": {"labels": "means"},
-    "labels.diagonal": {"labels": otdd.LabelMetric(diagonal=True)},
-    "labels.unbiased": {"labels": otdd.LabelMetric(unbiased=False)},
+    "labels.diagonal": {"labels": otdd.labels.Gaussian(diagonal=True)},
+    "labels.unbiased": {"labels": otdd.labels.Gaussian(unbiased=False)},
     "epsilon": {"epsilon": 2.0},
     "lambda_x": {"lambda_x": 0.6},
     "lambda_y": {"lambda_y": 0.6},
@@ -160,6 +160,23 @@ def test_a_changed_setting_is_named_and_refused(key: str, tmp_path: Path) -> Non
     flow(checkpoints=otdd.Checkpoints(tmp_path), **options)
     with pytest.raises(InputError, match=rf"flow.resume=true, but {key} was .* and is .* now"):
         flow(checkpoints=otdd.Checkpoints(tmp_path, resume=True), **{**options, **CHANGES[key]})
+
+
+# What checkpoints held of parameters that the chosen metric does not have.
+EARLIER = {"labels.epsilon": 0.1, "labels.tolerance": 1e-3, "labels.given": None}
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    stopped = flow(
+        SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), stop=Stop(2), **LOOSE
+    ).settings
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    again.save(again.load(stopped, CPU), {**stopped, **EARLIER})
+    assert_same_flow(
+        flow(SOURCE, TARGET, checkpoints=again, **LOOSE), flow(SOURCE, TARGET, **LOOSE)
+    )
+    with pytest.raises(InputError, match=r"labels.unbiased was True .* and is False now"):
+        again.load({**stopped, "labels.unbiased": False}, CPU)
 
 
 def test_a_schedule_that_ends_with_the_flow_fixes_its_length(tmp_path: Path) -> None:

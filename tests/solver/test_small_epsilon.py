@@ -23,7 +23,7 @@ EPSILONS = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
 
 
 def labelled(source: LabeledSamples, target: LabeledSamples) -> Problem:
-    table = measure_classes(source, target, otdd.LabelMetric()).full
+    table = measure_classes(source, target, otdd.labels.Gaussian()).full
     return Problem(source, target, table, otdd.GroundCost())
 
 

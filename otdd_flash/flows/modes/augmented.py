@@ -34,16 +34,14 @@ from otdd_flash.errors import InputError
 from otdd_flash.flows.clustering import recluster
 from otdd_flash.flows.divergence import Batch, TargetDivergence
 from otdd_flash.flows.gaussians import Gaussians
-from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_method
+from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.labels import ClassDistances
+from otdd_flash.labels import ClassDistances, Gaussian
 from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.pair_chunks import chunk_size
 from otdd_flash.operators.build import GroundCost
 from otdd_flash.operators.memory import free_memory, readable_bytes
 from otdd_flash.samples import LabeledSamples
-
-METHODS = ("gaussian", "means")
 
 # A hundred such shares of a mass together are what float64 does not see of it.
 NO_MASS = 1e-18
@@ -62,7 +60,7 @@ class AugmentedMode(Mode):
     """
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
-        require_method("augmented", setting, METHODS)
+        require_moments("augmented", setting)
         super().__init__(setting, table)
         labels = setting.source.labels
         assert labels is not None
@@ -188,7 +186,7 @@ class FullAugmentedMode(AugmentedMode):
 
 def augmented_mode(setting: FlowSetting, table: ClassDistances) -> AugmentedMode:
     """The form of the mode that the covariances allow."""
-    full = setting.metric.method == "gaussian" and not setting.metric.diagonal
+    full = isinstance(setting.metric, Gaussian) and not setting.metric.diagonal
     return (FullAugmentedMode if full else EuclideanAugmentedMode)(setting, table)
 
 

@@ -46,7 +46,7 @@ def class_table(source: LabeledSamples, target: LabeledSamples) -> Tensor:
     """W of gaussian classes; 0 without labels."""
     if source.labels is None:
         return torch.zeros(2, 2, dtype=torch.float64)
-    metric = otdd.LabelMetric.of("gaussian")
+    metric = otdd.labels.metric_of("gaussian")
     return measure_classes(source, target, metric, device=torch.device("cpu")).full
 
 
