@@ -45,7 +45,7 @@ from otdd_flash.samples import LabeledSamples
 STEPS = 20
 POINTS, DIM = 60_000, 512
 # What float32 allows and never reached: iterations stop at their number.
-FIXED = otdd.SolverOptions(tolerance=3e-5, max_iterations=ITERATIONS)
+FIXED = otdd.Converged(tolerance=3e-5, max_iterations=ITERATIONS)
 
 
 def bench_fixed() -> dict[str, Any]:

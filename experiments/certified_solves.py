@@ -117,7 +117,7 @@ def solve(problem: Problem) -> dict[str, Any]:
     if gpu:
         torch.cuda.synchronize()
     started = clock()
-    found = problem.solve(otdd.SolverOptions())
+    found = problem.solve(otdd.Converged())
     if gpu:
         torch.cuda.synchronize()
     return {

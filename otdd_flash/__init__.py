@@ -46,17 +46,20 @@ if TYPE_CHECKING:
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
+    from otdd_flash.solver.converged import Converged
+    from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
     from otdd_flash.solver.loss import sinkhorn_loss
-    from otdd_flash.solver.options import SolverOptions
 
 __all__ = [
     "Checkpoints",
     "ClassDistances",
     "ComputeOptions",
+    "Converged",
     "ConvergenceError",
     "DataNotice",
     "DistanceResult",
     "FlowResult",
+    "GeomlossSchedule",
     "GroundCost",
     "InputError",
     "JointClassDistances",
@@ -64,7 +67,6 @@ __all__ = [
     "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
-    "SolverOptions",
     "Stepping",
     "SubsampleInterval",
     "__version__",
@@ -88,10 +90,12 @@ _HOMES = {
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
     "ComputeOptions": "otdd_flash.operators.build",
+    "Converged": "otdd_flash.solver.converged",
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",
     "DistanceResult": "otdd_flash.result",
     "FlowResult": "otdd_flash.flows.result",
+    "GeomlossSchedule": "otdd_flash.solver.geomloss_schedule",
     "GroundCost": "otdd_flash.operators.build",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",
@@ -99,7 +103,6 @@ _HOMES = {
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise_result",
-    "SolverOptions": "otdd_flash.solver.options",
     "Stepping": "otdd_flash.flows.stepping",
     "SubsampleInterval": "otdd_flash.sampling",
     "class_distances": "otdd_flash.labels",
@@ -120,6 +123,8 @@ _MODULES = ("extractors", "labels")
 _MOVED = {
     "LabelMetric": "every method is a type of its own, such as otdd.labels.Gaussian(diagonal=True) "
     "or otdd.labels.Sinkhorn(epsilon=0.5)",
+    "SolverOptions": "solver= and options= take otdd.Converged(tolerance=1e-4), with bound_width=, "
+    "max_iterations=, max_seconds=, require_convergence=, or otdd.GeomlossSchedule(scaling=0.5)",
 }
 
 

@@ -36,7 +36,6 @@ from otdd_flash.errors import InputError
 
 BACKENDS = ("auto", "torch", "triton")
 PRECISIONS = ("fast", "high", "double")
-SOLVER_SCHEDULES = ("converged", "geomloss")
 MODALITIES = ("image", "text", "array")
 
 # Where the classes that arguments may be of are defined.
@@ -47,7 +46,7 @@ TABLE_CLASS = "otdd_flash.labels.table.ClassDistances"
 JOINT_TABLE_CLASS = "otdd_flash.labels.many.JointClassDistances"
 COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
 COST_CLASS = "otdd_flash.operators.build.GroundCost"
-SOLVER_CLASS = "otdd_flash.solver.options.SolverOptions"
+SCHEDULE_CLASS = "otdd_flash.solver.schedule.Schedule"
 STEPPING_CLASS = "otdd_flash.flows.stepping.Stepping"
 CHECKPOINTS_CLASS = "otdd_flash.flows.checkpoint.Checkpoints"
 
@@ -55,6 +54,7 @@ positive = number("be positive and finite", lambda value: 0 < value < math.inf)
 not_negative = number("be finite and not negative", lambda value: 0 <= value < math.inf)
 finite = number("be finite", math.isfinite)
 any_number = number("be a number", lambda value: True)
+marginal_error = number("lie in (0, 2), an L1 distance of two masses", lambda value: 0 < value < 2)
 share = number("lie in (0, 1)", lambda value: 0 < value < 1)
 count = integer(at_least=1)
 seed = integer(at_least=0, below=2**32)
@@ -139,7 +139,7 @@ def memory(name: str, value: Any) -> Any:
     return value if isinstance(value, str) else integer(at_least=0)(name, value)
 
 
-solver = optional(instance("be SolverOptions", SOLVER_CLASS))
+solver = optional(instance("be otdd.Converged() or another schedule", SCHEDULE_CLASS))
 cost = optional(instance("be a GroundCost", COST_CLASS))
 table = optional(instance("be ClassDistances, a table of two datasets", TABLE_CLASS))
 joint_table = optional(
@@ -336,18 +336,6 @@ FROM_FULL: Declaration = {
     **CLASS_DISTANCES_FIELDS,
 }
 BETWEEN: Declaration = {"first": integer(at_least=0), "second": integer(at_least=0)}
-SOLVER_OPTIONS: Declaration = {
-    "tolerance": optional(
-        number("lie in (0, 2), an L1 distance of two masses", lambda value: 0 < value < 2)
-    ),
-    "max_iterations": count,
-    "require_convergence": flag,
-    "bound_width": optional(positive),
-    "max_seconds": optional(positive),
-    "schedule": choice(*SOLVER_SCHEDULES),
-    "scaling": share,
-    "diameter": optional(positive),
-}
 COMPUTE_OPTIONS: Declaration = {
     "device": device,
     "backend": choice(*BACKENDS),

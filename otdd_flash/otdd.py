@@ -37,7 +37,7 @@ from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.clouds import sinkhorn_divergence
 from otdd_flash.solver.epsilon import epsilon_given_as
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.schedule import Progress, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def dataset_distance(
     lambda_x: float = 0.5,
     lambda_y: float = 0.5,
     debias: bool = True,
-    solver: SolverOptions | None = None,
+    solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     class_progress: PairProgress | None = None,
@@ -79,7 +79,7 @@ def dataset_distance(
         lambda_x: weight of the squared distance between features.
         lambda_y: weight of the squared distance between classes.
         debias: subtract half of both self terms; without, OT_epsilon itself is the value.
-        solver: when to stop.
+        solver: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: keep distances between classes in a database in this folder, by the classes'
             content, and do not measure again what it holds; None keeps none.

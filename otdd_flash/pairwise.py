@@ -40,10 +40,11 @@ from otdd_flash.operators.build import (
 )
 from otdd_flash.pairwise_result import PairwiseResult, gather
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.epsilon import epsilon_given_as
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedule import Schedule
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term import largest_tolerance
 
@@ -59,7 +60,7 @@ def pairwise_distances(
     min_class_size: int | None = None,
     lambda_x: float = 0.5,
     lambda_y: float = 0.5,
-    solver: SolverOptions | None = None,
+    solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     class_progress: Progress | None = None,
@@ -83,7 +84,7 @@ def pairwise_distances(
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features.
         lambda_y: weight of the squared distance between classes.
-        solver: when to stop.
+        solver: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: keep distances between classes in a database in this folder, by the classes'
             content, and do not measure again what it holds; None keeps none.
@@ -98,8 +99,8 @@ def pairwise_distances(
         NotConvergedWarning: a term stopped early.
     """
     cost, compute = GroundCost(lambda_x, lambda_y), ComputeOptions.of(compute)
-    options, metric = solver or SolverOptions(), metric_of(labels)
-    if options.bound_width or options.max_seconds or options.schedule != "converged":
+    options, metric = solver or Converged(), metric_of(labels)
+    if not isinstance(options, Converged) or options.bound_width or options.max_seconds:
         raise InputError(
             "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
@@ -178,7 +179,7 @@ class _Solves:
         epsilon: float,
         cost: GroundCost,
         compute: ComputeOptions,
-        options: SolverOptions,
+        options: Schedule,
         progress: Progress | None,
     ) -> None:
         self.datasets, self.table, self.epsilon = datasets, table, epsilon

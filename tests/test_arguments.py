@@ -166,11 +166,14 @@ CALLS: dict[str, Entry] = {
     "labels.Sinkhorn": (otdd.labels.Sinkhorn, {"epsilon": 1.0, "tolerance": 1e-3}),
     "labels.UpperBound": (otdd.labels.UpperBound, {"unbiased": True}),
     "labels.Given": (otdd.labels.Given, {"table": "nowhere.npz"}),
-    "SolverOptions": (
-        otdd.SolverOptions,
+    "Converged": (
+        otdd.Converged,
         {"tolerance": None, "max_iterations": 9, "require_convergence": False}
-        | {"bound_width": None, "max_seconds": None, "schedule": "converged", "scaling": 0.5}
-        | {"diameter": None},
+        | {"bound_width": None, "max_seconds": None},
+    ),
+    "GeomlossSchedule": (
+        otdd.GeomlossSchedule,
+        {"scaling": 0.5, "diameter": None, "tolerance": None, "require_convergence": False},
     ),
     "ComputeOptions": (
         otdd.ComputeOptions,
@@ -231,8 +234,8 @@ def test_every_callable_that_is_public_is_called_here() -> None:
         (lambda: otdd.dataset_distance(ONE, TWO, epsilon="0.1"), "epsilon must be a number"),
         (lambda: otdd.dataset_distance(ONE, TWO, debias="no"), "debias must be true or false"),
         (lambda: otdd.dataset_distance(ONE, None), "target must be LabeledSamples, .* got None"),
-        (lambda: otdd.SolverOptions(max_iterations=1.5), "max_iterations must be an integer, got"),
-        (lambda: otdd.SolverOptions(max_iterations=True), "must be an integer, got True"),
+        (lambda: otdd.Converged(max_iterations=1.5), "max_iterations must be an integer, got"),
+        (lambda: otdd.Converged(max_iterations=True), "must be an integer, got True"),
         (lambda: otdd.GroundCost(True), "lambda_x must be a number, got True"),
         (lambda: otdd.noise_floor(ONE, TWO, seed=-1), "seed must be at least 0, got -1"),
         (lambda: otdd.gradient_flow(ONE, TWO, steps=1.5), "steps must be an integer, got 1.5"),
@@ -262,13 +265,13 @@ def test_arrays_with_labels_and_a_devices_name_just_work() -> None:
 
 @pytest.mark.parametrize("one", [1, 1.0, np.float32(1), np.int64(1), torch.ones(()), Fraction(1)])
 def test_numbers_of_any_library_are_numbers(one: Any) -> None:
-    options = otdd.SolverOptions(tolerance=one, max_seconds=one)
+    options = otdd.Converged(tolerance=one, max_seconds=one)
     assert (options.tolerance, options.max_seconds) == (1.0, 1.0)
     assert type(options.tolerance) is float
 
 
 def test_integers_of_any_library_are_integers() -> None:
-    assert type(otdd.SolverOptions(max_iterations=np.int64(3)).max_iterations) is int
+    assert type(otdd.Converged(max_iterations=np.int64(3)).max_iterations) is int
     assert type(otdd.labels.Gaussian(unbiased=np.bool_(False)).unbiased) is bool
 
 

@@ -12,9 +12,9 @@ from otdd_flash.labels import ClassDistances, Gaussian, Means, NoLabels, measure
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
-TIGHT = SolverOptions(tolerance=1e-4)
+TIGHT = Converged(tolerance=1e-4)
 DOUBLE = ComputeOptions(precision="double")
 
 
@@ -118,7 +118,7 @@ def test_epsilon_can_be_relative_to_the_mean_cost(pair):
 
 def test_double_precision_takes_float64_features():
     pair = clusters(20, 0, dtype=torch.float64), clusters(25, 1, dtype=torch.float64)
-    solver = SolverOptions(tolerance=1e-9)
+    solver = Converged(tolerance=1e-9)
     result = dataset_distance(*pair, epsilon=0.5, compute=DOUBLE, solver=solver)
     assert result.potentials[0].dtype == torch.float64
     assert_holds(result, truth(*pair, result.class_distances, 0.5), width=1e-6)
@@ -279,7 +279,7 @@ def test_small_classes_can_be_dropped(pair):
 
 @pytest.mark.parametrize("iterations", [1, 2, 5])
 def test_stopping_early_is_said_and_still_brackets_the_truth(pair, iterations):
-    hasty = SolverOptions(tolerance=1e-4, max_iterations=iterations)
+    hasty = Converged(tolerance=1e-4, max_iterations=iterations)
     with pytest.warns(NotConvergedWarning, match=rf"after {iterations} iterations in xy"):
         result = dataset_distance(*pair, epsilon=0.1, solver=hasty)
     assert (result.converged, result.divergence.stopped_by) == (False, "max_iterations")
@@ -288,7 +288,7 @@ def test_stopping_early_is_said_and_still_brackets_the_truth(pair, iterations):
 
 
 def test_convergence_can_be_required(pair):
-    strict = SolverOptions(tolerance=1e-4, max_iterations=2, require_convergence=True)
+    strict = Converged(tolerance=1e-4, max_iterations=2, require_convergence=True)
     with pytest.raises(
         ConvergenceError, match=r"after 2 iterations in xy.*solver\.tolerance=0\.0001"
     ):
@@ -356,7 +356,7 @@ def test_a_little_mass_with_far_to_go_stays_in_the_bounds(seed):
         labels="none",
         epsilon=300.0,
         debias=False,
-        solver=SolverOptions(tolerance=3e-3),
+        solver=Converged(tolerance=3e-3),
     )
     plan = torch.tensor([[half, excess], [0.0, half - excess]], dtype=torch.float64)
     cost = reference.dense_cost(source.features, target.features)

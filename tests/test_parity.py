@@ -39,7 +39,7 @@ def test_value_and_potentials_are_those_of_pot(problem: Problem, epsilon: float)
         problem.target,
         epsilon=epsilon,
         class_table=problem.class_table,
-        options=otdd.SolverOptions(tolerance=1e-9),
+        options=otdd.Converged(tolerance=1e-9),
         compute=DOUBLE,
     )
     value, f, g = pot_sinkhorn_log(problem, epsilon)

@@ -52,7 +52,13 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         _ = otdd_flash.distence
 
 
-@pytest.mark.parametrize(("name", "place"), [("LabelMetric", r"otdd\.labels\.Gaussian")])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("LabelMetric", r"otdd\.labels\.Gaussian"),
+        ("SolverOptions", r"otdd\.Converged.*otdd\.GeomlossSchedule"),
+    ],
+)
 def test_a_name_that_moved_says_where_to(name, place):
     with pytest.raises(otdd_flash.InputError, match=rf"no otdd_flash\.{name} any more: .*{place}"):
         getattr(otdd_flash, name)

@@ -21,7 +21,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
 
 def dataset(size, seed, *, classes=3, weighted=False, labelled=True, dtype=torch.float32):
@@ -90,7 +90,7 @@ def shifted_result(offset, compute, dtype=torch.float32):
         labels="none",
         debias=False,
         compute=compute,
-        solver=SolverOptions(1e-2),
+        solver=Converged(1e-2),
     )
 
 

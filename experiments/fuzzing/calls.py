@@ -51,7 +51,7 @@ def _functions() -> dict[str, tuple[Callable[..., Any], Arguments]]:
             "features": torch.zeros(4, 2), "labels": torch.tensor([0, 1, 0, 1]),
             "class_names": ("a", "b"),
         }),
-        "SolverOptions": (otdd.SolverOptions, {
+        "Converged": (otdd.Converged, {
             "tolerance": 1e-2, "max_iterations": 10, "bound_width": None, "max_seconds": None,
         }),
         "ComputeOptions": (otdd.ComputeOptions, {
@@ -70,7 +70,7 @@ def _values() -> list[Any]:
         np.zeros((3, 2)), np.array(["a", "b"]), np.zeros(0), np.float32(0.5), np.int64(3),
         torch.zeros(4, 2), torch.zeros(0, 2), torch.full((4, 2), torch.nan), torch.tensor(0.5),
         torch.zeros(4, 2, dtype=torch.complex64), torch.zeros(4, dtype=torch.bool), _samples(2),
-        [_samples(0)], [None, None], otdd.SolverOptions(), otdd.ComputeOptions(device="cpu"),
+        [_samples(0)], [None, None], otdd.Converged(), otdd.ComputeOptions(device="cpu"),
     ]  # fmt: skip
 
 

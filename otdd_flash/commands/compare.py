@@ -32,6 +32,7 @@ from otdd_flash.report.nearest_classes import nearest_table
 from otdd_flash.report.writing import write_report
 from otdd_flash.result import DistanceResult
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
+from otdd_flash.solver.converged import Converged
 
 logger = logging.getLogger("otdd_flash.distance")
 
@@ -99,7 +100,7 @@ def compare(config: DictConfig, directory: Path) -> None:
             class_distances=result.class_distances if fixed_classes else None,
             debias=settings.debias,
             # Halves are at nearly 0 from each other, of which no relative width can be asked.
-            solver=replace(solver, bound_width=None),
+            solver=replace(solver, bound_width=None) if isinstance(solver, Converged) else solver,
         )
     more = {"seconds": _seconds(phases, result), **sampling}
     report = _write(result, settings, more, directory)

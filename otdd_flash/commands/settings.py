@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +14,8 @@ from otdd_flash.labels import LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.report.class_order import ORDERS
 from otdd_flash.report.drawing import CONTENTS
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.schedule import Schedule
+from otdd_flash.solver.schedules import SCHEDULES
 
 Schema = TypeVar("Schema")
 
@@ -70,9 +71,23 @@ class SolverSettings:
     scaling: float = 0.5
     diameter: float | None = None
 
-    def options(self) -> SolverOptions:
-        """The same for the library."""
-        return SolverOptions(**asdict(self))
+    def options(self) -> Schedule:
+        """The same for the library.
+
+        Raises:
+            InputError: no such schedule, one of its keys is out of its range, or a key is set that
+                it does not have.
+        """
+        kind = SCHEDULES[choose("solver.schedule", self.schedule, tuple(SCHEDULES))]
+        own = {field.name for field in fields(kind)}
+        for key in fields(self):
+            foreign = key.name not in {*own, "schedule"}
+            if foreign and getattr(self, key.name) != key.default:
+                raise InputError(
+                    f"solver.schedule={self.schedule} has no solver.{key.name}; leave it out, or "
+                    "take another choice of solver"
+                )
+        return kind(**{key: getattr(self, key) for key in own})
 
 
 @dataclass

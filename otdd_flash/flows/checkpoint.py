@@ -22,7 +22,7 @@ from otdd_flash.torch_file import load_torch_file
 FILE = "checkpoint.pt"
 
 # Parameters of a choice, which only another choice lacks: that has a key of its own.
-PARAMETERS = ("labels.",)
+PARAMETERS = ("labels.", "solver.")
 
 # What a state holds beside tensors, numbers, texts and containers.
 TYPES: list[Any] = [ClassDistances, Moment, StepRecord, TransportTerm]

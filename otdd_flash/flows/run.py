@@ -47,7 +47,8 @@ from otdd_flash.labels import (
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost, relative_epsilon
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedule import Progress, Schedule
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
@@ -72,7 +73,7 @@ def gradient_flow(
     min_class_size: int | None = None,
     lambda_x: float = 0.5,
     lambda_y: float = 0.5,
-    solver: SolverOptions | None = None,
+    solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     checkpoints: Checkpoints | None = None,
@@ -107,7 +108,7 @@ def gradient_flow(
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features.
         lambda_y: weight of the squared distance between classes.
-        solver: when the solve of a step stops.
+        solver: how a step is solved and when it stops, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: where class distances of the start are looked up and kept; None: nowhere.
         checkpoints: where to keep the state, and whether to go on from it.
@@ -132,7 +133,7 @@ def gradient_flow(
     """
     started = time.perf_counter()
     source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
-    compute, solver = ComputeOptions.of(compute), solver or SolverOptions()
+    compute, solver = ComputeOptions.of(compute), solver or Converged()
     stepping, space = stepping or Stepping(), space or FeatureSpace()
     cost = GroundCost(lambda_x, lambda_y)
     metric = metric_of(labels) if class_distances is None else Given(class_distances)

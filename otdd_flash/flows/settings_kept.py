@@ -32,6 +32,7 @@ def data_settings(
         **_label_parameters(metric, table),
         "epsilon": setting.epsilon,
         **asdict(setting.cost),
+        "solver.schedule": setting.solver.name,
         **{
             f"solver.{key}": value
             for key, value in asdict(setting.solver).items()

@@ -8,9 +8,10 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence, report_convergence
-from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedule import Progress, Schedule
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.solver.term_solves import Start
 
@@ -23,7 +24,7 @@ def sinkhorn(
     epsilon: float,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
-    options: SolverOptions | None = None,
+    options: Schedule | None = None,
     compute: Compute | None = None,
     progress: Progress | None = None,
 ) -> TransportTerm:
@@ -36,7 +37,7 @@ def sinkhorn(
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
             Only the block [x, y] is read.
         cost: its weights, lambda_x = lambda_y = 1/2 by default.
-        options: when to stop.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         progress: called as progress("xy", iteration, marginal error).
 
@@ -49,7 +50,7 @@ def sinkhorn(
             the device, or too little memory.
     """
     problem = _problem(source, target, epsilon, class_table, cost, compute)
-    return problem.solve(options or SolverOptions(), debias=False, progress=progress).xy
+    return problem.solve(options or Converged(), debias=False, progress=progress).xy
 
 
 @takes(arguments.SINKHORN_DIVERGENCE)
@@ -60,7 +61,7 @@ def sinkhorn_divergence(
     epsilon: float,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
-    options: SolverOptions | None = None,
+    options: Schedule | None = None,
     compute: Compute | None = None,
     debias: bool = True,
     start: Start | None = None,
@@ -77,7 +78,7 @@ def sinkhorn_divergence(
         InputError: as for `sinkhorn`, or a block [x, x] or [y, y] is not symmetric.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
-    options = options or SolverOptions()
+    options = options or Converged()
     problem = _problem(source, target, epsilon, class_table, cost, compute)
     divergence = problem.solve(options, debias=debias, start=start, progress=progress)
     report_convergence(divergence, options)

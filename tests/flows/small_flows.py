@@ -18,7 +18,7 @@ from otdd_flash.samples import LabeledSamples
 EPSILON = 1.0
 CPU = torch.device("cpu")
 DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
-TIGHT = otdd.SolverOptions(tolerance=1e-9)
+TIGHT = otdd.Converged(tolerance=1e-9)
 
 # Every mode, and the forms of covariance that change how it works.
 CASES: dict[str, dict[str, Any]] = {

@@ -73,7 +73,7 @@ def test_what_is_left_out_is_no_more_than_the_self_plan_can_have() -> None:
         otdd.LabeledSamples(source.features, None, (), weights),
         otdd.LabeledSamples(source.features, None, (), weights),
         epsilon=0.7,
-        options=otdd.SolverOptions(1e-9),
+        options=otdd.Converged(1e-9),
         compute=DOUBLE,
     )
     masses = weights / weights.sum()
@@ -193,7 +193,7 @@ def test_without_full_covariances_augmented_takes_at_most_twice_the_time_of_join
     metric: otdd.labels.LabelMetric,
 ) -> None:
     source, target = digits("train", 200), digits("test", 200, rotate=30)
-    options = {"steps": 10, "labels": metric, "epsilon": 0.1, "solver": otdd.SolverOptions()}
+    options = {"steps": 10, "labels": metric, "epsilon": 0.1, "solver": otdd.Converged()}
     options["stepping"] = otdd.Stepping(0.1, box=(0.0, 1.0))
     times = [
         seconds(lambda mode=mode: flow(source, target, mode=mode, **options))

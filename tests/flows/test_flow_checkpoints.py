@@ -20,7 +20,7 @@ from otdd_flash.flows.stepping import Stepping
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
 # Loose solves: where a solve starts then shows in where it ends.
-LOOSE = {"solver": otdd.SolverOptions(tolerance=1e-2), "steps": 7}
+LOOSE = {"solver": otdd.Converged(tolerance=1e-2), "steps": 7}
 
 
 class Stop:
@@ -132,11 +132,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "epsilon": {"epsilon": 2.0},
     "lambda_x": {"lambda_x": 0.6},
     "lambda_y": {"lambda_y": 0.6},
-    "solver.tolerance": {"solver": otdd.SolverOptions(tolerance=2e-2)},
-    "solver.max_iterations": {"solver": otdd.SolverOptions(tolerance=1e-2, max_iterations=99)},
-    "solver.bound_width": {"solver": otdd.SolverOptions(tolerance=1e-2, bound_width=0.5)},
-    "solver.max_seconds": {"solver": otdd.SolverOptions(tolerance=1e-2, max_seconds=1e6)},
-    "solver.schedule": {"solver": otdd.SolverOptions(tolerance=1e-2, schedule="geomloss")},
+    "solver.tolerance": {"solver": otdd.Converged(tolerance=2e-2)},
+    "solver.max_iterations": {"solver": otdd.Converged(tolerance=1e-2, max_iterations=99)},
+    "solver.bound_width": {"solver": otdd.Converged(tolerance=1e-2, bound_width=0.5)},
+    "solver.max_seconds": {"solver": otdd.Converged(tolerance=1e-2, max_seconds=1e6)},
+    "solver.schedule": {"solver": otdd.GeomlossSchedule(tolerance=1e-2)},
     "precision": {"compute": otdd.ComputeOptions(device="cpu", precision="high")},
     "seed": {"seed": 1},
     "flow.mode": {"mode": "joint"},
@@ -162,8 +162,11 @@ def test_a_changed_setting_is_named_and_refused(key: str, tmp_path: Path) -> Non
         flow(checkpoints=otdd.Checkpoints(tmp_path, resume=True), **{**options, **CHANGES[key]})
 
 
-# What checkpoints held of parameters that the chosen metric does not have.
-EARLIER = {"labels.epsilon": 0.1, "labels.tolerance": 1e-3, "labels.given": None}
+# What checkpoints held of parameters that the chosen metric and schedule do not have.
+EARLIER = {
+    **{"labels.epsilon": 0.1, "labels.tolerance": 1e-3, "labels.given": None},
+    **{"solver.scaling": 0.5, "solver.diameter": None},
+}
 
 
 def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_the_self_term_of_the_target_is_solved_once(mode: str) -> None:
 def test_solves_start_where_the_last_ended() -> None:
     source, target = digits("train", 40), digits("test", 40, rotate=60)
     options = {"epsilon": 1.0, "labels": "means", "stepping": Stepping(0.02), "steps": 4}
-    warm = flow(source, target, solver=otdd.SolverOptions(1e-4), **options)
+    warm = flow(source, target, solver=otdd.Converged(1e-4), **options)
     iterations = 0
     mode = mode_of("features", source, target, otdd.labels.Means())
     points = source.features
@@ -120,7 +120,7 @@ def test_solves_start_where_the_last_ended() -> None:
         table = mode.class_distances.full
         setting = replace(
             setting_of(source, target, otdd.labels.Means()),
-            solver=otdd.SolverOptions(1e-4),
+            solver=otdd.Converged(1e-4),
         )
         cold, _ = TargetDivergence(setting)(setting.at(points), table, frozenset())
         iterations += cold.xy.iterations
@@ -130,7 +130,7 @@ def test_solves_start_where_the_last_ended() -> None:
 def test_the_last_two_solves_tell_where_the_next_starts() -> None:
     """Of a path that is nearly straight: potentials go on as they went."""
     metric = otdd.labels.NoLabels()
-    setting = replace(setting_of(SOURCE, TARGET, metric), solver=otdd.SolverOptions(1e-6))
+    setting = replace(setting_of(SOURCE, TARGET, metric), solver=otdd.Converged(1e-6))
     divergence, points = TargetDivergence(setting), SOURCE.features
     for _ in range(2):
         _, gradient = divergence(setting.at(points), None, frozenset({"x"}))
@@ -161,7 +161,7 @@ def test_a_target_divergence_goes_on_from_its_state() -> None:
 
 def test_a_target_whose_solve_was_cut_short_is_solved_on() -> None:
     setting = setting_of(SOURCE, TARGET, otdd.labels.NoLabels())
-    hasty = otdd.SolverOptions(tolerance=1e-10, max_iterations=2)
+    hasty = otdd.Converged(tolerance=1e-10, max_iterations=2)
     divergence = TargetDivergence(replace(setting, solver=hasty))
     errors = []
     for _ in range(3):
@@ -173,7 +173,7 @@ def test_a_target_whose_solve_was_cut_short_is_solved_on() -> None:
 
 @pytest.mark.slow
 def test_every_step_says_what_its_solve_was_asked_for() -> None:
-    single = {"solver": otdd.SolverOptions(), "compute": otdd.ComputeOptions("cpu")}
+    single = {"solver": otdd.Converged(), "compute": otdd.ComputeOptions("cpu")}
     rough, fine = (flow(SOURCE, TARGET, epsilon=epsilon, **single) for epsilon in (2e-4, 1.0))
     for record in rough.history:
         assert record.stopped_by == "rounding"
@@ -182,7 +182,7 @@ def test_every_step_says_what_its_solve_was_asked_for() -> None:
 
 
 def test_a_solve_that_stops_early_is_reported_or_refused() -> None:
-    hasty = otdd.SolverOptions(tolerance=1e-6, max_iterations=3)
+    hasty = otdd.Converged(tolerance=1e-6, max_iterations=3)
     with pytest.warns(NotConvergedWarning, match="after 3 iterations in 3 of 3 evaluations"):
         result = flow(SOURCE, TARGET, epsilon=0.05, solver=hasty)
     assert not result.converged

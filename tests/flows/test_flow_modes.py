@@ -95,7 +95,7 @@ def test_the_objective_falls_on_digits(case: dict[str, Any]) -> None:
         source,
         target,
         epsilon=1.0,
-        solver=otdd.SolverOptions(),
+        solver=otdd.Converged(),
         stepping=otdd.Stepping(0.2),
         **case,
     )

@@ -71,7 +71,7 @@ def euler_flow(
     tolerance: float = 1e-6,
 ) -> HandFlow:
     """x <- x - tau (1 / a) dS/dx with the solver's own gradient; W is measured at every step."""
-    options = otdd.SolverOptions(tolerance=tolerance)
+    options = otdd.Converged(tolerance=tolerance)
     particles, fields, solved = source, [], None
     for _ in range(steps):
         table = class_table(particles, target)
