@@ -138,13 +138,10 @@ def adapt_pair(
         flow = otdd.gradient_flow(
             source,
             target,
-            steps=STEPS,
-            mode=mode,
+            otdd.Flow(STEPS, mode, otdd.Stepping(box=(0.0, 1.0)), seed=seed),
             labels=metric,
-            stepping=otdd.Stepping(box=(0.0, 1.0)),
             epsilon_relative=EPSILON_RELATIVE,
             compute=otdd.ComputeOptions(device=device),
-            seed=seed,
         )
         moved = flow.samples
         assert moved.labels is not None

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from otdd_flash.data.registry import load
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
+    from otdd_flash.flows.callbacks import Callbacks
     from otdd_flash.flows.checkpoint import Checkpoints
+    from otdd_flash.flows.flow import Flow
     from otdd_flash.flows.result import FlowResult
     from otdd_flash.flows.run import gradient_flow
     from otdd_flash.flows.stepping import Stepping
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from otdd_flash.solver.loss import sinkhorn_loss
 
 __all__ = [
+    "Callbacks",
     "Checkpoints",
     "ClassDistances",
     "ComputeOptions",
@@ -58,6 +61,7 @@ __all__ = [
     "ConvergenceError",
     "DataNotice",
     "DistanceResult",
+    "Flow",
     "FlowResult",
     "GeomlossSchedule",
     "GroundCost",
@@ -87,6 +91,7 @@ __all__ = [
 
 # Where each name is defined, and the modules whose names are used through them.
 _HOMES = {
+    "Callbacks": "otdd_flash.flows.callbacks",
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
     "ComputeOptions": "otdd_flash.operators.build",
@@ -94,6 +99,7 @@ _HOMES = {
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",
     "DistanceResult": "otdd_flash.result",
+    "Flow": "otdd_flash.flows.flow",
     "FlowResult": "otdd_flash.flows.result",
     "GeomlossSchedule": "otdd_flash.solver.geomloss_schedule",
     "GroundCost": "otdd_flash.operators.build",

@@ -48,6 +48,8 @@ COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
 COST_CLASS = "otdd_flash.operators.build.GroundCost"
 SCHEDULE_CLASS = "otdd_flash.solver.schedule.Schedule"
 STEPPING_CLASS = "otdd_flash.flows.stepping.Stepping"
+FLOW_CLASS = "otdd_flash.flows.flow.Flow"
+CALLBACKS_CLASS = "otdd_flash.flows.callbacks.Callbacks"
 CHECKPOINTS_CLASS = "otdd_flash.flows.checkpoint.Checkpoints"
 
 positive = number("be positive and finite", lambda value: 0 < value < math.inf)
@@ -185,20 +187,41 @@ PAIRWISE_DISTANCES: Declaration = {
 CLASS_DISTANCES: Declaration = {"datasets": sequence(samples), **MEASURING}
 GRADIENT_FLOW: Declaration = {
     **PAIR,
-    **COMPARING,
-    "class_distances": table,
-    # Their ranges are those of the settings flow.KEY.
+    "flow": optional(instance("be an otdd.Flow", FLOW_CLASS)),
+    "epsilon": positive,
+    "epsilon_relative": optional(positive),
+    "labels": labels,
+    "min_class_size": optional(count),
+    "cost": cost,
+    "solver": solver,
+    "compute": optional(compute),
+    "cache_dir": optional(path),
+    "callbacks": optional(instance("be otdd.Callbacks", CALLBACKS_CLASS)),
+}
+FLOW: Declaration = {
+    # Ranges are checked where they are explained.
     "steps": integer(at_least=None),
     "mode": text,
-    "stepping": optional(instance("be a Stepping", STEPPING_CLASS)),
+    "stepping": instance("be a Stepping", STEPPING_CLASS),
     "functionals": sequence(lambda name, value: value),
     "refresh": integer(at_least=None),
     "tolerance": optional(any_number),
-    "checkpoints": optional(instance("be Checkpoints", CHECKPOINTS_CLASS)),
-    "seed": seed,
     "keep_moments": flag,
+    "seed": called("seed", seed),
+    "checkpoints": optional(instance("be Checkpoints", CHECKPOINTS_CLASS)),
+}
+CALLBACKS: Declaration = {
+    "progress": optional(function),
     "solver_progress": optional(function),
+    "class_progress": optional(function),
     "stop": optional(function),
+}
+# Where earlier arguments went.
+GRADIENT_FLOW_MOVED = {
+    **{key: f"flow=otdd.Flow({key}=...)" for key in (*FLOW, "space")},
+    **{key: f"callbacks=otdd.Callbacks({key}=...)" for key in CALLBACKS},
+    **{key: f"cost=otdd.GroundCost({key}=...)" for key in ("lambda_x", "lambda_y")},
+    "class_distances": "labels=otdd.labels.Given(table)",
 }
 NOISE_FLOOR: Declaration = {**PAIR, "progress": optional(function), "seed": seed}
 SUBSAMPLE_INTERVAL: Declaration = {

@@ -107,7 +107,11 @@ def _flow(request: Request) -> Solved:
     given = request.of_datasets
     if given is None or not request.problem.cost.lambda_x:
         return _distance(request)
-    before = otdd.gradient_flow(*request.sides, steps=1, **given).before
+    given = {key: part for key, part in given.items() if not key.startswith("lambda_")}
+    if "class_distances" in given:
+        given["labels"] = otdd.labels.Given(given.pop("class_distances"))
+    flown = otdd.gradient_flow(*request.sides, otdd.Flow(1), cost=request.problem.cost, **given)
+    before = flown.before
     assert before.lower is not None
     assert before.upper is not None
     return Solved((before.lower, before.upper), True)

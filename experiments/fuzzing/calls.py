@@ -39,8 +39,11 @@ def _functions() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         }),
         "class_distances": (otdd.class_distances, {"datasets": [x, y], "labels": "means"}),
         "gradient_flow": (otdd.gradient_flow, {
-            **pair, "steps": 1, "mode": "features", "epsilon": 0.5, "labels": "means", "seed": 0,
-            "refresh": 1, "stepping": None, "functionals": (),
+            **pair, "flow": otdd.Flow(1), "epsilon": 0.5, "labels": "means", "cost": None,
+            "callbacks": None,
+        }),
+        "Flow": (otdd.Flow, {
+            "steps": 1, "mode": "features", "seed": 0, "refresh": 1, "functionals": (),
         }),
         "sinkhorn": (otdd.sinkhorn, {**pair, "epsilon": 0.5, "options": None, "compute": None}),
         "sinkhorn_divergence": (otdd.sinkhorn_divergence, {**pair, "epsilon": 0.5, "cost": None}),

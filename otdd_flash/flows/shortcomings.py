@@ -23,7 +23,7 @@ def report_growth(before: StepRecord, after: StepRecord, options: LoopOptions) -
     assert before.upper is not None
     assert after.lower is not None
     if not options.functionals and after.lower > before.upper:
-        box = options.stepping.box
+        box = options.flow.stepping.box
         logger.warning(
             "the flow ended farther from its target than it began, at %.5g after %.5g; lower %s%s",
             after.divergence,

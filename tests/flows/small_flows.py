@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,10 @@ def digits(split: str, count: int, *, rotate: float = 0.0, dtype: Any = torch.fl
 
 
 def flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd.FlowResult:
-    """A flow of 2 steps, solved tightly in float64, unless the options say otherwise."""
+    """A flow of 2 steps, solved tightly in float64, unless the options say otherwise.
+
+    They are those of `gradient_flow`, of its `Flow` and of its `Callbacks` side by side.
+    """
     usual: dict[str, Any] = {
         "steps": 2,
         "epsilon": EPSILON,
@@ -61,7 +64,15 @@ def flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd
         "compute": DOUBLE,
         "stepping": otdd.Stepping(step_size=0.3),
     }
-    return otdd.gradient_flow(source, target, **{**usual, **options})
+    left = {**usual, **options}
+    moves = otdd.Flow(**taken(otdd.Flow, left))
+    callbacks = otdd.Callbacks(**taken(otdd.Callbacks, left))
+    return otdd.gradient_flow(source, target, moves, callbacks=callbacks, **left)
+
+
+def taken(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are fields of a dataclass, taken out of the others."""
+    return {part.name: options.pop(part.name) for part in fields(kind) if part.name in options}
 
 
 def setting_of(

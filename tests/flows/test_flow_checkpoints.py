@@ -130,8 +130,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "labels.diagonal": {"labels": otdd.labels.Gaussian(diagonal=True)},
     "labels.unbiased": {"labels": otdd.labels.Gaussian(unbiased=False)},
     "epsilon": {"epsilon": 2.0},
-    "lambda_x": {"lambda_x": 0.6},
-    "lambda_y": {"lambda_y": 0.6},
+    "lambda_x": {"cost": otdd.GroundCost(lambda_x=0.6)},
+    "lambda_y": {"cost": otdd.GroundCost(lambda_y=0.6)},
     "solver.tolerance": {"solver": otdd.Converged(tolerance=2e-2)},
     "solver.max_iterations": {"solver": otdd.Converged(tolerance=1e-2, max_iterations=99)},
     "solver.bound_width": {"solver": otdd.Converged(tolerance=1e-2, bound_width=0.5)},
@@ -193,11 +193,17 @@ def test_a_schedule_that_ends_with_the_flow_fixes_its_length(tmp_path: Path) -> 
 def test_another_given_table_is_refused(tmp_path: Path) -> None:
     table = otdd.class_distances([SOURCE, TARGET]).between(0, 1)
     other = replace(table, xy=2 * table.xy)
-    flow(SOURCE, TARGET, class_distances=table, checkpoints=otdd.Checkpoints(tmp_path), **LOOSE)
+    flow(
+        SOURCE,
+        TARGET,
+        labels=otdd.labels.Given(table),
+        checkpoints=otdd.Checkpoints(tmp_path),
+        **LOOSE,
+    )
     again = otdd.Checkpoints(tmp_path, resume=True)
-    flow(SOURCE, TARGET, class_distances=table, checkpoints=again, **LOOSE)
+    flow(SOURCE, TARGET, labels=otdd.labels.Given(table), checkpoints=again, **LOOSE)
     with pytest.raises(InputError, match=r"labels.given was"):
-        flow(SOURCE, TARGET, class_distances=other, checkpoints=again, **LOOSE)
+        flow(SOURCE, TARGET, labels=otdd.labels.Given(other), checkpoints=again, **LOOSE)
 
 
 def test_functionals_with_arrays_are_compared_by_content(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_every_record_is_the_divergence_solved_afresh(case: dict[str, Any]) -> N
 def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
     source, target = blobs(9), blobs(11, seed=1)
     metric = otdd.labels.Means()
-    cost = {"lambda_x": 0.7, "lambda_y": 0.2}
+    cost = otdd.GroundCost(0.7, 0.2)
     scale = torch.tensor([0.7, 0.2], dtype=torch.float64).sqrt().repeat_interleave(3)
 
     def longer(samples: LabeledSamples) -> LabeledSamples:
@@ -142,7 +142,7 @@ def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
         vectors = torch.cat((samples.features, means), 1) * scale
         return LabeledSamples(vectors, None, ())
 
-    augmented = flow(source, target, mode="augmented", labels=metric, **cost)
+    augmented = flow(source, target, mode="augmented", labels=metric, cost=cost)
     # Both halves of a vector are scaled, so that each has a step size of its own.
     plain = longer(source)
     for _ in range(2):
@@ -203,7 +203,8 @@ def test_augmented_particles_take_the_class_of_where_they_go() -> None:
     wrong = target.labels.clone()
     wrong[:6] = 1 - wrong[:6]
     source = replace(target, features=target.features + 0.5, labels=wrong)
-    options = {"lambda_x": 1.0, "lambda_y": 0.1, "steps": 10, "stepping": otdd.Stepping(1.0)}
+    cost = otdd.GroundCost(1.0, 0.1)
+    options = {"cost": cost, "steps": 10, "stepping": otdd.Stepping(1.0)}
     for metric in (case["labels"] for name, case in CASES.items() if "augmented" in name):
         result = flow(source, target, mode="augmented", labels=metric, epsilon=2.0, **options)
         assert torch.equal(result.samples.labels, target.labels), metric

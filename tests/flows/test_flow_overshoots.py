@@ -134,7 +134,7 @@ def test_clouds_that_begin_as_one_may_round() -> None:
     """The mean cost of the start is 0, and any step's is far above."""
     point = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     source, target = (otdd.LabeledSamples(point.expand(n, -1), None, ()) for n in (7, 50))
-    found = otdd.gradient_flow(source, target, steps=1, labels="none", epsilon=1e-3)
+    found = otdd.gradient_flow(source, target, otdd.Flow(1), labels="none", epsilon=1e-3)
     assert abs(found.after.divergence) <= 1e-10
 
 

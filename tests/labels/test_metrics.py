@@ -52,7 +52,7 @@ def test_a_new_metric_takes_one_line_of_the_registry(blobs, tmp_path, monkeypatc
     assert result.method == "manhattan"
     torch.testing.assert_close(result.class_distances.full, expected)
     assert otdd.pairwise_distances(pair, labels="manhattan", epsilon=1.0).method == "manhattan"
-    flown = otdd.gradient_flow(*pair, labels=Manhattan(), steps=1, epsilon=1.0)
+    flown = otdd.gradient_flow(*pair, otdd.Flow(1), labels=Manhattan(), epsilon=1.0)
     assert flown.settings["labels.method"] == "manhattan"
 
 

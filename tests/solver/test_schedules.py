@@ -88,7 +88,7 @@ def test_a_new_schedule_is_a_type_that_every_entry_takes(tmp_path):
         pair[0].features, pair[1].features, epsilon=2.0, options=Sweeps(updates=200)
     )
     assert float(loss) > 0
-    flown = otdd.gradient_flow(*pair, steps=1, epsilon=2.0, solver=Sweeps(updates=200))
+    flown = otdd.gradient_flow(*pair, otdd.Flow(1), epsilon=2.0, solver=Sweeps(updates=200))
     assert flown.settings["solver.schedule"] == "sweeps"
     assert flown.settings["solver.updates"] == 200
 

@@ -49,7 +49,7 @@ class Given(LabelMetric):
         if self.table is None:
             raise InputError(
                 "labels=given needs a table: labels.path=W.npz with arrays xx, xy and yy, or "
-                "class_distances= in Python"
+                "otdd.labels.Given(table) in Python"
             )
 
     def read(self) -> ClassDistances:
