@@ -33,7 +33,7 @@ import otdd_flash as otdd
 from experiments.adaptation_picture import draw_adaptation
 from experiments.environment import RESULTS, environment, write_result
 from otdd_flash.devices import resolve_device
-from otdd_flash.labels import LabelMetric
+from otdd_flash.labels import Gaussian, NoLabels
 from otdd_flash.samples import LabeledSamples
 
 PAIRS = (("mnist", "usps"), ("usps", "mnist"), ("mnist", "fashion_mnist"))
@@ -41,11 +41,11 @@ SIDE = 28
 STEPS, EPSILON_RELATIVE = 20, 0.01
 # Name in tables, mode of the flow, class distances.
 FLOWS = (
-    ("features", "features", LabelMetric("gaussian")),
-    ("features, no labels", "features", LabelMetric("none")),
-    ("attached", "attached", LabelMetric("gaussian")),
-    ("joint", "joint", LabelMetric("gaussian", diagonal=True)),
-    ("augmented", "augmented", LabelMetric("gaussian", diagonal=True)),
+    ("features", "features", Gaussian()),
+    ("features, no labels", "features", NoLabels()),
+    ("attached", "attached", Gaussian()),
+    ("joint", "joint", Gaussian(diagonal=True)),
+    ("augmented", "augmented", Gaussian(diagonal=True)),
 )
 EPOCHS, BATCH, RATE = 30, 64, 1e-3
 
@@ -138,13 +138,10 @@ def adapt_pair(
         flow = otdd.gradient_flow(
             source,
             target,
-            steps=STEPS,
-            mode=mode,
+            otdd.Flow(STEPS, mode, otdd.Stepping(box=(0.0, 1.0)), seed=seed),
             labels=metric,
-            stepping=otdd.Stepping(box=(0.0, 1.0)),
             epsilon_relative=EPSILON_RELATIVE,
             compute=otdd.ComputeOptions(device=device),
-            seed=seed,
         )
         moved = flow.samples
         assert moved.labels is not None

@@ -99,7 +99,7 @@ def true_divergence(problem: Problem, near: Divergence) -> Divergence:
     """The divergence in double precision, from potentials nearby."""
     start = {name: term.g.double() for name, term in near.terms.items()}
     start["xy"] = newton(problem.operator("xy"), start["xy"], near.xy.epsilon)
-    options = otdd.SolverOptions(tolerance=TRUE_ERROR, max_iterations=200_000)
+    options = otdd.Converged(tolerance=TRUE_ERROR, max_iterations=200_000)
     return problem.solve(options, start=start)
 
 
@@ -134,13 +134,13 @@ def measure(
     problem: Problem, exact: Problem, truth: Divergence | None
 ) -> tuple[dict[str, Any], Divergence]:
     """One row, and the divergence in double precision if it was not known."""
-    found = problem.solve(otdd.SolverOptions())
+    found = problem.solve(otdd.Converged())
     truth = truth or true_divergence(exact, found)
     (low, high), (least, most) = found.bounds, truth.bounds
     if not (low <= least and most <= high and truth.converged):
         sys.exit(f"[{least}, {most}] is not within [{low}, {high}]")
     simple = simple_bounds(found.terms, problem)
-    solve = seconds(lambda: problem.solve(otdd.SolverOptions()), problem.device)
+    solve = seconds(lambda: problem.solve(otdd.Converged()), problem.device)
     extra = interval_seconds(found.terms, problem)
     row = {
         "value": found.value,
@@ -199,7 +199,7 @@ def main() -> None:
     content = {
         "environment": environment(),
         "samples": given.samples,
-        "tolerance": otdd.SolverOptions().asked_tolerance,
+        "tolerance": otdd.Converged().asked_tolerance,
         **summary,
         "rows": rows,
     }

@@ -71,7 +71,7 @@ def pair_by_pair(clouds: list[ClassCloud], pairs: Tensor, epsilon: float) -> Ten
 
 def divergences(clouds: list[ClassCloud], pairs: Tensor, epsilon: float) -> Tensor:
     """The same by `sinkhorn_divergence`."""
-    options = otdd.SolverOptions(tolerance=TOLERANCE)
+    options = otdd.Converged(tolerance=TOLERANCE)
     cost = otdd.GroundCost(lambda_x=1.0, lambda_y=0.0)
     values = [
         otdd.sinkhorn_divergence(

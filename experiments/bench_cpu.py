@@ -52,7 +52,7 @@ def make_problem(root: str, samples: int) -> Problem:
         )
         for name in ("mnist", "fashion_mnist")
     )
-    table = measure_classes(source, target, otdd.LabelMetric()).full
+    table = measure_classes(source, target, otdd.labels.Gaussian()).full
     return Problem(source, target, table, otdd.GroundCost())
 
 
@@ -179,7 +179,7 @@ def _geomloss_error(root: str) -> float:
         problem.target,
         epsilon=epsilon,
         class_table=problem.class_table,
-        options=otdd.SolverOptions(1e-6),
+        options=otdd.Converged(1e-6),
         compute=otdd.ComputeOptions(device="cpu", precision="double"),
     ).value
     return abs(geomloss_divergence(problem, epsilon, scaling=0.99) / ours_value - 1)
@@ -241,7 +241,7 @@ def measure_memory(root: str, samples: int) -> dict[str, Any]:
             problem.target,
             epsilon=0.1,
             class_table=problem.class_table,
-            options=otdd.SolverOptions(max_iterations=2),
+            options=otdd.Converged(max_iterations=2),
             compute=otdd.ComputeOptions(device="cpu", memory_budget="0"),
         )
     return {

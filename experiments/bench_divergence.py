@@ -36,7 +36,7 @@ from torch import Tensor
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import extra_mib, milliseconds
-from otdd_flash import NotConvergedWarning, SolverOptions, sinkhorn_loss
+from otdd_flash import Converged, NotConvergedWarning, sinkhorn_loss
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
@@ -123,7 +123,7 @@ class Workload:
 
 
 # The tolerance is what float32 allows and never reached: iterations stop at their number.
-OPTIONS = SolverOptions(tolerance=3e-5, max_iterations=ITERATIONS)
+OPTIONS = Converged(tolerance=3e-5, max_iterations=ITERATIONS)
 
 
 def our_solve(work: Workload) -> tuple[Divergence, Tensor]:

@@ -45,7 +45,7 @@ from otdd_flash.samples import LabeledSamples
 STEPS = 20
 POINTS, DIM = 60_000, 512
 # What float32 allows and never reached: iterations stop at their number.
-FIXED = otdd.SolverOptions(tolerance=3e-5, max_iterations=ITERATIONS)
+FIXED = otdd.Converged(tolerance=3e-5, max_iterations=ITERATIONS)
 
 
 def bench_fixed() -> dict[str, Any]:
@@ -60,9 +60,9 @@ def bench_fixed() -> dict[str, Any]:
         return otdd.gradient_flow(
             source,
             target,
-            steps=steps,
+            otdd.Flow(steps),
             epsilon=work.epsilon,
-            class_distances=table,
+            labels=otdd.labels.Given(table),
             solver=FIXED,
         )
 
@@ -101,12 +101,12 @@ def bench_fixed() -> dict[str, Any]:
 
 
 def bench_converged(
-    source: LabeledSamples, target: LabeledSamples, **options: Any
+    source: LabeledSamples, target: LabeledSamples, *, refresh: int = 1, **options: Any
 ) -> dict[str, Any]:
     """A whole flow whose every solve converges."""
-    otdd.gradient_flow(source, target, steps=1, **options)
+    otdd.gradient_flow(source, target, otdd.Flow(1, refresh=refresh), **options)
     start = time.perf_counter()
-    result = otdd.gradient_flow(source, target, steps=STEPS, **options)
+    result = otdd.gradient_flow(source, target, otdd.Flow(STEPS, refresh=refresh), **options)
     seconds = time.perf_counter() - start
     return {
         "source": source.name,

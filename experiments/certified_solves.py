@@ -94,7 +94,7 @@ def load_pair(
         )
         for name in names
     )
-    return source, target, measure_classes(source, target, otdd.LabelMetric()).full
+    return source, target, measure_classes(source, target, otdd.labels.Gaussian()).full
 
 
 def problem_of(case: Case, device: str, root: str) -> Problem:
@@ -117,7 +117,7 @@ def solve(problem: Problem) -> dict[str, Any]:
     if gpu:
         torch.cuda.synchronize()
     started = clock()
-    found = problem.solve(otdd.SolverOptions())
+    found = problem.solve(otdd.Converged())
     if gpu:
         torch.cuda.synchronize()
     return {

@@ -37,10 +37,8 @@ def flow(source: LabeledSamples, target: LabeledSamples, epsilon: float) -> otdd
     return otdd.gradient_flow(
         source,
         target,
-        steps=STEPS,
-        stepping=otdd.Stepping(STEP_SIZE),
+        otdd.Flow(STEPS, stepping=otdd.Stepping(STEP_SIZE), keep_moments=True),
         epsilon_relative=epsilon,
-        keep_moments=True,
     )
 
 

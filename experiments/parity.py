@@ -42,7 +42,7 @@ def pairs(root: str, samples: int) -> dict[str, Problem]:
 
 def _problem(source: Any, target: Any, size: int) -> Problem:
     x, y = (otdd.embed(side, otdd.extractors.pixels(size=size)) for side in (source, target))
-    return Problem(x, y, measure_classes(x, y, otdd.LabelMetric()).full, otdd.GroundCost())
+    return Problem(x, y, measure_classes(x, y, otdd.labels.Gaussian()).full, otdd.GroundCost())
 
 
 def compare(name: str, problem: Problem, relative: float) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def compare(name: str, problem: Problem, relative: float) -> dict[str, Any]:
     clouds = problem.source, problem.target
     settings: dict[str, Any] = {"epsilon": epsilon, "class_table": problem.class_table}
     divergence = otdd.sinkhorn_divergence(*clouds, **settings)
-    tight = otdd.SolverOptions(tolerance=1e-9)
+    tight = otdd.Converged(tolerance=1e-9)
     term = otdd.sinkhorn(*clouds, **settings, options=tight, compute=DOUBLE)
     geomloss = geomloss_divergence(problem, epsilon, scaling=0.99)
     value, f, g = pot_sinkhorn_log(problem, epsilon, tolerance=1e-11)

@@ -152,7 +152,7 @@ def run_flow(side: Side, work: Workload) -> dict[str, Any]:
     del first
     measured = measure_once(partial(flow, side, work, FLOW_STEPS), work.source.features.device)
     flown = measured.result
-    end = work.problem(flown.end).solve(otdd.SolverOptions())
+    end = work.problem(flown.end).solve(otdd.Converged())
     after = {"value": end.value, "bounds": list(end.bounds), "converged": end.converged}
     return {
         **took(measured, flown.half_passes),

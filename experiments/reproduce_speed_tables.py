@@ -45,7 +45,7 @@ from experiments.bench_divergence import marginal_error, with_gradient
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import extra_mib, milliseconds
-from otdd_flash import NotConvergedWarning, SolverOptions, sinkhorn_loss
+from otdd_flash import Converged, NotConvergedWarning, sinkhorn_loss
 from otdd_flash.files import write_text
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions
@@ -55,7 +55,7 @@ SIZES = tuple((n, d) for n in (50_000, 20_000, 5_000) for d in (1024, 512, 64))
 ITERATIONS = 10
 RELATIVE_EPSILON = 0.01
 # What float32 allows at this epsilon; the certificate counts as one more iteration.
-OPTIONS = SolverOptions(tolerance=4e-5, max_iterations=ITERATIONS + 1)
+OPTIONS = Converged(tolerance=4e-5, max_iterations=ITERATIONS + 1)
 # Final f and g, and half-passes.
 Solved = tuple[Tensor, Tensor, float]
 

@@ -65,7 +65,7 @@ def main() -> None:
         with warnings.catch_warnings():
             # That it stops early is what is measured.
             warnings.simplefilter("ignore", otdd.NotConvergedWarning)
-            schedule = otdd.SolverOptions(schedule="geomloss", scaling=0.5)
+            schedule = otdd.GeomlossSchedule(scaling=0.5)
             theirs = otdd.dataset_distance(*sides, solver=schedule, **common)
         rows.append(
             {

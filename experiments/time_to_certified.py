@@ -58,7 +58,7 @@ def seconds_of_cross_term(result: otdd.DistanceResult) -> float:
         result.target,
         epsilon=result.epsilon,
         class_table=result.class_distances.full,
-        options=otdd.SolverOptions(TOLERANCE),
+        options=otdd.Converged(TOLERANCE),
     )
     torch.cuda.synchronize()
     return time.perf_counter() - started
@@ -90,7 +90,7 @@ def main() -> None:
     )
     started = time.perf_counter()
     classes = otdd.dataset_distance(
-        source, target, epsilon_relative=1.0, solver=otdd.SolverOptions(0.1), debias=False
+        source, target, epsilon_relative=1.0, solver=otdd.Converged(0.1), debias=False
     ).class_distances
     seconds_of_classes = time.perf_counter() - started
     for epsilon in EPSILONS:

@@ -43,7 +43,7 @@ def make_operator(root: str, source: str, target: str, samples: int) -> Operator
         )
         for name in (source, target)
     )
-    table = measure_classes(x, y, otdd.LabelMetric()).full
+    table = measure_classes(x, y, otdd.labels.Gaussian()).full
     compute = otdd.ComputeOptions(device="cpu")
     return Problem(x, y, 1.0, table, compute=compute).operator("xy")
 
@@ -69,7 +69,7 @@ def measure(operator: Operator, relative: float, tolerance: float) -> dict[str, 
     started = time.perf_counter()
     passes, proof = plain(operator, epsilon, tolerance)
     between = time.perf_counter()
-    term = solve_alternating(operator, epsilon, otdd.SolverOptions(tolerance))
+    term = solve_alternating(operator, epsilon, otdd.Converged(tolerance))
     ended = time.perf_counter()
     overlap = max(term.bounds[0], proof.bounds[0]) <= min(term.bounds[1], proof.bounds[1])
     if not (term.converged and overlap):

@@ -97,12 +97,12 @@ def affordable(settings: Settings, shape: tuple[int, int], device: str) -> Setti
     work = WORK[device] / (DOUBLE[device] if settings.precision == "double" else 1)
     if work < pairs and settings.precision == "double":
         settings, work = replace(settings, precision="high"), WORK[device]
+    settings = replace(settings, streamed=settings.streamed or pairs > MOST_STORED)
+    if "max_iterations" not in settings.options:
+        # A schedule has a number of its own.
+        return settings
     most = min(settings.options["max_iterations"], max(2, int(work / pairs)))
-    return replace(
-        settings,
-        streamed=settings.streamed or pairs > MOST_STORED,
-        options=settings.options | {"max_iterations": most},
-    )
+    return replace(settings, options=settings.options | {"max_iterations": most})
 
 
 def run_one(

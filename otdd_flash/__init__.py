@@ -29,20 +29,17 @@ from typing import TYPE_CHECKING, Any
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
-    from otdd_flash import extractors
+    from otdd_flash import extractors, labels
     from otdd_flash.data.registry import load
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
+    from otdd_flash.flows.callbacks import Callbacks
     from otdd_flash.flows.checkpoint import Checkpoints
+    from otdd_flash.flows.flow import Flow
     from otdd_flash.flows.result import FlowResult
     from otdd_flash.flows.run import gradient_flow
     from otdd_flash.flows.stepping import Stepping
-    from otdd_flash.labels import (
-        ClassDistances,
-        JointClassDistances,
-        LabelMetric,
-        class_distances,
-    )
+    from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
     from otdd_flash.operators.build import ComputeOptions
     from otdd_flash.operators.ground import GroundCost
     from otdd_flash.otdd import dataset_distance
@@ -52,26 +49,29 @@ if TYPE_CHECKING:
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
+    from otdd_flash.solver.converged import Converged
+    from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
     from otdd_flash.solver.loss import sinkhorn_loss
-    from otdd_flash.solver.options import SolverOptions
 
 __all__ = [
+    "Callbacks",
     "Checkpoints",
     "ClassDistances",
     "ComputeOptions",
+    "Converged",
     "ConvergenceError",
     "DataNotice",
     "DistanceResult",
+    "Flow",
     "FlowResult",
+    "GeomlossSchedule",
     "GroundCost",
     "InputError",
     "JointClassDistances",
-    "LabelMetric",
     "LabeledSamples",
     "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
-    "SolverOptions",
     "Stepping",
     "SubsampleInterval",
     "__version__",
@@ -80,6 +80,7 @@ __all__ = [
     "embed",
     "extractors",
     "gradient_flow",
+    "labels",
     "load",
     "noise_floor",
     "pairwise_distances",
@@ -89,24 +90,26 @@ __all__ = [
     "subsample_interval",
 ]
 
-# Where each name is defined; `extractors` is a module of its own.
+# Where each name is defined, and the modules whose names are used through them.
 _HOMES = {
+    "Callbacks": "otdd_flash.flows.callbacks",
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
     "ComputeOptions": "otdd_flash.operators.build",
+    "Converged": "otdd_flash.solver.converged",
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",
     "DistanceResult": "otdd_flash.result",
+    "Flow": "otdd_flash.flows.flow",
     "FlowResult": "otdd_flash.flows.result",
+    "GeomlossSchedule": "otdd_flash.solver.geomloss_schedule",
     "GroundCost": "otdd_flash.operators.ground",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",
-    "LabelMetric": "otdd_flash.labels",
     "LabeledSamples": "otdd_flash.samples",
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise_result",
-    "SolverOptions": "otdd_flash.solver.options",
     "Stepping": "otdd_flash.flows.stepping",
     "SubsampleInterval": "otdd_flash.sampling",
     "class_distances": "otdd_flash.labels",
@@ -121,14 +124,27 @@ _HOMES = {
     "sinkhorn_loss": "otdd_flash.solver.loss",
     "subsample_interval": "otdd_flash.sampling",
 }
+_MODULES = ("extractors", "labels")
+
+# What took the place of earlier names.
+_MOVED = {
+    "LabelMetric": "every method is a type of its own, such as otdd.labels.Gaussian(diagonal=True) "
+    "or otdd.labels.Sinkhorn(epsilon=0.5)",
+    "SolverOptions": "solver= and options= take otdd.Converged(tolerance=1e-4), with bound_width=, "
+    "max_iterations=, max_seconds=, require_convergence=, or otdd.GeomlossSchedule(scaling=0.5)",
+}
 
 
 if not TYPE_CHECKING:
     # Hidden from type checkers, to which it would make every name one of this module.
     def __getattr__(name: str) -> Any:
         """Import what is used for the first time."""
-        if name == "extractors":
-            return import_module("otdd_flash.extractors")
+        if name in _MODULES:
+            return import_module(f"otdd_flash.{name}")
+        if name in _MOVED:
+            # No AttributeError, of which `from otdd_flash import NAME` would tell nothing.
+            error = import_module("otdd_flash.errors").InputError
+            raise error(f"there is no otdd_flash.{name} any more: {_MOVED[name]}")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_HOMES[name]), name)

@@ -36,27 +36,28 @@ from otdd_flash.errors import InputError
 
 BACKENDS = ("auto", "torch", "triton")
 PRECISIONS = ("fast", "high", "double")
-SOLVER_SCHEDULES = ("converged", "geomloss")
 GROUNDS = ("sqeuclidean", "cosine", "inner")
-LABEL_METHODS = ("gaussian", "sinkhorn", "exact", "means", "upper_bound", "none", "given")
 MODALITIES = ("image", "text", "array")
 
 # Where the classes that arguments may be of are defined.
 SAMPLES_CLASS = "otdd_flash.samples.LabeledSamples"
 DATASET_CLASS = "otdd_flash.data.dataset.LabeledDataset"
-METRIC_CLASS = "otdd_flash.labels.metric.LabelMetric"
+METRIC_CLASS = "otdd_flash.labels.metrics.base.LabelMetric"
 TABLE_CLASS = "otdd_flash.labels.table.ClassDistances"
 JOINT_TABLE_CLASS = "otdd_flash.labels.many.JointClassDistances"
 COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
 COST_CLASS = "otdd_flash.operators.ground.GroundCost"
-SOLVER_CLASS = "otdd_flash.solver.options.SolverOptions"
+SCHEDULE_CLASS = "otdd_flash.solver.schedule.Schedule"
 STEPPING_CLASS = "otdd_flash.flows.stepping.Stepping"
+FLOW_CLASS = "otdd_flash.flows.flow.Flow"
+CALLBACKS_CLASS = "otdd_flash.flows.callbacks.Callbacks"
 CHECKPOINTS_CLASS = "otdd_flash.flows.checkpoint.Checkpoints"
 
 positive = number("be positive and finite", lambda value: 0 < value < math.inf)
 not_negative = number("be finite and not negative", lambda value: 0 <= value < math.inf)
 finite = number("be finite", math.isfinite)
 any_number = number("be a number", lambda value: True)
+marginal_error = number("lie in (0, 2), an L1 distance of two masses", lambda value: 0 < value < 2)
 share = number("lie in (0, 1)", lambda value: 0 < value < 1)
 count = integer(at_least=1)
 seed = integer(at_least=0, below=2**32)
@@ -83,12 +84,10 @@ embedded = instance("be LabeledSamples", SAMPLES_CLASS)
 
 
 def labels(name: str, value: Any) -> Any:
-    """How distances between classes are measured."""
-    if isinstance(value, str):
-        return choice(*LABEL_METHODS)(f"{name} method", value)
-    if not is_a(value, METRIC_CLASS):
-        known = ", ".join(LABEL_METHODS)
-        raise refused(name, f"be one of {known}, or a LabelMetric", value)
+    """How distances between classes are measured; whether a name is known is for `metric_of`."""
+    if not isinstance(value, str) and not is_a(value, METRIC_CLASS):
+        accepted = "be a name such as gaussian, or a metric such as otdd.labels.Gaussian()"
+        raise refused(name, accepted, value)
     return value
 
 
@@ -143,7 +142,7 @@ def memory(name: str, value: Any) -> Any:
     return value if isinstance(value, str) else integer(at_least=0)(name, value)
 
 
-solver = optional(instance("be SolverOptions", SOLVER_CLASS))
+solver = optional(instance("be otdd.Converged() or another schedule", SCHEDULE_CLASS))
 cost = optional(instance("be a GroundCost", COST_CLASS))
 table = optional(instance("be ClassDistances, a table of two datasets", TABLE_CLASS))
 joint_table = optional(
@@ -194,20 +193,41 @@ CLASS_DISTANCES: Declaration = {
 }
 GRADIENT_FLOW: Declaration = {
     **PAIR,
-    **COMPARING,
-    "class_distances": table,
-    # Their ranges are those of the settings flow.KEY.
+    "flow": optional(instance("be an otdd.Flow", FLOW_CLASS)),
+    "epsilon": positive,
+    "epsilon_relative": optional(positive),
+    "labels": labels,
+    "min_class_size": optional(count),
+    "cost": cost,
+    "solver": solver,
+    "compute": optional(compute),
+    "cache_dir": optional(path),
+    "callbacks": optional(instance("be otdd.Callbacks", CALLBACKS_CLASS)),
+}
+FLOW: Declaration = {
+    # Ranges are checked where they are explained.
     "steps": integer(at_least=None),
     "mode": text,
-    "stepping": optional(instance("be a Stepping", STEPPING_CLASS)),
+    "stepping": instance("be a Stepping", STEPPING_CLASS),
     "functionals": sequence(lambda name, value: value),
     "refresh": integer(at_least=None),
     "tolerance": optional(any_number),
-    "checkpoints": optional(instance("be Checkpoints", CHECKPOINTS_CLASS)),
-    "seed": seed,
     "keep_moments": flag,
+    "seed": called("seed", seed),
+    "checkpoints": optional(instance("be Checkpoints", CHECKPOINTS_CLASS)),
+}
+CALLBACKS: Declaration = {
+    "progress": optional(function),
     "solver_progress": optional(function),
+    "class_progress": optional(function),
     "stop": optional(function),
+}
+# Where earlier arguments went.
+GRADIENT_FLOW_MOVED = {
+    **{key: f"flow=otdd.Flow({key}=...)" for key in (*FLOW, "space")},
+    **{key: f"callbacks=otdd.Callbacks({key}=...)" for key in CALLBACKS},
+    **{key: f"cost=otdd.GroundCost({key}=...)" for key in ("lambda_x", "lambda_y")},
+    "class_distances": "labels=otdd.labels.Given(table)",
 }
 NOISE_FLOOR: Declaration = {**PAIR, "progress": optional(function), "seed": seed}
 SUBSAMPLE_INTERVAL: Declaration = {
@@ -346,33 +366,6 @@ FROM_FULL: Declaration = {
     **CLASS_DISTANCES_FIELDS,
 }
 BETWEEN: Declaration = {"first": integer(at_least=0), "second": integer(at_least=0)}
-LABEL_METRIC: Declaration = {
-    "method": choice(*LABEL_METHODS),
-    "unbiased": flag,
-    "diagonal": flag,
-    "epsilon": optional(positive),
-    "tolerance": positive,
-    "given": optional(
-        instance(
-            "be ClassDistances or the path of their npz",
-            TABLE_CLASS,
-            "builtins.str",
-            "pathlib.PurePath",
-        )
-    ),
-}
-SOLVER_OPTIONS: Declaration = {
-    "tolerance": optional(
-        number("lie in (0, 2), an L1 distance of two masses", lambda value: 0 < value < 2)
-    ),
-    "max_iterations": count,
-    "require_convergence": flag,
-    "bound_width": optional(positive),
-    "max_seconds": optional(positive),
-    "schedule": choice(*SOLVER_SCHEDULES),
-    "scaling": share,
-    "diameter": optional(positive),
-}
 COMPUTE_OPTIONS: Declaration = {
     "device": device,
     "backend": choice(*BACKENDS),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import replace
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
@@ -19,9 +18,11 @@ from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.extractors import check_same_dimension
 from otdd_flash.labels import (
     ClassDistances,
+    Given,
     LabelMetric,
     drop_small_classes,
     measure_classes,
+    metric_of,
     notice_single_samples,
 )
 from otdd_flash.labels.pairs import Progress as PairProgress
@@ -36,7 +37,7 @@ from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.clouds import sinkhorn_divergence
 from otdd_flash.solver.epsilon import epsilon_given_as
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.schedule import Progress, Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def dataset_distance(
     lambda_y: float = 0.5,
     ground: str = "sqeuclidean",
     debias: bool = True,
-    solver: SolverOptions | None = None,
+    solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     class_progress: PairProgress | None = None,
@@ -71,7 +72,8 @@ def dataset_distance(
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, with `inner` of the mean of
             lambda_x ||x|| ||y|| + lambda_y W; replaces `epsilon`.
-        labels: how distances between classes are measured, a method's name or a `LabelMetric`.
+        labels: how distances between classes are measured, a name such as "gaussian" or a metric
+            such as `otdd.labels.Gaussian(diagonal=True)`.
         class_distances: a table to use instead of measuring one.
         class_statistics: measure class distances on these datasets, of which `source` and `target`
             are subsets.
@@ -82,7 +84,7 @@ def dataset_distance(
             1 - <x, y> / (||x|| ||y||), with class distances between features of length 1; `inner`,
             -<x, y>, with a class table of yours or `labels="none"`.
         debias: subtract half of both self terms; without, OT_epsilon itself is the value.
-        solver: when to stop.
+        solver: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: keep distances between classes in a database in this folder, by the classes'
             content, and do not measure again what it holds; None keeps none.
@@ -98,10 +100,8 @@ def dataset_distance(
     """
     source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    metric = LabelMetric.of(labels)
-    if class_distances is not None:
-        metric = replace(metric, method="given", given=class_distances)
-    cost.check_labels(metric.method)
+    metric = metric_of(labels) if class_distances is None else Given(class_distances)
+    cost.check_labels(metric.name)
     check_same_dimension(source, target)
     check_one_device(source.features.device, target.features.device)
     check_squares(source, target)
@@ -147,5 +147,5 @@ def dataset_distance(
         "solve": time.perf_counter() - measured,
     }
     return DistanceResult(
-        source, target, table, divergence, cost, compute, method=metric.method, seconds=seconds
+        source, target, table, divergence, cost, compute, method=metric.name, seconds=seconds
     )

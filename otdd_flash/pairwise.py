@@ -26,6 +26,7 @@ from otdd_flash.labels import (
     JointClassDistances,
     LabelMetric,
     drop_small_classes,
+    metric_of,
     notice_single_samples,
 )
 from otdd_flash.labels.many import as_datasets, measure_all
@@ -39,10 +40,11 @@ from otdd_flash.operators.build import (
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.pairwise_result import PairwiseResult, gather
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.epsilon import epsilon_given_as
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedule import Schedule
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term import largest_tolerance
 
@@ -59,7 +61,7 @@ def pairwise_distances(
     lambda_x: float = 0.5,
     lambda_y: float = 0.5,
     ground: str = "sqeuclidean",
-    solver: SolverOptions | None = None,
+    solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     class_progress: Progress | None = None,
@@ -76,14 +78,15 @@ def pairwise_distances(
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
             different datasets; replaces `epsilon`.
-        labels: how distances between classes are measured, a method's name or a `LabelMetric`.
+        labels: how distances between classes are measured, a name such as "gaussian" or a metric
+            such as `otdd.labels.Gaussian(diagonal=True)`.
         class_distances: a table to use instead of measuring one, of `otdd.class_distances` on the
             same datasets or on those of which they are subsets; classes are matched by name.
         min_class_size: drop classes with fewer samples, with a notice.
         lambda_x: weight of the squared distance between features, or of what `ground` says.
         lambda_y: weight of the squared distance between classes.
         ground: what is compared of two features, as for `dataset_distance`.
-        solver: when to stop.
+        solver: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: keep distances between classes in a database in this folder, by the classes'
             content, and do not measure again what it holds; None keeps none.
@@ -98,8 +101,8 @@ def pairwise_distances(
         NotConvergedWarning: a term stopped early.
     """
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    options, metric = solver or SolverOptions(), LabelMetric.of(labels)
-    if options.bound_width or options.max_seconds or options.schedule != "converged":
+    options, metric = solver or Converged(), metric_of(labels)
+    if not isinstance(options, Converged) or options.bound_width or options.max_seconds:
         raise InputError(
             "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
@@ -110,7 +113,7 @@ def pairwise_distances(
         check_one_device(whole[0].features.device, samples.features.device)
     check_squares(*whole)
     sides = [drop_small_classes(samples, min_class_size) for samples in whole]
-    cost.check_labels(metric.method if class_distances is None else "given")
+    cost.check_labels(metric.name if class_distances is None else "given")
     if class_distances is None:
         notice_single_samples(sides, metric)
     # Before class distances, which can take longer than all else.
@@ -135,7 +138,7 @@ def pairwise_distances(
         table,
         cost=cost,
         compute=compute,
-        method=metric.method if class_distances is None else "given",
+        method=metric.name if class_distances is None else "given",
         seconds={"class_distances": measured - started, "solve": solved - measured},
     )
 
@@ -180,7 +183,7 @@ class _Solves:
         epsilon: float,
         cost: GroundCost,
         compute: ComputeOptions,
-        options: SolverOptions,
+        options: Schedule,
         progress: Progress | None,
     ) -> None:
         self.datasets, self.table, self.epsilon = datasets, table, epsilon

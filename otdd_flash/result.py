@@ -280,6 +280,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         summary["backend"],
         summary["passes"],
         identical=summary["identical"],
+        schedule=summary.get("schedule", "converged"),
         offset=Offset(*summary.get("offset", NO_OFFSET)),
     )
     compute = ComputeOptions(precision=summary["precision"], memory_budget=summary["memory_budget"])

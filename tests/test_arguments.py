@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import subprocess
 import sys
@@ -122,12 +123,18 @@ CALLS: dict[str, Entry] = {
     ),
     "gradient_flow": (
         otdd.gradient_flow,
-        {"source": ONE, "target": TWO, "steps": 1, "mode": "features", "stepping": None}
-        | {"functionals": (), "refresh": 1, "tolerance": None, "epsilon": 1.0, "compute": None}
-        | {"epsilon_relative": None, "labels": "means", "class_distances": None, "solver": None}
-        | {"min_class_size": None, "lambda_x": 0.5, "lambda_y": 0.5, "cache_dir": None}
-        | {"checkpoints": None, "seed": 0, "keep_moments": False, "progress": None}
-        | {"solver_progress": None, "class_progress": None, "stop": None},
+        {"source": ONE, "target": TWO, "flow": otdd.Flow(1), "epsilon": 1.0, "compute": None}
+        | {"epsilon_relative": None, "labels": "means", "solver": None, "min_class_size": None}
+        | {"cost": None, "cache_dir": None, "callbacks": None},
+    ),
+    "Flow": (
+        otdd.Flow,
+        {"steps": 1, "mode": "features", "stepping": otdd.Stepping(), "functionals": ()}
+        | {"refresh": 1, "tolerance": None, "keep_moments": False, "seed": 0, "checkpoints": None},
+    ),
+    "Callbacks": (
+        otdd.Callbacks,
+        {"progress": None, "solver_progress": None, "class_progress": None, "stop": None},
     ),
     "noise_floor": (otdd.noise_floor, {"source": ONE, "target": TWO, "seed": 0, "progress": None}),
     "subsample_interval": (
@@ -162,16 +169,18 @@ CALLS: dict[str, Entry] = {
     "ClassDistances.load": (otdd.ClassDistances.load, {"path": "nowhere.npz"}),
     "JointClassDistances.load": (otdd.JointClassDistances.load, {"path": "nowhere.npz"}),
     "between": (otdd.class_distances([ONE, TWO], "means").between, {"first": 0, "second": 1}),
-    "LabelMetric": (
-        otdd.LabelMetric,
-        {"method": "gaussian", "unbiased": True, "diagonal": False, "epsilon": None}
-        | {"tolerance": 1e-3, "given": None},
-    ),
-    "SolverOptions": (
-        otdd.SolverOptions,
+    "labels.Gaussian": (otdd.labels.Gaussian, {"unbiased": True, "diagonal": False}),
+    "labels.Sinkhorn": (otdd.labels.Sinkhorn, {"epsilon": 1.0, "tolerance": 1e-3}),
+    "labels.UpperBound": (otdd.labels.UpperBound, {"unbiased": True}),
+    "labels.Given": (otdd.labels.Given, {"table": "nowhere.npz"}),
+    "Converged": (
+        otdd.Converged,
         {"tolerance": None, "max_iterations": 9, "require_convergence": False}
-        | {"bound_width": None, "max_seconds": None, "schedule": "converged", "scaling": 0.5}
-        | {"diameter": None},
+        | {"bound_width": None, "max_seconds": None},
+    ),
+    "GeomlossSchedule": (
+        otdd.GeomlossSchedule,
+        {"scaling": 0.5, "diameter": None, "tolerance": None, "require_convergence": False},
     ),
     "ComputeOptions": (
         otdd.ComputeOptions,
@@ -232,11 +241,11 @@ def test_every_callable_that_is_public_is_called_here() -> None:
         (lambda: otdd.dataset_distance(ONE, TWO, epsilon="0.1"), "epsilon must be a number"),
         (lambda: otdd.dataset_distance(ONE, TWO, debias="no"), "debias must be true or false"),
         (lambda: otdd.dataset_distance(ONE, None), "target must be LabeledSamples, .* got None"),
-        (lambda: otdd.SolverOptions(max_iterations=1.5), "max_iterations must be an integer, got"),
-        (lambda: otdd.SolverOptions(max_iterations=True), "must be an integer, got True"),
+        (lambda: otdd.Converged(max_iterations=1.5), "max_iterations must be an integer, got"),
+        (lambda: otdd.Converged(max_iterations=True), "must be an integer, got True"),
         (lambda: otdd.GroundCost(True), "lambda_x must be a number, got True"),
         (lambda: otdd.noise_floor(ONE, TWO, seed=-1), "seed must be at least 0, got -1"),
-        (lambda: otdd.gradient_flow(ONE, TWO, steps=1.5), "steps must be an integer, got 1.5"),
+        (lambda: otdd.Flow(steps=1.5), r"flow\.steps must be an integer, got 1.5"),
         (
             lambda: otdd.dataset_distance(ONE, TWO, epsilon=torch.ones((), requires_grad=True)),
             "epsilon must be a number, got Tensor",
@@ -263,14 +272,14 @@ def test_arrays_with_labels_and_a_devices_name_just_work() -> None:
 
 @pytest.mark.parametrize("one", [1, 1.0, np.float32(1), np.int64(1), torch.ones(()), Fraction(1)])
 def test_numbers_of_any_library_are_numbers(one: Any) -> None:
-    options = otdd.SolverOptions(tolerance=one, max_seconds=one)
+    options = otdd.Converged(tolerance=one, max_seconds=one)
     assert (options.tolerance, options.max_seconds) == (1.0, 1.0)
     assert type(options.tolerance) is float
 
 
 def test_integers_of_any_library_are_integers() -> None:
-    assert type(otdd.SolverOptions(max_iterations=np.int64(3)).max_iterations) is int
-    assert type(otdd.LabelMetric(unbiased=np.bool_(False)).unbiased) is bool
+    assert type(otdd.Converged(max_iterations=np.int64(3)).max_iterations) is int
+    assert type(otdd.labels.Gaussian(unbiased=np.bool_(False)).unbiased) is bool
 
 
 def test_classes_that_declarations_name_are_there() -> None:
@@ -293,6 +302,29 @@ def test_missing_and_unknown_arguments_are_told_in_pythons_words() -> None:
         otdd.dataset_distance(ONE)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'epsilom'"):
         otdd.dataset_distance(ONE, TWO, epsilom=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("argument", "place"),
+    [
+        ("steps", r"flow=otdd\.Flow\(steps=\.\.\.\)"),
+        ("checkpoints", r"flow=otdd\.Flow\(checkpoints="),
+        ("space", r"flow=otdd\.Flow\(space="),
+        ("lambda_x", r"cost=otdd\.GroundCost\(lambda_x="),
+        ("class_distances", r"labels=otdd\.labels\.Given\(table\)"),
+        ("stop", r"callbacks=otdd\.Callbacks\(stop="),
+    ],
+)
+def test_an_argument_that_moved_says_where_to(argument: str, place: str) -> None:
+    message = rf"^gradient_flow takes no {argument} any more: write {place}"
+    with pytest.raises(InputError, match=message):
+        otdd.gradient_flow(ONE, TWO, **{argument: 1})
+
+
+def test_a_flow_takes_few_arguments() -> None:
+    parameters = inspect.signature(otdd.gradient_flow).parameters
+    assert len(parameters) <= 12
+    assert not parameters.keys() & arguments.GRADIENT_FLOW_MOVED.keys()
 
 
 def test_long_values_are_shown_in_short() -> None:

@@ -34,7 +34,7 @@ def blobs(count: int, seed: int) -> LabeledSamples:
 
 
 SOURCE, TARGET = blobs(6, 0), blobs(7, 1)
-MOVE = {"steps": 2, "epsilon": 1.0, "compute": otdd.ComputeOptions(device="cpu")}
+MOVE = {"epsilon": 1.0, "compute": otdd.ComputeOptions(device="cpu")}
 
 
 def fingerprint(*tensors: Any) -> str:
@@ -54,7 +54,7 @@ def read_distance(folder: Path) -> str:
 
 
 def write_flow(folder: Path) -> Path:
-    otdd.gradient_flow(SOURCE, TARGET, **MOVE).save(folder)
+    otdd.gradient_flow(SOURCE, TARGET, otdd.Flow(2), **MOVE).save(folder)
     return folder / "result.safetensors"
 
 
@@ -90,13 +90,13 @@ def read_map(folder: Path) -> str:
 
 
 def write_checkpoint(folder: Path) -> Path:
-    otdd.gradient_flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(folder), **MOVE)
+    otdd.gradient_flow(SOURCE, TARGET, otdd.Flow(2, checkpoints=otdd.Checkpoints(folder)), **MOVE)
     return folder / "checkpoint.pt"
 
 
 def read_checkpoint(folder: Path) -> str:
     checkpoints = otdd.Checkpoints(folder, resume=True)
-    flow = otdd.gradient_flow(SOURCE, TARGET, checkpoints=checkpoints, **MOVE)
+    flow = otdd.gradient_flow(SOURCE, TARGET, otdd.Flow(2, checkpoints=checkpoints), **MOVE)
     return fingerprint(flow.samples.features, [record.objective for record in flow.history])
 
 

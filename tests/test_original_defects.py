@@ -11,11 +11,11 @@ import reference
 import torch
 
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.labels import LabelMetric
+from otdd_flash.labels import Gaussian, Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
 
 def dataset(size, seed, *, classes=3, shift=0.0):
@@ -45,7 +45,7 @@ def dense_plan(result):
 
 def test_the_solver_stops_far_from_convergence_and_says_nothing(pair):
     with pytest.warns(NotConvergedWarning, match="not converged after 3 iterations"):
-        stopped = dataset_distance(*pair, epsilon=0.05, solver=SolverOptions(max_iterations=3))
+        stopped = dataset_distance(*pair, epsilon=0.05, solver=Converged(max_iterations=3))
     assert not stopped.converged
     solved = dataset_distance(*pair, epsilon=0.05)
     plan = dense_plan(solved)
@@ -69,7 +69,7 @@ def test_label_indices_leak_into_the_epsilon_schedule(pair):
 def test_without_debiasing_a_half_step_reads_the_class_table_where_it_needs_its_transpose(pair):
     """The source has 3 classes and the target 4, in an asymmetric table; both orders agree."""
     forth, back = (
-        dataset_distance(*sides, epsilon=0.5, debias=False, solver=SolverOptions(1e-4))
+        dataset_distance(*sides, epsilon=0.5, debias=False, solver=Converged(1e-4))
         for sides in (pair, reversed(pair))
     )
     assert forth.value == pytest.approx(back.value, rel=1e-3)
@@ -93,7 +93,7 @@ def test_the_coupling_lacks_the_masses_or_comes_from_debiased_potentials(pair, d
 
 
 def test_a_dataset_differs_from_itself(pair):
-    for method in (LabelMetric(), LabelMetric("sinkhorn", epsilon=0.5)):
+    for method in (Gaussian(), Sinkhorn(epsilon=0.5)):
         result = dataset_distance(pair[0], pair[0], labels=method, epsilon=0.5)
         assert (result.value, result.bounds) == (0.0, (0.0, 0.0))
 

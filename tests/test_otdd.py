@@ -8,13 +8,13 @@ import reference
 import torch
 
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
-from otdd_flash.labels import ClassDistances, LabelMetric, measure_classes
+from otdd_flash.labels import ClassDistances, Gaussian, Means, NoLabels, measure_classes, metric_of
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
-TIGHT = SolverOptions(tolerance=1e-4)
+TIGHT = Converged(tolerance=1e-4)
 DOUBLE = ComputeOptions(precision="double")
 
 
@@ -79,7 +79,7 @@ def assert_same_distance(one, two):
 @pytest.mark.parametrize("epsilon", [0.1, 3.0])
 def test_the_dense_divergence_lies_in_the_bounds(pair, method, epsilon):
     result = dataset_distance(*pair, labels=method, epsilon=epsilon, solver=TIGHT)
-    expected = truth(*pair, measure_classes(*pair, LabelMetric(method)), epsilon)
+    expected = truth(*pair, measure_classes(*pair, metric_of(method)), epsilon)
     assert_holds(result, expected, width=0.01)
     assert result.converged
     assert result.method == method
@@ -118,7 +118,7 @@ def test_epsilon_can_be_relative_to_the_mean_cost(pair):
 
 def test_double_precision_takes_float64_features():
     pair = clusters(20, 0, dtype=torch.float64), clusters(25, 1, dtype=torch.float64)
-    solver = SolverOptions(tolerance=1e-9)
+    solver = Converged(tolerance=1e-9)
     result = dataset_distance(*pair, epsilon=0.5, compute=DOUBLE, solver=solver)
     assert result.potentials[0].dtype == torch.float64
     assert_holds(result, truth(*pair, result.class_distances, 0.5), width=1e-6)
@@ -128,14 +128,14 @@ def test_double_precision_takes_float64_features():
 def test_unlabelled_data_are_compared_by_features_alone(pair):
     bare = [LabeledSamples(side.features, None, ()) for side in pair]
     result = dataset_distance(*bare, labels="none", epsilon=0.5, solver=TIGHT)
-    expected = truth(*pair, measure_classes(*pair, LabelMetric("none")), 0.5)
+    expected = truth(*pair, measure_classes(*pair, NoLabels()), 0.5)
     assert_holds(result, expected, width=0.01)
     with pytest.raises(InputError, match="has no labels; label it with pseudo_labels=kmeans"):
         dataset_distance(bare[0], pair[1])
 
 
 def test_given_class_distances_are_used(pair):
-    table = measure_classes(*pair, LabelMetric("means"))
+    table = measure_classes(*pair, Means())
     given = ClassDistances(2 * table.xx, 3 * table.xy, 2 * table.yy)
     result = dataset_distance(*pair, class_distances=given, epsilon=0.5, solver=TIGHT)
     assert_holds(result, truth(*pair, given, 0.5), width=0.05)
@@ -148,9 +148,7 @@ def test_given_class_distances_are_used(pair):
 def test_class_statistics_can_come_from_larger_datasets(pair):
     subsets = [side.take(torch.arange(12)) for side in pair]
     result = dataset_distance(*subsets, class_statistics=pair, epsilon=0.5)
-    torch.testing.assert_close(
-        result.class_distances.full, measure_classes(*pair, LabelMetric()).full
-    )
+    torch.testing.assert_close(result.class_distances.full, measure_classes(*pair, Gaussian()).full)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 9), (9, 1)])
@@ -281,7 +279,7 @@ def test_small_classes_can_be_dropped(pair):
 
 @pytest.mark.parametrize("iterations", [1, 2, 5])
 def test_stopping_early_is_said_and_still_brackets_the_truth(pair, iterations):
-    hasty = SolverOptions(tolerance=1e-4, max_iterations=iterations)
+    hasty = Converged(tolerance=1e-4, max_iterations=iterations)
     with pytest.warns(NotConvergedWarning, match=rf"after {iterations} iterations in xy"):
         result = dataset_distance(*pair, epsilon=0.1, solver=hasty)
     assert (result.converged, result.divergence.stopped_by) == (False, "max_iterations")
@@ -290,7 +288,7 @@ def test_stopping_early_is_said_and_still_brackets_the_truth(pair, iterations):
 
 
 def test_convergence_can_be_required(pair):
-    strict = SolverOptions(tolerance=1e-4, max_iterations=2, require_convergence=True)
+    strict = Converged(tolerance=1e-4, max_iterations=2, require_convergence=True)
     with pytest.raises(
         ConvergenceError, match=r"after 2 iterations in xy.*solver\.tolerance=0\.0001"
     ):
@@ -307,7 +305,7 @@ def test_convergence_can_be_required(pair):
         ({"lambda_x": -1.0}, "lambda_x must be finite and not negative, got -1"),
         ({"lambda_y": float("inf")}, "lambda_y must be finite and not negative, got inf"),
         ({"lambda_x": 0.0, "lambda_y": 0.0}, "both 0"),
-        ({"labels": "mean"}, "unknown labels method 'mean'; choose one of: gaussian"),
+        ({"labels": "mean"}, "unknown labels.method 'mean'; choose one of: gaussian"),
         ({"min_class_size": 0}, "min_class_size must be at least 1, got 0"),
         ({"epsilon": 1e-5}, "too small for float32.*precision=double"),
     ],
@@ -358,7 +356,7 @@ def test_a_little_mass_with_far_to_go_stays_in_the_bounds(seed):
         labels="none",
         epsilon=300.0,
         debias=False,
-        solver=SolverOptions(tolerance=3e-3),
+        solver=Converged(tolerance=3e-3),
     )
     plan = torch.tensor([[half, excess], [0.0, half - excess]], dtype=torch.float64)
     cost = reference.dense_cost(source.features, target.features)

@@ -16,8 +16,8 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver import term_solves
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
 
 
 def clusters(size, seed, *, dim=3, classes=3, weights=None):
@@ -48,19 +48,14 @@ def datasets():
 @pytest.fixture
 def solves(monkeypatch):
     """How many self terms and how many cross terms were solved."""
-    counts = {"solve_symmetric": 0, "solve_alternating": 0}
+    counts = {"self": 0, "cross": 0}
+    solve = Converged.solve_term
 
-    def counting(name):
-        solve = getattr(term_solves, name)
+    def counting(options, *args, name, **kwargs):
+        counts["cross" if name == "xy" else "self"] += 1
+        return solve(options, *args, name=name, **kwargs)
 
-        def run(*args, **kwargs):
-            counts[name] += 1
-            return solve(*args, **kwargs)
-
-        monkeypatch.setattr(term_solves, name, run)
-
-    for name in counts:
-        counting(name)
+    monkeypatch.setattr(Converged, "solve_term", counting)
     return counts
 
 
@@ -69,10 +64,10 @@ def solves(monkeypatch):
     "options",
     [
         {"epsilon": 0.5},
-        {"epsilon": 3.0, "labels": otdd.LabelMetric("sinkhorn", epsilon=1.0)},
+        {"epsilon": 3.0, "labels": otdd.labels.Sinkhorn(epsilon=1.0)},
         {"epsilon": 0.5, "labels": "none", "lambda_x": 1.3, "lambda_y": 0.2},
         {"epsilon": 0.5, "compute": ComputeOptions(precision="double")},
-        {"epsilon": 3.0, "solver": SolverOptions(tolerance=2e-5)},
+        {"epsilon": 3.0, "solver": Converged(tolerance=2e-5)},
         {"epsilon": 2e-3},
     ],
     ids=["plain", "sinkhorn", "none", "double", "tight", "rounding"],
@@ -104,7 +99,7 @@ def test_every_term_is_solved_once(datasets, solves):
     pairwise_distances(
         [*datasets, clusters(20, 3)], epsilon=0.5, progress=lambda *event: heard.append(event)
     )
-    assert solves == {"solve_symmetric": 4, "solve_alternating": 6}
+    assert solves == {"self": 4, "cross": 6}
     assert heard == [(done, 10) for done in range(1, 11)]
 
 
@@ -116,7 +111,7 @@ def test_identical_datasets_are_at_exactly_zero(datasets, solves):
     for table in (result.values, result.lower, result.upper):
         assert float(table[0, 2]) == 0
     assert float(result.lower[1, 0]) <= float(result.values[1, 2]) <= float(result.upper[1, 0])
-    assert solves == {"solve_symmetric": 3, "solve_alternating": 2}
+    assert solves == {"self": 3, "cross": 2}
 
 
 def test_epsilon_can_be_relative_to_the_mean_cost_of_all_pairs(datasets):
@@ -205,14 +200,14 @@ def test_small_classes_are_dropped_from_all(datasets):
 
 
 def test_stopping_early_is_said_once_with_names(datasets):
-    early = SolverOptions(tolerance=1e-4, max_iterations=2)
+    early = Converged(tolerance=1e-4, max_iterations=2)
     with pytest.warns(NotConvergedWarning) as said:
         result = pairwise_distances(datasets, epsilon=0.05, solver=early)
     assert len(said) == 1
     assert "set 0 and set 1" in str(said[0].message)
     assert "after 2 iterations" in str(said[0].message)
     assert not result.converged[0, 1]
-    required = SolverOptions(tolerance=1e-4, max_iterations=2, require_convergence=True)
+    required = Converged(tolerance=1e-4, max_iterations=2, require_convergence=True)
     with pytest.raises(ConvergenceError, match=r"set 1 and itself.*solver.tolerance=0.0001"):
         pairwise_distances(datasets, epsilon=0.05, solver=required)
 
@@ -222,14 +217,14 @@ def test_stopping_early_is_said_once_with_names(datasets):
     [
         ({"epsilon": -1.0}, "epsilon must be positive and finite, got -1"),
         ({"epsilon_relative": 0.0}, "epsilon_relative must be positive and finite, got 0"),
-        ({"labels": "gauss"}, "unknown labels method 'gauss'"),
+        ({"labels": "gauss"}, "unknown labels.method 'gauss'"),
         ({"labels": "given"}, "labels=given needs a table"),
         ({"lambda_x": -1.0}, "lambda_x"),
         ({"compute": ComputeOptions(device="nothing")}, "'nothing'"),
-        ({"solver": SolverOptions(tolerance=1e-12)}, "too tight for float32"),
-        ({"solver": SolverOptions(bound_width=0.1)}, "solves every term once, to solver.tolerance"),
-        ({"solver": SolverOptions(max_seconds=9.0)}, r"solver\.max_seconds .* dataset_distance"),
-        ({"solver": SolverOptions(schedule="geomloss")}, r"geomloss are for dataset_distance"),
+        ({"solver": Converged(tolerance=1e-12)}, "too tight for float32"),
+        ({"solver": Converged(bound_width=0.1)}, "solves every term once, to solver.tolerance"),
+        ({"solver": Converged(max_seconds=9.0)}, r"solver\.max_seconds .* dataset_distance"),
+        ({"solver": GeomlossSchedule()}, r"geomloss are for dataset_distance"),
     ],
 )
 def test_impossible_requests_are_refused(datasets, options, message):

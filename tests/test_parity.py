@@ -19,7 +19,7 @@ def problem() -> Problem:
         otdd.embed(otdd.load("digits", max_samples=150, **side), otdd.extractors.pixels())
         for side in ({"split": "train"}, {"split": "test", "rotate": 30.0})
     )
-    table = measure_classes(source, target, otdd.LabelMetric()).full
+    table = measure_classes(source, target, otdd.labels.Gaussian()).full
     return Problem(source, target, table, otdd.GroundCost())
 
 
@@ -39,7 +39,7 @@ def test_value_and_potentials_are_those_of_pot(problem: Problem, epsilon: float)
         problem.target,
         epsilon=epsilon,
         class_table=problem.class_table,
-        options=otdd.SolverOptions(tolerance=1e-9),
+        options=otdd.Converged(tolerance=1e-9),
         compute=DOUBLE,
     )
     value, f, g = pot_sinkhorn_log(problem, epsilon)

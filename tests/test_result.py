@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 import otdd_flash.result_files
 from otdd_flash.errors import InputError
-from otdd_flash.labels import LabelMetric
+from otdd_flash.labels import Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
 
 def dataset(size, seed, *, classes=3, weighted=False, labelled=True, dtype=torch.float32):
@@ -47,7 +47,7 @@ SETTINGS = {
     "weights": ({"weighted": True}, {}),
     "unlabelled": ({"labelled": False}, {"labels": "none"}),
     "not debiased": ({}, {"debias": False}),
-    "bounded class distances": ({}, {"labels": LabelMetric("sinkhorn", epsilon=1.0)}),
+    "bounded class distances": ({}, {"labels": Sinkhorn(epsilon=1.0)}),
     "double": ({"dtype": torch.float64}, {"compute": ComputeOptions(precision="double")}),
 }
 
@@ -90,7 +90,7 @@ def shifted_result(offset, compute, dtype=torch.float32):
         labels="none",
         debias=False,
         compute=compute,
-        solver=SolverOptions(1e-2),
+        solver=Converged(1e-2),
     )
 
 

@@ -93,7 +93,7 @@ def ours(term: CrossTerm) -> Settings:
                 epsilon=term.epsilon,
                 class_table=term.table,
                 cost=COST,
-                options=otdd.SolverOptions(tolerance),
+                options=otdd.Converged(tolerance),
                 compute=term.compute,
             )
         return Solved(found.f, found.g, found.passes, found.bounds)

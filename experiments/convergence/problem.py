@@ -147,7 +147,7 @@ def make_term(
     """The cross term at a multiple of its own mean cost, with gaussian class distances or none."""
     if labels:
         source, target = clouds
-        table = measure_classes(source, target, otdd.LabelMetric()).full
+        table = measure_classes(source, target, otdd.labels.Gaussian()).full
     else:
         source, target = (LabeledSamples(side.features, None, ()) for side in clouds)
         table = None

@@ -153,7 +153,7 @@ def _class_pairs(state: Check, settings: Settings, device: str) -> None:
     """Debiased distances of all pairs of classes, for the cost ||x - y||^2 whatever the weights."""
     sides = (state.problem.x, state.problem.y)
     tolerance = settings.options.get("tolerance", 1e-3)
-    metric = otdd.LabelMetric("sinkhorn", epsilon=state.epsilon, tolerance=tolerance)
+    metric = otdd.labels.Sinkhorn(epsilon=state.epsilon, tolerance=tolerance)
     started = time.perf_counter()
     found = otdd.class_distances([side.samples for side in sides], metric)
     state.outcome.seconds = time.perf_counter() - started

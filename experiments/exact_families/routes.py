@@ -32,15 +32,14 @@ class Request:
         return source, source.take(torch.arange(len(source), device=source.features.device))
 
     @property
-    def options(self) -> otdd.SolverOptions:
-        """When to stop."""
-        return otdd.SolverOptions(**self.settings.options)
-
-    @property
     def of_clouds(self) -> dict[str, Any]:
         """Keyword arguments of functions that take a table of classes."""
         problem = self.problem
-        given = {"class_table": problem.class_table, "cost": problem.cost, "options": self.options}
+        given = {
+            "class_table": problem.class_table,
+            "cost": problem.cost,
+            "options": self.settings.solver(),
+        }
         return given | {"epsilon": self.epsilon, "compute": self.compute}
 
     @property
@@ -49,7 +48,7 @@ class Request:
         problem = self.problem
         given: dict[str, Any] = {"epsilon": self.epsilon, "compute": self.compute}
         given |= {"lambda_x": problem.cost.lambda_x, "lambda_y": problem.cost.lambda_y}
-        given |= {"solver": self.options}
+        given |= {"solver": self.settings.solver()}
         if problem.table is None:
             return given | {"labels": "none"}
         if problem.table.min() < 0 or problem.table.diagonal().any():
@@ -108,7 +107,11 @@ def _flow(request: Request) -> Solved:
     given = request.of_datasets
     if given is None or not request.problem.cost.lambda_x:
         return _distance(request)
-    before = otdd.gradient_flow(*request.sides, steps=1, **given).before
+    given = {key: part for key, part in given.items() if not key.startswith("lambda_")}
+    if "class_distances" in given:
+        given["labels"] = otdd.labels.Given(given.pop("class_distances"))
+    flown = otdd.gradient_flow(*request.sides, otdd.Flow(1), cost=request.problem.cost, **given)
+    before = flown.before
     assert before.lower is not None
     assert before.upper is not None
     return Solved((before.lower, before.upper), True)

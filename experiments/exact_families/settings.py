@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 import otdd_flash as otdd
+from otdd_flash.solver.schedule import Schedule
+from otdd_flash.solver.schedules import SCHEDULES
 
 # What is asked of the library: OT(x, y), S(x, y), the same through `dataset_distance`, S of one
 # cloud, S of a cloud and its shuffled copy, OT(x, x) as a cross term, distances between classes, S
@@ -40,7 +42,7 @@ class Settings:
         relative_epsilon: multiple of the mean of |C|.
         precision: as `ComputeOptions`.
         streamed: whether storing scores is forbidden.
-        options: arguments of `SolverOptions`.
+        options: arguments of `otdd.Converged`, or of the `schedule` that they name.
     """
 
     route: str = "cross"
@@ -53,6 +55,11 @@ class Settings:
         """Where and how passes run."""
         budget = STREAMED if self.streamed else "auto"
         return otdd.ComputeOptions(device, precision=self.precision, memory_budget=budget)
+
+    def solver(self) -> Schedule:
+        """How to solve, and when to stop."""
+        parameters = dict(self.options)
+        return SCHEDULES[parameters.pop("schedule", "converged")](**parameters)
 
     def summary(self) -> dict[str, Any]:
         """What the result file says of them."""
@@ -70,7 +77,7 @@ def draw_settings(random: np.random.Generator, most_iterations: int) -> Settings
         case "early":
             options["max_iterations"] = min(most_iterations, int(random.choice([1, 2, 5])))
         case "geomloss":
-            options |= {"schedule": "geomloss", "scaling": float(random.choice([0.3, 0.5]))}
+            options = {"schedule": "geomloss", "scaling": float(random.choice([0.3, 0.5]))}
     return Settings(
         _one_of(random, ROUTES),
         float(10 ** random.uniform(*EPSILONS)),

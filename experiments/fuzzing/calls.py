@@ -39,8 +39,11 @@ def _functions() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         }),
         "class_distances": (otdd.class_distances, {"datasets": [x, y], "labels": "means"}),
         "gradient_flow": (otdd.gradient_flow, {
-            **pair, "steps": 1, "mode": "features", "epsilon": 0.5, "labels": "means", "seed": 0,
-            "refresh": 1, "stepping": None, "functionals": (),
+            **pair, "flow": otdd.Flow(1), "epsilon": 0.5, "labels": "means", "cost": None,
+            "callbacks": None,
+        }),
+        "Flow": (otdd.Flow, {
+            "steps": 1, "mode": "features", "seed": 0, "refresh": 1, "functionals": (),
         }),
         "sinkhorn": (otdd.sinkhorn, {**pair, "epsilon": 0.5, "options": None, "compute": None}),
         "sinkhorn_divergence": (otdd.sinkhorn_divergence, {**pair, "epsilon": 0.5, "cost": None}),
@@ -51,7 +54,7 @@ def _functions() -> dict[str, tuple[Callable[..., Any], Arguments]]:
             "features": torch.zeros(4, 2), "labels": torch.tensor([0, 1, 0, 1]),
             "class_names": ("a", "b"),
         }),
-        "SolverOptions": (otdd.SolverOptions, {
+        "Converged": (otdd.Converged, {
             "tolerance": 1e-2, "max_iterations": 10, "bound_width": None, "max_seconds": None,
         }),
         "ComputeOptions": (otdd.ComputeOptions, {
@@ -70,7 +73,7 @@ def _values() -> list[Any]:
         np.zeros((3, 2)), np.array(["a", "b"]), np.zeros(0), np.float32(0.5), np.int64(3),
         torch.zeros(4, 2), torch.zeros(0, 2), torch.full((4, 2), torch.nan), torch.tensor(0.5),
         torch.zeros(4, 2, dtype=torch.complex64), torch.zeros(4, dtype=torch.bool), _samples(2),
-        [_samples(0)], [None, None], otdd.SolverOptions(), otdd.ComputeOptions(device="cpu"),
+        [_samples(0)], [None, None], otdd.Converged(), otdd.ComputeOptions(device="cpu"),
     ]  # fmt: skip
 
 

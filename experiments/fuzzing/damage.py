@@ -116,7 +116,7 @@ def _distance(folder: Path, x: Any, y: Any) -> Specimen:
 
 
 def _flow(folder: Path, x: Any, y: Any) -> Specimen:
-    otdd.gradient_flow(x, y, steps=2, epsilon=0.5, labels="means").save(folder)
+    otdd.gradient_flow(x, y, otdd.Flow(2), epsilon=0.5, labels="means").save(folder)
 
     def read() -> list[torch.Tensor]:
         found = otdd.FlowResult.load(folder)
@@ -128,7 +128,7 @@ def _flow(folder: Path, x: Any, y: Any) -> Specimen:
 
 def _map(folder: Path, x: Any, y: Any) -> Specimen:
     folder.mkdir()
-    flow = otdd.gradient_flow(x, y, steps=2, epsilon=0.5, labels="means")
+    flow = otdd.gradient_flow(x, y, otdd.Flow(2), epsilon=0.5, labels="means")
     learned = flow.map("residual")
     assert isinstance(learned, ResidualMap)
     learned.save(folder / "map")
@@ -143,7 +143,7 @@ def _checkpoint(folder: Path, x: Any, y: Any) -> Specimen:
     def run(steps: int, *, resume: bool) -> list[torch.Tensor]:
         checkpoints = otdd.Checkpoints(folder, every=1, resume=resume)
         found = otdd.gradient_flow(
-            x, y, steps=steps, epsilon=0.5, labels="means", checkpoints=checkpoints
+            x, y, otdd.Flow(steps, checkpoints=checkpoints), epsilon=0.5, labels="means"
         )
         return [found.samples.features]
 
@@ -152,7 +152,7 @@ def _checkpoint(folder: Path, x: Any, y: Any) -> Specimen:
 
 
 def _class_cache(folder: Path, x: Any, y: Any) -> Specimen:
-    metric = otdd.LabelMetric("sinkhorn", epsilon=0.5)
+    metric = otdd.labels.Sinkhorn(epsilon=0.5)
 
     def read() -> list[torch.Tensor]:
         return [otdd.class_distances([x, y], metric, cache_dir=folder).full]

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from experiments.bench_divergence import marginal_error
-from otdd_flash import ComputeOptions, LabeledSamples, SolverOptions
+from otdd_flash import ComputeOptions, Converged, LabeledSamples
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem
 
 ITERATIONS = 10
 TERMS = ("xy", "xx", "yy")
 # Its certificate is one iteration more, which updates f alone.
-OPTIONS = SolverOptions(tolerance=3e-5, max_iterations=ITERATIONS + 1)
+OPTIONS = Converged(tolerance=3e-5, max_iterations=ITERATIONS + 1)
 # Of geomloss, all potentials: its iterations, the one that starts them and the one that ends them.
 GEOMLOSS_UPDATES = ITERATIONS + 2
 

@@ -24,14 +24,16 @@ from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable
+from otdd_flash.flows.callbacks import Callbacks
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.dataset_files import ImageShape
-from otdd_flash.flows.modes import check_mode
+from otdd_flash.flows.flow import Flow
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.json_file import write_json
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.console import interval
 from otdd_flash.report.drawing import Report, write_each
 from otdd_flash.report.flow_console import flow_table
@@ -52,6 +54,7 @@ class FlowSettings(DatasetPairSettings):
     flow: FlowNode
     lambda_x: float
     lambda_y: float
+    ground: str
     epsilon: float
     epsilon_relative: float | None
     min_class_size: int | None
@@ -70,24 +73,25 @@ def adapt(config: DictConfig, directory: Path) -> None:
     settings = parse(config, FlowSettings)
     flow = settings.flow
     # Built before anything is read: a bad setting should not cost the time of loading.
-    check_mode(flow.mode)
     choose("flow.space", flow.space, SPACES)
     settings.report.check()
-    stepping = _stepping(flow)
-    checkpoints = Checkpoints(directory, flow.checkpoint_every, flow.resume)
+    moves = _flow(settings, directory)
     # What has been computed is written before a failure to converge is one.
     solver = replace(settings.solver.options(), require_convergence=False)
     compute = settings.compute_options()
+    cost = GroundCost(settings.lambda_x, settings.lambda_y, settings.ground)
     if settings.labels.full:
         raise InputError(
             "labels.full=true has no meaning in a flow, whose classes are where its particles are; "
             "leave it out"
         )
     metric = settings.labels.metric(solver.asked_tolerance)
+    cost.check_labels(metric.name)
     with Phases() as phases, interrupts_noted() as interrupted:
         sides, space = _sides(settings, phases)
-        if flow.box == "auto":
-            stepping = replace(stepping, box=PIXEL_BOX if sides.image_shape else None)
+        moves = replace(moves, space=space)
+        if flow.box == "auto" and sides.image_shape:
+            moves = replace(moves, stepping=replace(moves.stepping, box=PIXEL_BOX))
         with (
             phases.flowing(flow.steps) as progress,
             phases.solving("solving", solver) as solver_progress,
@@ -96,29 +100,16 @@ def adapt(config: DictConfig, directory: Path) -> None:
             result = gradient_flow(
                 sides.source,
                 sides.target,
-                steps=flow.steps,
-                mode=flow.mode,
-                stepping=stepping,
-                functionals=flow.functionals,
-                space=space,
-                refresh=flow.refresh,
-                tolerance=flow.tolerance,
+                moves,
                 epsilon=settings.epsilon,
                 epsilon_relative=settings.epsilon_relative,
                 labels=metric,
                 min_class_size=settings.min_class_size,
-                lambda_x=settings.lambda_x,
-                lambda_y=settings.lambda_y,
+                cost=cost,
                 solver=solver,
                 compute=compute,
                 cache_dir=settings.cache_dir,
-                checkpoints=checkpoints,
-                seed=settings.seed,
-                keep_moments=flow.keep_moments,
-                progress=progress,
-                solver_progress=solver_progress,
-                class_progress=class_progress,
-                stop=interrupted,
+                callbacks=Callbacks(progress, solver_progress, class_progress, interrupted),
             )
     report = _write(result, settings, sides.image_shape, phases, directory)
     if result.stopped_by == "interrupted":
@@ -134,16 +125,28 @@ def adapt(config: DictConfig, directory: Path) -> None:
     report.require_complete()
 
 
-def _stepping(flow: FlowNode) -> Stepping:
-    box = None if flow.box in (None, "auto") else _box(flow.box)
-    return Stepping(
-        flow.step_size,
-        flow.optimizer,
-        flow.optimizer_options or {},
-        flow.schedule,
-        box,
-        flow.noise,
-        flow.minibatch,
+def _flow(settings: FlowSettings, directory: Path) -> Flow:
+    """What moves and how, but for what depends on the data."""
+    node = settings.flow
+    stepping = Stepping(
+        node.step_size,
+        node.optimizer,
+        node.optimizer_options or {},
+        node.schedule,
+        None if node.box in (None, "auto") else _box(node.box),
+        node.noise,
+        node.minibatch,
+    )
+    return Flow(
+        node.steps,
+        node.mode,
+        stepping,
+        node.functionals,
+        refresh=node.refresh,
+        tolerance=node.tolerance,
+        keep_moments=node.keep_moments,
+        seed=settings.seed,
+        checkpoints=Checkpoints(directory, node.checkpoint_every, node.resume),
     )
 
 

@@ -24,7 +24,7 @@ from otdd_flash.commands.settings import (
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.json_file import write_json
-from otdd_flash.labels import ClassDistances
+from otdd_flash.labels import ClassDistances, Given, NoLabels
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.console import interval, summary_table
@@ -33,6 +33,7 @@ from otdd_flash.report.nearest_classes import nearest_table
 from otdd_flash.report.writing import write_report
 from otdd_flash.result import DistanceResult
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
+from otdd_flash.solver.converged import Converged
 
 logger = logging.getLogger("otdd_flash.distance")
 
@@ -62,7 +63,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     solver = replace(settings.solver.options(), require_convergence=False)
     metric = settings.labels.metric(solver.asked_tolerance)
     compute_options = settings.compute_options()
-    GroundCost(settings.lambda_x, settings.lambda_y, settings.ground).check_labels(metric.method)
+    GroundCost(settings.lambda_x, settings.lambda_y, settings.ground).check_labels(metric.name)
     settings.report.check()
     check_request(settings)
     with Phases() as phases:
@@ -92,8 +93,8 @@ def compare(config: DictConfig, directory: Path) -> None:
             )
         _check_finite(result)
         _log(result)
-        full = settings.labels.full and metric.method != "none"
-        fixed_classes = full or metric.method == "given"
+        full = settings.labels.full and not isinstance(metric, NoLabels)
+        fixed_classes = full or isinstance(metric, Given)
         sampling = measure_sampling(
             settings,
             result,
@@ -103,7 +104,7 @@ def compare(config: DictConfig, directory: Path) -> None:
             class_distances=result.class_distances if fixed_classes else None,
             debias=settings.debias,
             # Halves are at nearly 0 from each other, of which no relative width can be asked.
-            solver=replace(solver, bound_width=None),
+            solver=replace(solver, bound_width=None) if isinstance(solver, Converged) else solver,
         )
     more = {"seconds": _seconds(phases, result), **sampling}
     report = _write(result, settings, more, directory)

@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from otdd_flash.commands.messages import messages, say
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedule import Schedule
 
 # Between two lines of text, and before the first: what is shorter says nothing.
 SECONDS_APART = 1.0
@@ -87,12 +88,11 @@ class Phases:
             self._bars.remove_task(task)
 
     @contextmanager
-    def solving(
-        self, title: str, options: SolverOptions
-    ) -> Iterator[Callable[[str, int, float], None]]:
+    def solving(self, title: str, options: Schedule) -> Iterator[Callable[[str, int, float], None]]:
         """Show the solver's progress: term, iteration and marginal error."""
         task = self._bars.add_task(title, total=None, note="")
-        goal = f" (to {options.asked_tolerance:.0e})" if options.bound_width is None else ""
+        to_width = isinstance(options, Converged) and options.bound_width is not None
+        goal = "" if to_width else f" (to {options.asked_tolerance:.0e})"
         try:
             yield lambda term, iteration, error: self._update(
                 task,

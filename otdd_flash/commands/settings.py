@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,11 +10,12 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from otdd_flash.commands.hydra_errors import unknown_key
 from otdd_flash.errors import InputError, choose
-from otdd_flash.labels import LabelMetric
+from otdd_flash.labels import LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.report.class_order import ORDERS
 from otdd_flash.report.drawing import CONTENTS
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.schedule import Schedule
+from otdd_flash.solver.schedules import SCHEDULES
 
 Schema = TypeVar("Schema")
 
@@ -42,7 +43,7 @@ class RuntimeSettings:
 
 @dataclass
 class LabelSettings:
-    """One choice of conf/labels."""
+    """One choice of conf/labels; keys that are no field of its metric have no meaning for it."""
 
     method: str
     full: bool
@@ -53,14 +54,8 @@ class LabelSettings:
 
     def metric(self, tolerance: float) -> LabelMetric:
         """The same for the library; solves between classes stop at `tolerance`."""
-        return LabelMetric(
-            self.method,
-            unbiased=self.unbiased,
-            diagonal=self.diagonal,
-            epsilon=self.epsilon,
-            tolerance=tolerance,
-            given=self.path,
-        )
+        parameters = {**asdict(self), "tolerance": tolerance, "table": self.path}
+        return metric_named(self.method, parameters)
 
 
 @dataclass
@@ -76,9 +71,23 @@ class SolverSettings:
     scaling: float = 0.5
     diameter: float | None = None
 
-    def options(self) -> SolverOptions:
-        """The same for the library."""
-        return SolverOptions(**asdict(self))
+    def options(self) -> Schedule:
+        """The same for the library.
+
+        Raises:
+            InputError: no such schedule, one of its keys is out of its range, or a key is set that
+                it does not have.
+        """
+        kind = SCHEDULES[choose("solver.schedule", self.schedule, tuple(SCHEDULES))]
+        own = {field.name for field in fields(kind)}
+        for key in fields(self):
+            foreign = key.name not in {*own, "schedule"}
+            if foreign and getattr(self, key.name) != key.default:
+                raise InputError(
+                    f"solver.schedule={self.schedule} has no solver.{key.name}; leave it out, or "
+                    "take another choice of solver"
+                )
+        return kind(**{key: getattr(self, key) for key in own})
 
 
 @dataclass

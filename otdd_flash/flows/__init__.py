@@ -4,6 +4,7 @@
 
 `modes` says what moves beside the points; `divergence` solves S_epsilon with warm starts;
 `functionals` are what may be added to it; `space` moves pixels where a network sees features;
-`evaluation` finds the objective and `stepping` takes a step; `run` is the flow; `checkpoint` lets
-it survive; `history` and `result` say what happened; `maps` carries it over to new points.
+`evaluation` finds the objective and `stepping` takes a step; `flow` is what may be asked of one,
+`callbacks` whom it tells, and `run` the flow itself; `checkpoint` lets it survive; `history` and
+`result` say what happened; `maps` carries it over to new points.
 """

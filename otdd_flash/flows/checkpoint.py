@@ -21,6 +21,9 @@ from otdd_flash.torch_file import load_torch_file
 
 FILE = "checkpoint.pt"
 
+# Parameters of a choice, which only another choice lacks: that has a key of its own.
+PARAMETERS = ("labels.", "solver.")
+
 # What a state holds beside tensors, numbers, texts and containers.
 TYPES: list[Any] = [ClassDistances, Moment, StepRecord, TransportTerm]
 
@@ -97,7 +100,8 @@ class Checkpoints:
             ) from error
         if not checked:
             warn_unchecked(path)
-        for key in [*settings, *before]:
+        chosen = [key for key in before if not key.startswith(PARAMETERS)]
+        for key in [*settings, *chosen]:
             now, then = settings.get(key), before.get(key)
             if now != then and key not in free:
                 raise InputError(

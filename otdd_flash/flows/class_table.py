@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.labels import ClassDistances, LabelMetric
+from otdd_flash.labels import ClassDistances, Gaussian, LabelMetric
 from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.gaussian import (
     ClassMoments,
@@ -15,14 +15,11 @@ from otdd_flash.labels.gaussian import (
     diagonal_gaussian_table,
     moments_table,
 )
+from otdd_flash.labels.many import class_names
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.methods import class_names
 from otdd_flash.labels.moment_distances import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.samples import LabeledSamples
-
-# Methods whose table has nothing to do with where the points are.
-FIXED_METHODS = ("none", "given")
 
 
 class ClassTable:
@@ -39,7 +36,8 @@ class ClassTable:
 
     def __init__(self, target: LabeledSamples, metric: LabelMetric) -> None:
         self._target, self._metric = target, metric
-        self._full_covariances = metric.method == "gaussian" and not metric.diagonal
+        # Where covariances are full.
+        self._full = metric if isinstance(metric, Gaussian) and not metric.diagonal else None
         self._kept: list[ClassMoments] | None = None
 
     def remeasured(self, particles: LabeledSamples, before: ClassDistances) -> ClassDistances:
@@ -49,7 +47,7 @@ class ClassTable:
             InputError: a class of the particles is too small or too large for the method.
         """
         target = self._target
-        if self._metric.method in FIXED_METHODS:
+        if self._metric.fixed:
             return before
         clouds, (_, own, _) = pool([particles, target])
         distinct, index = merge_identical(clouds)
@@ -57,9 +55,10 @@ class ClassTable:
         moved[index[:own]] = True
         pairs = all_pairs(len(distinct))
         pairs = pairs[moved[pairs].any(1)]
-        if self._full_covariances:
+        if self._full is not None:
             with torch.no_grad():
-                values = moments_table(self._moments(distinct, clouds[own:]), pairs).cpu()
+                moments = self._moments(distinct, clouds[own:], self._full.unbiased)
+                values = moments_table(moments, pairs).cpu()
         else:
             values = measure_pairs(distinct, pairs, self._metric).values
         full = symmetric_table(values, pairs, len(distinct))[index][:, index]
@@ -67,7 +66,7 @@ class ClassTable:
         return ClassDistances.from_full(full, own, class_names(particles), class_names(target))
 
     def differentiable(self, particles: LabeledSamples, within_target: Tensor) -> Tensor:
-        """W (V_x + V_y, V_x + V_y) by `gaussian` or `means`, for autograd by the features.
+        """W (V_x + V_y, V_x + V_y) by `Gaussian` or `Means`, for autograd by the features.
 
         Args:
             particles: n points whose features may require a gradient.
@@ -76,25 +75,26 @@ class ClassTable:
         clouds, (_, own, total) = pool([particles, self._target])
         pairs = all_pairs(total)
         pairs = pairs[(pairs < own).any(1)]
-        if self._full_covariances:
-            values = moments_table(self._moments(clouds, clouds[own:]), pairs)
-        elif self._metric.method == "means":
-            values = mean_table(clouds, pairs)
-        else:
+        if self._full is not None:
+            moments = self._moments(clouds, clouds[own:], self._full.unbiased)
+            values = moments_table(moments, pairs)
+        elif isinstance(self._metric, Gaussian):
             values = diagonal_gaussian_table(clouds, pairs, self._metric.unbiased)
+        else:
+            values = mean_table(clouds, pairs)
         full = symmetric_table(values, pairs, total)
         fixed = torch.zeros_like(full)
         fixed[own:, own:] = within_target.to(full)
         return full + fixed
 
     def _moments(
-        self, clouds: Sequence[ClassCloud], target: Sequence[ClassCloud]
+        self, clouds: Sequence[ClassCloud], target: Sequence[ClassCloud], unbiased: bool
     ) -> list[ClassMoments]:
         """Those of some classes, among them classes of the target, which are `target` in all."""
         if self._kept is None:
             with torch.no_grad():
-                self._kept = class_moments(target, self._metric.unbiased)
+                self._kept = class_moments(target, unbiased)
         known = dict(zip(target, self._kept, strict=True))
         moving = [cloud for cloud in clouds if cloud not in known]
-        known |= zip(moving, class_moments(moving, self._metric.unbiased), strict=True)
+        known |= zip(moving, class_moments(moving, unbiased), strict=True)
         return [known[cloud] for cloud in clouds]

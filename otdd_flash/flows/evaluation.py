@@ -19,7 +19,6 @@ from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.flows.modes import Evaluation, Mode
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.flows.space import Space
 from otdd_flash.flows.stepping import Draw, generator, normal_like
 from otdd_flash.solver.divergence import Divergence
 
@@ -50,7 +49,6 @@ class Evaluator:
     Args:
         setting: the problem.
         mode: what moves.
-        space: from points to features.
         mean_cost: of the start, the scale on which particles count as run away.
         options: of the loop.
     """
@@ -59,22 +57,22 @@ class Evaluator:
         self,
         setting: FlowSetting,
         mode: Mode,
-        space: Space,
         mean_cost: float,
         options: LoopOptions,
     ) -> None:
-        self._setting, self._mode, self._space = setting, mode, space
+        self._setting, self._mode, self._space = setting, mode, options.flow.space
         self._mean_cost, self._options = mean_cost, options
         # Clouds that begin at 0 from each other are led away by no more than rounding.
         squares = setting.target.masses @ setting.target.features.double().square().sum(1)
-        self._far = max(DIVERGED * mean_cost, RESOLUTION * setting.cost.lambda_x * float(squares))
+        resolved = RESOLUTION * setting.cost.squared.lambda_x * float(squares)
+        self._far = max(DIVERGED * mean_cost, resolved)
         sides = (setting.source, setting.target)
         self._massive = tuple(side.masses.nonzero().squeeze(1) for side in sides)
 
     @property
     def estimates(self) -> bool:
         """Whether steps see less than the whole."""
-        stepping = self._options.stepping
+        stepping = self._options.flow.stepping
         size = stepping.minibatch
         parts = size is not None and any(size < len(rows) for rows in self._massive)
         return parts or stepping.noise > 0
@@ -92,7 +90,7 @@ class Evaluator:
             InputError: no solve is possible.
         """
         options, mode = self._options, self._mode
-        noise = 0.0 if whole else options.stepping.noise
+        noise = 0.0 if whole else options.flow.stepping.noise
         if noise > 0:
             points = points + noise * normal_like(points, self._draw(step, Draw.PERTURBATION))
         features = self._space.features(points)
@@ -126,7 +124,7 @@ class Evaluator:
         whole = part = self._mode.expected_seconds(features)
         if self.estimates:
             part = self._mode.expected_seconds(features, self._batch(step))
-        return part * (self._options.steps - step) + whole * (1 + self.estimates)
+        return part * (self._options.flow.steps - step) + whole * (1 + self.estimates)
 
     def check_box(self, points: Tensor) -> None:
         """Refuse a box that has no place for the particles (n, p) of the start.
@@ -134,7 +132,7 @@ class Evaluator:
         Raises:
             InputError: the box alone takes them as far away as steps that overshoot.
         """
-        box = self._options.stepping.box
+        box = self._options.flow.stepping.box
         if box is None or self._options.functionals:
             return
         inside = points.clamp(*box)
@@ -155,7 +153,7 @@ class Evaluator:
         Raises:
             Overshot: as without a box.
         """
-        box = self._options.stepping.box
+        box = self._options.flow.stepping.box
         assert box is not None
         width = box[1] - box[0]
         # Within a box's width around the box nothing has run away, and features may take long.
@@ -217,7 +215,7 @@ class Evaluator:
             upper=solved.bounds[1] if whole else None,
             functionals=values,
             gradient_norm=float((masses[rows] @ speeds / masses[rows].sum()).sqrt()),
-            step_size=self._options.stepping.step_size_at(step, self._options.steps),
+            step_size=self._options.flow.stepping.step_size_at(step, self._options.flow.steps),
             iterations=solved.xy.iterations,
             marginal_error=solved.marginal_error,
             tolerance=solved.tolerance,
@@ -231,14 +229,14 @@ class Evaluator:
 
     def _batch(self, step: int) -> Batch | None:
         """The rows that a step sees; None for all of them."""
-        size = self._options.stepping.minibatch
+        size = self._options.flow.stepping.minibatch
         if size is None or all(size >= len(rows) for rows in self._massive):
             return None
         draw = self._draw(step, Draw.MINIBATCH)
         return Batch(*(_some(rows, size, draw) for rows in self._massive))
 
     def _draw(self, step: int, purpose: Draw) -> torch.Generator:
-        return generator(self._options.seed, step, purpose)
+        return generator(self._options.flow.seed, step, purpose)
 
 
 def _some(rows: Tensor, size: int, draw: torch.Generator) -> Tensor:

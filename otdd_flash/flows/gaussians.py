@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otdd_flash.labels import LabelMetric
+from otdd_flash.labels import Gaussian, LabelMetric
 from otdd_flash.labels.classes import pool
 from otdd_flash.labels.covariance_factors import reduced_factors
 from otdd_flash.labels.fidelity import fidelities
@@ -38,14 +38,14 @@ class Gaussians:
     @classmethod
     @torch.no_grad()
     def of(cls, samples: LabeledSamples, metric: LabelMetric) -> Gaussians:
-        """Those of the classes of `samples`, as `gaussian` or `means` sees them.
+        """Those of the classes of `samples`, as `Gaussian` or `Means` sees them.
 
         Raises:
             InputError: a class is empty, or has one sample where covariances divide by n - 1.
         """
         clouds, _ = pool([samples])
         means = class_means(clouds)
-        if metric.method == "means":
+        if not isinstance(metric, Gaussian):
             return cls(means, None)
         if metric.diagonal:
             return cls(means, standard_deviations(clouds, metric.unbiased))

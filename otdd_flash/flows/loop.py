@@ -20,7 +20,6 @@ from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
 from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.flows.space import Space
 from otdd_flash.flows.stepping import Draw, Stepper, generator
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ class Loop:
         points: (n, p) the particles at the start, in the space in which they move; kept as it is.
         setting: the problem.
         mode: what moves.
-        space: from points to features.
         mean_cost: of the start, the scale on which particles count as run away.
         recorder: keeps the trajectory.
         options: the rest.
@@ -58,7 +56,6 @@ class Loop:
         points: Tensor,
         setting: FlowSetting,
         mode: Mode,
-        space: Space,
         mean_cost: float,
         recorder: Recorder,
         options: LoopOptions,
@@ -68,7 +65,7 @@ class Loop:
         self.history: list[StepRecord] = []
         self.moments: list[Moment] = []
         self._recorder, self._options = recorder, options
-        self._evaluator = Evaluator(setting, mode, space, mean_cost, options)
+        self._evaluator = Evaluator(setting, mode, mean_cost, options)
         # Evaluated apart from the first step only where that sees less than the whole.
         self._start: StepRecord | None = None
         self._labels: tuple[int, Tensor | None] | None = None
@@ -76,8 +73,8 @@ class Loop:
         temperature = noise_temperature(options.functionals)
         self._stepper = Stepper(
             self._variables,
-            options.stepping,
-            options.steps,
+            options.flow.stepping,
+            options.flow.steps,
             temperature,
             self._evaluator.check_reach,
         )
@@ -114,7 +111,7 @@ class Loop:
             self._tell(found.record, started)
             # The next evaluation needs the memory.
             del found
-            checkpoints = self._options.checkpoints
+            checkpoints = self._options.flow.checkpoints
             if checkpoints is not None and self.step % checkpoints.every == 0:
                 self._save(self.state())
 
@@ -174,7 +171,7 @@ class Loop:
     def _evaluate(self) -> tuple[Found, str | None]:
         """What the next step goes by; at the end, that of the whole, and why it is the end."""
         self._check_finite()
-        last = self.step >= self._options.steps
+        last = self.step >= self._options.flow.steps
         found = self._evaluator(self.points, self.step, whole=last)
         stopped_by = "steps" if last else self._reason_to_stop(found.record)
         seen_whole = last or (
@@ -191,7 +188,7 @@ class Loop:
                 "steps to come, %d, will take about %s: with full covariances every particle is "
                 "compared with those around it by a Gaussian of its own; labels.diagonal=true is a "
                 "fraction of that",
-                self._options.steps - self.step,
+                self._options.flow.steps - self.step,
                 timedelta(seconds=round(seconds)),
             )
 
@@ -221,26 +218,26 @@ class Loop:
 
     def _reason_to_stop(self, record: StepRecord) -> str | None:
         options = self._options
-        if options.stop is not None and options.stop():
+        if options.callbacks.stop is not None and options.callbacks.stop():
             return "interrupted"
-        if options.tolerance is not None and self.history:
+        if options.flow.tolerance is not None and self.history:
             change = abs(record.seen - self.history[-1].seen)
-            if change <= options.tolerance * abs(self.history[0].seen):
+            if change <= options.flow.tolerance * abs(self.history[0].seen):
                 return "tolerance"
         return None
 
     def _take_step(self, found: Found) -> None:
-        if self._options.keep_moments:
+        if self._options.flow.keep_moments:
             self._keep_moment(found)
-        draw = generator(self._options.seed, self.step, Draw.LANGEVIN)
+        draw = generator(self._options.flow.seed, self.step, Draw.LANGEVIN)
         self._stepper.step(found.velocities, self.step, draw, found.batch)
         self.step += 1
 
     def _tell(self, record: StepRecord, started: float) -> None:
         record = replace(record, seconds=time.perf_counter() - started)
         self.history.append(record)
-        if self._options.progress is not None:
-            self._options.progress(record)
+        if self._options.callbacks.progress is not None:
+            self._options.callbacks.progress(record)
 
     def _keep_moment(self, found: Found) -> None:
         solved = found.divergence
@@ -256,8 +253,8 @@ class Loop:
         )
 
     def _save(self, state: Mapping[str, Any], may_change: Sequence[str] = ()) -> None:
-        if self._options.checkpoints is not None:
-            self._options.checkpoints.save(state, self._options.settings, may_change)
+        if self._options.flow.checkpoints is not None:
+            self._options.flow.checkpoints.save(state, self._options.settings, may_change)
 
 
 def _copied(state: Any, into: Any = None) -> Any:

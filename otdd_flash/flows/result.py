@@ -15,7 +15,7 @@ from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
 from otdd_flash.flows.maps.field import VelocityField
 from otdd_flash.labels import ClassDistances
-from otdd_flash.labels.methods import class_names
+from otdd_flash.labels.many import class_names
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
@@ -194,7 +194,7 @@ class FlowResult:
             moment.g,
             moment.f,
             self.settings["epsilon"],
-            GroundCost(self.settings["lambda_x"], self.settings["lambda_y"]),
+            GroundCost(**{key: self.settings[key] for key in COST if key in self.settings}).squared,
             self.compute,
         )
 
@@ -213,6 +213,8 @@ class FlowResult:
         return {key: part for key, part in parts.items() if part is not None}
 
 
+# Of the ground cost, which earlier versions had no choice of.
+COST = ("lambda_x", "lambda_y", "ground")
 SAMPLE_PARTS = ("features", "labels", "weights")
 TRAJECTORY_PARTS = ("rows", "steps", "points", "labels")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,99 +23,70 @@ from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import check_same_dimension
+from otdd_flash.flows.callbacks import Callbacks
 from otdd_flash.flows.checkpoint import Checkpoints
+from otdd_flash.flows.flow import Flow
 from otdd_flash.flows.functionals import WeightedFunctional, build_functionals
-from otdd_flash.flows.history import Recorder, StepRecord
+from otdd_flash.flows.history import Recorder
 from otdd_flash.flows.loop import Loop
 from otdd_flash.flows.loop_options import LoopOptions
-from otdd_flash.flows.modes import build_mode, check_mode
+from otdd_flash.flows.modes import build_mode
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.settings_kept import data_settings, flow_settings
 from otdd_flash.flows.shortcomings import report_convergence, report_growth
-from otdd_flash.flows.space import FeatureSpace, Space
-from otdd_flash.flows.stepping import Stepping
+from otdd_flash.flows.space import DirectionSpace
 from otdd_flash.labels import (
-    ClassDistances,
     LabelMetric,
     drop_small_classes,
     measure_classes,
+    metric_of,
     notice_single_samples,
 )
-from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedule import Schedule
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
 
 
-@takes(arguments.GRADIENT_FLOW)
+@takes(arguments.GRADIENT_FLOW, moved=arguments.GRADIENT_FLOW_MOVED)
 def gradient_flow(
     source: Samples,
     target: Samples,
+    flow: Flow | None = None,
     *,
-    steps: int = 20,
-    mode: str = "features",
-    stepping: Stepping | None = None,
-    functionals: Sequence[Mapping[str, Any] | WeightedFunctional] = (),
-    space: Space | None = None,
-    refresh: int = 1,
-    tolerance: float | None = None,
     epsilon: float = 0.1,
     epsilon_relative: float | None = None,
     labels: str | LabelMetric = "gaussian",
-    class_distances: ClassDistances | None = None,
     min_class_size: int | None = None,
-    lambda_x: float = 0.5,
-    lambda_y: float = 0.5,
-    solver: SolverOptions | None = None,
+    cost: GroundCost | None = None,
+    solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-    checkpoints: Checkpoints | None = None,
-    seed: int = 0,
-    keep_moments: bool = False,
-    progress: Callable[[StepRecord], None] | None = None,
-    solver_progress: Progress | None = None,
-    class_progress: PairProgress | None = None,
-    stop: Callable[[], bool] | None = None,
+    callbacks: Callbacks | None = None,
 ) -> FlowResult:
     """Move a labelled dataset towards another.
 
     Args:
         source: n points, which the flow copies, as samples or as arrays (features, labels).
         target: m points in the same space.
-        steps: to take.
-        mode: what moves: `features`, `attached`, `joint` or `augmented`; `otdd_flash.flows.modes`
-            gives the equations.
-        stepping: step size, optimiser, schedule, box, noise and minibatches.
-        functionals: weighted terms beside the divergence, such as {"name": "norm", "weight": 0.1};
-            `build_functionals` tells what there is.
-        space: from points to the features that transport sees, of both sides; by default the points
-            are the features.
-        refresh: steps between two measurements of class distances (mode `features`).
-        tolerance: stop once a step changes the objective by less than this share of its first
-            value; None takes all steps.
+        flow: what moves and how, `otdd.Flow()` by default.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost at the start; replaces `epsilon`.
-        labels: how distances between classes are measured, a method's name or a `LabelMetric`.
-        class_distances: a table to use instead, which then stays as it is.
+        labels: how distances between classes are measured, a name such as "gaussian" or a metric
+            such as `otdd.labels.Gaussian(diagonal=True)`; those of a table,
+            `otdd.labels.Given(table)`, stay as they are.
         min_class_size: drop classes with fewer samples, with a notice.
-        lambda_x: weight of the squared distance between features.
-        lambda_y: weight of the squared distance between classes.
-        solver: when the solve of a step stops.
+        cost: what it compares of two features, and weights, by default half the squared distances
+            between features and between classes.
+        solver: how a step is solved and when it stops, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         cache_dir: where class distances of the start are looked up and kept; None: nowhere.
-        checkpoints: where to keep the state, and whether to go on from it.
-        seed: of every random draw.
-        keep_moments: keep what every step saw, so that the result carries the flow over to new
-            points by its entropic map; n (d + 2) + m numbers a step.
-        progress: called with the record of every step, and of the end.
-        solver_progress: called as solver_progress(term, iteration, marginal error).
-        class_progress: called as class_progress(pairs of classes measured, their total).
-        stop: asked before every step whether to end here.
+        callbacks: whom to tell of steps and solves, and whom to ask whether to stop.
 
     Returns:
         The adapted dataset, in the space of `source`, and how it came about.
@@ -130,14 +101,12 @@ def gradient_flow(
     """
     started = time.perf_counter()
     source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
-    compute, solver = ComputeOptions.of(compute), solver or SolverOptions()
-    stepping, space = stepping or Stepping(), space or FeatureSpace()
-    cost = GroundCost(lambda_x, lambda_y)
-    metric = LabelMetric.of(labels)
-    if class_distances is not None:
-        metric = replace(metric, method="given", given=class_distances)
-    _check_numbers(steps, refresh, tolerance)
-    check_mode(mode)
+    flow, callbacks = flow or Flow(), callbacks or Callbacks()
+    compute, solver = ComputeOptions.of(compute), solver or Converged()
+    cost, metric = cost or GroundCost(), metric_of(labels)
+    cost.check_labels(metric.name)
+    if cost.ground == "cosine":
+        flow = replace(flow, space=DirectionSpace(flow.space, cost))
     check_same_dimension(source, target)
     check_one_device(source.features.device, target.features.device)
     check_squares(source, target)
@@ -145,9 +114,16 @@ def gradient_flow(
     points = drop_small_classes(source, min_class_size).to(device)
     goal = drop_small_classes(target, min_class_size).to(device)
     notice_single_samples((points, goal), metric)
-    start, end = (replace(side, features=space.features(side.features)) for side in (points, goal))
+    start, end = (
+        replace(side, features=flow.space.features(side.features)) for side in (points, goal)
+    )
     table = measure_classes(
-        start, end, metric, device=device, cache_dir=cache_dir, progress=class_progress
+        start,
+        end,
+        metric,
+        device=device,
+        cache_dir=cache_dir,
+        progress=callbacks.class_progress,
     )
     if epsilon_relative is not None:
         epsilon = relative_epsilon(epsilon_relative, start, end, table.xy, cost, device)
@@ -160,41 +136,22 @@ def gradient_flow(
         solver,
         compute,
         device,
-        refresh,
-        solver_progress,
-        class_progress,
+        flow.refresh,
+        callbacks.solver_progress,
+        callbacks.class_progress,
     )
-    terms = _built(functionals, points)
-    settings = {
-        **data_settings(points, goal, setting, table),
-        **flow_settings(mode, stepping, functionals, steps, refresh, space),
-        "flow.keep_moments": keep_moments,
-        "seed": seed,
-    }
-    recorder = Recorder(_followed(points, seed), MOMENTS)
-    options = LoopOptions(
-        steps=steps,
-        stepping=stepping,
-        functionals=terms,
-        tolerance=tolerance,
-        seed=seed,
-        checkpoints=checkpoints,
-        settings=settings,
-        keep_moments=keep_moments,
-        progress=progress,
-        stop=stop,
-    )
+    settings = {**data_settings(points, goal, setting, table), **flow_settings(flow)}
+    options = LoopOptions(flow, _built(flow.functionals, points), settings, callbacks)
     loop = Loop(
         points.features,
         setting,
-        build_mode(mode, setting, table),
-        space,
+        build_mode(flow.mode, setting, table),
         setting.mean_cost(start.features, table),
-        recorder,
+        Recorder(_followed(points, flow.seed), MOMENTS),
         options,
     )
-    if checkpoints is not None and checkpoints.resume:
-        _go_on(loop, checkpoints, settings, device, steps)
+    if flow.checkpoints is not None and flow.checkpoints.resume:
+        _go_on(loop, flow.checkpoints, settings, device, flow.steps)
     prepared = time.perf_counter()
     loop.run()
     report_convergence(loop.evaluations, solver, compute)
@@ -236,17 +193,6 @@ def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
     """The particles where the loop has them, on the CPU."""
     labels = None if points.labels is None else loop.labels()
     return replace(points.to("cpu"), features=loop.points.cpu(), labels=labels)
-
-
-def _check_numbers(steps: int, refresh: int, tolerance: float | None) -> None:
-    if steps < 1:
-        raise InputError(f"flow.steps must be positive, got {steps}")
-    if refresh < 1:
-        raise InputError(f"flow.refresh must be positive, got {refresh}; 1 measures at every step")
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise InputError(
-            f"flow.tolerance must lie in (0, 1), a share of the first objective, got {tolerance}"
-        )
 
 
 def _built(

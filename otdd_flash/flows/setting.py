@@ -12,7 +12,7 @@ from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import ComputeOptions, labelled_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.schedule import Progress, Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class FlowSetting:
         metric: how class distances are measured.
         epsilon: regularisation, in units of the cost.
         cost: weights of the ground cost.
-        solver: when a solve stops.
+        solver: how to solve and when to stop.
         compute: where and how passes run.
         device: where everything is.
         refresh: steps between two measurements of class distances.
@@ -38,7 +38,7 @@ class FlowSetting:
     metric: LabelMetric
     epsilon: float
     cost: GroundCost
-    solver: SolverOptions
+    solver: Schedule
     compute: ComputeOptions
     device: torch.device
     refresh: int = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash.flows.flow import Flow
 from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.flows.space import Space
-from otdd_flash.flows.stepping import TO_THE_END, Stepping
-from otdd_flash.labels import ClassDistances
+from otdd_flash.flows.stepping import TO_THE_END
+from otdd_flash.labels import ClassDistances, Given, LabelMetric
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.tensor_file import content_hash
 
@@ -28,13 +27,11 @@ def data_settings(
     return {
         "source": points.fingerprint,
         "target": goal.fingerprint,
-        **{
-            f"labels.{key}": getattr(metric, key)
-            for key in ("method", "unbiased", "diagonal", "epsilon", "tolerance")
-        },
-        "labels.given": content_hash({"W": table.full}) if metric.method == "given" else None,
+        "labels.method": metric.name,
+        **_label_parameters(metric, table),
         "epsilon": setting.epsilon,
         **asdict(setting.cost),
+        "solver.schedule": setting.solver.name,
         **{
             f"solver.{key}": value
             for key, value in asdict(setting.solver).items()
@@ -45,30 +42,32 @@ def data_settings(
     }
 
 
-def flow_settings(
-    mode: str,
-    stepping: Stepping,
-    functionals: Sequence[Mapping[str, Any] | WeightedFunctional],
-    steps: int,
-    refresh: int,
-    space: Space,
-) -> dict[str, Any]:
+def _label_parameters(metric: LabelMetric, table: ClassDistances) -> dict[str, Any]:
+    """A metric's own; of a given table, its content."""
+    if isinstance(metric, Given):
+        return {"labels.given": content_hash({"W": table.full})}
+    return {f"labels.{key}": value for key, value in asdict(metric).items()}
+
+
+def flow_settings(flow: Flow) -> dict[str, Any]:
     """How a flow moves, by the keys of the command line; its length where that matters."""
     settings = {
-        "flow.mode": mode,
-        **{f"flow.{key}": value for key, value in asdict(stepping).items()},
+        "flow.mode": flow.mode,
+        **{f"flow.{key}": value for key, value in asdict(flow.stepping).items()},
         "flow.functionals": [
             f"{part.weight} {part.name}"
             if isinstance(part, WeightedFunctional)
             else {key: _plain(value) for key, value in part.items()}
-            for part in functionals
+            for part in flow.functionals
         ],
-        "flow.refresh": refresh,
-        "flow.space": space.key,
-        "flow.plain": stepping.plain,
+        "flow.refresh": flow.refresh,
+        "flow.space": flow.space.key,
+        "flow.plain": flow.stepping.plain,
+        "flow.keep_moments": flow.keep_moments,
+        "seed": flow.seed,
     }
-    if stepping.schedule in TO_THE_END:
-        settings["flow.steps"] = steps
+    if flow.stepping.schedule in TO_THE_END:
+        settings["flow.steps"] = flow.steps
     return settings
 
 

@@ -11,7 +11,7 @@ from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.schedule import Schedule
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term import largest_tolerance
 
@@ -23,7 +23,7 @@ def report_growth(before: StepRecord, after: StepRecord, options: LoopOptions) -
     assert before.upper is not None
     assert after.lower is not None
     if not options.functionals and after.lower > before.upper:
-        box = options.stepping.box
+        box = options.flow.stepping.box
         logger.warning(
             "the flow ended farther from its target than it began, at %.5g after %.5g; lower %s%s",
             after.divergence,
@@ -34,7 +34,7 @@ def report_growth(before: StepRecord, after: StepRecord, options: LoopOptions) -
 
 
 def report_convergence(
-    history: Sequence[StepRecord], solver: SolverOptions, compute: ComputeOptions
+    history: Sequence[StepRecord], solver: Schedule, compute: ComputeOptions
 ) -> None:
     """Warn of evaluations that stopped before they reached what was asked for."""
     late = [record for record in history if not record.converged]

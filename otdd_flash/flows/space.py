@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
+from otdd_flash.operators.ground import GroundCost, directions
 
 
 class Space(Protocol):
@@ -48,6 +49,36 @@ class FeatureSpace:
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
         """The gradient."""
         return gradient
+
+
+@dataclass(frozen=True)
+class DirectionSpace:
+    """Features of another space at length 1, which is all that a cosine sees of them.
+
+    Attributes:
+        inner: gives the features.
+        cost: a ground cost `cosine`.
+
+    Raises:
+        InputError: the features of a particle are 0.
+    """
+
+    inner: Space
+    cost: GroundCost
+
+    @property
+    def key(self) -> str:
+        """What a resumed flow compares."""
+        return f"directions of {self.inner.key}"
+
+    def features(self, points: Tensor) -> Tensor:
+        """Directions (n, d), float64."""
+        return directions(self.inner.features(points), "the particles")
+
+    def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
+        """By the chain rule through the lengths."""
+        by_features = self.cost.pull_back(self.inner.features(points), gradient)
+        return self.inner.pull_back(points, by_features)
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,47 @@
 
 Concepts, one file each: `classes` cuts datasets into class clouds and pools them; `moments` gives
 their means and covariances; `gaussian`, `exact` and `sinkhorn_pairs` each measure a list of pairs;
-`metric` says how, `measuring` chooses among them and leaves out what `pair_cache` knows; `table`
-holds the result for two datasets, `many` for several; `small_classes` drops what is too small.
+`metrics` are the ways of measuring, one type each, of which `labels=` takes one or its name;
+`measuring` leaves out what `pair_cache` knows; `table` holds the result for two datasets, which
+`two` measures, `many` those of several; `small_classes` drops what is too small.
 
 W holds squared 2-Wasserstein distances for the cost ||.||^2, whatever lambda_x is.
 """
 
 from otdd_flash.labels.many import JointClassDistances, class_distances
-from otdd_flash.labels.methods import measure_classes
-from otdd_flash.labels.metric import LabelMetric
+from otdd_flash.labels.metrics import (
+    METRICS,
+    Exact,
+    Gaussian,
+    Given,
+    LabelMetric,
+    Means,
+    NoLabels,
+    Sinkhorn,
+    UpperBound,
+    metric_named,
+    metric_of,
+)
 from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
+from otdd_flash.labels.two import measure_classes
 
 __all__ = [
+    "METRICS",
     "ClassDistances",
+    "Exact",
+    "Gaussian",
+    "Given",
     "JointClassDistances",
     "LabelMetric",
+    "Means",
+    "NoLabels",
+    "Sinkhorn",
+    "UpperBound",
     "class_distances",
     "drop_small_classes",
     "measure_classes",
+    "metric_named",
+    "metric_of",
     "notice_single_samples",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, bytes_of, is_small
 from otdd_flash.operators.memory import free_memory
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented import Finished, SegmentTerms
 from otdd_flash.solver.segmented_cross import solve_cross_terms
 from otdd_flash.solver.segmented_self import solve_self_terms
@@ -23,7 +23,7 @@ def solve_in_kernels(
     pool: ClassPool,
     pairs: Tensor,
     epsilon: float,
-    options: SolverOptions,
+    options: Converged,
     finished: Finished | None = None,
 ) -> SegmentTerms:
     """The terms of P pairs; other arguments as for `TermSolver`."""

@@ -17,7 +17,8 @@ from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.metric import LabelMetric
+from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels, metric_of
+from otdd_flash.labels.metrics.given import measures_nothing
 from otdd_flash.labels.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
 from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
@@ -167,7 +168,7 @@ def class_distances(
 
     Args:
         datasets: K labelled datasets of one dimension, as samples or as arrays (features, labels).
-        labels: how to measure, a method's name or a `LabelMetric`; any method but `given`.
+        labels: how to measure, a name or a metric of `otdd.labels`; any but `given`.
         ground: `cosine` measures between features of length 1, for a comparison with that ground
             cost; `inner` has no distance between classes.
         min_class_size: drop classes with fewer samples, with a notice.
@@ -182,8 +183,8 @@ def class_distances(
         InputError: not a list of datasets, labels are missing, the dimensions differ, or a class is
             too small or too large for the method.
     """
-    metric, cost = LabelMetric.of(labels), GroundCost(ground=ground)
-    cost.check_labels(metric.method)
+    metric, cost = metric_of(labels), GroundCost(ground=ground)
+    cost.check_labels(metric.name)
     kept = [drop_small_classes(one, min_class_size) for one in as_datasets(datasets)]
     check_squares(*kept)
     notice_single_samples(kept, metric)
@@ -206,12 +207,9 @@ def measure_all(
     Raises:
         InputError: as there, or a class is empty.
     """
-    if metric.method == "given":
-        raise InputError(
-            "labels=given is the table of two datasets and measures nothing; choose a method, or "
-            "pass a table of class_distances([...]) on as class_distances="
-        )
-    if metric.method == "none":
+    if isinstance(metric, Given):
+        raise measures_nothing()
+    if isinstance(metric, NoLabels):
         count = sum(len(class_names(samples)) for samples in datasets)
         return _joint(datasets, torch.zeros(count, count, dtype=torch.float64))
     clouds, _ = pool([s if device is None else s.to(device) for s in datasets])

@@ -1,4 +1,4 @@
-"""From classes to their distances: what the cache knows, and the rest by the metric's method."""
+"""From classes to their distances: what the cache knows, and the rest by the metric."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ from torch import Tensor
 
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.exact import exact_parts
-from otdd_flash.labels.gaussian import diagonal_gaussian_distances, gaussian_distances
-from otdd_flash.labels.metric import LabelMetric
-from otdd_flash.labels.moment_distances import mean_distances, upper_bound_distances
+from otdd_flash.labels.metrics import LabelMetric
 from otdd_flash.labels.pair_cache import PairCache
 from otdd_flash.labels.pairs import PairDistances, Progress
-from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 
-# A method prepares all classes of a part before its first pair: with so many pairs per class it
+# A metric prepares all classes of a part before its first pair: with so many pairs per class it
 # takes some 5% longer than all at once, and a run that is killed loses one part. A GPU takes
 # seconds for whole tables, and has them in one part.
 PAIRS_PER_CLASS = 4
@@ -36,7 +32,7 @@ class Part(NamedTuple):
     Attributes:
         positions: (k,) int64, which ones.
         distances: of those pairs.
-        converged: whether all of them reached the method's tolerance.
+        converged: whether all of them reached the metric's tolerance.
     """
 
     positions: Tensor
@@ -63,7 +59,7 @@ def measure_pairs(
     Args:
         clouds: V classes, in the order that `merge_identical` gives them.
         pairs: (P, 2) int64, indices of two different classes, the larger first.
-        metric: how to measure; any method but `given`.
+        metric: how to measure; any but `Given`.
         cache_dir: where distances that are dear to measure are kept; None keeps none.
         progress: called with the number of pairs done and their total.
 
@@ -73,8 +69,8 @@ def measure_pairs(
     Warns:
         NotConvergedWarning: a solve stopped before the tolerance.
     """
-    recipe = _recipe(metric, clouds)
-    cache = PairCache(cache_dir if recipe is not None and len(pairs) else None)
+    recipe = metric.recipe(clouds[0].points.device) if len(pairs) else None
+    cache = PairCache(cache_dir if recipe is not None else None)
     if recipe is None or not cache.active:
         everything = torch.arange(len(pairs))
         parts = _measured(clouds, pairs, everything, metric, len(pairs), progress)
@@ -130,9 +126,9 @@ def _measured(
         if progress is not None:
             progress(done + within, len(pairs))
 
-    if metric.method == "exact":
-        # Needs no preparation: its parts are what one process computes at once.
-        with closing(exact_parts(clouds, pairs[positions])) as parts:
+    as_they_come = metric.in_parts(clouds, pairs[positions])
+    if as_they_come is not None:
+        with closing(as_they_come) as parts:
             for run, values in parts:
                 yield Part(positions[run], PairDistances.exactly(values))
                 heard(len(run), len(positions))
@@ -141,7 +137,7 @@ def _measured(
     for run in torch.split(positions, max(1, at_once)):
         with torch.no_grad(), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", NotConvergedWarning)
-            distances = _measure(metric, clouds, pairs[run], heard)
+            distances = metric.measure(clouds, pairs[run], heard)
         for warning in said:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
@@ -171,39 +167,3 @@ def _together(parts: Sequence[Part]) -> tuple[Tensor, PairDistances]:
         for key in PairDistances._fields
     )
     return positions, PairDistances(*numbers)
-
-
-def _recipe(metric: LabelMetric, clouds: Sequence[ClassCloud]) -> str | None:
-    """What a cached distance depends on but for its classes; None where measuring is cheap."""
-    # Other devices round otherwise.
-    device = clouds[0].points.device.type
-    match metric.method:
-        case "gaussian" if not metric.diagonal:
-            return f"gaussian unbiased={metric.unbiased} on {device}"
-        case "sinkhorn":
-            return f"sinkhorn epsilon={metric.epsilon!r} tolerance={metric.tolerance!r} on {device}"
-        case "exact":
-            return "exact"
-    return None
-
-
-def _measure(
-    metric: LabelMetric, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress
-) -> PairDistances:
-    match metric.method:
-        case "gaussian" if metric.diagonal:
-            return diagonal_gaussian_distances(clouds, pairs, unbiased=metric.unbiased)
-        case "gaussian":
-            return gaussian_distances(clouds, pairs, unbiased=metric.unbiased, progress=progress)
-        case "sinkhorn":
-            assert metric.epsilon is not None
-            return sinkhorn_distances(
-                clouds, pairs, metric.epsilon, metric.tolerance, progress=progress
-            )
-        case "means":
-            return mean_distances(clouds, pairs)
-        case "upper_bound":
-            return upper_bound_distances(clouds, pairs, unbiased=metric.unbiased)
-        case "none":
-            return PairDistances.exactly(torch.zeros(len(pairs)))
-    raise AssertionError(f"labels={metric.method} does not measure classes")

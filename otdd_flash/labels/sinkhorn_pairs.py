@@ -18,8 +18,8 @@ from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud, merge_identical
 from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.labels.transport_terms import TermSolver
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.epsilon import epsilon_given_as
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.segmented import Finished, SegmentTerms
 
 
@@ -52,7 +52,7 @@ def sinkhorn_distances(
     Warns:
         NotConvergedWarning: a solve stopped before the tolerance.
     """
-    options = SolverOptions(tolerance=tolerance)
+    options = Converged(tolerance=tolerance)
     used, local = torch.unique(pairs.cpu(), return_inverse=True)
     classes, index = merge_identical([clouds[k] for k in used.tolist()])
     # Solved the other way round, a pair would have other last digits.
@@ -71,7 +71,7 @@ def _divergences(
     clouds: Sequence[ClassCloud],
     pairs: Tensor,
     epsilon: float,
-    options: SolverOptions,
+    options: Converged,
     finished: Finished | None,
 ) -> Tensor:
     """Value, lower and upper bound of every pair (P, 3)."""
@@ -103,7 +103,7 @@ def _warn_of_late(
     clouds: Sequence[ClassCloud],
     own: SegmentTerms,
     cross: tuple[Tensor, SegmentTerms],
-    options: SolverOptions,
+    options: Converged,
 ) -> None:
     """Name the classes and pairs that stopped before the tolerance, and what stopped them."""
     names = [cloud.name for cloud in clouds]

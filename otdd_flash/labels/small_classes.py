@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.labels.metric import LabelMetric
+from otdd_flash.labels.metrics import LabelMetric
 from otdd_flash.samples import LabeledSamples
 
 # How many classes a notice names.
@@ -16,12 +16,12 @@ SHOWN = 8
 
 
 def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetric) -> None:
-    """Say which classes of one sample count as points although the method takes covariances.
+    """Say which classes of one sample count as points although the metric takes covariances.
 
     Warns:
         DataNotice: once for all of them.
     """
-    if metric.method not in ("gaussian", "upper_bound") or not metric.unbiased:
+    if not metric.single_samples_are_points:
         return
     single = []
     for samples in datasets:

@@ -17,7 +17,7 @@ from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented import Finished, SegmentTerms
 from otdd_flash.solver.segmented_cross import solve_cross_terms
 from otdd_flash.solver.segmented_self import solve_self_terms
@@ -33,7 +33,7 @@ def solve_in_float64(
     classes: Sequence[WeightedPoints],
     pairs: Tensor,
     epsilon: float,
-    options: SolverOptions,
+    options: Converged,
     finished: Finished | None = None,
 ) -> SegmentTerms:
     """The terms of P pairs; arguments as for `TermSolver`."""
@@ -76,7 +76,7 @@ def _groups(
 
 
 def _solve_streamed(
-    rows: WeightedPoints, columns: WeightedPoints, epsilon: float, options: SolverOptions
+    rows: WeightedPoints, columns: WeightedPoints, epsilon: float, options: Converged
 ) -> SegmentTerms:
     """The term of one pair of any size."""
     labels = [

@@ -18,7 +18,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.stored_terms import solve_in_float64
 from otdd_flash.operators.segments import WeightedPoints
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented import MOST_ERROR, Finished, SegmentTerms
 from otdd_flash.solver.term import rounded_away
 
@@ -36,9 +36,7 @@ class TermSolver:
         options: when a solve stops.
     """
 
-    def __init__(
-        self, clouds: Sequence[ClassCloud], epsilon: float, options: SolverOptions
-    ) -> None:
+    def __init__(self, clouds: Sequence[ClassCloud], epsilon: float, options: Converged) -> None:
         self._epsilon, self._options = epsilon, options
         self._classes = [WeightedPoints(cloud.points.detach(), cloud.masses) for cloud in clouds]
         self._pool: ClassPool | None = None

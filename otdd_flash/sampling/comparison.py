@@ -10,7 +10,15 @@ from torch import Tensor
 
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
-from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, measure_classes
+from otdd_flash.labels import (
+    ClassDistances,
+    Given,
+    LabelMetric,
+    NoLabels,
+    drop_small_classes,
+    measure_classes,
+    metric_of,
+)
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
@@ -50,9 +58,9 @@ class Comparison:
             )
         for key in ("cache_dir", "class_progress", "progress"):
             self._settings.pop(key, None)
-        metric = LabelMetric.of(self._settings.get("labels", "gaussian"))
-        if (given := self._settings.pop("class_distances", None)) is not None:
-            metric = replace(metric, method="given", given=given)
+        given = self._settings.pop("class_distances", None)
+        labels = self._settings.get("labels", "gaussian")
+        metric = metric_of(labels) if given is None else Given(given)
         minimum = self._settings.pop("min_class_size", None)
         self.source = drawable(source, metric, minimum)
         self.target = drawable(target, metric, minimum)
@@ -96,7 +104,7 @@ class Comparison:
 
     def _fixed_table(self, metric: LabelMetric) -> ClassDistances | None:
         statistics = self._settings.pop("class_statistics", None)
-        if metric.method == "none" or (metric.method != "given" and statistics is None):
+        if isinstance(metric, NoLabels) or (statistics is None and not metric.fixed):
             return None
         compute: ComputeOptions = self._settings.get("compute") or ComputeOptions()
         device = resolve_device(compute.device)
@@ -115,7 +123,7 @@ def drawable(
 
     Classes too small are left out silently, as the distance itself has told of them.
     """
-    if metric.method == "none":
+    if isinstance(metric, NoLabels):
         samples = replace(samples, labels=None, class_names=())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataNotice)

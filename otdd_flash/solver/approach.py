@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.iteration import Enough, Iteration
 from otdd_flash.solver.levels import (
     ITERATIONS_PER_LEVEL,
@@ -33,7 +34,6 @@ from otdd_flash.solver.levels import (
     Outlook,
     levels_above,
 )
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.quasi_newton import Track, begin, restart
 
 # The first level over the mean cost. Above it a solve takes a few steps from anywhere.
@@ -103,7 +103,7 @@ def _of_sample(
     """The column potential (m,) of a sample, absent elsewhere, and the passes that took."""
     sampled = operator.sample(*sample)
     # A width, so that rounding in a sample, where nothing is proved, is no reason to refuse.
-    options = SolverOptions(
+    options = Converged(
         max_iterations=SAMPLE_ITERATIONS, bound_width=1.0, max_seconds=solve.options.max_seconds
     )
     coarse = Iteration(solve.name, solve.step, level, options, None)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from otdd_flash.solver.options import StoppedBy
+from otdd_flash.solver.schedule import StoppedBy
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.solver.term_solves import TermSolves
 
@@ -32,7 +32,11 @@ SHARES = {"xy": 1.0, "xx": 0.5, "yy": 0.5}
 
 
 def solve_to_width(
-    solves: TermSolves, names: Sequence[str], bound_width: float, offset: float = 0.0
+    solves: TermSolves,
+    names: Sequence[str],
+    bound_width: float,
+    max_iterations: int,
+    offset: float = 0.0,
 ) -> None:
     """Bring the terms to where their interval is `bound_width` times the value, or stop.
 
@@ -42,6 +46,7 @@ def solve_to_width(
         solves: the terms, of which self terms may be known.
         names: the terms of the value, in the order of their turns.
         bound_width: (upper - lower) / |value| of the divergence.
+        max_iterations: of a term, after which it does not go on.
         offset: what its value is raised by.
     """
     asked = {name: FIRST_TOLERANCE for name in names if name not in solves.terms}
@@ -50,7 +55,7 @@ def solve_to_width(
         terms = {name: solves.terms[name] for name in names}
         wide, factor = _too_wide(terms, bound_width, offset)
         able = [name for name in wide if terms[name].marginal_error <= asked.get(name, math.inf)]
-        reason = _reason(wide, able, solves)
+        reason = _reason(wide, able, solves, max_iterations)
         if reason is not None:
             reached = reason == "bound_width"
             for name, term in terms.items():
@@ -84,7 +89,9 @@ def _too_wide(
     return [name for name, part in parts.items() if part > NEGLIGIBLE * allowed], factor
 
 
-def _reason(wide: Sequence[str], able: Sequence[str], solves: TermSolves) -> StoppedBy | None:
+def _reason(
+    wide: Sequence[str], able: Sequence[str], solves: TermSolves, most: int
+) -> StoppedBy | None:
     """What ends the solve, if anything does.
 
     A term that did not stop for its budget, and yet is above the marginal error it was asked for,
@@ -97,5 +104,4 @@ def _reason(wide: Sequence[str], able: Sequence[str], solves: TermSolves) -> Sto
         return late[-1].stopped_by
     if not able:
         return "rounding"
-    most = solves.options.max_iterations
     return "max_iterations" if any(solves.iterations[name] >= most for name in able) else None

@@ -9,9 +9,10 @@ from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence, report_convergence
-from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedule import Progress, Schedule
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.solver.term_solves import Start
 
@@ -24,7 +25,7 @@ def sinkhorn(
     epsilon: float,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
-    options: SolverOptions | None = None,
+    options: Schedule | None = None,
     compute: Compute | None = None,
     progress: Progress | None = None,
 ) -> TransportTerm:
@@ -38,7 +39,7 @@ def sinkhorn(
             Only the block [x, y] is read.
         cost: what it compares and its weights, by default half the squared distances between
             features and between classes.
-        options: when to stop.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
         progress: called as progress("xy", iteration, marginal error).
 
@@ -52,7 +53,7 @@ def sinkhorn(
     """
     problem = _problem(source, target, epsilon, class_table, cost, compute)
     return problem.cross_term(
-        problem.solve(options or SolverOptions(), debias=False, progress=progress)
+        problem.solve(options or Converged(), debias=False, progress=progress)
     )
 
 
@@ -64,7 +65,7 @@ def sinkhorn_divergence(
     epsilon: float,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
-    options: SolverOptions | None = None,
+    options: Schedule | None = None,
     compute: Compute | None = None,
     debias: bool = True,
     start: Start | None = None,
@@ -81,7 +82,7 @@ def sinkhorn_divergence(
         InputError: as for `sinkhorn`, or a block [x, x] or [y, y] is not symmetric.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
-    options = options or SolverOptions()
+    options = options or Converged()
     problem = _problem(source, target, epsilon, class_table, cost, compute)
     divergence = problem.solve(options, debias=debias, start=start, progress=progress)
     report_convergence(divergence, options)

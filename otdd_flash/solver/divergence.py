@@ -11,7 +11,8 @@ from otdd_flash.errors import ConvergenceError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.ground import NO_OFFSET, Offset
 from otdd_flash.solver.bound_width import relative_width, solve_to_width
-from otdd_flash.solver.options import Progress, SolverOptions, StoppedBy
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedule import Progress, Schedule, StoppedBy
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term import TransportTerm, largest_tolerance
 from otdd_flash.solver.term_solves import Known, Solved, Start, TermSolves
@@ -28,6 +29,7 @@ class Divergence:
         backend: how the passes of the cross term ran.
         passes: sweeps over all scores, in units of n m.
         identical: both clouds are one; its self plan is the cross plan.
+        schedule: the name of the way it was solved, `Schedule.name`.
         offset: what terms of one side of the ground cost add to a cross term. The terms here are
             those without them, as they cancel with debiasing.
     """
@@ -38,6 +40,7 @@ class Divergence:
     backend: str
     passes: float
     identical: bool = False
+    schedule: str = "converged"
     offset: Offset = NO_OFFSET
 
     @property
@@ -99,12 +102,7 @@ class Divergence:
         """(upper - lower) / |value|."""
         return relative_width(self.value, self.bounds)
 
-    @property
-    def schedule(self) -> str:
-        """Whose updates ran: `geomloss` if the value is that library's, else `converged`."""
-        return "geomloss" if self.xy.stopped_by == "schedule" else "converged"
-
-    def shortfall(self, options: SolverOptions) -> str:
+    def shortfall(self, options: Schedule) -> str:
         """Why the solve did not converge, by how much, and what would help."""
         return shortfall(
             options,
@@ -155,7 +153,7 @@ class Divergence:
 def solve_divergence(
     operators: Callable[[str], Operator],
     epsilon: float,
-    options: SolverOptions,
+    options: Schedule,
     *,
     debias: bool = True,
     offset: Offset = NO_OFFSET,
@@ -170,36 +168,37 @@ def solve_divergence(
         operators: makes the operator of a term, "xy", "xx" or "yy", when its turn comes, so that
             the scores of one term at a time are held.
         epsilon: regularisation, in units of the cost.
-        options: when to stop.
+        options: how to solve and when to stop.
         debias: False leaves the self terms out.
         offset: what terms of one side of the ground cost add to a cross term.
         start: potentials to start from at this epsilon, without scaling.
         known: self terms to take as they are, or to go on with where they keep the bounds wider
-            than `options.bound_width`.
+            than a width that `options` ask for.
         progress: told of every iteration.
         solved: called after each term that is solved here, as solved(name, operator, term).
     """
     names = ("xx", "yy", "xy") if debias else ("xy",)
-    # The schedule depends on both clouds, and starts by itself.
-    start, known = ({}, {}) if options.schedule == "geomloss" else (start, known)
+    start, known = (start, known) if options.goes_on else ({}, {})
     solves = TermSolves(operators, epsilon, options, start=start, known=known, progress=progress)
     unknown = [name for name in names if name not in solves.terms]
-    if options.bound_width is None:
-        solves.solve(dict.fromkeys(unknown, options.tolerance), solved)
-    else:
-        solve_to_width(solves, names, options.bound_width, 0.0 if debias else offset.value)
+    if isinstance(options, Converged) and options.bound_width is not None:
+        raised = 0.0 if debias else offset.value
+        solve_to_width(solves, names, options.bound_width, options.max_iterations, raised)
         if solved is not None:
             for name in unknown:
                 solved(name, operators(name), solves.terms[name])
+    else:
+        solves.solve(dict.fromkeys(unknown, options.tolerance), solved)
     xy, xx, yy = (solves.terms.get(name) for name in ("xy", "xx", "yy"))
     assert xy is not None
-    return Divergence(xy, xx, yy, solves.backends["xy"], solves.passes, offset=offset)
+    backend, passes = solves.backends["xy"], solves.passes
+    return Divergence(xy, xx, yy, backend, passes, schedule=options.name, offset=offset)
 
 
 def solve_identical(
     operator: Operator,
     epsilon: float,
-    options: SolverOptions,
+    options: Schedule,
     *,
     start: Start | None = None,
     progress: Progress | None = None,
@@ -216,10 +215,11 @@ def solve_identical(
     if solved is not None:
         for name in ("xy", "xx", "yy"):
             solved(name, operator, term)
-    return Divergence(term, term, term, operator.backend, float(term.passes), identical=True)
+    backend, passes = operator.backend, float(term.passes)
+    return Divergence(term, term, term, backend, passes, identical=True, schedule=options.name)
 
 
-def report_convergence(divergence: Divergence, options: SolverOptions) -> None:
+def report_convergence(divergence: Divergence, options: Schedule) -> None:
     """Warn, or raise if convergence is required, when the solve did not reach what was asked.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The fixed schedule of geomloss's `SamplesLoss("sinkhorn", p=2)`, to compare with its numbers.
+"""`solver=geomloss`: the fixed schedule of `SamplesLoss("sinkhorn", p=2)`, to compare with it.
 
 Potentials start as f = T(0), g = T'(0) at epsilon = diameter^2. Then, for every value of epsilon in
 
@@ -21,63 +21,92 @@ more side, the highest class index; `blur` there is epsilon^(1/2) here.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments import positive, share
+from otdd_flash.checks import Declaration, optional
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.cross_certificate import certify
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.schedule import Progress, Schedule
 from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.term import TransportTerm, check_usable
 
 
-def solve_by_schedule(
-    operator: Operator,
-    epsilon: float,
-    options: SolverOptions,
-    *,
-    name: str,
-    progress: Progress | None = None,
-) -> TransportTerm:
-    """A term after the schedule: its value is geomloss's, its bounds and plan are certified.
+@dataclass(frozen=True)
+class GeomlossSchedule(Schedule):
+    """The updates and the value of geomloss; see the module.
 
     Args:
-        operator: the cost and the masses; the refined form runs throughout.
-        epsilon: regularisation at the end, in units of the cost.
-        options: `scaling`, `diameter` (which must be set) and the tolerance that counts as
-            converged.
-        name: "xy" for the cross term, else a self term, whose cost is symmetric.
-        progress: called once, at the end, as progress(name, iteration, error).
+        scaling: ratio of successive blurs epsilon^(1/2), in (0, 1).
+        diameter: the first blur, a length in units of the features; None is the diagonal of the
+            box around both clouds.
+        tolerance: L1 marginal error up to which a result counts as converged, None is 1e-3; the
+            number of updates does not depend on it.
+        require_convergence: raise a `ConvergenceError` instead of warning where it does not.
+
+    Raises:
+        InputError: one of them is out of its range.
     """
-    assert options.diameter is not None
-    refined = operator.refined
-    epsilons = schedule(epsilon, options.diameter, options.scaling)
-    if name == "xy":
-        f, g = _cross(refined, epsilons)
-        certificate = certify(refined, f, g, epsilon)
-    else:
-        f = g = _self(refined, epsilons)
-        certificate = certify_self(refined, f, epsilon)
-    check_usable(certificate.hidden, epsilon, certificate.f.dtype)
-    iterations = len(epsilons) + 3
-    if progress is not None:
-        progress(name, iterations, certificate.marginal_error)
-    return TransportTerm(
-        certificate.f,
-        certificate.g,
-        epsilon,
-        value=float(refined.a @ f.double() + refined.b @ g.double()),
-        bounds=certificate.bounds,
-        marginal_error=certificate.marginal_error,
-        tolerance=options.asked_tolerance,
-        iterations=iterations,
-        passes=2 * iterations + 1 if name == "xy" else iterations,
-        converged=certificate.marginal_error <= options.asked_tolerance,
-        stopped_by="schedule",
-    )
+
+    name = "geomloss"
+    checks: ClassVar[Declaration] = {"scaling": share, "diameter": optional(positive)}
+    # The schedule depends on both clouds, and starts by itself.
+    goes_on = False
+
+    tolerance: float | None = field(default=None, kw_only=True)
+    scaling: float = 0.5
+    diameter: float | None = None
+
+    def between(self, x: Tensor, y: Tensor) -> Self:
+        """With the diameter of both clouds, where none is given."""
+        return self if self.diameter else replace(self, diameter=box_diagonal(x, y))
+
+    def solve_term(
+        self,
+        operator: Operator,
+        epsilon: float,
+        *,
+        name: str,
+        start: Tensor | None,
+        progress: Progress | None,
+    ) -> TransportTerm:
+        """A term after the schedule: its value is geomloss's, its bounds and plan are certified.
+
+        The refined form of `operator` runs throughout, from nothing whatever `start` is;
+        `progress` is called once, at the end.
+        """
+        assert self.diameter is not None
+        refined = operator.refined
+        epsilons = schedule(epsilon, self.diameter, self.scaling)
+        if name == "xy":
+            f, g = _cross(refined, epsilons)
+            certificate = certify(refined, f, g, epsilon)
+        else:
+            f = g = _self(refined, epsilons)
+            certificate = certify_self(refined, f, epsilon)
+        check_usable(certificate.hidden, epsilon, certificate.f.dtype)
+        iterations = len(epsilons) + 3
+        if progress is not None:
+            progress(name, iterations, certificate.marginal_error)
+        return TransportTerm(
+            certificate.f,
+            certificate.g,
+            epsilon,
+            value=float(refined.a @ f.double() + refined.b @ g.double()),
+            bounds=certificate.bounds,
+            marginal_error=certificate.marginal_error,
+            tolerance=self.asked_tolerance,
+            iterations=iterations,
+            passes=2 * iterations + 1 if name == "xy" else iterations,
+            converged=certificate.marginal_error <= self.asked_tolerance,
+            stopped_by="schedule",
+        )
 
 
 def schedule(epsilon: float, diameter: float, scaling: float) -> list[float]:

@@ -107,13 +107,14 @@ class DivergenceGradient:
         problem: the clouds and costs that are being solved.
         needs: the inputs to differentiate by. "classes" is the whole table (V_x + V_y, V_x + V_y);
             it is read in the blocks [x, y], [x, x] and [y, y], and the block [y, x] gets 0.
+        debias: as the solve has it; terms of one side of the ground cost then cancel.
 
     Attributes:
         total: the sum over the terms solved so far: all of S_epsilon after the solve.
     """
 
-    def __init__(self, problem: Problem, needs: Needs) -> None:
-        self._problem, self._needs = problem, needs
+    def __init__(self, problem: Problem, needs: Needs, *, debias: bool = True) -> None:
+        self._problem, self._needs, self._debias = problem, needs, debias
         self.total: Gradient = {}
 
     def __call__(self, name: str, operator: Operator, term: TransportTerm) -> None:
@@ -142,23 +143,22 @@ class DivergenceGradient:
         if "lambda_x" in gradient:
             gradient["lambda_x"] *= SHARES[cost.ground]
         for key, of_masses, side in zip(POINTS, MASSES, self._problem.given, strict=True):
-            times = name.count(key)
-            if not times:
+            if key not in name:
                 continue
-            points, masses = side.features.to(self._problem.device), side.masses
+            points = side.features.to(self._problem.device)
             if key in gradient:
                 gradient[key] = cost.pull_back(points, gradient[key])
-            p = cost.one_side(points)
+            p = None if self._debias else cost.one_side(points)
             if p is None:
                 continue
-            # p_i = -lambda_x ||x_i||^2 / 2.
-            a = masses.to(p.device)
+            # What <a, p> adds, p_i = -lambda_x ||x_i||^2 / 2.
+            a = side.masses.to(p.device)
             if key in gradient:
-                gradient[key] -= (times * cost.lambda_x * a).to(points.dtype).unsqueeze(1) * points
+                gradient[key] -= (cost.lambda_x * a).to(points.dtype).unsqueeze(1) * points
             if of_masses in gradient:
-                gradient[of_masses] += times * p
+                gradient[of_masses] += p
             if "lambda_x" in gradient:
-                gradient["lambda_x"] -= times / 2 * (a @ squared_norms(points))
+                gradient["lambda_x"] -= a @ squared_norms(points) / 2
         return gradient
 
     def _add(self, name: str, gradient: Gradient, factor: float) -> None:

@@ -10,10 +10,11 @@ import torch
 
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import Certificate
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.late_reader import LateReader, Reading
-from otdd_flash.solver.options import Progress, SolverOptions, StoppedBy
 from otdd_flash.solver.quasi_newton import Track, restart
 from otdd_flash.solver.rounding import hidden_error, rounding_floor
+from otdd_flash.solver.schedule import Progress, StoppedBy
 from otdd_flash.solver.stall import Stall
 from otdd_flash.solver.sweep import Step, steps_between_looks, sweep
 from otdd_flash.solver.term import reachable_tolerance
@@ -61,7 +62,7 @@ class Iteration:
         name: str,
         step: Step,
         epsilon: float,
-        options: SolverOptions,
+        options: Converged,
         progress: Progress | None,
         *,
         aim: float = 1.0,

@@ -13,11 +13,12 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
 from otdd_flash.solver.known_gradient import KnownGradient
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedule import Schedule
 from otdd_flash.solver.term_solves import Start
 
 # How far from 1 given masses may sum: float32 rounding of many of them, and nothing worse.
@@ -41,7 +42,7 @@ def sinkhorn_loss(
     ground: str = "sqeuclidean",
     debias: bool = True,
     start: Start | None = None,
-    options: SolverOptions | None = None,
+    options: Schedule | None = None,
     compute: Compute | None = None,
 ) -> Tensor:
     """S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2, for autograd.
@@ -74,7 +75,7 @@ def sinkhorn_loss(
         ground: `sqeuclidean`, `cosine` or `inner`, as in `GroundCost`.
         debias: False leaves both self terms out.
         start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}.
-        options: when to stop.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device; by default on the device of the
             points, in double precision if a cloud is float64.
 
@@ -99,7 +100,7 @@ def sinkhorn_loss(
         precision = "double" if dtype == torch.float64 else "fast"
         compute = ComputeOptions(device=str(x.device), precision=precision)
     compute = ComputeOptions.of(compute)
-    options = options or SolverOptions()
+    options = options or Converged()
     table = None if class_table is None else class_table.detach()
     inputs: dict[Input, Any] = {
         **{"x": x, "y": y, "a": a, "b": b},
@@ -108,7 +109,7 @@ def sinkhorn_loss(
     needs = _needs(inputs)
     with torch.no_grad():
         problem = Problem(source, target, epsilon, table, weights, compute)
-        gradient = DivergenceGradient(problem, needs)
+        gradient = DivergenceGradient(problem, needs, debias=debias)
         divergence = problem.solve(
             options, debias=debias, start=start, solved=gradient if needs else None
         )

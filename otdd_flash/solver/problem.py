@@ -24,8 +24,7 @@ from otdd_flash.samples import LabeledSamples, real_tensor
 from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
 from otdd_flash.solver.epsilon import EpsilonTooSmall
-from otdd_flash.solver.geomloss_schedule import box_diagonal
-from otdd_flash.solver.options import Progress, SolverOptions
+from otdd_flash.solver.schedule import Progress, Schedule
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.solver.term_solves import Known, Solved, Start
 
@@ -143,7 +142,7 @@ class Problem:
 
     def solve(
         self,
-        options: SolverOptions,
+        options: Schedule,
         *,
         debias: bool = True,
         start: Start | None = None,
@@ -161,9 +160,7 @@ class Problem:
                 the device, or the memory is short: seen before the first term as far as possible,
                 else when an allocation fails.
         """
-        if options.schedule == "geomloss" and options.diameter is None:
-            clouds = self.source.features, self.target.features
-            options = replace(options, diameter=box_diagonal(*clouds))
+        options = options.between(self.source.features, self.target.features)
         identical = debias and self.identical
         terms = ("xx",) if identical else ("xy", "xx", "yy") if debias else ("xy",)
         for term in terms:

@@ -52,8 +52,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.segments import Segments
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.late_reader import LateReader
-from otdd_flash.solver.options import SolverOptions
 
 # What float64 loses, relative to the largest of what a number is made of. Of exponents: 32
 # roundings of 2^-53 in two passes. Of dual values, sums over up to 2^22 points, in blocks of 256
@@ -116,16 +116,16 @@ class CoarseForm(NamedTuple):
     """Problems to iterate on first, and when to stop."""
 
     segments: Segments
-    options: SolverOptions
+    options: Converged
 
 
-def coarse_form(segments: Segments, options: SolverOptions) -> CoarseForm | None:
+def coarse_form(segments: Segments, options: Converged) -> CoarseForm | None:
     """The coarse form of all segments, if there is one and an iteration to spare for it."""
     coarse = segments.coarse(options.asked_tolerance) if options.max_iterations > 1 else None
     if coarse is None:
         return None
     # The iteration that certifies comes after.
-    return CoarseForm(coarse, SolverOptions(options.asked_tolerance, options.max_iterations - 1))
+    return CoarseForm(coarse, Converged(options.asked_tolerance, options.max_iterations - 1))
 
 
 def run(segments: Segments, rule: Rule, finished: Finished | None = None) -> SegmentTerms:

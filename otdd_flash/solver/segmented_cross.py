@@ -15,7 +15,7 @@ from torch import Tensor
 
 from otdd_flash.operators.segments import Look, Segments
 from otdd_flash.solver.approach import TOP
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented import (
     MOST_ERROR,
     Finished,
@@ -32,7 +32,7 @@ from otdd_flash.solver.segmented_quasi_newton import Form, Shown, Start, iterati
 def solve_cross_terms(
     segments: Segments,
     epsilon: float,
-    options: SolverOptions,
+    options: Converged,
     finished: Finished | None = None,
 ) -> SegmentTerms:
     """The terms between the rows and the columns of all segments.

@@ -16,7 +16,7 @@ from otdd_flash.kernels.segmented_decision import (
     state_width,
 )
 from otdd_flash.operators.segments import MEMORY, TritonSegments
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented import MOST_ERROR, TRIFLE, VALUE_TRIFLE, Step
 from otdd_flash.solver.segmented_quasi_newton import (
     DUAL_ROUNDING,
@@ -49,7 +49,7 @@ class QuasiNewtonKernels:
     def __init__(
         self,
         segments: TritonSegments,
-        options: SolverOptions,
+        options: Converged,
         epsilon: float,
         form: Form,
         start: Start,

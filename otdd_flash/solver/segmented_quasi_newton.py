@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.segments import MEMORY, Look, Move, Segments, TritonSegments
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented import Rule, Step
 from otdd_flash.solver.segmented_differences import Differences
 from otdd_flash.solver.trust import Trust
@@ -123,7 +123,7 @@ class Start(NamedTuple):
 
 
 def iterations_of(
-    segments: Segments, options: SolverOptions, epsilon: float, form: Form, start: Start
+    segments: Segments, options: Converged, epsilon: float, form: Form, start: Start
 ) -> Rule:
     """The iterations of all segments, where their passes run; arguments as for `QuasiNewton`."""
     if isinstance(segments, TritonSegments):
@@ -148,7 +148,7 @@ class QuasiNewton:
     def __init__(
         self,
         segments: Segments,
-        options: SolverOptions,
+        options: Converged,
         epsilon: float,
         form: Form,
         start: Start,

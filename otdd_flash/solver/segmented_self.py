@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.segments import Look, Segments
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented import (
     MOST_ERROR,
     Finished,
@@ -28,7 +28,7 @@ from otdd_flash.solver.segmented_quasi_newton import Form, Shown, Start, iterati
 def solve_self_terms(
     segments: Segments,
     epsilon: float,
-    options: SolverOptions,
+    options: Converged,
     finished: Finished | None = None,
 ) -> SegmentTerms:
     """The terms of all segments, whose rows are their columns; arguments as `solve_cross_terms`."""

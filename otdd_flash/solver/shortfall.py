@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.epsilon import or_double
-from otdd_flash.solver.options import SolverOptions, StoppedBy
+from otdd_flash.solver.schedule import Schedule, StoppedBy
 
 
 def shortfall(
-    options: SolverOptions,
+    options: Schedule,
     stopped_by: StoppedBy,
     *,
     where: str,
@@ -34,20 +35,25 @@ def shortfall(
         goal, asked = "solver.tolerance", tolerance
         reached = f"marginal error {marginal_error:.2e}"
     else:
+        assert isinstance(options, Converged)
         assert options.bound_width is not None
         goal, asked = "solver.bound_width", options.bound_width
         reached = f"the bounds are {bound_width:.2e} of the value wide"
     match stopped_by:
         case "max_seconds":
+            assert isinstance(options, Converged)
             limit = f"within solver.max_seconds={options.max_seconds:g}"
             advice = f"Raise solver.max_seconds, {goal} or epsilon"
         case "rounding":
             limit = "as far as rounding allows"
             advice = f"Raise {goal} or epsilon{or_double(dtype)}"
         case "schedule":
-            limit = "by the schedule of geomloss"
-            advice = "The value is that of geomloss; take solver=converged to solve to the end"
+            limit = f"by the schedule of {options.name}"
+            advice = (
+                f"The value is that of {options.name}; take solver=converged to solve to the end"
+            )
         case _:
+            assert isinstance(options, Converged)
             limit = f"after {options.max_iterations} iterations"
             advice = "Raise solver.max_iterations or epsilon"
     missed = f"{reached} against {goal}={asked:.3g}"

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.solver.certificate import Certificate
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.iteration import Iteration
-from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.quasi_newton import Point, Track, advance, begin
 from otdd_flash.solver.rounding import magnitude, rounding_floor
+from otdd_flash.solver.schedule import Progress
 from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.sweep import State
 from otdd_flash.solver.term import TransportTerm
@@ -33,7 +34,7 @@ from otdd_flash.solver.term import TransportTerm
 def solve_symmetric(
     operator: Operator,
     epsilon: float,
-    options: SolverOptions,
+    options: Converged,
     *,
     name: str = "xx",
     start: Tensor | None = None,

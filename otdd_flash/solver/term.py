@@ -12,8 +12,9 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.solver.certificate import Certificate
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.epsilon import EpsilonTooSmall, or_double
-from otdd_flash.solver.options import LOOSEST_DEFAULT, SolverOptions, StoppedBy
+from otdd_flash.solver.schedule import LOOSEST_DEFAULT, StoppedBy
 
 # The L1 distance of two masses, at the most.
 MOST_ERROR = 2.0
@@ -121,7 +122,7 @@ def largest_tolerance(tolerances: Iterable[float | None]) -> float | None:
 
 
 def reachable_tolerance(
-    options: SolverOptions, floor: float, epsilon: float, dtype: torch.dtype
+    options: Converged, floor: float, epsilon: float, dtype: torch.dtype
 ) -> float:
     """The marginal error to stop at: the tolerance, or what rounding lets the marginals reach.
 

@@ -10,10 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.geomloss_schedule import solve_by_schedule
-from otdd_flash.solver.options import Progress, SolverOptions
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.schedule import Progress, Schedule
 from otdd_flash.solver.term import TransportTerm
 
 # Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
@@ -25,9 +22,6 @@ Known = Mapping[str, TransportTerm]
 # solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
 Solved = Callable[[str, Operator, TransportTerm], None]
 
-# What is left to a term when the time is over: it then gets its one iteration.
-NO_TIME = 1e-9
-
 
 class TermSolves:
     """Solves terms one after the other, and goes on with those that it has solved.
@@ -36,8 +30,8 @@ class TermSolves:
         operators: makes the operator of a term when its turn comes, so that the scores of one term
             at a time are held.
         epsilon: regularisation, in units of the cost.
-        options: when to stop; its `max_seconds` count from here, for all terms together, and its
-            `max_iterations` for each term, however often it goes on.
+        options: how to solve and when to stop; a limit of seconds counts from here, for all terms
+            together, and one of iterations for each term, however often it goes on.
         start: potentials to start from at this epsilon, without scaling.
         known: self terms that are there already.
         progress: told of every iteration.
@@ -52,7 +46,7 @@ class TermSolves:
         self,
         operators: Callable[[str], Operator],
         epsilon: float,
-        options: SolverOptions,
+        options: Schedule,
         *,
         start: Start | None = None,
         known: Known | None = None,
@@ -85,9 +79,16 @@ class TermSolves:
     ) -> None:
         operator = self.operators(name)
         before = self.terms.get(name)
-        options = self._options(name, tolerance, sharers)
+        options = self.options.for_term(
+            tolerance,
+            iterations=self.iterations[name],
+            seconds=time.perf_counter() - self._started,
+            sharers=sharers,
+        )
         start = self._start.get(name) if before is None else before.g
-        term = self._run(name, operator, options, start)
+        term = options.solve_term(
+            operator, self.epsilon, name=name, start=start, progress=self._progress
+        )
         self.backends[name] = operator.backend
         self._cells[name] = operator.shape[0] * operator.shape[1]
         self._swept += term.passes * self._cells[name]
@@ -98,27 +99,3 @@ class TermSolves:
         self.terms[name] = term
         if solved is not None:
             solved(name, operator, term)
-
-    def _options(self, name: str, tolerance: float | None, sharers: int) -> SolverOptions:
-        iterations, seconds = self.options.max_iterations, self.options.max_seconds
-        if seconds is not None:
-            left = seconds - (time.perf_counter() - self._started)
-            seconds = max(left / sharers, NO_TIME)
-        return replace(
-            self.options,
-            tolerance=tolerance,
-            max_iterations=iterations - self.iterations[name],
-            max_seconds=seconds,
-        )
-
-    def _run(
-        self, name: str, operator: Operator, options: SolverOptions, start: Tensor | None
-    ) -> TransportTerm:
-        told = self._progress
-        if options.schedule == "geomloss":
-            return solve_by_schedule(operator, self.epsilon, options, name=name, progress=told)
-        if name == "xy":
-            return solve_alternating(operator, self.epsilon, options, start=start, progress=told)
-        return solve_symmetric(
-            operator, self.epsilon, options, name=name, start=start, progress=told
-        )

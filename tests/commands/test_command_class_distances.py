@@ -11,7 +11,7 @@ from rich.console import Console
 
 from otdd_flash.commands import compare, progress
 from otdd_flash.commands.progress import Phases
-from otdd_flash.labels import exact, measuring
+from otdd_flash.labels import METRICS, exact
 from otdd_flash.labels.pair_cache import FILE
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -28,8 +28,9 @@ def _never(*_, **__):
 def test_a_second_run_measures_nothing_again(command, read, monkeypatch, method):
     settings = (f"labels={method}", "labels.epsilon=1", "cache_dir=cache")
     assert command(*settings, "hydra.run.dir=first").code == 0
-    for name in ("gaussian_distances", "sinkhorn_distances", "exact_parts"):
-        monkeypatch.setattr(measuring, name, _never)
+    for kind in METRICS.values():
+        monkeypatch.setattr(kind, "measure", _never)
+        monkeypatch.setattr(kind, "in_parts", _never)
     ended = command(*settings, "hydra.run.dir=second")
     assert (ended.code, ended.err) == (0, "")
     for name in ("class_distances.csv", "nearest_classes.csv"):

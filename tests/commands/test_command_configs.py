@@ -13,7 +13,8 @@ from omegaconf.errors import ConfigAttributeError
 from otdd_flash.commands.compare import DistanceSettings
 from otdd_flash.commands.settings import parse
 from otdd_flash.errors import InputError
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("source", "target", "extractor", "labels", "solver")
@@ -90,11 +91,25 @@ def test_a_choice_of_solver_takes_no_key_of_the_other(composed):
 @pytest.mark.slow
 def test_unset_solver_settings_are_those_of_the_library(composed):
     converged = parse(composed(), DistanceSettings).solver.options()
-    assert converged == SolverOptions()
+    assert converged == Converged()
     geomloss = parse(composed("solver=geomloss"), DistanceSettings).solver.options()
-    assert geomloss == SolverOptions(schedule="geomloss")
+    assert geomloss == GeomlossSchedule()
     for command in ("distance", "flow"):
         assert composed("solver=geomloss", name=command).solver.scaling == 0.5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["solver.schedule=geomlos"], r"unknown solver\.schedule 'geomlos'; choose .*geomloss"),
+        (["solver.schedule=geomloss", "solver.bound_width=0.1"], r"has no solver\.bound_width"),
+        (["solver.schedule=geomloss", "solver.max_seconds=1"], r"has no solver\.max_seconds"),
+        (["solver=geomloss", "solver.schedule=converged", "solver.scaling=0.9"], r"no solver\.sc"),
+    ],
+)
+def test_keys_of_another_schedule_are_refused(composed, overrides, message):
+    with pytest.raises(InputError, match=message):
+        parse(composed(*overrides), DistanceSettings).solver.options()
 
 
 def test_shorthands_reach_both_sides_and_the_labels(composed):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from otdd_flash.commands import messages, progress
 from otdd_flash.commands.progress import Phases
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_line_says_what_all_parts_are_doing(clock, written):
     with (
         Phases() as phases,
         phases.flowing(20),
-        phases.solving("solving", SolverOptions()) as solving,
+        phases.solving("solving", Converged()) as solving,
         phases.counting("class distances") as counting,
     ):
         counting(1200, 21900)

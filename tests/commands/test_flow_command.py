@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -133,13 +134,13 @@ def test_an_interrupted_run_writes_what_it_has_and_goes_on(flow_command, read, m
     assert whole.code == 0
     real = adapt.gradient_flow
 
-    def interrupted(*arguments, progress, **options):
+    def interrupted(*arguments, callbacks, **options):
         def told(record):
-            progress(record)
+            callbacks.progress(record)
             if record.step == 1:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        return real(*arguments, progress=told, **options)
+        return real(*arguments, callbacks=replace(callbacks, progress=told), **options)
 
     monkeypatch.setattr(adapt, "gradient_flow", interrupted)
     ended = flow_command("flow.steps=4")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -12,22 +12,22 @@ import otdd_flash as otdd
 from otdd_flash.flows.gaussians import Gaussians
 from otdd_flash.flows.modes import Mode, build_mode
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.labels import measure_classes
+from otdd_flash.labels import LabelMetric, measure_classes
 from otdd_flash.samples import LabeledSamples
 
 EPSILON = 1.0
 CPU = torch.device("cpu")
 DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
-TIGHT = otdd.SolverOptions(tolerance=1e-9)
+TIGHT = otdd.Converged(tolerance=1e-9)
 
 # Every mode, and the forms of covariance that change how it works.
 CASES: dict[str, dict[str, Any]] = {
     f"{mode}, {kind}": {"mode": mode, "labels": metric}
     for mode in ("features", "attached", "joint", "augmented")
     for kind, metric in (
-        ("full", otdd.LabelMetric("gaussian", unbiased=False)),
-        ("diagonal", otdd.LabelMetric("gaussian", unbiased=False, diagonal=True)),
-        ("means", otdd.LabelMetric("means")),
+        ("full", otdd.labels.Gaussian(unbiased=False)),
+        ("diagonal", otdd.labels.Gaussian(unbiased=False, diagonal=True)),
+        ("means", otdd.labels.Means()),
     )
 }
 
@@ -53,7 +53,10 @@ def digits(split: str, count: int, *, rotate: float = 0.0, dtype: Any = torch.fl
 
 
 def flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd.FlowResult:
-    """A flow of 2 steps, solved tightly in float64, unless the options say otherwise."""
+    """A flow of 2 steps, solved tightly in float64, unless the options say otherwise.
+
+    They are those of `gradient_flow`, of its `Flow` and of its `Callbacks` side by side.
+    """
     usual: dict[str, Any] = {
         "steps": 2,
         "epsilon": EPSILON,
@@ -61,11 +64,19 @@ def flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd
         "compute": DOUBLE,
         "stepping": otdd.Stepping(step_size=0.3),
     }
-    return otdd.gradient_flow(source, target, **{**usual, **options})
+    left = {**usual, **options}
+    moves = otdd.Flow(**taken(otdd.Flow, left))
+    callbacks = otdd.Callbacks(**taken(otdd.Callbacks, left))
+    return otdd.gradient_flow(source, target, moves, callbacks=callbacks, **left)
+
+
+def taken(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are fields of a dataclass, taken out of the others."""
+    return {part.name: options.pop(part.name) for part in fields(kind) if part.name in options}
 
 
 def setting_of(
-    source: LabeledSamples, target: LabeledSamples, metric: otdd.LabelMetric, **options: Any
+    source: LabeledSamples, target: LabeledSamples, metric: LabelMetric, **options: Any
 ) -> FlowSetting:
     """The problem of a flow as `flow` solves it."""
     cost = options.pop("cost", otdd.GroundCost())
@@ -76,7 +87,7 @@ def mode_of(
     name: str,
     source: LabeledSamples,
     target: LabeledSamples,
-    metric: otdd.LabelMetric,
+    metric: LabelMetric,
     **options: Any,
 ) -> Mode:
     """A mode at the start of its flow."""

@@ -52,10 +52,10 @@ def test_pairs_that_no_mass_moves_between_are_not_measured(
     measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = apart(20), apart(22, shift=0.5)
-    some = mode_of("augmented", source, target, otdd.LabelMetric()).evaluate(source.features)
+    some = mode_of("augmented", source, target, otdd.labels.Gaussian()).evaluate(source.features)
     monkeypatch.setattr(augmented, "NO_MASS", 5e-324)
     monkeypatch.setattr(augmented.FullAugmentedMode, "_needed", lambda *_: None)
-    every = mode_of("augmented", source, target, otdd.LabelMetric()).evaluate(source.features)
+    every = mode_of("augmented", source, target, otdd.labels.Gaussian()).evaluate(source.features)
     # Pairs within both classes, and those with the classes of the target.
     assert measured == [2 * 45 + 40, 190 + 40]
     assert some.divergence.value == pytest.approx(every.divergence.value, rel=1e-14)
@@ -73,7 +73,7 @@ def test_what_is_left_out_is_no_more_than_the_self_plan_can_have() -> None:
         otdd.LabeledSamples(source.features, None, (), weights),
         otdd.LabeledSamples(source.features, None, (), weights),
         epsilon=0.7,
-        options=otdd.SolverOptions(1e-9),
+        options=otdd.Converged(1e-9),
         compute=DOUBLE,
     )
     masses = weights / weights.sum()
@@ -87,7 +87,7 @@ def test_what_is_left_out_is_no_more_than_the_self_plan_can_have() -> None:
 
 def test_lower_bounds_are_below_the_distances() -> None:
     for classes in (3, 6):
-        source, metric = blobs(60, 4, classes=classes), otdd.LabelMetric()
+        source, metric = blobs(60, 4, classes=classes), otdd.labels.Gaussian()
         own, target = Gaussians.of(source, metric), Gaussians.of(blobs(9, 4), metric)
         table = own.table(target, torch.zeros(2, 2))
         bounds = own.lower_bounds()
@@ -97,7 +97,7 @@ def test_lower_bounds_are_below_the_distances() -> None:
 
 def test_a_minibatch_measures_its_own_pairs_alone(measured: Measured) -> None:
     source, target = blobs(20), blobs(22, seed=1)
-    mode = mode_of("augmented", source, target, otdd.LabelMetric())
+    mode = mode_of("augmented", source, target, otdd.labels.Gaussian())
     mode.evaluate(source.features, Batch(torch.tensor([0, 3, 4, 9]), torch.arange(22)))
     assert measured == [6 + 4 * 2]
 
@@ -163,7 +163,7 @@ def test_the_expected_time_is_said_before_the_first_step(
     assert "steps to come, 3, will take about 0:0" in caplog.records[0].getMessage()
     assert "labels.diagonal=true" in caplog.records[0].getMessage()
     caplog.clear()
-    flow(blobs(9), blobs(11, seed=1), labels=otdd.LabelMetric(diagonal=True), **options)
+    flow(blobs(9), blobs(11, seed=1), labels=otdd.labels.Gaussian(diagonal=True), **options)
     assert not caplog.records
 
 
@@ -180,7 +180,7 @@ def seconds(run: Callable[[], object]) -> float:
 @pytest.mark.slow
 def test_the_expected_time_is_about_the_time(caplog: pytest.LogCaptureFixture) -> None:
     source, target = digits("train", 120), digits("test", 120, rotate=30)
-    mode = mode_of("augmented", source, target, otdd.LabelMetric())
+    mode = mode_of("augmented", source, target, otdd.labels.Gaussian())
     expected = mode.expected_seconds(source.features)
     mode.evaluate(source.features)
     took = seconds(lambda: mode.evaluate(source.features))
@@ -188,12 +188,12 @@ def test_the_expected_time_is_about_the_time(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("metric", [otdd.LabelMetric(diagonal=True), otdd.LabelMetric("means")])
+@pytest.mark.parametrize("metric", [otdd.labels.Gaussian(diagonal=True), otdd.labels.Means()])
 def test_without_full_covariances_augmented_takes_at_most_twice_the_time_of_joint(
-    metric: otdd.LabelMetric,
+    metric: otdd.labels.LabelMetric,
 ) -> None:
     source, target = digits("train", 200), digits("test", 200, rotate=30)
-    options = {"steps": 10, "labels": metric, "epsilon": 0.1, "solver": otdd.SolverOptions()}
+    options = {"steps": 10, "labels": metric, "epsilon": 0.1, "solver": otdd.Converged()}
     options["stepping"] = otdd.Stepping(0.1, box=(0.0, 1.0))
     times = [
         seconds(lambda mode=mode: flow(source, target, mode=mode, **options))

@@ -11,26 +11,28 @@ from small_flows import CPU, blobs
 import otdd_flash as otdd
 from otdd_flash.flows import class_table
 from otdd_flash.flows.class_table import ClassTable
-from otdd_flash.labels import covariance_factors, measure_classes
+from otdd_flash.labels import LabelMetric, covariance_factors, measure_classes
 from otdd_flash.labels.classes import ClassCloud, pool
 from otdd_flash.labels.gaussian import gaussian_table
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.samples import LabeledSamples
 
 METRICS = [
-    otdd.LabelMetric(),
-    otdd.LabelMetric(diagonal=True),
-    otdd.LabelMetric("means"),
-    otdd.LabelMetric("upper_bound"),
-    otdd.LabelMetric("exact"),
-    otdd.LabelMetric("sinkhorn", epsilon=1.0),
+    otdd.labels.Gaussian(),
+    otdd.labels.Gaussian(diagonal=True),
+    otdd.labels.Means(),
+    otdd.labels.UpperBound(),
+    otdd.labels.Exact(),
+    otdd.labels.Sinkhorn(epsilon=1.0),
 ]
 SOURCE, TARGET = blobs(13, classes=2), blobs(17, seed=1, classes=3)
 MOVED = replace(SOURCE, features=SOURCE.features + 0.5)
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: f"{metric.method}")
-def test_remeasured_distances_are_those_of_measuring_everything(metric: otdd.LabelMetric) -> None:
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: f"{metric.name}")
+def test_remeasured_distances_are_those_of_measuring_everything(
+    metric: LabelMetric,
+) -> None:
     before = measure_classes(SOURCE, TARGET, metric, device=CPU)
     afresh = measure_classes(MOVED, TARGET, metric, device=CPU)
     after = ClassTable(TARGET, metric).remeasured(MOVED, before)
@@ -59,7 +61,7 @@ TARGETS = {
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
 def test_what_is_kept_of_the_target_changes_no_bit(target: LabeledSamples) -> None:
-    metric = otdd.LabelMetric()
+    metric = otdd.labels.Gaussian()
     source = blobs(31, d=target.dim, classes=2)
     source = replace(source, features=source.features.to(target.features.dtype))
     table = measure_classes(source, target, metric, device=CPU)
@@ -76,7 +78,7 @@ def test_gradients_are_those_of_measuring_everything_to_the_last_bit(
 ) -> None:
     source = blobs(31, d=target.dim, classes=2)
     source = replace(source, features=source.features.to(target.features.dtype))
-    keeping = ClassTable(target, otdd.LabelMetric())
+    keeping = ClassTable(target, otdd.labels.Gaussian())
     within = torch.zeros(target.class_total, target.class_total)
     for step in range(2):
         moving = (source.features + step).requires_grad_()
@@ -109,7 +111,7 @@ def factored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_covariances_of_the_target_are_factored_once(
     factored: list[str], differentiable: bool
 ) -> None:
-    metric = otdd.LabelMetric()
+    metric = otdd.labels.Gaussian()
     target = replace(TARGET, name="target")
     before = measure_classes(SOURCE, target, metric, device=CPU)
     factored.clear()
@@ -126,7 +128,7 @@ def test_covariances_of_the_target_are_factored_once(
 
 def test_what_is_kept_is_no_larger_than_factors_have_to_be() -> None:
     for target in (blobs(90, d=5, classes=3), blobs(23, d=40, classes=3)):
-        keeping = ClassTable(target, otdd.LabelMetric())
+        keeping = ClassTable(target, otdd.labels.Gaussian())
         keeping.differentiable(target, torch.zeros(target.class_total, target.class_total))
         assert keeping._kept is not None
         held = {part.untyped_storage().data_ptr(): part for one in keeping._kept for part in one}
@@ -142,7 +144,7 @@ def test_what_is_kept_is_no_larger_than_factors_have_to_be() -> None:
     ids=["full", "diagonal"],
 )
 def test_pairs_within_the_target_are_not_measured_again(
-    metric: otdd.LabelMetric, name: str, monkeypatch: pytest.MonkeyPatch
+    metric: LabelMetric, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = measure_classes(SOURCE, TARGET, metric, device=CPU)
     counted: list[int] = []
@@ -159,7 +161,9 @@ def test_pairs_within_the_target_are_not_measured_again(
 
 
 @pytest.mark.parametrize("metric", [METRICS[0], METRICS[-1]], ids=["gaussian", "sinkhorn"])
-def test_a_class_that_meets_its_double_is_at_no_distance_from_it(metric: otdd.LabelMetric) -> None:
+def test_a_class_that_meets_its_double_is_at_no_distance_from_it(
+    metric: LabelMetric,
+) -> None:
     before = measure_classes(SOURCE, SOURCE, metric, device=CPU)
     table = ClassTable(SOURCE, metric).remeasured(SOURCE, before)
     assert torch.equal(table.full, before.full)
@@ -168,14 +172,14 @@ def test_a_class_that_meets_its_double_is_at_no_distance_from_it(metric: otdd.La
 
 @pytest.mark.parametrize("method", ["none", "given"])
 def test_tables_that_points_do_not_decide_stay(method: str) -> None:
-    table = measure_classes(SOURCE, TARGET, otdd.LabelMetric(), device=CPU)
-    metric = otdd.LabelMetric(method, given=table if method == "given" else None)
+    table = measure_classes(SOURCE, TARGET, otdd.labels.Gaussian(), device=CPU)
+    metric = otdd.labels.metric_named(method, {"table": table})
     assert ClassTable(TARGET, metric).remeasured(MOVED, table) is table
 
 
 @pytest.mark.parametrize("metric", METRICS[:3], ids=["full", "diagonal", "means"])
 def test_the_differentiable_table_has_the_values_and_their_gradients(
-    metric: otdd.LabelMetric,
+    metric: LabelMetric,
 ) -> None:
     small, target = blobs(8, 2), blobs(8, 2, seed=1)
     whole = measure_classes(small, target, metric, device=CPU)

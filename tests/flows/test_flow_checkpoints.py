@@ -20,7 +20,7 @@ from otdd_flash.flows.stepping import Stepping
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
 # Loose solves: where a solve starts then shows in where it ends.
-LOOSE = {"solver": otdd.SolverOptions(tolerance=1e-2), "steps": 7}
+LOOSE = {"solver": otdd.Converged(tolerance=1e-2), "steps": 7}
 
 
 class Stop:
@@ -127,16 +127,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "source": {"source": blobs(9, seed=5)},
     "target": {"target": blobs(11, seed=5)},
     "labels.method": {"labels": "means"},
-    "labels.diagonal": {"labels": otdd.LabelMetric(diagonal=True)},
-    "labels.unbiased": {"labels": otdd.LabelMetric(unbiased=False)},
+    "labels.diagonal": {"labels": otdd.labels.Gaussian(diagonal=True)},
+    "labels.unbiased": {"labels": otdd.labels.Gaussian(unbiased=False)},
     "epsilon": {"epsilon": 2.0},
-    "lambda_x": {"lambda_x": 0.6},
-    "lambda_y": {"lambda_y": 0.6},
-    "solver.tolerance": {"solver": otdd.SolverOptions(tolerance=2e-2)},
-    "solver.max_iterations": {"solver": otdd.SolverOptions(tolerance=1e-2, max_iterations=99)},
-    "solver.bound_width": {"solver": otdd.SolverOptions(tolerance=1e-2, bound_width=0.5)},
-    "solver.max_seconds": {"solver": otdd.SolverOptions(tolerance=1e-2, max_seconds=1e6)},
-    "solver.schedule": {"solver": otdd.SolverOptions(tolerance=1e-2, schedule="geomloss")},
+    "lambda_x": {"cost": otdd.GroundCost(lambda_x=0.6)},
+    "lambda_y": {"cost": otdd.GroundCost(lambda_y=0.6)},
+    "solver.tolerance": {"solver": otdd.Converged(tolerance=2e-2)},
+    "solver.max_iterations": {"solver": otdd.Converged(tolerance=1e-2, max_iterations=99)},
+    "solver.bound_width": {"solver": otdd.Converged(tolerance=1e-2, bound_width=0.5)},
+    "solver.max_seconds": {"solver": otdd.Converged(tolerance=1e-2, max_seconds=1e6)},
+    "solver.schedule": {"solver": otdd.GeomlossSchedule(tolerance=1e-2)},
     "precision": {"compute": otdd.ComputeOptions(device="cpu", precision="high")},
     "seed": {"seed": 1},
     "flow.mode": {"mode": "joint"},
@@ -162,6 +162,26 @@ def test_a_changed_setting_is_named_and_refused(key: str, tmp_path: Path) -> Non
         flow(checkpoints=otdd.Checkpoints(tmp_path, resume=True), **{**options, **CHANGES[key]})
 
 
+# What checkpoints held of parameters that the chosen metric and schedule do not have.
+EARLIER = {
+    **{"labels.epsilon": 0.1, "labels.tolerance": 1e-3, "labels.given": None},
+    **{"solver.scaling": 0.5, "solver.diameter": None},
+}
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    stopped = flow(
+        SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), stop=Stop(2), **LOOSE
+    ).settings
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    again.save(again.load(stopped, CPU), {**stopped, **EARLIER})
+    assert_same_flow(
+        flow(SOURCE, TARGET, checkpoints=again, **LOOSE), flow(SOURCE, TARGET, **LOOSE)
+    )
+    with pytest.raises(InputError, match=r"labels.unbiased was True .* and is False now"):
+        again.load({**stopped, "labels.unbiased": False}, CPU)
+
+
 def test_a_schedule_that_ends_with_the_flow_fixes_its_length(tmp_path: Path) -> None:
     options = {**LOOSE, "stepping": Stepping(0.1, schedule="linear")}
     flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **options)
@@ -173,11 +193,17 @@ def test_a_schedule_that_ends_with_the_flow_fixes_its_length(tmp_path: Path) -> 
 def test_another_given_table_is_refused(tmp_path: Path) -> None:
     table = otdd.class_distances([SOURCE, TARGET]).between(0, 1)
     other = replace(table, xy=2 * table.xy)
-    flow(SOURCE, TARGET, class_distances=table, checkpoints=otdd.Checkpoints(tmp_path), **LOOSE)
+    flow(
+        SOURCE,
+        TARGET,
+        labels=otdd.labels.Given(table),
+        checkpoints=otdd.Checkpoints(tmp_path),
+        **LOOSE,
+    )
     again = otdd.Checkpoints(tmp_path, resume=True)
-    flow(SOURCE, TARGET, class_distances=table, checkpoints=again, **LOOSE)
+    flow(SOURCE, TARGET, labels=otdd.labels.Given(table), checkpoints=again, **LOOSE)
     with pytest.raises(InputError, match=r"labels.given was"):
-        flow(SOURCE, TARGET, class_distances=other, checkpoints=again, **LOOSE)
+        flow(SOURCE, TARGET, labels=otdd.labels.Given(other), checkpoints=again, **LOOSE)
 
 
 def test_functionals_with_arrays_are_compared_by_content(tmp_path: Path) -> None:

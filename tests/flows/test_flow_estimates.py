@@ -49,7 +49,7 @@ def test_flows_with_minibatches_or_noise_report_the_distances_that_there_are() -
     before = otdd.dataset_distance(source, target, epsilon=0.1, compute=DOUBLE)
     for stepping in (Stepping(0.1, minibatch=20), Stepping(0.1, noise=0.1)):
         result = flow(
-            source, target, steps=3, epsilon=0.1, stepping=stepping, solver=otdd.SolverOptions()
+            source, target, steps=3, epsilon=0.1, stepping=stepping, solver=otdd.Converged()
         )
         after = otdd.dataset_distance(result.samples, target, epsilon=0.1, compute=DOUBLE)
         for record, distance in ((result.before, before), (result.after, after)):
@@ -87,7 +87,7 @@ def test_the_start_and_the_end_of_every_mode_are_those_of_a_flow_that_sees_all(
     assert parts.before.divergence == pytest.approx(whole.before.divergence, abs=1e-8)
     if mode in ("features", "attached"):
         end = otdd.dataset_distance(
-            parts.samples, TARGET, epsilon=1.0, compute=DOUBLE, solver=otdd.SolverOptions(1e-9)
+            parts.samples, TARGET, epsilon=1.0, compute=DOUBLE, solver=otdd.Converged(1e-9)
         )
         assert parts.after.divergence == pytest.approx(end.value, abs=1e-8)
 
@@ -109,7 +109,7 @@ def test_the_end_is_that_of_the_returned_particles_between_two_measurements_too(
     """Class distances of the last evaluation are those of now, whatever `refresh` says."""
     result = flow(SOURCE, TARGET, steps=4, refresh=3)
     end = otdd.dataset_distance(
-        result.samples, TARGET, epsilon=1.0, compute=DOUBLE, solver=otdd.SolverOptions(1e-9)
+        result.samples, TARGET, epsilon=1.0, compute=DOUBLE, solver=otdd.Converged(1e-9)
     )
     assert result.after.divergence == pytest.approx(end.value, abs=1e-8)
     table = otdd.class_distances([result.samples, TARGET]).between(0, 1)
@@ -123,7 +123,7 @@ def test_a_flow_that_ends_early_ends_with_the_whole(options: dict[str, Any]) -> 
     assert result.stopped_by in ("tolerance", "interrupted")
     assert_whole(result.after)
     end = otdd.dataset_distance(
-        result.samples, TARGET, epsilon=1.0, compute=DOUBLE, solver=otdd.SolverOptions(1e-9)
+        result.samples, TARGET, epsilon=1.0, compute=DOUBLE, solver=otdd.Converged(1e-9)
     )
     assert result.after.divergence == pytest.approx(end.value, abs=1e-8)
 

@@ -40,7 +40,7 @@ def run(folder: Path, *, resume: bool = False, progress: Any = None) -> otdd.Flo
         steps=7,
         mode="joint",
         stepping=otdd.Stepping(0.1, "adam"),
-        solver=otdd.SolverOptions(tolerance=1e-2),
+        solver=otdd.Converged(tolerance=1e-2),
         checkpoints=otdd.Checkpoints(folder, every=2, resume=resume),
         progress=progress,
     )

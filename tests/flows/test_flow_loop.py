@@ -32,7 +32,7 @@ def test_there_is_one_record_per_step_and_one_of_the_end() -> None:
     assert result.converged
     assert result.stopped_by == "steps"
     assert told[0].row()["objective"] == told[0].objective
-    start = mode_of("features", SOURCE, TARGET, otdd.LabelMetric()).evaluate(SOURCE.features)
+    start = mode_of("features", SOURCE, TARGET, otdd.labels.Gaussian()).evaluate(SOURCE.features)
     speed = (SOURCE.masses @ start.features.square().sum(1)).sqrt()
     assert told[0].gradient_norm == pytest.approx(float(speed), rel=1e-6)
 
@@ -111,16 +111,16 @@ def test_the_self_term_of_the_target_is_solved_once(mode: str) -> None:
 def test_solves_start_where_the_last_ended() -> None:
     source, target = digits("train", 40), digits("test", 40, rotate=60)
     options = {"epsilon": 1.0, "labels": "means", "stepping": Stepping(0.02), "steps": 4}
-    warm = flow(source, target, solver=otdd.SolverOptions(1e-4), **options)
+    warm = flow(source, target, solver=otdd.Converged(1e-4), **options)
     iterations = 0
-    mode = mode_of("features", source, target, otdd.LabelMetric("means"))
+    mode = mode_of("features", source, target, otdd.labels.Means())
     points = source.features
     for _ in range(4):
         points = points - 0.02 * mode.evaluate(points).features
         table = mode.class_distances.full
         setting = replace(
-            setting_of(source, target, otdd.LabelMetric("means")),
-            solver=otdd.SolverOptions(1e-4),
+            setting_of(source, target, otdd.labels.Means()),
+            solver=otdd.Converged(1e-4),
         )
         cold, _ = TargetDivergence(setting)(setting.at(points), table, frozenset())
         iterations += cold.xy.iterations
@@ -129,8 +129,8 @@ def test_solves_start_where_the_last_ended() -> None:
 
 def test_the_last_two_solves_tell_where_the_next_starts() -> None:
     """Of a path that is nearly straight: potentials go on as they went."""
-    metric = otdd.LabelMetric("none")
-    setting = replace(setting_of(SOURCE, TARGET, metric), solver=otdd.SolverOptions(1e-6))
+    metric = otdd.labels.NoLabels()
+    setting = replace(setting_of(SOURCE, TARGET, metric), solver=otdd.Converged(1e-6))
     divergence, points = TargetDivergence(setting), SOURCE.features
     for _ in range(2):
         _, gradient = divergence(setting.at(points), None, frozenset({"x"}))
@@ -144,7 +144,7 @@ def test_the_last_two_solves_tell_where_the_next_starts() -> None:
 
 
 def test_a_target_divergence_goes_on_from_its_state() -> None:
-    setting = setting_of(SOURCE, TARGET, otdd.LabelMetric("none"))
+    setting = setting_of(SOURCE, TARGET, otdd.labels.NoLabels())
     divergence = TargetDivergence(setting)
     divergence(SOURCE, None, frozenset())
     state = divergence.state()
@@ -160,8 +160,8 @@ def test_a_target_divergence_goes_on_from_its_state() -> None:
 
 
 def test_a_target_whose_solve_was_cut_short_is_solved_on() -> None:
-    setting = setting_of(SOURCE, TARGET, otdd.LabelMetric("none"))
-    hasty = otdd.SolverOptions(tolerance=1e-10, max_iterations=2)
+    setting = setting_of(SOURCE, TARGET, otdd.labels.NoLabels())
+    hasty = otdd.Converged(tolerance=1e-10, max_iterations=2)
     divergence = TargetDivergence(replace(setting, solver=hasty))
     errors = []
     for _ in range(3):
@@ -173,7 +173,7 @@ def test_a_target_whose_solve_was_cut_short_is_solved_on() -> None:
 
 @pytest.mark.slow
 def test_every_step_says_what_its_solve_was_asked_for() -> None:
-    single = {"solver": otdd.SolverOptions(), "compute": otdd.ComputeOptions("cpu")}
+    single = {"solver": otdd.Converged(), "compute": otdd.ComputeOptions("cpu")}
     rough, fine = (flow(SOURCE, TARGET, epsilon=epsilon, **single) for epsilon in (2e-4, 1.0))
     for record in rough.history:
         assert record.stopped_by == "rounding"
@@ -182,7 +182,7 @@ def test_every_step_says_what_its_solve_was_asked_for() -> None:
 
 
 def test_a_solve_that_stops_early_is_reported_or_refused() -> None:
-    hasty = otdd.SolverOptions(tolerance=1e-6, max_iterations=3)
+    hasty = otdd.Converged(tolerance=1e-6, max_iterations=3)
     with pytest.warns(NotConvergedWarning, match="after 3 iterations in 3 of 3 evaluations"):
         result = flow(SOURCE, TARGET, epsilon=0.05, solver=hasty)
     assert not result.converged
@@ -193,7 +193,7 @@ def test_a_solve_that_stops_early_is_reported_or_refused() -> None:
 def test_a_relative_epsilon_is_that_share_of_the_mean_cost() -> None:
     result = flow(SOURCE, TARGET, epsilon_relative=0.2)
     table = otdd.class_distances([SOURCE, TARGET]).between(0, 1)
-    setting = setting_of(SOURCE, TARGET, otdd.LabelMetric())
+    setting = setting_of(SOURCE, TARGET, otdd.labels.Gaussian())
     expected = 0.2 * setting.mean_cost(SOURCE.features, table)
     assert result.settings["epsilon"] == pytest.approx(expected)
     distances = torch.cdist(SOURCE.features, TARGET.features).square()

@@ -95,7 +95,7 @@ def test_the_objective_falls_on_digits(case: dict[str, Any]) -> None:
         source,
         target,
         epsilon=1.0,
-        solver=otdd.SolverOptions(),
+        solver=otdd.Converged(),
         stepping=otdd.Stepping(0.2),
         **case,
     )
@@ -132,8 +132,8 @@ def test_every_record_is_the_divergence_solved_afresh(case: dict[str, Any]) -> N
 
 def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
     source, target = blobs(9), blobs(11, seed=1)
-    metric = otdd.LabelMetric("means")
-    cost = {"lambda_x": 0.7, "lambda_y": 0.2}
+    metric = otdd.labels.Means()
+    cost = otdd.GroundCost(0.7, 0.2)
     scale = torch.tensor([0.7, 0.2], dtype=torch.float64).sqrt().repeat_interleave(3)
 
     def longer(samples: LabeledSamples) -> LabeledSamples:
@@ -142,7 +142,7 @@ def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
         vectors = torch.cat((samples.features, means), 1) * scale
         return LabeledSamples(vectors, None, ())
 
-    augmented = flow(source, target, mode="augmented", labels=metric, **cost)
+    augmented = flow(source, target, mode="augmented", labels=metric, cost=cost)
     # Both halves of a vector are scaled, so that each has a step size of its own.
     plain = longer(source)
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
                 "features",
                 plain,
                 longer(target),
-                otdd.LabelMetric("none"),
+                otdd.labels.NoLabels(),
                 cost=otdd.GroundCost(1.0, 0.0),
             )
             .evaluate(plain.features)
@@ -165,14 +165,20 @@ def test_augmented_means_are_a_plain_flow_of_longer_vectors() -> None:
 @pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
 def test_full_covariances_without_correlations_are_diagonal_ones(mode: str) -> None:
     results = [
-        flow(crosses(0), crosses(1), mode=mode, labels=otdd.LabelMetric(diagonal=diagonal), steps=2)
+        flow(
+            crosses(0),
+            crosses(1),
+            mode=mode,
+            labels=otdd.labels.Gaussian(diagonal=diagonal),
+            steps=2,
+        )
         for diagonal in (False, True)
     ]
     if mode in ("features", "attached"):
         # Points that move to a cloud of crosses get correlations after the first step.
         results = [
             flow(crosses(0), crosses(1), mode=mode, labels=metric, steps=1)
-            for metric in (otdd.LabelMetric(), otdd.LabelMetric(diagonal=True))
+            for metric in (otdd.labels.Gaussian(), otdd.labels.Gaussian(diagonal=True))
         ]
     full, diagonal = results
     assert_same_end(full, diagonal.samples.features, diagonal.samples.labels)
@@ -197,7 +203,8 @@ def test_augmented_particles_take_the_class_of_where_they_go() -> None:
     wrong = target.labels.clone()
     wrong[:6] = 1 - wrong[:6]
     source = replace(target, features=target.features + 0.5, labels=wrong)
-    options = {"lambda_x": 1.0, "lambda_y": 0.1, "steps": 10, "stepping": otdd.Stepping(1.0)}
+    cost = otdd.GroundCost(1.0, 0.1)
+    options = {"cost": cost, "steps": 10, "stepping": otdd.Stepping(1.0)}
     for metric in (case["labels"] for name, case in CASES.items() if "augmented" in name):
         result = flow(source, target, mode="augmented", labels=metric, epsilon=2.0, **options)
         assert torch.equal(result.samples.labels, target.labels), metric
@@ -209,7 +216,7 @@ def test_labels_are_read_by_the_masses_of_particles(heavy: float, expected: list
     labels = torch.tensor([0, 0, 1, 1])
     weights = torch.tensor([heavy, 1.0, 1.0, 1.0], dtype=torch.float64)
     source = replace(blobs(4, 1), labels=labels, weights=weights)
-    mode = mode_of("augmented", source, blobs(9, 1), otdd.LabelMetric("means"))
+    mode = mode_of("augmented", source, blobs(9, 1), otdd.labels.Means())
     mode.variables["means"].copy_(torch.tensor([[0.0], [5.5], [10.0], [10.0]]))
     assert mode.labels().tolist() == expected
 
@@ -238,7 +245,7 @@ def test_class_distances_are_measured_every_refresh_steps(
 
 
 def test_joint_ends_with_the_distances_of_its_moved_gaussians() -> None:
-    source, target, metric = blobs(9), blobs(11, seed=1), otdd.LabelMetric()
+    source, target, metric = blobs(9), blobs(11, seed=1), otdd.labels.Gaussian()
     mode = mode_of("joint", source, target, metric)
     result = flow(source, target, mode="joint", steps=1)
     evaluation = mode.evaluate(source.features)

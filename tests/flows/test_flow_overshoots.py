@@ -36,7 +36,7 @@ def test_a_flow_that_overshoots_says_so_at_once(
     sides = [replace(side, features=side.features.to(dtype)) for side in (SOURCE, TARGET)]
     precision = "double" if dtype == torch.float64 else "high"
     # As many iterations as a step needs, and far too few to solve for particles that ran away.
-    solver = otdd.SolverOptions(1e-3, max_iterations=500, require_convergence=True)
+    solver = otdd.Converged(1e-3, max_iterations=500, require_convergence=True)
     message = (
         r"the flow cannot go on after step \d: particles .*; "
         rf"lower flow.step_size={stepping.step_size:g} and start again"
@@ -134,7 +134,7 @@ def test_clouds_that_begin_as_one_may_round() -> None:
     """The mean cost of the start is 0, and any step's is far above."""
     point = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
     source, target = (otdd.LabeledSamples(point.expand(n, -1), None, ()) for n in (7, 50))
-    found = otdd.gradient_flow(source, target, steps=1, labels="none", epsilon=1e-3)
+    found = otdd.gradient_flow(source, target, otdd.Flow(1), labels="none", epsilon=1e-3)
     assert abs(found.after.divergence) <= 1e-10
 
 
@@ -172,7 +172,7 @@ def test_what_overshoots_leaves_the_state_of_a_flow_that_was_stopped_before(
         "mode": "joint",
         "steps": 30,
         "stepping": Stepping(3.5, optimizer_options={"momentum": 0.5}),
-        "solver": otdd.SolverOptions(1e-2),
+        "solver": otdd.Converged(1e-2),
         "keep_moments": True,
     }
     left, stopped = otdd.Checkpoints(tmp_path / "left"), otdd.Checkpoints(tmp_path / "stopped")
@@ -236,5 +236,5 @@ def test_particles_of_one_point_may_spread_over_the_target() -> None:
     draw = torch.Generator().manual_seed(0)
     jitter = 1e-3 * torch.randn(9, 3, generator=draw, dtype=torch.float64)
     point = replace(point, features=point.features + jitter)
-    result = flow(point, TARGET, steps=10, epsilon=0.2, solver=otdd.SolverOptions())
+    result = flow(point, TARGET, steps=10, epsilon=0.2, solver=otdd.Converged())
     assert result.history[-1].divergence < 0.3 * result.history[0].divergence

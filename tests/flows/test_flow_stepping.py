@@ -124,7 +124,7 @@ def test_noise_moves_where_the_gradient_is_taken_and_not_the_points() -> None:
     noisy = flow(source, target, steps=1, stepping=stepping, seed=3)
     draw = generator(3, 0, 0)
     shaken = source.features + 0.5 * torch.randn(9, 3, generator=draw, dtype=torch.float64)
-    velocity = mode_of("features", source, target, otdd.LabelMetric()).evaluate(shaken).features
+    velocity = mode_of("features", source, target, otdd.labels.Gaussian()).evaluate(shaken).features
     moved = source.features - 0.3 * velocity
     torch.testing.assert_close(noisy.samples.features, moved, rtol=0, atol=1e-7)
 
@@ -162,7 +162,7 @@ def test_every_variable_moves_a_batch_share_of_its_way_on_average(mode: str) -> 
     source = blobs(12)
     # All target points in one place: what a particle does then hardly depends on its batch.
     target = replace(blobs(12, seed=1), features=torch.full((12, 3), 6.0, dtype=torch.float64))
-    moving = mode_of(mode, source, target, otdd.LabelMetric("means"))
+    moving = mode_of(mode, source, target, otdd.labels.Means())
     whole = moving.evaluate(source.features).variables["means"]
     total = torch.zeros_like(whole)
     for rows in torch.arange(12).reshape(3, 4):

@@ -47,7 +47,7 @@ def table_at(particles: LabeledSamples, target: LabeledSamples, metric: Any) -> 
 def test_features_move_along_the_gradient_at_constant_class_distances(
     source: LabeledSamples, target: LabeledSamples
 ) -> None:
-    metric = otdd.LabelMetric("gaussian")
+    metric = otdd.labels.Gaussian()
     table = table_at(source, target, metric)
     evaluation = mode_of("features", source, target, metric).evaluate(source.features)
 
@@ -78,7 +78,7 @@ def test_attached_features_move_along_the_whole_gradient(
 def test_joint_variables_move_along_their_own_gradients(
     variable: str, diagonal: bool, source: LabeledSamples, target: LabeledSamples
 ) -> None:
-    metric = otdd.LabelMetric("gaussian", diagonal=diagonal)
+    metric = otdd.labels.Gaussian(diagonal=diagonal)
     mode = mode_of("joint", source, target, metric)
     here = {"features": source.features, **mode.variables}
     theirs = Gaussians.of(target, metric)
@@ -101,7 +101,7 @@ def test_joint_variables_move_along_their_own_gradients(
 def test_augmented_particles_move_along_gradients_of_their_own(
     variable: str, diagonal: bool, source: LabeledSamples, target: LabeledSamples
 ) -> None:
-    metric = otdd.LabelMetric("gaussian", diagonal=diagonal)
+    metric = otdd.labels.Gaussian(diagonal=diagonal)
     mode = mode_of("augmented", source, target, metric)
     # Apart, so that no two of a class are at the kink of their distance.
     draw = torch.Generator().manual_seed(3)

@@ -13,10 +13,10 @@ from otdd_flash.flows.gaussians import Gaussians
 from otdd_flash.samples import LabeledSamples
 
 METRICS = {
-    "full": otdd.LabelMetric(),
-    "biased": otdd.LabelMetric(unbiased=False),
-    "diagonal": otdd.LabelMetric(diagonal=True),
-    "means": otdd.LabelMetric("means"),
+    "full": otdd.labels.Gaussian(),
+    "biased": otdd.labels.Gaussian(unbiased=False),
+    "diagonal": otdd.labels.Gaussian(diagonal=True),
+    "means": otdd.labels.Means(),
 }
 
 

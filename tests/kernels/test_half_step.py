@@ -30,7 +30,7 @@ from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.problem import Problem
 
 
@@ -189,7 +189,7 @@ def test_divergences_in_triton_hold_the_truth_at_every_stop(precision, iteration
     table = torch.rand(4, 4, generator=torch.Generator().manual_seed(0)).double() * 3
     table = (table + table.T).fill_diagonal_(0)
     compute = ComputeOptions(device=DEVICE.type, backend="triton", precision=precision)
-    options = SolverOptions(1e-3, max_iterations=iterations)
+    options = Converged(1e-3, max_iterations=iterations)
     problem = Problem(source, target, 0.1, table, GroundCost(0.5, 1.0), compute)
     found = problem.solve(options)
     costs = (
@@ -224,7 +224,7 @@ def test_divergences_on_a_gpu_hold_the_double_precision_value(relative_epsilon):
             target,
             epsilon_relative=relative_epsilon,
             labels="means",
-            solver=SolverOptions(tolerance),
+            solver=Converged(tolerance),
             compute=ComputeOptions(device="cuda", precision=precision),
         )
         for precision, tolerance in (("fast", 1e-3), ("double", 1e-8))

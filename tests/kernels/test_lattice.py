@@ -13,7 +13,7 @@ from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
 
 def grey(count: int, seed: int, dim: int = 20) -> Tensor:
@@ -134,7 +134,7 @@ def test_a_solve_is_certified_for_the_points_as_given() -> None:
     cost = cost_between(grey(60, 0) / 255, grey(50, 1) / 255)
     operator = KernelOperator(cost, "fast")
     epsilon = 0.05 * cost.mean_cost
-    term = solve_alternating(operator, epsilon, SolverOptions(1e-4))
+    term = solve_alternating(operator, epsilon, Converged(1e-4))
     dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
     value, _, _ = reference.entropic_transport(dense.cpu(), cost.a.cpu(), cost.b.cpu(), epsilon)
     assert term.converged

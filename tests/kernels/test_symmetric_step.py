@@ -19,7 +19,7 @@ from pairwise import pairwise
 from otdd_flash.kernels import symmetric_step
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.symmetric import solve_symmetric
 
 
@@ -66,9 +66,9 @@ def test_potentials_far_from_the_solution_are_done_with_a_maximum(case):
 @pytest.mark.parametrize("case", [(140, 1, 5, 1, 1), (300, 1, 5, 2, 1)], ids=str)
 def test_a_self_term_is_the_same_by_halves_and_in_full(case, monkeypatch):
     operator = KernelOperator(self_cost_of(case), "fast")
-    halves = solve_symmetric(operator, EPSILON, SolverOptions(1e-4))
+    halves = solve_symmetric(operator, EPSILON, Converged(1e-4))
     monkeypatch.setattr(kernel_operator, "MANY_SCORES", 1 << 40)
-    full = solve_symmetric(KernelOperator(self_cost_of(case), "fast"), EPSILON, SolverOptions(1e-4))
+    full = solve_symmetric(KernelOperator(self_cost_of(case), "fast"), EPSILON, Converged(1e-4))
     assert halves.converged
     assert halves.value == pytest.approx(full.value, abs=1e-5 * abs(full.value))
     torch.testing.assert_close(halves.f, full.f, rtol=0, atol=1e-4)

@@ -12,7 +12,7 @@ from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.symmetric import solve_symmetric
 
 
@@ -60,7 +60,7 @@ def pot_divergence(one, two, epsilon):
 
 def pair_by_pair(one, two, epsilon, tolerance):
     """S_eps from three solves, each alone, of the solvers for single problems."""
-    options = SolverOptions(tolerance=tolerance)
+    options = Converged(tolerance=tolerance)
 
     def operator(first, second):
         return StoredOperator.from_cost(cost_of(first, second), first.masses, second.masses)

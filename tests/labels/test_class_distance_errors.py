@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.labels import exact
+from otdd_flash.labels import (
+    Exact,
+    Gaussian,
+    Means,
+    NoLabels,
+    Sinkhorn,
+    exact,
+    measure_classes,
+    metric_named,
+    metric_of,
+)
 from otdd_flash.labels.classes import split_classes
-from otdd_flash.labels.methods import LabelMetric, measure_classes
 from otdd_flash.labels.small_classes import drop_small_classes
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
@@ -26,38 +35,39 @@ def unlabelled():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("name", "parameters", "message"),
     [
-        ({"method": "gauss"}, "unknown labels.method 'gauss'; choose one of: gaussian, sinkhorn"),
-        ({"method": "sinkhorn"}, "needs labels.epsilon"),
-        ({"method": "sinkhorn", "epsilon": 0}, "labels.epsilon must be positive and finite, got 0"),
+        ("gauss", {}, "unknown labels.method 'gauss'; choose one of: gaussian, sinkhorn"),
+        ("sinkhorn", {}, "needs labels.epsilon"),
+        ("sinkhorn", {"epsilon": 0}, "labels.epsilon must be positive and finite, got 0"),
         (
-            {"method": "sinkhorn", "epsilon": 1, "tolerance": -1},
+            "sinkhorn",
+            {"epsilon": 1, "tolerance": -1},
             "labels.tolerance must be positive and finite, got -1",
         ),
-        ({"method": "given"}, "labels.path"),
+        ("given", {}, "labels.path"),
     ],
 )
-def test_impossible_metrics_are_refused(fields, message):
+def test_impossible_metrics_are_refused(name, parameters, message):
     with pytest.raises(InputError, match=message):
-        LabelMetric(**fields)
+        metric_named(name, parameters)
 
 
 @pytest.mark.parametrize("method", ["gaussian", "upper_bound"])
 def test_a_class_of_one_sample_is_a_point_with_zero_covariance(method):
     samples = lone_class()
     # The means are sqrt(3 / 2) apart; the covariance of the cats has trace 1, the owl's is 0.
-    table = measure_classes(samples, samples, LabelMetric(method))
+    table = measure_classes(samples, samples, metric_of(method))
     assert float(table.xy[0, 1]) == pytest.approx(1.5 + 1)
 
 
 @pytest.mark.parametrize(
     ("metric", "told"),
     [
-        (LabelMetric("gaussian"), 1),
-        (LabelMetric("gaussian", unbiased=False), 0),
-        (LabelMetric("means"), 0),
-        (LabelMetric("sinkhorn", epsilon=1.0), 0),
+        (Gaussian(), 1),
+        (Gaussian(unbiased=False), 0),
+        (Means(), 0),
+        (Sinkhorn(epsilon=1.0), 0),
     ],
 )
 def test_classes_of_one_sample_are_told_of_once(metric, told):
@@ -72,15 +82,15 @@ def test_classes_of_one_sample_are_told_of_once(metric, told):
 
 @pytest.mark.parametrize("method", ["gaussian", "means", "upper_bound", "exact", "given"])
 def test_unlabelled_data_say_how_to_label(method, blobs):
-    given = measure_classes(blobs((3,), 3), blobs((3,), 3), LabelMetric("means"))
+    given = measure_classes(blobs((3,), 3), blobs((3,), 3), Means())
     with pytest.raises(
         InputError, match=r"cells has no labels; label it with pseudo_labels=kmeans"
     ):
-        measure_classes(blobs((3,), 3), unlabelled(), LabelMetric(method, given=given))
+        measure_classes(blobs((3,), 3), unlabelled(), metric_named(method, {"table": given}))
 
 
 def test_none_takes_unlabelled_data_as_one_class(blobs):
-    table = measure_classes(unlabelled(), blobs((3, 4), 5), LabelMetric("none"))
+    table = measure_classes(unlabelled(), blobs((3, 4), 5), NoLabels())
     assert torch.equal(table.full, torch.zeros(3, 3, dtype=torch.float64))
     assert (table.names_x, table.names_y) == (("all",), ("0", "1"))
 
@@ -88,7 +98,7 @@ def test_none_takes_unlabelled_data_as_one_class(blobs):
 def test_different_feature_dimensions_name_both(blobs):
     pair = blobs((3,), 2, name="left"), blobs((3,), 5, name="right")
     with pytest.raises(InputError, match=r"left has 2 features and right has 5.*extractor=pixels"):
-        measure_classes(*pair, LabelMetric())
+        measure_classes(*pair, Gaussian())
 
 
 def test_classes_without_mass_are_named():
@@ -107,22 +117,22 @@ def test_exact_refuses_classes_too_large(blobs, monkeypatch):
     with pytest.raises(
         InputError, match=r"'0' of right \(10 samples\) and '0' of left \(11 samples"
     ):
-        measure_classes(source, target, LabelMetric("exact"))
-    measure_classes(source.keep_classes([1]), target, LabelMetric("exact"))
+        measure_classes(source, target, Exact())
+    measure_classes(source.keep_classes([1]), target, Exact())
 
 
 def test_exact_does_not_return_an_unfinished_plan(blobs, monkeypatch):
     monkeypatch.setattr(exact, "MAX_PIVOTS", 2)
     source, target = blobs((40,), 3, name="left"), blobs((40,), 3, seed=1, name="right")
     with pytest.raises(InputError, match=r"'0' of left and class '0' of right did not end well"):
-        measure_classes(source, target, LabelMetric("exact"))
+        measure_classes(source, target, Exact())
 
 
 def test_statistics_must_know_the_classes(blobs):
     source, target = blobs((3, 4), 2, name="left"), blobs((5,), 2, seed=1)
     with pytest.raises(InputError, match="come from whole, which has no class 1 of left"):
         measure_classes(
-            source, target, LabelMetric(), statistics=(blobs((9,), 2, name="whole"), target)
+            source, target, Gaussian(), statistics=(blobs((9,), 2, name="whole"), target)
         )
 
 
@@ -131,7 +141,7 @@ def test_small_classes_go_with_a_notice_that_names_them():
         kept = drop_small_classes(lone_class(), 2)
     assert kept.class_names == ("cat",)
     assert kept.labels.tolist() == [0, 0]
-    assert measure_classes(kept, kept, LabelMetric()).xx.tolist() == [[0.0]]
+    assert measure_classes(kept, kept, Gaussian()).xx.tolist() == [[0.0]]
 
 
 def test_classes_without_samples_go_silently():

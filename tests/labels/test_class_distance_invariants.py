@@ -8,18 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from otdd_flash.labels import Exact, Gaussian, Means, UpperBound, measure_classes, metric_named
 from otdd_flash.labels.classes import ClassCloud, merge_identical
 from otdd_flash.labels.many import class_distances
-from otdd_flash.labels.methods import LabelMetric, measure_classes
 from otdd_flash.samples import LabeledSamples
 
 METRICS = {
-    "gaussian": LabelMetric("gaussian"),
-    "gaussian_biased": LabelMetric("gaussian", unbiased=False),
-    "gaussian_diagonal": LabelMetric("gaussian", diagonal=True),
-    "means": LabelMetric("means"),
-    "upper_bound": LabelMetric("upper_bound"),
-    "exact": LabelMetric("exact"),
+    "gaussian": Gaussian(),
+    "gaussian_biased": Gaussian(unbiased=False),
+    "gaussian_diagonal": Gaussian(diagonal=True),
+    "means": Means(),
+    "upper_bound": UpperBound(),
+    "exact": Exact(),
 }
 every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS.keys())
 
@@ -112,7 +112,7 @@ def test_equal_moments_give_zero_without_equal_content(metric, size, dim):
     points = torch.from_numpy(rng.normal(size=(size, dim)) * np.geomspace(1e-4, 1e2, dim))
     one = LabeledSamples(points, torch.zeros(size, dtype=torch.int64), ("only",))
     two = one.take(torch.arange(size).repeat(2))
-    value = float(measure_classes(one, two, LabelMetric(metric, unbiased=False)).xy)
+    value = float(measure_classes(one, two, metric_named(metric, {"unbiased": False})).xy)
     assert 0 <= value <= 1e-9 * float(points.var(0).sum())
 
 
@@ -122,9 +122,9 @@ def test_equal_moments_give_zero_without_equal_content(metric, size, dim):
 )
 def test_biased_gaussian_is_a_lower_bound_of_exact(seed, dim, spread):
     pair = random_samples(seed, dim, 3, smallest=1, scale=spread), random_samples(seed + 1, dim, 2)
-    lower = measure_classes(*pair, LabelMetric("gaussian", unbiased=False)).full
-    exact = measure_classes(*pair, LabelMetric("exact")).full
-    upper = measure_classes(*pair, LabelMetric("upper_bound", unbiased=False)).full
+    lower = measure_classes(*pair, Gaussian(unbiased=False)).full
+    exact = measure_classes(*pair, Exact()).full
+    upper = measure_classes(*pair, UpperBound(unbiased=False)).full
     slack = 1e-9 * spread**2
     assert bool((lower <= exact + slack).all())
     assert bool((exact <= upper + slack).all())
@@ -197,7 +197,7 @@ def test_whole_weights_count_as_repetitions(method):
     repeats = torch.arange(len(samples)) % 3 + 1
     repeated = samples.take(torch.repeat_interleave(torch.arange(len(samples)), repeats))
     weighted = LabeledSamples(samples.features, samples.labels, samples.class_names, repeats)
-    metric = LabelMetric(method, unbiased=False)
+    metric = metric_named(method, {"unbiased": False})
     torch.testing.assert_close(
         measure_classes(weighted, other, metric).full, measure_classes(repeated, other, metric).full
     )
@@ -211,5 +211,5 @@ def test_reliability_weights_correct_the_covariance():
         weights = torch.tensor([1 - light, light], dtype=torch.float64)
         weighted = LabeledSamples(points, labels, ("a",), weights)
         one = LabeledSamples(points[:1].repeat(2, 1), labels, ("b",))
-        table = measure_classes(weighted, one, LabelMetric("gaussian"))
+        table = measure_classes(weighted, one, Gaussian())
         assert float(table.xy) == pytest.approx((2 * light) ** 2 + 2, rel=1e-6)

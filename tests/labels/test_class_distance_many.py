@@ -8,8 +8,8 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.labels import Given, Sinkhorn, measure_classes, metric_named
 from otdd_flash.labels.many import JointClassDistances, class_distances
-from otdd_flash.labels.methods import LabelMetric, measure_classes
 from otdd_flash.samples import LabeledSamples
 
 
@@ -20,7 +20,7 @@ def datasets(blobs):
     ]
 
 
-@pytest.mark.parametrize("labels", ["gaussian", LabelMetric("sinkhorn", epsilon=1.0)])
+@pytest.mark.parametrize("labels", ["gaussian", Sinkhorn(epsilon=1.0)])
 def test_saved_tables_load_again(datasets, labels, tmp_path):
     table = otdd.class_distances(datasets, labels)
     table.save(tmp_path / "table.w")
@@ -106,8 +106,8 @@ def test_what_is_not_a_list_of_datasets_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ("gauss", "unknown labels method 'gauss'"),
-        (7, "labels must be one of gaussian, .* got 7"),
+        ("gauss", "unknown labels.method 'gauss'"),
+        (7, "labels must be a name such as gaussian, or .* got 7"),
         ("given", "labels=given needs a table"),
     ],
 )
@@ -123,7 +123,7 @@ def test_impossible_lists_are_refused(datasets, blobs):
         class_distances([*datasets, blobs((4,), 5, name="wide")])
     table = class_distances(datasets)
     with pytest.raises(InputError, match="class_distances="):
-        class_distances(datasets, LabelMetric("given", given=table.between(0, 1)))
+        class_distances(datasets, Given(table.between(0, 1)))
     for place in (3, -1):
         with pytest.raises(
             InputError, match=rf"no dataset {place}; the table has 3|at least 0, got {place}"
@@ -151,7 +151,7 @@ def test_unreadable_tables_are_input_errors(datasets, tmp_path):
 def test_a_gpu_measures_what_the_processor_does(method, blobs):
     pair = blobs((30, 50), 5), blobs((40, 70, 20), 5, 1, weights=np.arange(130) % 4)
     # Ten times above what float32 potentials on the card can settle to at these costs.
-    metric = LabelMetric(method, epsilon=1.0, tolerance=1e-4)
+    metric = metric_named(method, {"epsilon": 1.0, "tolerance": 1e-4})
     expected = measure_classes(*pair, metric)
     got = measure_classes(*pair, metric, device=torch.device("cuda"))
     assert got.full.device.type == "cpu"

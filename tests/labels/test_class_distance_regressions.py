@@ -7,19 +7,19 @@ import pytest
 import torch
 from reference_bures import squared_bures_wasserstein
 
-from otdd_flash.labels.methods import LabelMetric, measure_classes
+from otdd_flash.labels import Gaussian, Means, UpperBound, measure_classes, metric_of
 from otdd_flash.samples import LabeledSamples
 
 
 def test_means_is_not_squared():
     source = LabeledSamples.from_arrays(np.array([[0.0, 0.0]]), [0])
     target = LabeledSamples.from_arrays(np.array([[3.0, 4.0]]), [0])
-    assert measure_classes(source, target, LabelMetric("means")).xy.tolist() == [[25.0]]
+    assert measure_classes(source, target, Means()).xy.tolist() == [[25.0]]
 
 
 def test_upper_bound_is_not_zero_between_a_class_and_itself(blobs):
     samples = blobs((9, 12), 4)
-    table = measure_classes(samples, samples, LabelMetric("upper_bound"))
+    table = measure_classes(samples, samples, UpperBound())
     for block in (table.xx, table.xy, table.yy):
         assert block.diagonal().tolist() == [0.0, 0.0]
     assert float(table.xy[0, 1]) > 1
@@ -34,7 +34,7 @@ def test_float32_square_roots_lose_two_percent():
         turn = np.linalg.qr(rng.normal(size=(40, 40)))[0]
         points.append((rng.normal(size=(size, 40)) * scales @ turn).astype(np.float32))
         pair.append(LabeledSamples.from_arrays(points[-1], np.zeros(size, int)))
-    table = measure_classes(*pair, LabelMetric())
+    table = measure_classes(*pair, Gaussian())
     expected = squared_bures_wasserstein(*(one.astype(np.float64) for one in points))
     assert float(table.xy) == pytest.approx(expected, rel=1e-9)
 
@@ -46,7 +46,7 @@ def test_rank_deficient_classes_raise():
     zeros[:, 1] = zeros[:, 2] = torch.linspace(-1, 1, 50, dtype=torch.float64)
     source = LabeledSamples(ones, torch.zeros(4, dtype=torch.int64), ("a",))
     target = LabeledSamples(zeros, torch.zeros(50, dtype=torch.int64), ("b",))
-    table = measure_classes(source, target, LabelMetric())
+    table = measure_classes(source, target, Gaussian())
     # Orthogonal supports share nothing: the distance is the sum of the variances.
     expected = float(ones.var(0).sum() + zeros.var(0).sum())
     assert float(table.xy) == pytest.approx(expected, rel=1e-12)
@@ -56,7 +56,7 @@ def test_rank_deficient_classes_raise():
 def test_class_moments_become_global_moments(method, blobs):
     """A class's distances depend on its own points only, whatever else the dataset holds."""
     source, target = blobs((9, 12, 7), 4), blobs((8, 10), 4, seed=1)
-    whole = measure_classes(source, target, LabelMetric(method))
-    alone = measure_classes(source.keep_classes([1]), target, LabelMetric(method))
+    whole = measure_classes(source, target, metric_of(method))
+    alone = measure_classes(source.keep_classes([1]), target, metric_of(method))
     torch.testing.assert_close(alone.xy[0], whole.xy[1], rtol=1e-12, atol=0)
     assert float(whole.xx[0, 1]) > 0.1

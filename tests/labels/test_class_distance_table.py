@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.labels.methods import LabelMetric, measure_classes
+from otdd_flash.labels import Gaussian, Given, Sinkhorn, measure_classes
 from otdd_flash.labels.table import ClassDistances
 
 XX = np.array([[0.0, 2.0], [2.0, 0.0]])
@@ -80,10 +80,10 @@ def test_bounds_stay_with_their_table(pair, tmp_path):
     for other in (loaded, named):
         assert torch.equal(other.lower, plain.full - 1)
         assert torch.equal(other.upper, plain.full + 2)
-    sinkhorn = measure_classes(*pair, LabelMetric("sinkhorn", epsilon=1.0))
+    sinkhorn = measure_classes(*pair, Sinkhorn(epsilon=1.0))
     assert bool((sinkhorn.lower <= sinkhorn.full).all())
     assert bool((sinkhorn.full <= sinkhorn.upper).all())
-    assert measure_classes(*pair, LabelMetric()).lower is None
+    assert measure_classes(*pair, Gaussian()).lower is None
 
 
 def test_the_nearest_class_is_told_both_ways():
@@ -161,21 +161,21 @@ def test_given_tables_are_taken_as_they_are(pair, tmp_path):
     table = ClassDistances(XX, XY, YY)
     table.save(tmp_path / "w.npz")
     for given in (table, tmp_path / "w.npz", str(tmp_path / "w.npz")):
-        used = measure_classes(*pair, LabelMetric("given", given=given))
+        used = measure_classes(*pair, Given(given))
         assert torch.equal(used.full, table.full)
         assert (used.names_x, used.names_y) == (("0", "1"), ("0", "1", "2"))
 
 
 def test_given_tables_about_other_classes_are_refused(pair):
     with pytest.raises(InputError, match=r"about 3 source classes, but the source has 2 \(0, 1\)"):
-        measure_classes(*pair, LabelMetric("given", given=ClassDistances(YY, XY.T, XX)))
+        measure_classes(*pair, Given(ClassDistances(YY, XY.T, XX)))
     named = ClassDistances(XX, XY, YY, ("0", "1"), ("cat", "dog", "owl"))
     with pytest.raises(InputError, match=r"target classes cat, dog, owl, .* has 0, 1, 2"):
-        measure_classes(*pair, LabelMetric("given", given=named))
+        measure_classes(*pair, Given(named))
 
 
 def test_a_measured_table_can_be_given_back(pair, tmp_path):
-    measured = measure_classes(*pair, LabelMetric())
+    measured = measure_classes(*pair, Gaussian())
     measured.save(tmp_path / "w.npz")
-    again = measure_classes(*pair, LabelMetric("given", given=tmp_path / "w.npz"))
+    again = measure_classes(*pair, Given(tmp_path / "w.npz"))
     assert torch.equal(again.full, measured.full)

@@ -9,7 +9,7 @@ from reference_bures import squared_bures_wasserstein
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
-from otdd_flash.labels.methods import LabelMetric, measure_classes
+from otdd_flash.labels import Exact, Gaussian, Means, UpperBound, measure_classes
 from otdd_flash.samples import LabeledSamples
 
 
@@ -37,7 +37,7 @@ def by_pairs(source, target, formula):
 )
 def test_both_gaussian_routes_match_dense_square_roots(blobs, sizes, others, unbiased):
     source, target = blobs(sizes, 12), blobs(others, 12, seed=1)
-    table = measure_classes(source, target, LabelMetric(unbiased=unbiased))
+    table = measure_classes(source, target, Gaussian(unbiased=unbiased))
     # The square root of a singular matrix is only good to half the digits.
     tolerance = 1e-9 if min(sizes + others) > 12 else 1e-6
     expected = by_pairs(
@@ -48,7 +48,7 @@ def test_both_gaussian_routes_match_dense_square_roots(blobs, sizes, others, unb
 
 def test_gaussian_is_closed_form_in_one_dimension(blobs):
     source, target = blobs((30, 4), 1), blobs((8, 50), 1, seed=1)
-    table = measure_classes(source, target, LabelMetric())
+    table = measure_classes(source, target, Gaussian())
     expected = by_pairs(
         source,
         target,
@@ -59,7 +59,7 @@ def test_gaussian_is_closed_form_in_one_dimension(blobs):
 
 def test_diagonal_gaussian_is_its_closed_form(blobs):
     source, target = blobs((30, 4), 6), blobs((8, 50), 6, seed=1)
-    table = measure_classes(source, target, LabelMetric(diagonal=True))
+    table = measure_classes(source, target, Gaussian(diagonal=True))
     expected = by_pairs(
         source,
         target,
@@ -80,7 +80,7 @@ def test_features_constant_within_a_class_are_kept():
     table = measure_classes(
         LabeledSamples.from_arrays(torch.from_numpy(one), labels),
         LabeledSamples.from_arrays(torch.from_numpy(two), labels[:40]),
-        LabelMetric(),
+        Gaussian(),
     )
     assert float(table.xy) == pytest.approx(squared_bures_wasserstein(one, two), rel=1e-6)
 
@@ -88,7 +88,7 @@ def test_features_constant_within_a_class_are_kept():
 def test_classes_of_equal_points_have_only_a_mean():
     labels = torch.tensor([0, 0, 0, 1, 1, 1])
     source = LabeledSamples(torch.tensor([[0.0, 0]] * 3 + [[3, 4]] * 3), labels, ("a", "b"))
-    table = measure_classes(source, source, LabelMetric())
+    table = measure_classes(source, source, Gaussian())
     assert table.xy.tolist() == [[0, 25], [25, 0]]
 
 
@@ -96,9 +96,9 @@ def test_unbiased_gaussian_is_no_lower_bound():
     """{-1, 1} against {-2, 2}: unbiased deviations are sqrt 2 times larger, so 2 > 1."""
     labels = np.zeros(2, dtype=np.int64)
     pair = [LabeledSamples.from_arrays(np.array([[-w], [w]]), labels) for w in (1.0, 2.0)]
-    assert float(measure_classes(*pair, LabelMetric()).xy) == pytest.approx(2)
-    assert float(measure_classes(*pair, LabelMetric(unbiased=False)).xy) == pytest.approx(1)
-    assert float(measure_classes(*pair, LabelMetric("exact")).xy) == pytest.approx(1)
+    assert float(measure_classes(*pair, Gaussian()).xy) == pytest.approx(2)
+    assert float(measure_classes(*pair, Gaussian(unbiased=False)).xy) == pytest.approx(1)
+    assert float(measure_classes(*pair, Exact()).xy) == pytest.approx(1)
 
 
 def test_exact_is_the_best_assignment_between_equal_classes(blobs):
@@ -108,7 +108,7 @@ def test_exact_is_the_best_assignment_between_equal_classes(blobs):
         cost = cdist(one, two, "sqeuclidean")
         return cost[linear_sum_assignment(cost)].mean()
 
-    table = measure_classes(source, target, LabelMetric("exact"))
+    table = measure_classes(source, target, Exact())
     np.testing.assert_allclose(table.xy.numpy(), by_pairs(source, target, assignment), rtol=1e-10)
 
 
@@ -116,17 +116,17 @@ def test_exact_between_unequal_classes_splits_mass():
     source = LabeledSamples.from_arrays(np.array([[0.0], [1.0]]), [0, 0])
     target = LabeledSamples.from_arrays(np.array([[0.0], [1.0], [2.0]]), [0, 0, 0])
     # Quantile functions: 1/3 stay, 1/6 go 0 -> 1, 1/6 stay at 1, 1/3 go 1 -> 2.
-    assert float(measure_classes(source, target, LabelMetric("exact")).xy) == pytest.approx(0.5)
+    assert float(measure_classes(source, target, Exact()).xy) == pytest.approx(0.5)
 
 
 def test_single_samples_are_points_where_no_unbiased_covariance_is_asked():
     source = LabeledSamples.from_arrays(np.array([[0.0, 0.0]]), [0])
     target = LabeledSamples.from_arrays(np.array([[3.0, 4.0]]), [0])
     for metric in (
-        LabelMetric("gaussian", unbiased=False),
-        LabelMetric("upper_bound", unbiased=False),
-        LabelMetric("means"),
-        LabelMetric("exact"),
+        Gaussian(unbiased=False),
+        UpperBound(unbiased=False),
+        Means(),
+        Exact(),
     ):
         assert float(measure_classes(source, target, metric).xy) == pytest.approx(25)
 
@@ -134,8 +134,8 @@ def test_single_samples_are_points_where_no_unbiased_covariance_is_asked():
 def test_statistics_can_come_from_the_whole_datasets(blobs):
     whole = blobs((40, 30, 20), 4), blobs((25, 35), 4, seed=1)
     subsets = whole[0].take(torch.arange(30)).keep_classes([2, 0]), whole[1].take(torch.arange(20))
-    table = measure_classes(*subsets, LabelMetric(), statistics=whole)
-    expected = measure_classes(*whole, LabelMetric())
+    table = measure_classes(*subsets, Gaussian(), statistics=whole)
+    expected = measure_classes(*whole, Gaussian())
     assert table.names_x == ("2", "0")
     torch.testing.assert_close(table.xy, expected.xy[[2, 0]])
     torch.testing.assert_close(table.xx, expected.xx[[2, 0]][:, [2, 0]])
@@ -151,7 +151,7 @@ def test_real_digits_match_dense_square_roots(real_data):
     pixels = raw.reshape(-1, 256)[rows].astype(np.float32) / 255
     samples = LabeledSamples.from_arrays(pixels, list(labels)[rows])
     halves = samples.take(torch.arange(0, 2000, 2)), samples.take(torch.arange(1, 2000, 2))
-    table = measure_classes(*halves, LabelMetric())
+    table = measure_classes(*halves, Gaussian())
     for i, j in ((0, 1), (3, 8), (5, 5)):
         expected = squared_bures_wasserstein(points_of(halves[0], i), points_of(halves[1], j))
         assert float(table.xy[i, j]) == pytest.approx(expected, rel=1e-5)

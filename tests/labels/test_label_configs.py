@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from otdd_flash.labels.methods import METHODS
+from otdd_flash.labels import METRICS
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "labels"
 DEFAULTS = {
@@ -20,10 +20,10 @@ DEFAULTS = {
 
 
 def test_there_is_one_file_per_method():
-    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(METHODS)
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(METRICS)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METRICS)
 def test_every_file_sets_its_method_and_every_key(method):
     keys = yaml.safe_load((FOLDER / f"{method}.yaml").read_text())
     assert keys == {"method": method, **DEFAULTS}

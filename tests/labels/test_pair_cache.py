@@ -16,18 +16,25 @@ import pytest
 import torch
 
 from otdd_flash.errors import NotConvergedWarning
-from otdd_flash.labels import exact, measuring, pair_database
+from otdd_flash.labels import (
+    Exact,
+    Gaussian,
+    Sinkhorn,
+    exact,
+    measure_classes,
+    measuring,
+    pair_database,
+)
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.many import class_distances
-from otdd_flash.labels.methods import LabelMetric, measure_classes
 from otdd_flash.labels.pair_cache import FILE, PairCache
 from otdd_flash.labels.pairs import PairDistances, all_pairs
 from otdd_flash.samples import LabeledSamples
 
 CACHED = {
-    "gaussian": LabelMetric("gaussian"),
-    "sinkhorn": LabelMetric("sinkhorn", epsilon=1.0),
-    "exact": LabelMetric("exact"),
+    "gaussian": Gaussian(),
+    "sinkhorn": Sinkhorn(epsilon=1.0),
+    "exact": Exact(),
 }
 every_cached = pytest.mark.parametrize("metric", CACHED.values(), ids=CACHED.keys())
 
@@ -43,14 +50,14 @@ def measured(monkeypatch):
     asked: list[int] = []
 
     def counting(method):
-        def run(clouds, pairs, *args, **kwargs):
+        def run(metric, clouds, pairs, *args, **kwargs):
             asked.append(len(pairs))
-            return method(clouds, pairs, *args, **kwargs)
+            return method(metric, clouds, pairs, *args, **kwargs)
 
         return run
 
-    for name in ("gaussian_distances", "sinkhorn_distances", "exact_parts"):
-        monkeypatch.setattr(measuring, name, counting(getattr(measuring, name)))
+    for kind, name in ((Gaussian, "measure"), (Sinkhorn, "measure"), (Exact, "in_parts")):
+        monkeypatch.setattr(kind, name, counting(getattr(kind, name)))
     return asked
 
 
@@ -96,22 +103,22 @@ def test_entries_belong_to_the_method_its_parameters_and_the_points(datasets, tm
     one, two, _ = datasets
     moved = LabeledSamples(one.features + 1e-9, one.labels, one.class_names)
     for source, metric in (
-        (one, LabelMetric("gaussian")),
-        (one, LabelMetric("gaussian", unbiased=False)),
-        (one, LabelMetric("sinkhorn", epsilon=1.0)),
-        (one, LabelMetric("sinkhorn", epsilon=2.0)),
-        (one, LabelMetric("sinkhorn", epsilon=2.0, tolerance=1e-4)),
-        (one, LabelMetric("exact")),
+        (one, Gaussian()),
+        (one, Gaussian(unbiased=False)),
+        (one, Sinkhorn(epsilon=1.0)),
+        (one, Sinkhorn(epsilon=2.0)),
+        (one, Sinkhorn(epsilon=2.0, tolerance=1e-4)),
+        (one, Exact()),
     ):
         measure_classes(source, two, metric, cache_dir=tmp_path)
     assert measured == [15] * 6
-    measure_classes(moved, two, LabelMetric(), cache_dir=tmp_path)
+    measure_classes(moved, two, Gaussian(), cache_dir=tmp_path)
     assert measured[-1] == 12
     # Another order of the samples rounds otherwise.
     shuffled = one.take(torch.arange(len(one)).flip(0))
-    table = measure_classes(shuffled, two, LabelMetric(), cache_dir=tmp_path)
+    table = measure_classes(shuffled, two, Gaussian(), cache_dir=tmp_path)
     assert measured[-1] == 12
-    assert torch.equal(table.full, measure_classes(shuffled, two, LabelMetric()).full)
+    assert torch.equal(table.full, measure_classes(shuffled, two, Gaussian()).full)
 
 
 @pytest.mark.parametrize("method", ["means", "upper_bound", "none"])
@@ -167,7 +174,7 @@ def test_an_interrupted_run_keeps_what_it_measured(metric, blobs, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         class_distances([many], metric, cache_dir=tmp_path, progress=interrupt)
     # What one call of a method was at is lost with it.
-    assert entries(tmp_path) == (16 if metric.method == "exact" else 8)
+    assert entries(tmp_path) == (16 if isinstance(metric, Exact) else 8)
     table = class_distances([many], metric, cache_dir=tmp_path)
     assert torch.equal(table.full, class_distances([many], metric).full)
 
@@ -181,11 +188,11 @@ def test_what_is_known_counts_as_done(datasets, tmp_path):
 
 
 def test_what_has_not_converged_is_said_again_and_not_kept(datasets, tmp_path, monkeypatch):
-    def late(clouds, pairs, *args, **kwargs):
+    def late(metric, clouds, pairs, *args, **kwargs):
         warnings.warn("not converged", NotConvergedWarning, stacklevel=1)
         return PairDistances.exactly(torch.ones(len(pairs)))
 
-    monkeypatch.setattr(measuring, "sinkhorn_distances", late)
+    monkeypatch.setattr(Sinkhorn, "measure", late)
     for _ in range(2):
         with pytest.warns(NotConvergedWarning, match="not converged"):
             class_distances(datasets, CACHED["sinkhorn"], cache_dir=tmp_path)

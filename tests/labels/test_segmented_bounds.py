@@ -11,7 +11,7 @@ from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.operators.stored_segments import StoredSegments
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented_self import solve_self_terms
 
 # The reference's own error.
@@ -46,7 +46,7 @@ def test_bounds_hold_the_truth(seed, tolerance):
 @pytest.mark.parametrize("iterations", [1, 2, 7, 30])
 def test_bounds_hold_the_truth_however_early_a_solve_stops(iterations, monkeypatch):
     monkeypatch.setattr(
-        sinkhorn_pairs, "SolverOptions", lambda tolerance: SolverOptions(tolerance, iterations)
+        sinkhorn_pairs, "Converged", lambda tolerance: Converged(tolerance, iterations)
     )
     clouds = make_clouds((4, 9, 17), weighted=True)
     found = sinkhorn_distances(clouds, all_pairs(3), 0.1)
@@ -91,7 +91,7 @@ def test_a_plan_without_its_mass_is_as_far_from_its_marginals_as_said():
     masses = torch.full((40,), 1 / 40, dtype=torch.float64)
     cloud, epsilon = WeightedPoints(points, masses), 0.5
     segments = StoredSegments([(cloud, cloud)], (48, 48))
-    found = solve_self_terms(segments, epsilon, SolverOptions(1e-3, max_iterations=1))
+    found = solve_self_terms(segments, epsilon, Converged(1e-3, max_iterations=1))
     plan = (masses[:, None] * masses) * (-(points - points.T).square() / epsilon).exp()
     exact = (plan.sum(1) / plan.sum() - masses).abs().sum()
     assert float((plan.sum(1) - masses).abs().sum()) < 0.8 < 0.9 < float(exact)

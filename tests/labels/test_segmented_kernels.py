@@ -14,7 +14,7 @@ from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import BYTES_PER_SEGMENT, KernelSegments, bytes_of
 from otdd_flash.operators.segments import WeightedPoints
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented_cross import solve_cross_terms
 
 pytestmark = pytest.mark.slow
@@ -124,19 +124,19 @@ def test_a_tolerance_near_the_rounding_floor_is_reached():
     pool = ClassPool([WeightedPoints(cloud.points, cloud.masses) for cloud in clouds])
     rows, columns = torch.tensor([[1], [0]], device=DEVICE)
     segments = KernelSegments(pool, rows, columns, small=True)
-    floor = float(solve_cross_terms(segments, 1.0, SolverOptions(tolerance=1e-3)).rounding)
+    floor = float(solve_cross_terms(segments, 1.0, Converged(tolerance=1e-3)).rounding)
     segments = KernelSegments(pool, rows, columns, small=True)
-    options = SolverOptions(tolerance=2.2 * floor, max_iterations=60)
+    options = Converged(tolerance=2.2 * floor, max_iterations=60)
     terms = solve_cross_terms(segments, 1.0, options)
     assert 2.5 * float(terms.rounding) > options.asked_tolerance
     assert float(terms.marginal_error) <= options.asked_tolerance
 
 
 def test_stopping_early_is_said(in_kernels, monkeypatch):
-    options = sinkhorn_pairs.SolverOptions
+    options = sinkhorn_pairs.Converged
     monkeypatch.setattr(
         sinkhorn_pairs,
-        "SolverOptions",
+        "Converged",
         lambda tolerance: options(tolerance=tolerance, max_iterations=3),
     )
     clouds = on_device(make_clouds((3, 20, 5), dim=4))

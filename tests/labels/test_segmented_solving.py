@@ -14,7 +14,7 @@ from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented_cross import solve_cross_terms
 from otdd_flash.solver.segmented_self import solve_self_terms
 from otdd_flash.solver.symmetric import solve_symmetric
@@ -36,7 +36,7 @@ def clouds():
 @pytest.mark.slow
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 50.0])
 def test_terms_are_those_of_single_problems(clouds, epsilon):
-    options = SolverOptions(tolerance=1e-8)
+    options = Converged(tolerance=1e-8)
     pairs = all_pairs(4)
     cross = solve_in_float64(weighted_points(clouds), pairs, epsilon, options)
     itself = torch.arange(4)[:, None].expand(-1, 2)
@@ -55,7 +55,7 @@ def test_terms_are_those_of_single_problems(clouds, epsilon):
 @pytest.mark.parametrize("tolerance", [1e-2, 1e-3])
 def test_the_marginal_error_is_that_of_the_certified_plan(clouds, tolerance):
     """Known here from the potentials: an exact row update, then the columns' masses."""
-    epsilon, options = 0.1, SolverOptions(tolerance=tolerance)
+    epsilon, options = 0.1, Converged(tolerance=tolerance)
     sides = [tuple(weighted_points([clouds[1], clouds[3]]))]
     segments = StoredSegments(sides, (32, 48))
     kept = []
@@ -74,7 +74,7 @@ def test_the_marginal_error_is_that_of_the_certified_plan(clouds, tolerance):
 @pytest.mark.slow
 def test_a_slow_solve_takes_a_fraction_of_the_plain_iterations(clouds):
     """And a third of what plain ones over-relaxed by Nesterov's momentum take, 1015 in all."""
-    options = SolverOptions(tolerance=1e-3)
+    options = Converged(tolerance=1e-3)
     pairs = torch.tensor([[1, 2], [3, 1], [3, 2]])
     terms = solve_in_float64(weighted_points(clouds), pairs, 0.02, options)
     plain = [
@@ -91,7 +91,7 @@ def test_self_terms_take_half_of_the_averaged_updates():
     """Those take 14 to 16; and a mean that differences move takes hundreds."""
     clouds = make_clouds((30, 17, 45, 100), dim=5, weighted=True, spread=0.3)
     itself = torch.arange(4)[:, None].expand(-1, 2)
-    terms = solve_in_float64(weighted_points(clouds), itself, 2.0, SolverOptions(1e-5))
+    terms = solve_in_float64(weighted_points(clouds), itself, 2.0, Converged(1e-5))
     assert int(terms.iterations.max()) <= 8
 
 
@@ -113,12 +113,12 @@ def test_what_rounding_keeps_from_the_tolerance_ends(clouds):
     """Although the floor is below it, and says that rounding is all of its error."""
     points = weighted_points(clouds)
     sides = [(points[1], points[2])]
-    reached = solve_cross_terms(Noisy(sides, (32, 32)), 0.5, SolverOptions(tolerance=1e-4))
+    reached = solve_cross_terms(Noisy(sides, (32, 32)), 0.5, Converged(tolerance=1e-4))
     floor = float(reached.rounding)
     assert float(reached.marginal_error) <= 1e-4
     noisy = Noisy(sides, (32, 32))
     noisy.threshold = 4 * floor
-    terms = solve_cross_terms(noisy, 0.5, SolverOptions(tolerance=3 * floor))
+    terms = solve_cross_terms(noisy, 0.5, Converged(tolerance=3 * floor))
     assert float(terms.marginal_error) == pytest.approx(5 * floor, rel=0.05)
     assert float(terms.rounding) == float(terms.marginal_error)
     assert int(terms.iterations) < 200
@@ -130,7 +130,7 @@ def test_slow_convergence_far_from_rounding_goes_on(clouds):
     points = weighted_points(clouds)
     noisy = Noisy([(points[1], points[2])], (32, 32))
     noisy.threshold = 1e-2
-    terms = solve_cross_terms(noisy, 0.5, SolverOptions(tolerance=1e-3, max_iterations=300))
+    terms = solve_cross_terms(noisy, 0.5, Converged(tolerance=1e-3, max_iterations=300))
     assert int(terms.iterations) == 300
     assert float(terms.rounding) < 1e-4
 
@@ -159,7 +159,7 @@ def test_a_pair_that_is_done_costs_nothing_more(clouds, monkeypatch):
         (points[1], hard),
         (hard, points[2]),
     ]
-    options = SolverOptions(tolerance=1e-3)
+    options = Converged(tolerance=1e-3)
     work, iterations = [], []
     for chosen in (sides, sides[:1], sides[1:2], sides[2:]):
         with monkeypatch.context() as patch:
@@ -212,13 +212,13 @@ def test_a_function_has_the_same_bits_at_the_end_of_a_tensor(function, dtype):
 
 def test_most_scores_are_multiplied_not_exponentiated(clouds, monkeypatch):
     read = count_work(monkeypatch)
-    solve_in_float64(weighted_points(clouds), torch.tensor([[3, 1]]), 0.02, SolverOptions())
+    solve_in_float64(weighted_points(clouds), torch.tensor([[3, 1]]), 0.02, Converged())
     assert read["anchored"] > 4 * read["stored"] > 0
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 5])
 def test_iterations_are_limited(clouds, iterations):
-    options = SolverOptions(1e-10, iterations)
+    options = Converged(1e-10, iterations)
     points = weighted_points(clouds)
     for solve, sides in (
         (solve_cross_terms, [(points[1], points[2])]),
@@ -234,9 +234,9 @@ def test_terms_are_those_of_the_iteration_that_was_enough(clouds, steps, monkeyp
     """To the last bit, however many more are launched before the host asks."""
     points = weighted_points(clouds)
     sides = [(points[i], points[j]) for i, j in all_pairs(4).tolist()]
-    expected = solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, SolverOptions())
+    expected = solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, Converged())
     monkeypatch.setattr(StoredSegments, "steps_between_looks", steps)
-    found = solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, SolverOptions())
+    found = solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, Converged())
     for name in ("iterations", "marginal_error", "value", "lower", "upper", "rounding"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
@@ -245,7 +245,7 @@ def test_finished_segments_are_told_once(clouds):
     told = []
     points = weighted_points(clouds)
     sides = [(points[i], points[j]) for i, j in all_pairs(4).tolist()]
-    solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, SolverOptions(), told.append)
+    solve_cross_terms(StoredSegments(sides, (48, 48)), 0.1, Converged(), told.append)
     assert sum(told) == 6
     assert min(told) > 0
 
@@ -255,7 +255,7 @@ def test_tight_tolerances_are_reached_at_small_and_large_epsilon(clouds):
     points, pairs = weighted_points(clouds), all_pairs(4)
     for epsilon in (0.1, 1e3):
         # Worst cases of float64 are some 1e-11 at the smaller one.
-        terms = solve_in_float64(points, pairs, epsilon, SolverOptions(tolerance=1e-10))
+        terms = solve_in_float64(points, pairs, epsilon, Converged(tolerance=1e-10))
         assert float(terms.marginal_error.max()) <= 1e-10
 
 
@@ -270,8 +270,8 @@ def test_padding_follows_from_the_size_and_is_moderate(size):
 @pytest.mark.slow
 def test_tiles_smaller_than_one_problem_change_nothing(clouds, monkeypatch):
     points, pairs = weighted_points(clouds), all_pairs(4)
-    expected = solve_in_float64(points, pairs, 0.1, SolverOptions())
+    expected = solve_in_float64(points, pairs, 0.1, Converged())
     monkeypatch.setattr(stored_segments, "TILE_ELEMENTS_CPU", 100)
-    found = solve_in_float64(points, pairs, 0.1, SolverOptions())
+    found = solve_in_float64(points, pairs, 0.1, Converged())
     for one, two in zip(found, expected, strict=True):
         assert torch.equal(one, two)

@@ -11,7 +11,7 @@ from otdd_flash.labels.kernel_terms import solve_in_kernels
 from otdd_flash.labels.stored_terms import solve_in_float64
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.segments import WeightedPoints
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILONS = (1e-4, 1e-2, 0.3, 1.0, 30.0, 1e4)
@@ -73,7 +73,7 @@ NAMES = list(families((1, 2, 3)))
 
 
 def solve(how, clouds, pairs, epsilon):
-    options = SolverOptions(1e-3, 200)
+    options = Converged(1e-3, 200)
     if how == "kernels":
         return solve_in_kernels(ClassPool(clouds), pairs, epsilon, options)
     return solve_in_float64(clouds, pairs, epsilon, options)

@@ -161,10 +161,10 @@ def test_self_terms_are_solved_once_per_distinct_class(clouds, monkeypatch):
 
 
 def test_stopping_early_is_said(clouds, monkeypatch):
-    options = sinkhorn_pairs.SolverOptions
+    options = sinkhorn_pairs.Converged
     monkeypatch.setattr(
         sinkhorn_pairs,
-        "SolverOptions",
+        "Converged",
         lambda tolerance: options(tolerance=tolerance, max_iterations=2),
     )
     with pytest.warns(NotConvergedWarning, match=r"after 2 iterations for class \d.* \d more"):

@@ -26,7 +26,7 @@ from otdd_flash.operators.labelled_cost import (
 )
 from otdd_flash.operators.memory import check_memory, free_memory, readable_bytes, shortage
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.problem import Problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -127,7 +127,7 @@ def test_float64_copies_of_points_are_one_small_buffer(n: int, dim: int, device:
 def test_a_certified_divergence_takes_little_more_than_its_packed_points() -> None:
     x, y = (cloud(60_000, 512, 10, seed).to(GPU) for seed in (0, 1))
     problem = Problem(x, y, 100.0, compute=ComputeOptions(str(GPU), "triton"))
-    options = SolverOptions(tolerance=1.9, max_iterations=3)
+    options = Converged(tolerance=1.9, max_iterations=3)
     problem.solve(options)
     packed = 2 * 2 * (60_000 + 60_000) * 512
     assert peak(lambda: problem.solve(options), GPU) <= packed + 92 * 2**20

@@ -11,7 +11,7 @@ from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.sampling import comparison, noise_floor
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_labels_that_do_not_count_do_not_limit_the_halves(compared):
 
 def test_solves_that_stop_early_are_told_once(pair):
     with pytest.warns(NotConvergedWarning, match="3 of 3") as told:
-        noise_floor(*pair, epsilon=1.0, solver=SolverOptions(tolerance=1e-4, max_iterations=1))
+        noise_floor(*pair, epsilon=1.0, solver=Converged(tolerance=1e-4, max_iterations=1))
     assert len(told) == 1
 
 

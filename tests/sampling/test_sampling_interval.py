@@ -16,7 +16,7 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling import comparison, subsample_interval
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
 FEWEST = 39
 
@@ -159,7 +159,7 @@ def test_a_dataset_and_itself_have_no_interval(pair, asked):
 
 
 def test_solves_that_stop_early_are_told_once(pair):
-    solver = SolverOptions(tolerance=1e-4, max_iterations=1)
+    solver = Converged(tolerance=1e-4, max_iterations=1)
     with pytest.warns(NotConvergedWarning, match="39 of 39") as told:
         subsample_interval(*pair, 0.0, count=FEWEST, epsilon=1.0, solver=solver)
     assert len(told) == 1

@@ -10,13 +10,13 @@ from torch import Tensor
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.problem import Problem
 
 ALL: Needs = frozenset({"x", "y", "a", "b", "classes", "lambda_x", "lambda_y"})
 EPSILON = 2.0
-EXACT = SolverOptions(tolerance=1e-10)
+EXACT = Converged(tolerance=1e-10)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def assert_same(key: Input, found: Tensor, expected: Tensor, tolerance: float = 
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def gradient_of(problem: Problem, options: SolverOptions = EXACT, needs: Needs = ALL) -> Gradient:
+def gradient_of(problem: Problem, options: Converged = EXACT, needs: Needs = ALL) -> Gradient:
     gradient = DivergenceGradient(problem, needs)
     assert problem.solve(options, solved=gradient).converged
     return gradient.total

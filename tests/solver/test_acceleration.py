@@ -13,8 +13,8 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import quasi_newton
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.approach import TOP
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.levels import ITERATIONS_PER_LEVEL, levels_above
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.rounding import magnitude, rounding_floor
 from otdd_flash.solver.symmetric import solve_symmetric
 
@@ -86,7 +86,7 @@ def test_the_fixed_point_is_that_of_dense_newton(
 ) -> None:
     operator = operator_of(case := case_of(make))
     epsilon = relative * operator.mean_cost
-    term = solve_alternating(operator, epsilon, SolverOptions(1e-9))
+    term = solve_alternating(operator, epsilon, Converged(1e-9))
     value, f, _ = reference.entropic_transport(*case, epsilon)
     assert term.converged
     assert term.value == pytest.approx(value, rel=1e-9, abs=1e-9)
@@ -106,7 +106,7 @@ def test_no_solve_takes_much_longer_than_a_plain_one(
         operator = operator_of(case := case_of(make, seed))
         epsilon = relative * operator.mean_cost
         plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
-        term = solve_alternating(operator, epsilon, SolverOptions(TOLERANCE))
+        term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
         descent = ITERATIONS_PER_LEVEL * len(levels_above(epsilon, TOP * operator.mean_cost))
         assert term.converged
         assert term.iterations <= plain + descent
@@ -117,7 +117,7 @@ def test_a_small_epsilon_takes_a_fraction_of_the_plain_iterations() -> None:
         operator = operator_of(case := case_of(make))
         epsilon = 3e-3 * operator.mean_cost
         plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
-        term = solve_alternating(operator, epsilon, SolverOptions(TOLERANCE))
+        term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
         assert 3 * term.iterations < plain
 
 
@@ -145,7 +145,7 @@ def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
         quasi_newton, "_direction", lambda residual, *_: SABOTAGES[sabotage](residual)
     )
     start = torch.zeros_like(operator.b)
-    term = solve_alternating(operator, epsilon, SolverOptions(TOLERANCE), start=start)
+    term = solve_alternating(operator, epsilon, Converged(TOLERANCE), start=start)
     assert term.converged
     # In float32 the dual does not see a step that stands still; patience runs out again and again.
     held_up = 12 if dtype == torch.float64 else plain // 2
@@ -160,9 +160,9 @@ def test_float32_does_not_stall_near_its_floor(
 ) -> None:
     operator = operator_of(case_of(make), torch.float32)
     epsilon = relative * operator.mean_cost
-    coarse = solve_alternating(operator, epsilon, SolverOptions(0.02))
+    coarse = solve_alternating(operator, epsilon, Converged(0.02))
     floor = rounding_floor(operator, float(magnitude(operator, coarse.f, coarse.g)), epsilon)
-    term = solve_alternating(operator, epsilon, SolverOptions(2.5 * floor, max_iterations=2000))
+    term = solve_alternating(operator, epsilon, Converged(2.5 * floor, max_iterations=2000))
     assert term.converged
 
 
@@ -192,7 +192,7 @@ def test_self_terms_take_no_more_than_averaging(scale: float, relative: float) -
     cost, a = indefinite(scale)
     operator = StoredOperator.from_cost(cost, a, a)
     epsilon = relative * operator.mean_cost
-    term = solve_symmetric(operator, epsilon, SolverOptions(TOLERANCE))
+    term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
     assert term.converged
     assert term.iterations <= averaged_iterations(cost, a, epsilon) + 2
 
@@ -201,7 +201,7 @@ def test_an_indefinite_self_term_takes_a_fraction_of_averaging() -> None:
     cost, a = indefinite(30.0)
     operator = StoredOperator.from_cost(cost, a, a)
     epsilon = 0.01 * operator.mean_cost
-    term = solve_symmetric(operator, epsilon, SolverOptions(TOLERANCE))
+    term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
     value, _, _ = reference.entropic_transport(cost, a, a, epsilon)
     assert term.bounds[0] <= value <= term.bounds[1]
     assert 5 * term.iterations < averaged_iterations(cost, a, epsilon)

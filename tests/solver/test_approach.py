@@ -16,7 +16,7 @@ from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.solver import approach
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.approach import draw_sample
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 
 N, M = 400, 333
 
@@ -108,7 +108,7 @@ def test_the_solution_is_that_of_dense_newton(relative: float, uniform: bool) ->
     cost = labelled_cost(uniform=uniform)
     operator = StreamedOperator(cost, torch.float64)
     epsilon = relative * operator.mean_cost
-    term = solve_alternating(operator, epsilon, SolverOptions(1e-8))
+    term = solve_alternating(operator, epsilon, Converged(1e-8))
     value, _, _ = reference.entropic_transport(dense(cost), cost.a, cost.b, epsilon)
     assert term.converged
     assert term.bounds[0] - 1e-10 <= value <= term.bounds[1] + 1e-10
@@ -123,7 +123,7 @@ def test_the_first_error_is_small_where_a_sample_knows_the_potential(uniform: bo
     solve_alternating(
         operator,
         0.3 * operator.mean_cost,
-        SolverOptions(1e-4),
+        Converged(1e-4),
         progress=lambda _, iteration, error: errors.append(error),
     )
     # From zero it is 1.1.
@@ -143,7 +143,7 @@ def test_every_pass_is_counted(relative: float, monkeypatch: pytest.MonkeyPatch)
             return run(self, *arguments, **named)
 
         monkeypatch.setattr(StreamedOperator, name, counted)
-    term = solve_alternating(operator, relative * operator.mean_cost, SolverOptions(1e-4))
+    term = solve_alternating(operator, relative * operator.mean_cost, Converged(1e-4))
     assert min(scores) < N * M == max(scores)
     assert term.passes == pytest.approx(sum(scores) / (N * M))
 
@@ -152,7 +152,7 @@ def test_every_pass_is_counted(relative: float, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_the_budget_holds_with_a_sample(most: int) -> None:
     operator = StreamedOperator(labelled_cost(), torch.float64)
-    options = SolverOptions(1e-9, max_iterations=most)
+    options = Converged(1e-9, max_iterations=most)
     term = solve_alternating(operator, 0.001 * operator.mean_cost, options)
     assert term.iterations == most
     assert not term.converged
@@ -177,9 +177,9 @@ def test_a_sample_saves_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     with_sample, without = [], []
     for relative in (0.3, 0.1, 0.03):
         epsilon = relative * operator.mean_cost
-        with_sample.append(solve_alternating(operator, epsilon, SolverOptions(1e-3)).passes)
+        with_sample.append(solve_alternating(operator, epsilon, Converged(1e-3)).passes)
     monkeypatch.setattr(approach, "draw_sample", lambda _: None)
     for relative in (0.3, 0.1, 0.03):
         epsilon = relative * operator.mean_cost
-        without.append(solve_alternating(operator, epsilon, SolverOptions(1e-3)).passes)
+        without.append(solve_alternating(operator, epsilon, Converged(1e-3)).passes)
     assert sum(with_sample) < 0.8 * sum(without)

@@ -69,7 +69,7 @@ def test_strides_change_nothing(
     assert found.value == pytest.approx(plain.value, rel=1e-5)
     assert otdd.sinkhorn(*pair, **settings).value != pytest.approx(plain.value, rel=1e-2)
 
-    settings["solver"] = otdd.SolverOptions(1e-2)
+    settings["solver"] = otdd.Converged(1e-2)
     one, two = (otdd.dataset_distance(*sides, **settings) for sides in (pair, other))
     assert two.value == pytest.approx(one.value, rel=1e-4)
     torch.testing.assert_close(two.class_coupling(), one.class_coupling(), rtol=1e-3, atol=1e-5)
@@ -104,7 +104,7 @@ def test_labels_are_not_checked_while_solving(
 ) -> None:
     problem = Problem(*pair, 0.5, TABLE, compute=STORED)
     monkeypatch.setattr(samples_module, "_as_class_indices", fails)
-    assert problem.solve(otdd.SolverOptions()).converged
+    assert problem.solve(otdd.Converged()).converged
 
 
 def elsewhere(side: LabeledSamples) -> LabeledSamples:

@@ -24,7 +24,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as solver_problem
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.certificate import cost_spread
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.symmetric import solve_symmetric
 from otdd_flash.solver.term import TransportTerm
 
@@ -48,7 +48,7 @@ class Problem:
     table: Tensor
     lambda_x: float
     dtype: torch.dtype
-    options: SolverOptions
+    options: Converged
     relative_epsilon: float
     warm: bool
     stored: bool
@@ -96,7 +96,7 @@ def problems(draw: st.DrawFn) -> Problem:
         (table + table.T).fill_diagonal_(0),
         lambda_x=draw(st.sampled_from([0.1, 0.5, 1.0])),
         dtype=draw(st.sampled_from([torch.float32, torch.float64])),
-        options=SolverOptions(
+        options=Converged(
             draw(st.sampled_from([1e-2, 1e-3, 1e-4, 1e-5])),
             max_iterations=draw(st.sampled_from([1, 2, 5, 20, 2000])),
         ),
@@ -274,7 +274,7 @@ def two_clouds() -> tuple[StreamedOperator, StreamedOperator]:
 def test_intervals_shrink_as_iterations_are_spent(iterations: int) -> None:
     """An interval that held the truth by being infinite would pass the tests above."""
     operator, _ = two_clouds()
-    options = SolverOptions(1e-10, max_iterations=iterations)
+    options = Converged(1e-10, max_iterations=iterations)
     term = solve_alternating(operator, operator.mean_cost / 2, options)
     width = term.bounds[1] - term.bounds[0]
     assert width <= {1: 20.0, 10: 1e-2, 100: 1e-8}[iterations]
@@ -283,7 +283,7 @@ def test_intervals_shrink_as_iterations_are_spent(iterations: int) -> None:
 @pytest.mark.parametrize("relative_epsilon", [0.01, 0.1, 0.3])
 def test_intervals_are_a_fraction_of_those_by_oscillation(relative_epsilon: float) -> None:
     operator, own = two_clouds()
-    epsilon, options = relative_epsilon * operator.mean_cost, SolverOptions(1e-3)
+    epsilon, options = relative_epsilon * operator.mean_cost, Converged(1e-3)
     cross = solve_alternating(operator, epsilon, options)
     alone = solve_symmetric(own, epsilon, options)
     for term, cost, share, fraction in ((cross, operator, 0.5, 0.16), (alone, own, 1.0, 0.01)):

@@ -14,9 +14,11 @@ import otdd_flash as otdd
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.solver import iteration, term_solves
 from otdd_flash.solver.bound_width import relative_width
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedule import Schedule
 from otdd_flash.solver.shortfall import shortfall
 
 EPSILON = 0.05
@@ -34,7 +36,7 @@ def solve(
         cloud(70, 0),
         cloud(53, 1, 1.0),
         epsilon=epsilon,
-        options=SolverOptions(**options),
+        options=Converged(**options),
         compute=otdd.ComputeOptions("cpu", precision=precision),
         progress=progress,
     )
@@ -65,14 +67,14 @@ def test_a_solve_ends_at_the_width_that_was_asked_for(epsilon: float, precision:
 
 def test_the_width_replaces_the_tolerance_in_both_directions() -> None:
     coarse, fine = solve(bound_width=0.3), solve(bound_width=1e-6)
-    assert coarse.marginal_error > SolverOptions().asked_tolerance > fine.marginal_error
+    assert coarse.marginal_error > Converged().asked_tolerance > fine.marginal_error
     # Ending at the width costs little more than a solve to the marginal error that it took.
     known = solve(tolerance=fine.xy.marginal_error)
     assert fine.passes < 1.3 * known.passes
 
 
 def test_without_debiasing_the_width_is_that_of_the_cross_term() -> None:
-    options = SolverOptions(bound_width=1e-3)
+    options = Converged(bound_width=1e-3)
     term = otdd.sinkhorn(cloud(70, 0), cloud(53, 1, 1.0), epsilon=EPSILON, options=options)
     assert relative_width(term.value, term.bounds) <= 1e-3
     assert (term.converged, term.stopped_by) == (True, "bound_width")
@@ -128,7 +130,7 @@ def test_the_term_that_stopped_early_says_what_stopped_the_whole() -> None:
 
 def test_the_width_of_a_cloud_from_itself_is_0_and_its_plan_converged() -> None:
     for tolerance, reached in ((1e-5, 1e-5), (1e-12, 1e-6)):
-        options = SolverOptions(tolerance=tolerance, bound_width=0.5)
+        options = Converged(tolerance=tolerance, bound_width=0.5)
         found = otdd.sinkhorn_divergence(cloud(30, 0), cloud(30, 0), epsilon=1.0, options=options)
         assert (found.value, found.bounds, found.bound_width) == (0.0, (0.0, 0.0), 0.0)
         assert found.converged
@@ -138,7 +140,7 @@ def test_the_width_of_a_cloud_from_itself_is_0_and_its_plan_converged() -> None:
 
 def test_gradients_are_taken_at_the_end() -> None:
     gradients = []
-    for options in (SolverOptions(bound_width=1e-9), SolverOptions(1e-9)):
+    for options in (Converged(bound_width=1e-9), Converged(1e-9)):
         x = cloud(20, 0).requires_grad_()
         otdd.sinkhorn_loss(x, cloud(15, 1, 1.0), epsilon=0.5, options=options).backward()
         gradients.append(x.grad)
@@ -147,15 +149,15 @@ def test_gradients_are_taken_at_the_end() -> None:
 
 def test_a_known_self_term_goes_on_where_it_is_too_wide() -> None:
     problem = Problem(cloud(30, 0), cloud(20, 1, 1.0), 0.5, compute=DOUBLE)
-    rough = problem.solve(SolverOptions(0.5))
+    rough = problem.solve(Converged(0.5))
     assert rough.yy is not None
-    options = SolverOptions(bound_width=1e-6, max_iterations=40)
+    options = Converged(bound_width=1e-6, max_iterations=40)
     found = problem.solve(options, known={"yy": replace(rough.yy, iterations=1000)})
     assert found.converged
     assert found.yy is not None
     assert 1000 < found.yy.iterations < 1040
     # Of a coarse one, that is enough.
-    kept = problem.solve(SolverOptions(bound_width=0.9), known={"yy": rough.yy})
+    kept = problem.solve(Converged(bound_width=0.9), known={"yy": rough.yy})
     assert kept.yy is not None
     assert kept.yy.iterations == rough.yy.iterations
 
@@ -228,7 +230,9 @@ def test_enough_time_changes_nothing(clock: Any) -> None:
 def test_the_warning_names_reason_goal_and_way_out(
     stopped_by: Any, said: tuple[str, str], width: float | None
 ) -> None:
-    options = SolverOptions(1e-2, 7, bound_width=width, max_seconds=3.0)
+    options: Schedule = Converged(1e-2, 7, bound_width=width, max_seconds=3.0)
+    if stopped_by == "schedule":
+        options, width = GeomlossSchedule(tolerance=1e-2), None
     text = shortfall(
         options,
         stopped_by,

@@ -12,8 +12,8 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.certificate import Certificate, cost_spread
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.cross_certificate import certify
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.symmetric import solve_symmetric
 
@@ -95,9 +95,9 @@ def test_converged_is_a_marginal_error_within_the_tolerance(own: bool) -> None:
     solve = solve_symmetric if own else solve_alternating
     epsilon, near = 0.05 * operator.mean_cost, 0
     for iterations in range(1, 7):
-        error = solve(operator, epsilon, SolverOptions(1e-9, iterations)).marginal_error
+        error = solve(operator, epsilon, Converged(1e-9, iterations)).marginal_error
         for tolerance in (0.4 * error, 0.9 * error, 1.1 * error):
-            term = solve(operator, epsilon, SolverOptions(tolerance, iterations))
+            term = solve(operator, epsilon, Converged(tolerance, iterations))
             assert term.converged == (term.marginal_error <= tolerance)
             near += tolerance < term.marginal_error <= 3 * tolerance
     assert near >= 3

@@ -16,8 +16,8 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.options import SolverOptions
 
 CLASSES = 3
 LABELS = {"x": torch.arange(33) % CLASSES, "y": torch.arange(27) % CLASSES}
@@ -125,7 +125,7 @@ def test_what_is_not_read_may_be_anything() -> None:
 def test_an_asymmetry_of_rounding_is_averaged_out() -> None:
     table = symmetric_table()
     rounded = with_entry(with_entry(table, 0, 1, 1e-5), 4, 5, -1e-5)
-    tight = {"options": SolverOptions(1e-11)}
+    tight = {"options": Converged(1e-11)}
     found, transposed = (by_divergence(one, **tight) for one in (rounded, rounded.T))
     mean = by_divergence((rounded + rounded.T) / 2, **tight)
     assert found.xx is not None
@@ -164,7 +164,7 @@ def test_the_gradient_by_a_table_is_checked_entry_by_entry() -> None:
             labels_x=x.labels,
             labels_y=y.labels,
             class_table=table,
-            options=SolverOptions(1e-11),
+            options=Converged(1e-11),
         )
 
     table = symmetric_table().requires_grad_()
@@ -258,7 +258,7 @@ def test_bounds_hold_for_entries_far_from_0(
     if name in ("some", "spread"):
         # Beyond this the reference does not converge.
         by = min(by, 1e4 * epsilon)
-    table, options = TABLES[name](by), SolverOptions(max_iterations=200)
+    table, options = TABLES[name](by), Converged(max_iterations=200)
     found = solved_or_refused(table, epsilon=epsilon, options=options, compute=COMPUTE[compute])
     if isinstance(found, str):
         assert compute != "double", found
@@ -273,7 +273,7 @@ def test_bounds_hold_for_entries_far_from_0(
 @pytest.mark.parametrize("name", ["all", "cross"])
 def test_bounds_hold_for_entries_far_from_0_in_triton(name: str, epsilon: float) -> None:
     table = TABLES[name](1e3)
-    settings = {"options": SolverOptions(max_iterations=20), "compute": COMPUTE["triton"]}
+    settings = {"options": Converged(max_iterations=20), "compute": COMPUTE["triton"]}
     assert_proved(by_divergence(table, epsilon=epsilon, **settings), table, epsilon)
 
 
@@ -339,7 +339,7 @@ def test_a_plan_that_starts_with_hardly_any_mass_proves_no_more_than_it_has(
         epsilon=1.0,
         class_table=table,
         cost=otdd.GroundCost(1.0, 1.0),
-        options=SolverOptions(max_iterations=1),
+        options=Converged(max_iterations=1),
         compute=COMPUTE[compute],
     )
     for name in ("xx", "yy"):

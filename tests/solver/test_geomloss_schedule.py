@@ -13,9 +13,9 @@ from experiments.peers import Problem, geomloss_divergence
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as problem_module
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.geomloss_schedule import box_diagonal, schedule
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.geomloss_schedule import GeomlossSchedule, box_diagonal, schedule
 
 RELATIVE = {"fast": 1e-5, "double": 1e-12}
 
@@ -52,7 +52,7 @@ def by_schedule(
         source,
         target,
         epsilon=epsilon,
-        options=SolverOptions(2.0 - 1e-9, schedule="geomloss", scaling=scaling, diameter=diameter),
+        options=GeomlossSchedule(scaling, diameter, tolerance=2.0 - 1e-9),
         compute=otdd.ComputeOptions("cpu", precision=precision),
         **more,
     )
@@ -64,7 +64,7 @@ def test_kernels_give_the_same_number() -> None:
         SOURCE,
         TARGET,
         epsilon=0.1,
-        options=SolverOptions(2.0 - 1e-9, schedule="geomloss"),
+        options=GeomlossSchedule(tolerance=2.0 - 1e-9),
         # On a GPU, else in the interpreter.
         compute=otdd.ComputeOptions("auto", "triton", "fast", memory_budget=0),
     )
@@ -131,10 +131,10 @@ def test_bounds_and_marginal_error_are_those_of_the_converged_distance() -> None
         SOURCE,
         TARGET,
         epsilon=0.1,
-        options=SolverOptions(1e-9),
+        options=Converged(1e-9),
         compute=otdd.ComputeOptions("cpu", precision="double"),
     ).value
-    options = SolverOptions(schedule="geomloss", scaling=0.9)
+    options = GeomlossSchedule(scaling=0.9)
     with pytest.warns(NotConvergedWarning, match=r"by the schedule of geomloss.*solver=converged"):
         found = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=0.1, options=options)
     assert (found.converged, found.stopped_by, found.schedule) == (False, "schedule", "geomloss")
@@ -144,7 +144,7 @@ def test_bounds_and_marginal_error_are_those_of_the_converged_distance() -> None
 
 
 def test_a_schedule_that_ends_within_the_tolerance_counts_as_converged() -> None:
-    options = SolverOptions(schedule="geomloss", scaling=0.999)
+    options = GeomlossSchedule(scaling=0.999)
     found = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=3.0, options=options)
     assert (found.converged, found.stopped_by) == (True, "schedule")
     assert found.marginal_error <= options.asked_tolerance
@@ -156,7 +156,7 @@ def test_a_cloud_is_at_0_from_itself() -> None:
 
 
 def test_terms_known_from_another_diameter_are_not_taken() -> None:
-    options = SolverOptions(2.0 - 1e-9, schedule="geomloss")
+    options = GeomlossSchedule(tolerance=2.0 - 1e-9)
     problem = problem_module.Problem(SOURCE, TARGET, 0.1)
     other = problem_module.Problem(waves(31, 9.0), TARGET, 0.1).solve(options)
     assert other.yy is not None
@@ -179,16 +179,15 @@ def test_the_schedule_goes_down_by_the_square_of_the_scaling() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "geomlos"}, r"unknown solver\.schedule 'geomlos'; choose .*geomloss"),
         ({"scaling": 1.0}, r"solver\.scaling must lie in \(0, 1\), got 1\.0"),
         ({"scaling": 0.0}, r"solver\.scaling must lie in \(0, 1\), got 0\.0"),
-        ({"schedule": "geomloss", "bound_width": 0.1}, r"leave out solver\.bound_width"),
-        ({"schedule": "geomloss", "max_seconds": 1.0}, r"solver\.schedule=converged"),
+        ({"diameter": float("inf")}, r"solver\.diameter must be positive and finite, got inf"),
+        ({"tolerance": 2.5}, r"solver\.tolerance must lie in \(0, 2\)"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        SolverOptions(**options)
+        GeomlossSchedule(**options)
 
 
 def test_points_that_are_all_one_have_no_diameter() -> None:

@@ -11,8 +11,8 @@ from gradient_cases import ALL, EPSILON, EXACT, POINTS, assert_same, draw, gradi
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.gradient import DivergenceGradient
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.term import TransportTerm
 
 
@@ -44,7 +44,7 @@ def test_a_far_point_without_mass_has_its_softmin_as_gradient() -> None:
     x = POINTS["zero weights"].x.clone()
     x[4] = 300.0
     point = replace(POINTS["zero weights"], x=x)
-    found = gradient_of(point.problem(), SolverOptions(1e-6))
+    found = gradient_of(point.problem(), Converged(1e-6))
     xy, xx = (
         reference.entropic_transport(point.cost(term), point.a, masses, EPSILON)[1]
         for term, masses in (("xy", point.b), ("xx", point.a))

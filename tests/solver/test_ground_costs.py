@@ -100,7 +100,7 @@ def test_a_width_is_that_of_the_number_asked_for():
         epsilon=0.3,
         class_table=case.table,
         cost=otdd.GroundCost(LAMBDA_X, LAMBDA_Y, "inner"),
-        options=otdd.SolverOptions(bound_width=width),
+        options=otdd.Converged(bound_width=width),
         compute=otdd.ComputeOptions(precision="double"),
         debias=False,
     )
@@ -162,7 +162,7 @@ def test_gradients_are_those_of_the_dense_dual(ground, labelled, debias):
         lambda_y=LAMBDA_Y,
         ground=ground,
         debias=debias,
-        options=otdd.SolverOptions(tolerance=1e-9),
+        options=otdd.Converged(tolerance=1e-9),
         **labels,
     )
     found = torch.autograd.grad(loss, leaves)

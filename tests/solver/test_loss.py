@@ -14,7 +14,7 @@ from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.solver.gradient import DivergenceGradient
 
 EPSILON = 0.5
-EXACT = otdd.SolverOptions(tolerance=1e-10)
+EXACT = otdd.Converged(tolerance=1e-10)
 
 
 def cloud(n: int, seed: int, shift: float = 0.0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -162,7 +162,7 @@ def test_learned_masses_turn_to_the_points_that_are_near() -> None:
 def test_gradients_come_in_the_type_of_the_input(dtype: torch.dtype) -> None:
     x, y = leaf(cloud(9, 0, dtype=dtype)), cloud(7, 1, dtype=dtype)
     exact = leaf(x.detach().double())
-    loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=otdd.SolverOptions(1e-5))
+    loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=otdd.Converged(1e-5))
     loss.backward()
     otdd.sinkhorn_loss(exact, y.double(), epsilon=EPSILON, options=EXACT).backward()
     assert loss.dtype == torch.float32
@@ -204,7 +204,7 @@ def test_kernels_give_the_same_gradients(precision: str, scale: float) -> None:
     more: dict[str, Any] = {"epsilon": EPSILON * scale**2, **LABELS}
     otdd.sinkhorn_loss(**exact, **more, options=EXACT).backward()
     compute = otdd.ComputeOptions(device="cpu", backend="triton", precision=precision)
-    options = otdd.SolverOptions(2e-5)
+    options = otdd.Converged(2e-5)
     otdd.sinkhorn_loss(**found, **more, options=options, compute=compute).backward()
     for name, value in found.items():
         gradient = exact[name].grad
@@ -241,7 +241,7 @@ def test_an_absent_last_class_needs_the_class_totals() -> None:
 
 def test_stopping_early_warns_where_the_loss_is_called_or_raises() -> None:
     x, y = leaf(cloud(9, 0)), cloud(7, 1)
-    early = otdd.SolverOptions(1e-10, max_iterations=2)
+    early = otdd.Converged(1e-10, max_iterations=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=early)
@@ -249,7 +249,7 @@ def test_stopping_early_warns_where_the_loss_is_called_or_raises() -> None:
     assert caught[0].filename == __file__
     loss.backward()
     assert x.grad is not None
-    strict = otdd.SolverOptions(1e-10, max_iterations=2, require_convergence=True)
+    strict = otdd.Converged(1e-10, max_iterations=2, require_convergence=True)
     with pytest.raises(ConvergenceError):
         otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=strict)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.alternating import alternate, solve_alternating
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.quasi_newton import MEMORY, Track, begin, restart
 from otdd_flash.solver.symmetric import average, solve_symmetric
 from otdd_flash.solver.trust import GROWTH, PATIENCE
@@ -226,7 +226,7 @@ def test_a_self_term_may_start_any_constant_away():
 @pytest.mark.slow
 @pytest.mark.parametrize("relative", [0.3, 0.02])
 def test_whole_solves_are_those_of_the_reference(relative):
-    options = SolverOptions(1e-3)
+    options = Converged(1e-3)
     cross, same = (clouds(40, m, torch.float32, zeros=True) for m in (33, 40))
     for solve, operator in ((solve_alternating, cross), (solve_symmetric, same)):
         epsilon = relative * operator.mean_cost

@@ -12,7 +12,7 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.symmetric import solve_symmetric
 
@@ -51,11 +51,11 @@ def test_cross_terms(relative_epsilon: float) -> None:
         single, double = operators(seed, own=False)
         epsilon = relative_epsilon * single.mean_cost
         term = refusals.outcome(
-            partial(solve_alternating, single, epsilon, SolverOptions(3e-4, max_iterations=300))
+            partial(solve_alternating, single, epsilon, Converged(3e-4, max_iterations=300))
         )
         if term is None:
             continue
-        options = SolverOptions(1e-6, max_iterations=200)
+        options = Converged(1e-6, max_iterations=200)
         truth = solve_alternating(double, epsilon, options, start=term.g.double())
         assert term.bounds[0] <= truth.bounds[1]
         assert truth.bounds[0] <= term.bounds[1]
@@ -92,10 +92,10 @@ def test_a_far_point_of_little_mass(relative_epsilon: float) -> None:
         epsilon = relative_epsilon * cost.mean_cost
         # In float64, one that no rounding spoils.
         truth = solve_alternating(
-            StreamedOperator(cost, torch.float64), epsilon, SolverOptions(1e-6, 500)
+            StreamedOperator(cost, torch.float64), epsilon, Converged(1e-6, 500)
         )
         for most in (20, 300):
-            options = SolverOptions(max_iterations=most)
+            options = Converged(max_iterations=most)
             term = solve_alternating(StreamedOperator(cost, torch.float32), epsilon, options)
             assert term.bounds[0] <= truth.bounds[1]
             assert truth.bounds[0] <= term.bounds[1]
@@ -107,11 +107,9 @@ def test_a_point_whose_mass_rounding_hides_spoils_no_other() -> None:
     cost = with_a_far_point(0, far=1e5, mass=1e-4)
     epsilon = 1e-3 * cost.mean_cost
     assert epsilon < 2.0**-24 * 1e10 / 2
-    truth = solve_alternating(
-        StreamedOperator(cost, torch.float64), epsilon, SolverOptions(1e-6, 500)
-    )
+    truth = solve_alternating(StreamedOperator(cost, torch.float64), epsilon, Converged(1e-6, 500))
     stored = StoredOperator.keep(cost, torch.float32)
-    term = solve_alternating(stored, epsilon, SolverOptions(max_iterations=300))
+    term = solve_alternating(stored, epsilon, Converged(max_iterations=300))
     assert term.marginal_error <= 1e-3
     assert term.bounds[0] <= truth.bounds[1]
     assert truth.bounds[0] <= term.bounds[1]
@@ -122,7 +120,7 @@ def test_a_point_whose_mass_rounding_hides_spoils_no_other() -> None:
 def test_self_terms(epsilon: float) -> None:
     for seed in range(30):
         single, double = operators(seed, own=True)
-        term = solve_symmetric(single, epsilon, SolverOptions(1e-3, max_iterations=20))
+        term = solve_symmetric(single, epsilon, Converged(1e-3, max_iterations=20))
         again = certify_self(double, term.f, epsilon)
         assert term.bounds[0] <= again.bounds[1]
         assert again.bounds[0] <= term.bounds[1]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from otdd_flash.kernels import segmented_decision
 from otdd_flash.operators.segments import MEMORY, Look, PassErrors
 from otdd_flash.solver import segmented_kernels, segmented_quasi_newton, trust
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented_cross import CROSS
 from otdd_flash.solver.segmented_kernels import QuasiNewtonKernels
 from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Start
@@ -19,7 +19,7 @@ from otdd_flash.solver.segmented_self import SELF
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON, TOLERANCE, STEPS, COUNT = 0.1, 1e-3, 14, 9
-OPTIONS = SolverOptions(TOLERANCE, max_iterations=STEPS - 1)
+OPTIONS = Converged(TOLERANCE, max_iterations=STEPS - 1)
 # Where the dual falls, where a level is never done, where the dual cannot tell, where rounding is
 # hopeless, where nothing gets better, and where there are numbers that are none.
 WORSE, SLOW, UNDECIDED, HOPELESS, STUCK, SPOILT = range(1, 7)

@@ -10,7 +10,7 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver import quasi_newton
 from otdd_flash.solver.alternating import alternate
-from otdd_flash.solver.options import SolverOptions
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented_cross import CROSS
 from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Start
 from otdd_flash.solver.segmented_self import SELF
@@ -31,7 +31,7 @@ def candidates_together(sides, form):
     segments = StoredSegments(sides, (32, 32))
     level = torch.full_like(segments.mean_cost, EPSILON)
     start = Start(level, torch.zeros_like(level))
-    rule = QuasiNewton(segments, SolverOptions(1e-10), EPSILON, form, start)
+    rule = QuasiNewton(segments, Converged(1e-10), EPSILON, form, start)
     active = torch.ones(len(sides), dtype=torch.bool)
     seen = []
     for _ in range(STEPS):

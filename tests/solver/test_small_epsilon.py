@@ -23,7 +23,7 @@ EPSILONS = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
 
 
 def labelled(source: LabeledSamples, target: LabeledSamples) -> Problem:
-    table = measure_classes(source, target, otdd.LabelMetric()).full
+    table = measure_classes(source, target, otdd.labels.Gaussian()).full
     return Problem(source, target, table, otdd.GroundCost())
 
 
@@ -41,9 +41,7 @@ def mean_cost(problem: Problem) -> float:
     return float(problem.source.masses @ problem.matrix() @ problem.target.masses)
 
 
-def solve(
-    problem: Problem, epsilon: float, precision: str, options: otdd.SolverOptions
-) -> Divergence:
+def solve(problem: Problem, epsilon: float, precision: str, options: otdd.Converged) -> Divergence:
     return otdd.sinkhorn_divergence(
         problem.source,
         problem.target,
@@ -54,7 +52,7 @@ def solve(
     )
 
 
-def check_descent(problem: Problem, precision: str, options: otdd.SolverOptions) -> None:
+def check_descent(problem: Problem, precision: str, options: otdd.Converged) -> None:
     """Every bound that theory gives for OT_epsilon, its order, and the limit of S_epsilon."""
     exact = pot_emd2(problem)
     mean = mean_cost(problem)
@@ -82,19 +80,19 @@ def check_descent(problem: Problem, precision: str, options: otdd.SolverOptions)
 def test_epsilon_falls_to_a_ten_thousandth_of_the_mean_cost(
     digits: Problem, precision: str
 ) -> None:
-    check_descent(digits, precision, otdd.SolverOptions(1e-2))
+    check_descent(digits, precision, otdd.Converged(1e-2))
 
 
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_a_width_can_be_asked_for_at_any_epsilon(digits: Problem, precision: str) -> None:
-    check_descent(digits, precision, otdd.SolverOptions(bound_width=5e-3))
+    check_descent(digits, precision, otdd.Converged(bound_width=5e-3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_the_default_tolerance_gives_way_to_rounding(digits: Problem, precision: str) -> None:
-    check_descent(digits, precision, otdd.SolverOptions())
-    found = solve(digits, 1e-4 * mean_cost(digits), precision, otdd.SolverOptions())
+    check_descent(digits, precision, otdd.Converged())
+    found = solve(digits, 1e-4 * mean_cost(digits), precision, otdd.Converged())
     assert found.stopped_by == "rounding"
     assert found.tolerance is not None
     assert 1e-3 < found.marginal_error <= found.tolerance < 5e-3
@@ -108,14 +106,14 @@ def test_above_the_reach_of_rounding_the_default_tolerance_is_a_thousandth(
     digits: Problem,
 ) -> None:
     for relative, precision in ((1e-3, "fast"), (1e-4, "double")):
-        found = solve(digits, relative * mean_cost(digits), precision, otdd.SolverOptions())
+        found = solve(digits, relative * mean_cost(digits), precision, otdd.Converged())
         assert (found.stopped_by, found.tolerance) == ("tolerance", 1e-3)
         assert found.marginal_error <= 1e-3
 
 
 def test_where_rounding_leaves_no_marginals_the_default_is_refused_too(digits: Problem) -> None:
     with pytest.raises(InputError, match=r"too small for float32.*precision=double"):
-        solve(digits, 1e-6 * mean_cost(digits), "high", otdd.SolverOptions())
+        solve(digits, 1e-6 * mean_cost(digits), "high", otdd.Converged())
 
 
 @pytest.mark.parametrize("options", [{}, {"tolerance": 1.0}, {"bound_width": 0.01}])
@@ -125,7 +123,7 @@ def test_an_epsilon_that_leaves_nothing_of_the_plan_is_refused(
     message = r"^epsilon=.* is too small for float32.*; raise epsilon .* or set precision=double$"
     for relative in (1e-8, 1e-13):
         with pytest.raises(InputError, match=message):
-            solve(digits, relative * mean_cost(digits), "high", otdd.SolverOptions(**options))
+            solve(digits, relative * mean_cost(digits), "high", otdd.Converged(**options))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,7 @@ def test_a_plan_whose_mass_overflows_by_rounding_is_refused() -> None:
     masses = torch.ones(150, dtype=torch.float64)
     masses[0] = 1e-8
     far = LabeledSamples(y, None, (), masses)
-    options = otdd.SolverOptions(bound_width=0.01, max_iterations=20)
+    options = otdd.Converged(bound_width=0.01, max_iterations=20)
     with pytest.raises(InputError, match=r"too far above the mean.*leave out points"):
         otdd.sinkhorn(x, far, epsilon=0.02, options=options, compute=otdd.ComputeOptions("cpu"))
 
@@ -160,8 +158,8 @@ def test_a_tolerance_out_of_reach_of_float32_is_refused_with_a_way_out(digits: P
     mean = mean_cost(digits)
     for precision in ("fast", "high"):
         with pytest.raises(InputError, match=r"too tight for float32.*precision=double"):
-            solve(digits, 1e-4 * mean, precision, otdd.SolverOptions(1e-3))
-    assert solve(digits, 1e-4 * mean, "double", otdd.SolverOptions(1e-3)).converged
+            solve(digits, 1e-4 * mean, precision, otdd.Converged(1e-3))
+    assert solve(digits, 1e-4 * mean, "double", otdd.Converged(1e-3)).converged
 
 
 @pytest.mark.slow
@@ -172,7 +170,7 @@ def test_real_images_from_large_to_small_epsilon(real_data: Path, precision: str
         otdd.embed(otdd.load(name, root=real_data, max_samples=1000), pixels)
         for name in ("mnist", "usps")
     )
-    check_descent(labelled(*sides), precision, otdd.SolverOptions(1e-2))
+    check_descent(labelled(*sides), precision, otdd.Converged(1e-2))
 
 
 @pytest.mark.parametrize(("error", "reason"), [(9e-4, "tolerance"), (1.1e-3, "rounding")])

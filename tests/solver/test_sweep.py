@@ -13,8 +13,8 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import sweep as sweep_module
 from otdd_flash.solver.alternating import alternate, solve_alternating
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.late_reader import LateReader
-from otdd_flash.solver.options import SolverOptions
 from otdd_flash.solver.quasi_newton import begin
 from otdd_flash.solver.sweep import _overwrite, steps_between_looks, sweep
 from otdd_flash.solver.symmetric import average, solve_symmetric
@@ -189,7 +189,7 @@ def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, monke
     assert recorded.short_passes
     monkeypatch.setattr(plain, "short_passes", False)
     epsilon = relative_epsilon * recorded.mean_cost
-    options = SolverOptions(1e-4)
+    options = Converged(1e-4)
     again, first, expected = (
         solve_alternating(operator, epsilon, options) for operator in (recorded, recorded, plain)
     )
@@ -203,12 +203,12 @@ def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, monke
 def test_recorded_self_terms_are_those_that_are_not_recorded(monkeypatch):
     operator = KernelOperator(labelled_cost(800, 800), "high")
     assert operator.short_passes
-    first = solve_symmetric(operator, 0.5, SolverOptions(1e-4))
+    first = solve_symmetric(operator, 0.5, Converged(1e-4))
     monkeypatch.setattr(kernel_operator, "MANY_SCORES", 1)
     monkeypatch.setattr(kernel_operator, "FEW_PRODUCTS", 0)
     halves = KernelOperator(labelled_cost(800, 800), "high")
     assert not halves.short_passes
-    second = solve_symmetric(halves, 0.5, SolverOptions(1e-4))
+    second = solve_symmetric(halves, 0.5, Converged(1e-4))
     assert first.converged
     assert second.converged
     assert first.bounds[0] <= second.value <= first.bounds[1]
@@ -221,7 +221,7 @@ def test_recordings_that_are_gone_keep_no_memory():
     def solve():
         operator = KernelOperator(cost, "fast")
         assert operator.short_passes
-        return solve_alternating(operator, 0.03 * operator.mean_cost, SolverOptions(1e-3))
+        return solve_alternating(operator, 0.03 * operator.mean_cost, Converged(1e-3))
 
     for _ in range(5):
         solve()

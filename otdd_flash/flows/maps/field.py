@@ -60,7 +60,7 @@ class VelocityField:
         g: (m,) column potential of the cross term, in units of the cost.
         f: (n,) potential of the particles' self term, in units of the cost.
         epsilon: regularisation, in units of the cost.
-        cost: weights of the ground cost.
+        cost: weights of squared distances.
         compute: where and how passes run.
     """
 
@@ -89,7 +89,7 @@ class VelocityField:
             divergence.xy.g,
             divergence.xx.f,
             problem.epsilon,
-            problem.cost,
+            problem.weights,
             problem.compute,
         )
 

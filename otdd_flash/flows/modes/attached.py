@@ -14,11 +14,9 @@ from torch import Tensor
 
 from otdd_flash.flows.class_table import ClassTable
 from otdd_flash.flows.divergence import Batch
-from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_method
+from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.labels import ClassDistances
-
-METHODS = ("gaussian", "means")
 
 
 class AttachedMode(Mode):
@@ -29,7 +27,7 @@ class AttachedMode(Mode):
     """
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
-        require_method("attached", setting, METHODS)
+        require_moments("attached", setting)
         super().__init__(setting, table)
         self._classes = ClassTable(setting.target, setting.metric)
 

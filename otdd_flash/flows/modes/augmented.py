@@ -34,16 +34,14 @@ from otdd_flash.errors import InputError
 from otdd_flash.flows.clustering import recluster
 from otdd_flash.flows.divergence import Batch, TargetDivergence
 from otdd_flash.flows.gaussians import Gaussians
-from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_method
+from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.labels import ClassDistances
+from otdd_flash.labels import ClassDistances, Gaussian
 from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.pair_chunks import chunk_size
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import free_memory, readable_bytes
 from otdd_flash.samples import LabeledSamples
-
-METHODS = ("gaussian", "means")
 
 # A hundred such shares of a mass together are what float64 does not see of it.
 NO_MASS = 1e-18
@@ -62,7 +60,7 @@ class AugmentedMode(Mode):
     """
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
-        require_method("augmented", setting, METHODS)
+        require_moments("augmented", setting)
         super().__init__(setting, table)
         labels = setting.source.labels
         assert labels is not None
@@ -107,7 +105,7 @@ class EuclideanAugmentedMode(AugmentedMode):
 
     def _vectors(self, features: Tensor, gaussians: Mapping[str, Tensor]) -> Tensor:
         """(sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) |s|), (n, up to 3 d)."""
-        cost = self._setting.cost
+        cost = self._setting.cost.squared
         parts = [cost.lambda_x**0.5 * features, cost.lambda_y**0.5 * gaussians["means"]]
         if "spreads" in gaussians:
             parts.append(cost.lambda_y**0.5 * gaussians["spreads"].abs())
@@ -171,7 +169,7 @@ class FullAugmentedMode(AugmentedMode):
     def _needed(self, features: Tensor, batch: Batch | None) -> Tensor:
         """Pairs (n, n + L) of Gaussians, within the batch, that mass may move between."""
         setting, points = self._setting, features.double()
-        cost = setting.cost.lambda_x * torch.cdist(points, points).square()
+        cost = setting.cost.squared.lambda_x * torch.cdist(points, points).square()
         gaussians = Gaussians.from_variables(self.variables)
         cost += setting.cost.lambda_y * gaussians.lower_bounds()
         near = cost < -math.log(NO_MASS) * setting.epsilon
@@ -188,7 +186,7 @@ class FullAugmentedMode(AugmentedMode):
 
 def augmented_mode(setting: FlowSetting, table: ClassDistances) -> AugmentedMode:
     """The form of the mode that the covariances allow."""
-    full = setting.metric.method == "gaussian" and not setting.metric.diagonal
+    full = isinstance(setting.metric, Gaussian) and not setting.metric.diagonal
     return (FullAugmentedMode if full else EuclideanAugmentedMode)(setting, table)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.flows.divergence import Batch, TargetDivergence
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.labels import ClassDistances
+from otdd_flash.labels import ClassDistances, Gaussian, Means
 from otdd_flash.solver.divergence import Divergence
 
 
@@ -101,10 +101,10 @@ def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
     return gradient * inverse.reshape(-1, *(1,) * (gradient.ndim - 1))
 
 
-def require_method(mode: str, setting: FlowSetting, methods: tuple[str, ...]) -> None:
-    """Raise an `InputError` unless class distances are measured in one of these ways."""
-    if setting.metric.method not in methods:
+def require_moments(mode: str, setting: FlowSetting) -> None:
+    """Raise an `InputError` unless class distances follow from moments, and so have gradients."""
+    if not isinstance(setting.metric, Gaussian | Means):
         raise InputError(
-            f"flow.mode={mode} works with labels={' and labels='.join(methods)}, got "
-            f"labels={setting.metric.method}; flow.mode=features takes any method"
+            f"flow.mode={mode} works with labels=gaussian and labels=means, got "
+            f"labels={setting.metric.name}; flow.mode=features takes any method"
         )

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.gaussians import Gaussians
-from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_method
+from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.labels import ClassDistances
-
-METHODS = ("gaussian", "means")
 
 
 class JointMode(Mode):
@@ -33,7 +31,7 @@ class JointMode(Mode):
     """
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
-        require_method("joint", setting, METHODS)
+        require_moments("joint", setting)
         super().__init__(setting, table)
         gaussians = Gaussians.of(setting.source, setting.metric)
         self._target = Gaussians.of(setting.target, setting.metric)

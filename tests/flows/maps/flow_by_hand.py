@@ -46,7 +46,7 @@ def class_table(source: LabeledSamples, target: LabeledSamples) -> Tensor:
     """W of gaussian classes; 0 without labels."""
     if source.labels is None:
         return torch.zeros(2, 2, dtype=torch.float64)
-    metric = otdd.LabelMetric.of("gaussian")
+    metric = otdd.labels.metric_of("gaussian")
     return measure_classes(source, target, metric, device=torch.device("cpu")).full
 
 
@@ -71,7 +71,7 @@ def euler_flow(
     tolerance: float = 1e-6,
 ) -> HandFlow:
     """x <- x - tau (1 / a) dS/dx with the solver's own gradient; W is measured at every step."""
-    options = otdd.SolverOptions(tolerance=tolerance)
+    options = otdd.Converged(tolerance=tolerance)
     particles, fields, solved = source, [], None
     for _ in range(steps):
         table = class_table(particles, target)

@@ -50,7 +50,7 @@ def solved_field(
     tolerance: float = 1e-10,
 ) -> VelocityField:
     problem = Problem(particles, target, EPSILON, table, COST, compute)
-    return VelocityField.of(problem, problem.solve(otdd.SolverOptions(tolerance)))
+    return VelocityField.of(problem, problem.solve(otdd.Converged(tolerance)))
 
 
 def dense_velocity(field: VelocityField, samples: LabeledSamples, mass: float) -> Tensor:
@@ -105,7 +105,7 @@ def test_at_the_particles_it_is_the_gradient_over_the_masses(
         class_table=table if labelled else None,
         lambda_x=COST.lambda_x,
         lambda_y=COST.lambda_y,
-        options=otdd.SolverOptions(1e-10),
+        options=otdd.Converged(1e-10),
         compute=DOUBLE,
     )
     (gradient,) = torch.autograd.grad(loss, x)
@@ -126,7 +126,7 @@ def test_an_unfinished_solve_leaves_no_more_than_its_marginal_error() -> None:
     particles, target, table = cloud(23, 0), cloud(17, 1), random_table(6)
     problem = Problem(particles, target, EPSILON, table, COST, DOUBLE)
     gradient = DivergenceGradient(problem, frozenset({"x"}))
-    rough = problem.solve(otdd.SolverOptions(0.05), solved=gradient)
+    rough = problem.solve(otdd.Converged(0.05), solved=gradient)
     field = VelocityField.of(problem, rough)
     assert rough.xx is not None
     flow = gradient.total["x"] / particles.masses.unsqueeze(1)
@@ -280,7 +280,7 @@ def test_what_cannot_be_placed_is_refused() -> None:
 def test_a_divergence_without_debiasing_has_no_field() -> None:
     problem = Problem(cloud(5, 0), cloud(4, 1), EPSILON, random_table(6), COST, DOUBLE)
     with pytest.raises(InputError, match="debias=True"):
-        VelocityField.of(problem, problem.solve(otdd.SolverOptions(), debias=False))
+        VelocityField.of(problem, problem.solve(otdd.Converged(), debias=False))
 
 
 def test_fields_of_a_flow_are_made_of_what_was_solved() -> None:

@@ -1,4 +1,4 @@
-"""Class-to-class distances W of two datasets, by the method of one's choice."""
+"""Class-to-class distances W of two datasets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import torch
 
 from otdd_flash.errors import InputError
 from otdd_flash.labels.many import class_names, measure_all
-from otdd_flash.labels.metric import METHODS, LabelMetric
+from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels
 from otdd_flash.labels.pairs import Progress
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
-
-__all__ = ["METHODS", "LabelMetric", "class_names", "measure_classes"]
 
 
 def measure_classes(
@@ -46,13 +44,15 @@ def measure_classes(
         InputError: labels are missing, a class is too small or too large for the method, or the
             given table is about other classes.
     """
-    if metric.method != "none":
+    if isinstance(metric, NoLabels):
+        statistics = None
+    else:
         for samples in (source, target):
             if samples.labels is None:
                 raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
-    if metric.method == "given":
-        return _given_table(metric).named_for(class_names(source), class_names(target))
-    if statistics is not None and metric.method != "none":
+    if isinstance(metric, Given):
+        return metric.read().named_for(class_names(source), class_names(target))
+    if statistics is not None:
         source, target = (
             _matched(whole, samples)
             for whole, samples in zip(statistics, (source, target), strict=True)
@@ -61,13 +61,6 @@ def measure_classes(
         [source, target], metric, device=device, cache_dir=cache_dir, progress=progress
     )
     return joint.between(0, 1)
-
-
-def _given_table(metric: LabelMetric) -> ClassDistances:
-    if isinstance(metric.given, ClassDistances):
-        return metric.given
-    assert metric.given is not None
-    return ClassDistances.load(metric.given)
 
 
 def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:

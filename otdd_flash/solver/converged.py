@@ -1,0 +1,82 @@
+"""`solver=converged`: iterate until a goal is reached or a budget is spent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from torch import Tensor
+
+from otdd_flash.arguments import count, positive
+from otdd_flash.checks import Declaration, optional
+from otdd_flash.operators.base import Operator
+from otdd_flash.solver.schedule import Progress, Schedule
+
+if TYPE_CHECKING:
+    from otdd_flash.solver.term import TransportTerm
+
+# What is left to a term when the time is over: it then gets its one iteration.
+NO_TIME = 1e-9
+
+
+@dataclass(frozen=True)
+class Converged(Schedule):
+    """Quasi-Newton steps on the dual, from levels of epsilon, until every term has converged.
+
+    Args:
+        tolerance: L1 marginal error to reach, in every term; refused where rounding alone exceeds
+            it. None is 1e-3, or what rounding allows at this epsilon and precision if that is
+            more; above 0.1 that is refused too.
+        max_iterations: updates of both potentials, per term, after which a solve gives up; the one
+            that certifies the result is among them.
+        bound_width: (upper - lower) / |value| to reach, of the number asked for, with or without
+            debiasing; replaces `tolerance`.
+        max_seconds: wall time after which a solve gives up, all terms together; self terms come
+            first, and what they leave is the cross term's. Every term gets an iteration and its
+            bounds, however late it is.
+        require_convergence: raise a `ConvergenceError` instead of warning when it gives up.
+
+    Raises:
+        InputError: one of them is out of its range.
+    """
+
+    name = "converged"
+    checks: ClassVar[Declaration] = {
+        "max_iterations": count,
+        "bound_width": optional(positive),
+        "max_seconds": optional(positive),
+    }
+
+    max_iterations: int = 100_000
+    bound_width: float | None = None
+    max_seconds: float | None = None
+
+    def for_term(
+        self, tolerance: float | None, *, iterations: int, seconds: float, sharers: int
+    ) -> Self:
+        """An equal share of the time that is left, and all iterations that are."""
+        limit = self.max_seconds
+        return replace(
+            self,
+            tolerance=tolerance,
+            max_iterations=self.max_iterations - iterations,
+            max_seconds=None if limit is None else max((limit - seconds) / sharers, NO_TIME),
+        )
+
+    def solve_term(
+        self,
+        operator: Operator,
+        epsilon: float,
+        *,
+        name: str,
+        start: Tensor | None,
+        progress: Progress | None,
+    ) -> TransportTerm:
+        """See the base class."""
+        # They stop by this type, which therefore cannot import them first.
+        from otdd_flash.solver.alternating import solve_alternating
+        from otdd_flash.solver.symmetric import solve_symmetric
+
+        if name == "xy":
+            return solve_alternating(operator, epsilon, self, start=start, progress=progress)
+        return solve_symmetric(operator, epsilon, self, name=name, start=start, progress=progress)

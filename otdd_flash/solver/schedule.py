@@ -1,0 +1,107 @@
+"""What `solver=` stands for: the updates of a solve, when they stop, and whom they tell."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from torch import Tensor
+
+from otdd_flash.arguments import marginal_error
+from otdd_flash.checks import Declaration, check_fields, flag, optional
+
+if TYPE_CHECKING:
+    from otdd_flash.operators.base import Operator
+    from otdd_flash.solver.term import TransportTerm
+
+# progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".
+Progress = Callable[[str, int, float], None]
+
+# What ended a solve. `rounding`: at this precision the bounds cannot get narrower or the marginals
+# better; `schedule`: the fixed number of updates was done.
+StoppedBy = Literal[
+    "tolerance", "bound_width", "max_seconds", "max_iterations", "rounding", "schedule"
+]
+
+# Aimed at where no tolerance is given, and how far that gives way to rounding. With more than the
+# latter the marginals would say little of the plan.
+DEFAULT_TOLERANCE = 1e-3
+LOOSEST_DEFAULT = 0.1
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """One way to solve the terms of a divergence; its fields are its parameters.
+
+    Attributes:
+        name: as `solver.schedule=NAME` and in results.
+        checks: what the fields beside those below may be.
+        goes_on: whether a solve may start from given potentials and take terms solved before.
+        tolerance: L1 marginal error of a converged term; None is 1e-3.
+        require_convergence: raise a `ConvergenceError` instead of warning where it is missed.
+
+    Raises:
+        InputError: a field is not what it must be.
+    """
+
+    name: ClassVar[str]
+    checks: ClassVar[Declaration] = {}
+    goes_on: ClassVar[bool] = True
+
+    tolerance: float | None = None
+    require_convergence: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        shared: Declaration = {"tolerance": optional(marginal_error), "require_convergence": flag}
+        check_fields(self, {**shared, **self.checks}, "solver.")
+
+    @property
+    def asked_tolerance(self) -> float:
+        """The marginal error to aim at; `term.reachable_tolerance` is what rounding makes of it."""
+        return DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance
+
+    def between(self, x: Tensor, y: Tensor) -> Self:
+        """The same with what it takes from two clouds (n, d) and (m, d).
+
+        Raises:
+            InputError: they do not give it.
+        """
+        return self
+
+    def for_term(
+        self, tolerance: float | None, *, iterations: int, seconds: float, sharers: int
+    ) -> Self:
+        """What is left for a term of a budget that all of them share.
+
+        Args:
+            tolerance: L1 marginal error that it is to reach.
+            iterations: those that it has had.
+            seconds: since the first term began.
+            sharers: terms that are still to come, this one included.
+        """
+        return self
+
+    @abstractmethod
+    def solve_term(
+        self,
+        operator: Operator,
+        epsilon: float,
+        *,
+        name: str,
+        start: Tensor | None,
+        progress: Progress | None,
+    ) -> TransportTerm:
+        """One term, with its bounds.
+
+        Args:
+            operator: the cost (n, m) and the masses.
+            epsilon: regularisation, in units of the cost.
+            name: "xy" for the cross term, else a self term, whose cost is symmetric.
+            start: g (m,) of "xy" or "yy", f (n,) of "xx" to start from; None starts from nothing.
+            progress: called as progress(name, iteration, marginal error).
+
+        Raises:
+            InputError: rounding alone exceeds what was asked for.
+        """

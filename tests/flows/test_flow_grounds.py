@@ -1,0 +1,67 @@
+"""Flows descend the divergence of the ground cost that they are given."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+
+
+def sides(count=40, dim=3):
+    draw = torch.Generator().manual_seed(5)
+    labels = torch.arange(count) % 2
+    x = torch.randn(count, dim, generator=draw) + 1 + labels[:, None]
+    y = 2 * torch.randn(count, dim, generator=draw) - labels[:, None]
+    return (
+        otdd.LabeledSamples(x, labels, ("a", "b")),
+        otdd.LabeledSamples(y, labels, ("c", "d")),
+    )
+
+
+def flow(ground, *, steps, labels="none", lambda_x=0.5, step_size=1.0):
+    stepping = otdd.Stepping(step_size=step_size)
+    return otdd.gradient_flow(
+        *sides(),
+        otdd.Flow(steps=steps, stepping=stepping),
+        epsilon=0.05,
+        labels=labels,
+        cost=otdd.GroundCost(lambda_x, 0.5, ground),
+        solver=otdd.Converged(tolerance=1e-6),
+        compute=otdd.ComputeOptions(precision="double"),
+    )
+
+
+@pytest.mark.parametrize("labels", ["none", "gaussian"])
+def test_a_flow_of_cosines_turns_particles_towards_the_target(labels):
+    moved = flow("cosine", steps=3, labels=labels)
+    before = otdd.dataset_distance(*sides(), epsilon=0.05, labels=labels, ground="cosine")
+    assert math.isclose(moved.before.divergence, before.value, rel_tol=1e-3)
+    values = [moved.before.divergence, *(record.divergence for record in moved.history)]
+    assert values == sorted(values, reverse=True)
+    after = otdd.dataset_distance(
+        moved.samples, sides()[1], epsilon=0.05, labels=labels, ground="cosine"
+    )
+    assert math.isclose(moved.after.divergence, after.value, rel_tol=1e-3)
+
+
+def test_a_step_of_cosines_changes_no_length_to_first_order():
+    source = sides()[0].features.double()
+    step = flow("cosine", steps=1, step_size=1e-3).samples.features.double() - source
+    along = (step * source).sum(1).abs() / (step.norm(dim=1) * source.norm(dim=1))
+    assert float(step.norm(dim=1).max()) > 0
+    assert float(along.max()) < 1e-2
+
+
+def test_inner_products_flow_as_half_squared_distances():
+    inner, squared = flow("inner", steps=2), flow("sqeuclidean", steps=2, lambda_x=0.25)
+    assert torch.equal(inner.samples.features, squared.samples.features)
+    assert inner.after.divergence == squared.after.divergence
+
+
+def test_inner_products_have_no_class_distances():
+    with pytest.raises(InputError, match=r"labels=gaussian .* ground=inner"):
+        flow("inner", steps=1, labels="gaussian")

@@ -1,0 +1,99 @@
+"""The ways of measuring class distances: what identifies them, and what a new one takes."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.labels import METRICS, LabelMetric, metric_named, metric_of
+from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.moments import class_means
+from otdd_flash.labels.pair_cache import FILE
+from otdd_flash.labels.pairs import PairDistances, Progress
+
+
+@dataclass(frozen=True)
+class Manhattan(LabelMetric):
+    """(sum_k |m_ik - m_jk|)^2, as a file of its own would have it."""
+
+    name = "manhattan"
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        means = class_means(clouds)
+        first, second = pairs.unbind(1)
+        return PairDistances.exactly((means[first] - means[second]).abs().sum(1).square())
+
+    def recipe(self, device: torch.device) -> str:
+        return f"manhattan on {device.type}"
+
+
+def test_a_new_metric_takes_one_line_of_the_registry(blobs, tmp_path, monkeypatch):
+    monkeypatch.setitem(METRICS, "manhattan", Manhattan)
+    pair = blobs((5, 6), 3, name="left"), blobs((4,), 3, seed=1, name="right")
+    means = [
+        samples.features[samples.labels == c].double().mean(0)
+        for samples in pair
+        for c in range(len(samples.class_names))
+    ]
+    expected = torch.cdist(torch.stack(means), torch.stack(means), p=1).square()
+    table = otdd.class_distances(pair, "manhattan", cache_dir=tmp_path)
+    torch.testing.assert_close(table.full, expected)
+    with sqlite3.connect(tmp_path / FILE) as database:
+        assert database.execute("SELECT count(*) FROM pairs").fetchone() == (3,)
+    result = otdd.dataset_distance(*pair, labels="manhattan", epsilon=1.0)
+    assert result.method == "manhattan"
+    torch.testing.assert_close(result.class_distances.full, expected)
+    assert otdd.pairwise_distances(pair, labels="manhattan", epsilon=1.0).method == "manhattan"
+    flown = otdd.gradient_flow(*pair, otdd.Flow(1), labels=Manhattan(), epsilon=1.0)
+    assert flown.settings["labels.method"] == "manhattan"
+
+
+@pytest.mark.parametrize(
+    ("metric", "recipe"),
+    [
+        (otdd.labels.Gaussian(), "gaussian unbiased=True on cuda"),
+        (otdd.labels.Gaussian(unbiased=False), "gaussian unbiased=False on cuda"),
+        (otdd.labels.Gaussian(diagonal=True), None),
+        (otdd.labels.Sinkhorn(1), "sinkhorn epsilon=1.0 tolerance=0.001 on cuda"),
+        (otdd.labels.Sinkhorn(0.5, 1e-4), "sinkhorn epsilon=0.5 tolerance=0.0001 on cuda"),
+        (otdd.labels.Exact(), "exact"),
+        (otdd.labels.Means(), None),
+        (otdd.labels.UpperBound(), None),
+        (otdd.labels.NoLabels(), None),
+    ],
+)
+def test_recipes_are_those_of_caches_that_there_are(metric, recipe):
+    """Other words for the same would make every entry of every user's cache unknown."""
+    assert metric.recipe(torch.device("cuda:1")) == recipe
+
+
+def test_a_name_stands_for_a_metric_with_its_defaults():
+    for name, kind in METRICS.items():
+        if name not in ("sinkhorn", "given"):
+            assert metric_of(name) == kind()
+    table = otdd.ClassDistances(*([[0.0]],) * 3)
+    everything = {"unbiased": False, "diagonal": True, "epsilon": 2, "tolerance": 0.1}
+    everything["table"] = table
+    assert [metric_named(name, everything) for name in METRICS] == [
+        otdd.labels.Gaussian(unbiased=False, diagonal=True),
+        otdd.labels.Sinkhorn(2.0, 0.1),
+        otdd.labels.Exact(),
+        otdd.labels.Means(),
+        otdd.labels.UpperBound(unbiased=False),
+        otdd.labels.NoLabels(),
+        otdd.labels.Given(table),
+    ]
+
+
+def test_a_metric_stays_what_it_is():
+    with pytest.raises(FrozenInstanceError):
+        otdd.labels.Gaussian().unbiased = False  # type: ignore[misc]
+    assert len({otdd.labels.Sinkhorn(1.0), otdd.labels.Sinkhorn(1), otdd.labels.Exact()}) == 2
