@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage lint fuzz check-install format clean
+.PHONY: help demo test test-slow coverage mutants lint fuzz check-install format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -18,7 +18,11 @@ test-slow: .venv/.installed  ## run the others: whole solves in the interpreter,
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m slow
 
 coverage: .venv/.installed  ## run both and say which lines no test executes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --cov --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --cov --cov-context=test \
+		--cov-report=term:skip-covered --junitxml=.coverage.xml
+
+mutants: .venv/.installed  ## after `make coverage`: break 200 expressions, and say which no test sees
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation
 
 lint: .venv/.installed  ## check style and types
 	$(BIN)/ruff check .

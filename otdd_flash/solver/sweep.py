@@ -96,7 +96,9 @@ class _Recording:
         _overwrite(self._handed_out, self._state)
         return self._handed_out
 
-    def _record(self, operator: Operator, state: State) -> torch.cuda.CUDAGraph:
+    def _record(  # pragma: gpu
+        self, operator: Operator, state: State
+    ) -> torch.cuda.CUDAGraph:
         self._state = tuple(tensor.clone() for tensor in state)
         recorder = _recorder(torch.cuda.current_stream())
         return recorder.record(
@@ -104,7 +106,7 @@ class _Recording:
         )
 
 
-class _Recorder:
+class _Recorder:  # pragma: gpu
     """Records graphs that are replayed on one stream; all compute in the memory of the first.
 
     They run one after another and leave results in their states, which are not in there. With

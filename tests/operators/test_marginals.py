@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators import fixed_point
-from otdd_flash.operators.base import Marginals, Operator
+from otdd_flash.operators.base import CostRange, Marginals, Operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
@@ -188,3 +188,27 @@ def test_every_part_of_the_error_is_needed(part: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(fixed_point, "ADDITION_ERROR", 0.0)
     with pytest.raises(AssertionError):
         assert_within(operator.marginals(f, g, epsilon), matrix, cost, f, g, epsilon)
+
+
+def test_errors_of_rows_and_of_columns_count_alike() -> None:
+    """The mean error of costs is that of the transposed ones."""
+    masses = torch.tensor([0.25, 0.75]).double(), torch.tensor([0.5, 0.3, 0.2]).double()
+    errors = torch.tensor([1e-3, 2e-3]).double(), torch.tensor([4e-3, 1e-3, 5e-3]).double()
+    costs = torch.ones(2, 3).double()
+    found = [
+        StoredOperator(
+            -matrix,
+            a,
+            b,
+            cost_range=CostRange(1.0, 1.0),
+            mean_cost=1.0,
+            magnitudes=(torch.zeros_like(a), torch.zeros_like(b)),
+            cost_errors=(of_rows, of_columns),
+            cost_rounding=0.125,
+        ).cost_error
+        for matrix, (a, b), (of_rows, of_columns) in (
+            (costs, masses, errors),
+            (costs.T, masses[::-1], errors[::-1]),
+        )
+    ]
+    assert found == pytest.approx([0.125 + 1.75e-3 + 3.3e-3] * 2)

@@ -162,6 +162,13 @@ def test_bytes_are_readable(count: int, text: str) -> None:
     assert readable_bytes(count) == text
 
 
+def test_units_are_powers_of_1024_and_of_1000() -> None:
+    budgets = ["3", "3KiB", "3MiB", "3GiB", "3TiB", "3KB", "3MB", "3GB", "1.5 TB"]
+    expected = [3, *(3 * 1024**k for k in (1, 2, 3, 4)), 3e3, 3e6, 3e9, 1.5e12]
+    assert [memory.stated_budget(budget) for budget in budgets] == expected
+    assert memory.stated_budget("auto") is None
+
+
 def test_what_pytorch_keeps_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in (
         ("mem_get_info", (5000, 10_000)),

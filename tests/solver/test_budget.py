@@ -12,7 +12,7 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import NotConvergedWarning
-from otdd_flash.solver import iteration, term_solves
+from otdd_flash.solver import bound_width, iteration, term_solves
 from otdd_flash.solver.bound_width import relative_width
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
@@ -20,6 +20,7 @@ from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedule import Schedule
 from otdd_flash.solver.shortfall import shortfall
+from otdd_flash.solver.term import TransportTerm
 
 EPSILON = 0.05
 DOUBLE = otdd.ComputeOptions("cpu", precision="double")
@@ -87,6 +88,25 @@ def test_only_terms_that_make_the_interval_wide_go_on() -> None:
     turns = [name for name, count in heard if count == 1]
     assert turns[:3] == ["xx", "yy", "xy"]
     assert turns.count("xy") > turns.count("xx")
+
+
+def test_terms_go_on_by_the_factor_that_is_missing() -> None:
+    solved = solve(tolerance=1e-2).xy
+
+    def term(value: float, width: float) -> TransportTerm:
+        return replace(solved, value=value, bounds=(value - width / 2, value + width / 2))
+
+    terms = {"xy": term(3.0, 0.4), "xx": term(1.0, 0.02), "yy": term(1.0, 0.3)}
+    # A divergence of 2 in an interval of 0.4 + (0.02 + 0.3) / 2.
+    names, factor = bound_width._too_wide(terms, 0.1, 0.0)
+    assert names == ["xy", "yy"]
+    assert factor == pytest.approx(bound_width.AIM * 0.2 / 0.56)
+    # Never by more or less than these, and not at all where it is narrow.
+    assert bound_width._too_wide(terms, 1e-6, 0.0)[1] == bound_width.MOST_FALL
+    assert bound_width._too_wide(terms, 0.27, 0.0)[1] == bound_width.LEAST_FALL
+    assert bound_width._too_wide(terms, 0.29, 0.0) == ([], 1.0)
+    # Of the number that is asked for.
+    assert bound_width._too_wide(terms, 0.1, 4.0) == ([], 1.0)
 
 
 def test_a_width_below_rounding_ends_with_what_could_be_reached(truth: float) -> None:

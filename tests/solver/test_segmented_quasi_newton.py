@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.operators.segments import MEMORY, WeightedPoints
+from otdd_flash.operators.segments import MEMORY, Look, WeightedPoints
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver import quasi_newton
 from otdd_flash.solver.alternating import alternate
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.segmented_cross import CROSS
-from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Start
+from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Start, _sound
 from otdd_flash.solver.segmented_self import SELF
 from otdd_flash.solver.symmetric import average
 
@@ -72,3 +72,16 @@ def test_candidates_are_those_of_one_problem(step, form, monkeypatch):
             centred = (values - columns.masses @ values for values in (one, two))
             torch.testing.assert_close(*centred, rtol=1e-5, atol=1e-6)
     assert all(first is not None for first in rejected)
+
+
+def test_curvature_counts_where_it_exceeds_rounding_times_the_step():
+    """For steps of these sizes, in units of the cost: a curvature is of the size of a square."""
+    numbers = torch.zeros(4, 2 + 14 + 4 * MEMORY, dtype=torch.float64)
+    look = Look.of(numbers[:, :2], numbers[:, 2:])._replace(
+        mean_step=torch.tensor([0.0, 0.0, 2.0, 0.0]).double(),
+        mean_fall=torch.tensor([0.0, 0.0, 1.0, 0.0]).double(),
+        step_step=torch.tensor([1e-4, 1e-4, 4.0 + 1e-4, torch.inf]).double(),
+        step_fall=torch.tensor([1e-4, 1e-6, 2.0 + 1e-4, torch.inf]).double(),
+    )
+    sound = _sound(look, torch.full((4,), 1e-3).double())
+    assert sound.tolist() == [True, False, True, False]
