@@ -20,8 +20,8 @@ import torch
 from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
-from otdd_flash.extractors import check_same_dimension
 from otdd_flash.labels import (
     JointClassDistances,
     LabelMetric,

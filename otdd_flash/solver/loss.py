@@ -88,8 +88,8 @@ def sinkhorn_loss(
     _check_classes(labels_x, labels_y, class_table)
     weights = GroundCost(_number("lambda_x", lambda_x), _number("lambda_y", lambda_y))
     totals = _class_totals(labels_x, labels_y, class_table, class_totals)
-    source = _samples("a", x, labels_x, totals[0], a)
-    target = _samples("b", y, labels_y, totals[1], b)
+    source = _samples(("x", "a"), x, labels_x, totals[0], a)
+    target = _samples(("y", "b"), y, labels_y, totals[1], b)
     check_squares(source, target)
     dtype = torch.promote_types(source.features.dtype, target.features.dtype)
     if compute is None:
@@ -158,15 +158,21 @@ def _check_classes(labels_x: Tensor | None, labels_y: Tensor | None, table: Tens
 
 
 def _samples(
-    masses_name: str, points: Tensor, labels: Tensor | None, classes: int, masses: Tensor | None
+    called: tuple[str, str],
+    points: Tensor,
+    labels: Tensor | None,
+    classes: int,
+    masses: Tensor | None,
 ) -> LabeledSamples:
+    """One side; `called` names the arguments of its points and of its masses."""
     names = tuple(map(str, range(classes)))
     weights = None if masses is None else masses.detach()
-    samples = LabeledSamples(points.detach().contiguous(), labels, names, weights)
+    points = points.detach().contiguous()
+    samples = LabeledSamples(points, labels, names, weights, name=called[0])
     if weights is not None:
         total = float(weights.double().sum())
         if abs(total - 1) > MASS_TOLERANCE:
-            raise InputError(f"{masses_name} must sum to 1, got {total:.8g}; divide it by its sum")
+            raise InputError(f"{called[1]} must sum to 1, got {total:.8g}; divide it by its sum")
     return samples
 
 

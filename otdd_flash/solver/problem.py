@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import (
@@ -77,11 +78,7 @@ class Problem:
         self.epsilon = epsilon
         self.source, self.target = _as_samples(source), _as_samples(target)
         check_one_device(self.source.features.device, self.target.features.device)
-        if self.source.dim != self.target.dim:
-            raise InputError(
-                f"source has {self.source.dim} features and target {self.target.dim}; transport "
-                "needs one space: use the same extractor for both"
-            )
+        check_same_dimension(self.source, self.target)
         self.cost, self.compute = cost or GroundCost(), compute or ComputeOptions()
         if epsilon < torch.finfo(self.compute.dtype).tiny:
             in_double = epsilon > WITHIN_DOUBLE * self._largest_cost()

@@ -261,7 +261,7 @@ def zeros(count: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"y": torch.ones(7, 2)}, "3 features and target 2"),
+        ({"y": torch.ones(7, 2)}, "x has 3 features and y has 2"),
         ({"y": torch.ones(7, 3, device="meta")}, "x is on cpu and y on meta"),
         ({"x": [[0.0, 1.0, 2.0]]}, r"x must be a tensor \(n, d\), got list"),
         ({"a": torch.ones(9) / 8}, r"a must sum to 1, got 1\.125"),

@@ -180,7 +180,7 @@ def test_epsilon_must_be_positive(epsilon: float) -> None:
 
 
 def test_clouds_of_different_dimension_are_refused() -> None:
-    with pytest.raises(InputError, match="2 features and target 3"):
+    with pytest.raises(InputError, match="source has 2 features and target has 3"):
         otdd.sinkhorn(cloud(3, 0), torch.ones(4, 3), epsilon=1.0)
 
 
