@@ -24,7 +24,7 @@ from otdd_flash.operators.memory import within_memory
 from otdd_flash.samples import LabeledSamples, real_tensor
 from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
-from otdd_flash.solver.epsilon import EpsilonTooSmall
+from otdd_flash.solver.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.geomloss_schedule import box_diagonal
 from otdd_flash.solver.options import Progress, SolverOptions
 from otdd_flash.solver.term_solves import Known, Solved, Start
@@ -80,9 +80,16 @@ class Problem:
         check_one_device(self.source.features.device, self.target.features.device)
         check_same_dimension(self.source, self.target)
         self.cost, self.compute = cost or GroundCost(), compute or ComputeOptions()
+        if epsilon > torch.finfo(self.compute.dtype).max / 4:
+            in_double = epsilon < torch.finfo(torch.float64).max / 4
+            raise EpsilonOutOfRange(
+                f"{{given}} overflows in precision={self.compute.precision}; lower {{name}}"
+                f"{' or set precision=double' if in_double else ''}",
+                epsilon,
+            )
         if epsilon < torch.finfo(self.compute.dtype).tiny:
             in_double = epsilon > WITHIN_DOUBLE * self._largest_cost()
-            raise EpsilonTooSmall(
+            raise EpsilonOutOfRange(
                 f"{{given}} underflows in precision={self.compute.precision}; raise "
                 f"{{name}}{', scale' if in_double else ' or scale'} the features up"
                 f"{' or set precision=double' if in_double else ''}",
