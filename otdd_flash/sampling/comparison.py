@@ -14,7 +14,7 @@ from otdd_flash.labels import ClassDistances, LabelMetric, drop_small_classes, m
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, check_squares
 
 
 class Comparison:
@@ -35,7 +35,7 @@ class Comparison:
         unconverged: how many distances stopped before the tolerance.
 
     Raises:
-        InputError: `epsilon_relative` is among the arguments.
+        InputError: `epsilon_relative` is among the arguments, or features are not finite.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Comparison:
                 "parts of the data are compared at the epsilon of the whole: give the result's, "
                 "epsilon=result.epsilon, instead of epsilon_relative"
             )
+        check_squares(source, target)
         for key in ("cache_dir", "class_progress", "progress"):
             self._settings.pop(key, None)
         metric = LabelMetric.of(self._settings.get("labels", "gaussian"))

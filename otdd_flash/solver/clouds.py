@@ -46,9 +46,9 @@ def sinkhorn(
         Potentials, value and bounds.
 
     Raises:
-        InputError: a bad epsilon, clouds on two devices or of different dimension, a table of
-            another size, a tolerance that the precision cannot reach, a backend that cannot run on
-            the device, or too little memory.
+        InputError: a feature that is not finite, a bad epsilon, clouds on two devices or of
+            different dimension, a table of another size, a tolerance that the precision cannot
+            reach, a backend that cannot run on the device, or too little memory.
         ConvergenceError: `options.require_convergence` is set and the solve stopped early.
 
     Warns:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions, GroundCost
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.solver.divergence import report_convergence
@@ -79,9 +79,10 @@ def sinkhorn_loss(
         0-dim tensor in units of the cost, float64 if a cloud is and float32 otherwise.
 
     Raises:
-        InputError: clouds on two devices or of two dimensions, masses that do not sum to 1, labels
-            or a table that do not fit, a block [x, x] or [y, y] of it that is not symmetric, a bad
-            epsilon or weight, or a tolerance that the precision cannot reach.
+        InputError: points that are not finite, clouds on two devices or of two dimensions, masses
+            that do not sum to 1, labels or a table that do not fit, a block [x, x] or [y, y] of it
+            that is not symmetric, a bad epsilon or weight, or a tolerance that the precision cannot
+            reach.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
     _check_one_device(x, y)
@@ -168,7 +169,10 @@ def _samples(
     names = tuple(map(str, range(classes)))
     weights = None if masses is None else masses.detach()
     points = points.detach().contiguous()
-    samples = LabeledSamples(points, labels, names, weights, name=called[0])
+    try:
+        samples = LabeledSamples(points, labels, names, weights, name=called[0])
+    except InputError as error:
+        raise prefixed(called[0], error) from error
     if weights is not None:
         total = float(weights.double().sum())
         if abs(total - 1) > MASS_TOLERANCE:

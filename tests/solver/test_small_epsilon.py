@@ -149,6 +149,7 @@ def test_scales_out_of_the_range_of_float32_are_refused(scale: float, message: s
     [
         ("fast", {"epsilon": 1e39}, r"^epsilon=1e\+39 overflows .*; lower .* precision=double$"),
         ("fast", {"epsilon_relative": 1e300}, r"^epsilon_relative=1e\+300 overflows in "),
+        ("double", {"epsilon_relative": 1.5e308}, r"^epsilon_relative=1\.5e\+308 overflows in "),
         ("double", {"epsilon": 1e308}, r"^epsilon=1e\+308 overflows in .*; lower epsilon$"),
     ],
 )
