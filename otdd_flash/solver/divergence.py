@@ -27,6 +27,7 @@ class Divergence:
         xx: the source's self term, or None without debiasing.
         yy: the target's self term, or None without debiasing.
         backend: how the passes of the cross term ran.
+        device: where they ran.
         passes: sweeps over all scores, in units of n m.
         identical: both clouds are one; its self plan is the cross plan.
     """
@@ -35,6 +36,7 @@ class Divergence:
     xx: TransportTerm | None
     yy: TransportTerm | None
     backend: str
+    device: str
     passes: float
     identical: bool = False
 
@@ -174,7 +176,7 @@ def solve_divergence(
                 solved(name, operators(name), solves.terms[name])
     xy, xx, yy = (solves.terms.get(name) for name in ("xy", "xx", "yy"))
     assert xy is not None
-    return Divergence(xy, xx, yy, solves.backends["xy"], solves.passes)
+    return Divergence(xy, xx, yy, solves.backends["xy"], str(xy.f.device), solves.passes)
 
 
 def solve_identical(
@@ -197,7 +199,8 @@ def solve_identical(
     if solved is not None:
         for name in ("xy", "xx", "yy"):
             solved(name, operator, term)
-    return Divergence(term, term, term, operator.backend, float(term.passes), identical=True)
+    device, passes = str(term.f.device), float(term.passes)
+    return Divergence(term, term, term, operator.backend, device, passes, identical=True)
 
 
 def joint_shortfall(
