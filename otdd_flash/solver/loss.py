@@ -46,7 +46,8 @@ def sinkhorn_loss(
 
     Differentiable, once, in x, y, a, b, class_table, lambda_x and lambda_y. The forward pass solves
     to `options.tolerance` and computes what the inputs that require a gradient need; the backward
-    pass only scales it. Memory is that of the solve, whatever the number of iterations.
+    pass only scales it. Memory is that of the solve, whatever the number of iterations. Where the
+    gradient itself is differentiated, autograd ends in an `InputError`.
 
     The gradient is exact for the dual value at the potentials that the solver returned, converged
     or not (Danskin; Feydy et al. 2019, Interpolating between optimal transport and MMD using
