@@ -360,6 +360,7 @@ CLASS_DISTANCES_FIELDS: Declaration = {
     "names_y": optional(names),
 }
 FILE: Declaration = {"path": path}
+LOAD_RESULT: Declaration = {**FILE, "compute": optional(compute)}
 FROM_FULL: Declaration = {
     "full": array("(Vx + Vy, Vx + Vy)"),
     "size_x": count,

@@ -15,7 +15,7 @@ import time
 from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.extractors import check_same_dimension
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.labels import (
     ClassDistances,
     Given,
@@ -35,8 +35,10 @@ from otdd_flash.operators.build import (
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
-from otdd_flash.solver.clouds import sinkhorn_divergence
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.epsilon import epsilon_given_as
+from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedule import Progress, Schedule
 
 logger = logging.getLogger(__name__)
@@ -100,11 +102,13 @@ def dataset_distance(
     """
     source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
-    metric = metric_of(labels) if class_distances is None else Given(class_distances)
+    options, metric = solver or Converged(), metric_of(labels)
+    if class_distances is not None:
+        metric = Given(class_distances)
     cost.check_labels(metric.name)
     check_same_dimension(source, target)
     check_one_device(source.features.device, target.features.device)
-    check_squares(source, target)
+    check_squares(source, target, *(class_statistics or ()))
     source = drop_small_classes(source, min_class_size)
     target = drop_small_classes(target, min_class_size)
     notice_single_samples((source, target), metric)
@@ -131,17 +135,9 @@ def dataset_distance(
         given = ("epsilon_relative", epsilon_relative)
         epsilon = relative_epsilon(epsilon_relative, source, target, table.xy, cost, device)
     with epsilon_given_as(*given, epsilon):
-        divergence = sinkhorn_divergence(
-            source,
-            target,
-            epsilon=epsilon,
-            class_table=table.full,
-            cost=cost,
-            options=solver,
-            compute=compute,
-            debias=debias,
-            progress=progress,
-        )
+        problem = Problem(source, target, epsilon, table.full, cost, compute)
+        divergence = problem.solve(options, debias=debias, progress=progress)
+    report_convergence(divergence, options)
     seconds = {
         "class_distances": measured - started,
         "solve": time.perf_counter() - measured,

@@ -20,8 +20,8 @@ import torch
 from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
-from otdd_flash.extractors import check_same_dimension
 from otdd_flash.labels import (
     JointClassDistances,
     LabelMetric,
@@ -41,12 +41,10 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.pairwise_result import PairwiseResult, gather
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.divergence import Divergence, joint_shortfall
 from otdd_flash.solver.epsilon import epsilon_given_as
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedule import Schedule
-from otdd_flash.solver.shortfall import shortfall
-from otdd_flash.solver.term import largest_tolerance
 
 
 @takes(arguments.PAIRWISE_DISTANCES)
@@ -230,16 +228,10 @@ class _Solves:
             self.progress(len(self.found), count * (count + 1) // 2)
 
     def _message(self, late: Sequence[tuple[int, int]]) -> str:
+        return joint_shortfall({pair: self.found[pair] for pair in late}, self.options, self._named)
+
+    def _named(self, pairs: Sequence[tuple[int, int]]) -> str:
         names = self.table.datasets
-        pairs = [f"{names[i]} and {names[j] if i < j else 'itself'}" for i, j in late]
-        found = [self.found[pair] for pair in late]
+        shown = [f"{names[i]} and {names[j] if i < j else 'itself'}" for i, j in pairs[:5]]
         more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
-        where = f"{'; '.join(pairs[:5])}{more}"
-        return shortfall(
-            self.options,
-            next(divergence.stopped_by for divergence in found),
-            where=where,
-            marginal_error=max(divergence.marginal_error for divergence in found),
-            tolerance=largest_tolerance(divergence.tolerance for divergence in found),
-            dtype=self.compute.dtype,
-        )
+        return f"{'; '.join(shown)}{more}"

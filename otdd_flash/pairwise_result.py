@@ -210,7 +210,7 @@ def gather(
         "fingerprints": [samples.fingerprint for samples in datasets],
         "seconds": dict(seconds),
         "versions": versions(),
-        "device": str(some.xy.f.device),
+        "device": some.device,
         "backend": some.backend,
         "precision": compute.precision,
     }

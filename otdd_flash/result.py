@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from otdd_flash import arguments
+from otdd_flash.checks import takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.build import (
+    Compute,
     ComputeOptions,
     build_operator,
     check_resources,
@@ -156,10 +159,10 @@ class DistanceResult:
             "subset_hash": {"source": self.source.subset_hash, "target": self.target.subset_hash},
             "seed": None,
             "versions": versions(),
-            "device": str(self.divergence.xy.f.device),
+            "device": self.divergence.device,
             "backend": self.divergence.backend,
             "precision": self.compute.precision,
-            "memory_budget": self.compute.memory_budget,
+            "compute": asdict(self.compute),
             "config": None,
         }
         return {**content, **more}
@@ -181,13 +184,20 @@ class DistanceResult:
         return path
 
     @classmethod
-    def load(cls, path: str | Path) -> DistanceResult:
+    @takes(arguments.LOAD_RESULT)
+    def load(cls, path: str | Path, compute: Compute | None = None) -> DistanceResult:
         """Read what `save` wrote.
+
+        Args:
+            path: the directory.
+            compute: where and how passes run for the plan, or only the device; by default as was
+                asked for when the distance was computed.
 
         Raises:
             InputError: the directory holds no complete result.
         """
-        return read_result(Path(path), _restore, "DistanceResult")
+        result = read_result(Path(path), _restore, "DistanceResult")
+        return result if compute is None else replace(result, compute=ComputeOptions.of(compute))
 
     def _applied(self, source: LabeledSamples, values: Tensor) -> Applied:
         """The plan from `source`, applied to values (m, k)."""
@@ -202,7 +212,12 @@ class DistanceResult:
 
         `source` may differ from the result's in its masses.
         """
-        device = resolve_device(self.compute.device)
+        try:
+            device = resolve_device(self.compute.device)
+        except InputError as error:
+            raise InputError(
+                f"{error}; of another machine's result DistanceResult.load takes it as compute="
+            ) from error
 
         def apply() -> T:
             clouds = source, self.target, self.class_distances.xy
@@ -278,12 +293,14 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         terms.get("xx"),
         terms.get("yy"),
         summary["backend"],
+        summary["device"],
         summary["passes"],
         identical=summary["identical"],
         schedule=summary.get("schedule", "converged"),
         offset=Offset(*summary.get("offset", NO_OFFSET)),
     )
-    compute = ComputeOptions(precision=summary["precision"], memory_budget=summary["memory_budget"])
+    # Earlier versions kept two of them.
+    asked = summary.get("compute") or {key: summary[key] for key in ("precision", "memory_budget")}
     return DistanceResult(
         sides["source"],
         sides["target"],
@@ -297,7 +314,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         ),
         divergence,
         GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost) if f.name in summary}),
-        compute,
+        ComputeOptions(**asked),
         method=summary["labels"],
         seconds=summary["seconds"],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields, shown, takes
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, prefixed
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 
 
@@ -192,9 +193,14 @@ HOW_TO_LABEL = (
 
 
 def check_squares(*sides: LabeledSamples) -> None:
-    """Raise an `InputError` where squared distances would be too large for float64."""
-    for side in sides:
-        largest = float(side.features.detach().abs().amax())
+    """Raise an `InputError` unless features are finite and their squared distances fit float64.
+
+    Samples are finite when they are made; what shares their memory may have changed since.
+    """
+    for side in dict.fromkeys(sides):
+        largest = _largest(side.features)
+        if not math.isfinite(largest):
+            raise prefixed(side.name, _not_finite(side.features))
         # The largest squared distance there can be, with room for sums over points and classes.
         if 4 * side.dim * largest > LARGEST_SQUARE / max(largest, 1.0):
             raise InputError(
@@ -211,14 +217,23 @@ def _as_features(values: Any) -> Tensor:
         raise InputError(f"features must be a matrix (n, d), got shape {tuple(features.shape)}")
     if features.shape[0] == 0 or features.shape[1] == 0:
         raise InputError(f"the dataset is empty: features have shape {tuple(features.shape)}")
-    bad = ~torch.isfinite(features)
-    if bool(bad.any()):
-        row, column = (int(index) for index in torch.nonzero(bad)[0])
-        raise InputError(
-            f"features hold {int(bad.sum())} NaN or infinite values in {int(bad.any(1).sum())} "
-            f"rows (first at row {row}, column {column}); remove those rows or impute them"
-        )
+    if not math.isfinite(_largest(features)):
+        raise _not_finite(features)
     return features
+
+
+def _largest(features: Tensor) -> float:
+    """The largest of all absolute values; NaN where there is one. Reads them once."""
+    return float(torch.stack(torch.aminmax(features.detach())).abs().amax())
+
+
+def _not_finite(features: Tensor) -> InputError:
+    bad = ~torch.isfinite(features)
+    row, column = (int(index) for index in torch.nonzero(bad)[0])
+    return InputError(
+        f"features hold {int(bad.sum())} NaN or infinite values in {int(bad.any(1).sum())} "
+        f"rows (first at row {row}, column {column}); remove those rows or impute them"
+    )
 
 
 def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tensor:

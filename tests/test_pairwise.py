@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
+from otdd_flash.solver.problem import Problem
 
 
 def clusters(size, seed, *, dim=3, classes=3, weights=None):
@@ -210,6 +212,33 @@ def test_stopping_early_is_said_once_with_names(datasets):
     required = Converged(tolerance=1e-4, max_iterations=2, require_convergence=True)
     with pytest.raises(ConvergenceError, match=r"set 1 and itself.*solver.tolerance=0.0001"):
         pairwise_distances(datasets, epsilon=0.05, solver=required)
+
+
+def test_every_reason_to_stop_early_has_its_own_advice(datasets, monkeypatch):
+    solve = Problem.solve
+
+    def stopped(problem, options, **kwargs):
+        """Self terms by rounding, at larger and larger errors; cross terms by their number."""
+        found = solve(problem, options, **kwargs)
+        reason = "rounding" if found.identical else "max_iterations"
+        late = replace(
+            found.xy, converged=False, stopped_by=reason, marginal_error=len(problem.source) / 1e3
+        )
+        return replace(found, xy=late, xx=found.xx and late, yy=found.yy and late)
+
+    monkeypatch.setattr(Problem, "solve", stopped)
+    # Nothing but iterations may have the advice to raise them.
+    with pytest.warns(NotConvergedWarning) as said:
+        pairwise_distances(datasets, epsilon=0.5)
+    (message,) = (str(warning.message) for warning in said)
+    assert message == (
+        "not converged as far as rounding allows in set 0 and itself; set 1 and itself; set 2 and "
+        "itself: marginal error 3.10e-02 against solver.tolerance=0.001; the bounds still hold. "
+        "Raise solver.tolerance or epsilon, set precision=double; not converged after 100000 "
+        "iterations in set 0 and set 1; set 0 and set 2; set 1 and set 2: marginal error 3.10e-02 "
+        "against solver.tolerance=0.001; the bounds still hold. Raise solver.max_iterations or "
+        "epsilon"
+    )
 
 
 @pytest.mark.parametrize(

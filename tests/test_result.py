@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import otdd_flash.result_files
-from otdd_flash.errors import InputError
+from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.streamed import StreamedOperator
@@ -247,6 +247,54 @@ def test_a_saved_result_loads_as_it_was(result, tmp_path):
     assert (loaded.method, loaded.seconds) == (result.method, result.seconds)
     assert torch.equal(loaded.class_coupling(), result.class_coupling())
     assert torch.equal(loaded.barycentric_map(), result.barycentric_map())
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        ComputeOptions("cpu", "torch", "high", "1MiB"),
+        ComputeOptions("cpu", "triton", "fast"),
+        ComputeOptions("cuda:7", "triton"),
+    ],
+    ids=str,
+)
+def test_a_loaded_result_runs_where_and_how_it_did(compute, tmp_path):
+    ran_on = {"device": "cuda:7", "backend": "triton, scores streamed, fast"}
+    found = solved("plain")
+    there = replace(found, compute=compute, divergence=replace(found.divergence, **ran_on))
+    loaded = DistanceResult.load(there.save(tmp_path))
+    assert loaded.compute == compute
+    summary = loaded.summary()
+    assert {key: summary[key] for key in ran_on} == ran_on
+    assert summary == there.summary()
+
+
+def test_a_result_of_a_device_that_is_not_here_takes_another(tmp_path):
+    found = solved("plain")
+    path = replace(found, compute=ComputeOptions("cuda:7")).save(tmp_path)
+    away = DistanceResult.load(path)
+    assert away.value == found.value
+    with pytest.raises(InputError, match=r"no device 'cuda:7' .* DistanceResult.load takes it"):
+        away.barycentric_map()
+    for compute in ("cpu", ComputeOptions("cpu")):
+        here = DistanceResult.load(path, compute)
+        assert torch.equal(here.barycentric_map(), found.barycentric_map())
+    with pytest.raises(InputError, match="compute must be ComputeOptions or a device's name"):
+        DistanceResult.load(path, 7)
+
+
+def test_a_result_of_an_earlier_version_is_computed_anywhere(tmp_path):
+    """It kept the precision and the memory budget alone."""
+    found = solved("double")
+    tensors = found.save(tmp_path) / TENSOR_FILE
+    content = found.summary()
+    del content["compute"]
+    content["memory_budget"] = "1MiB"
+    save_file(load_file(tensors), tensors, metadata={"summary": json.dumps(content)})
+    with pytest.warns(DataNotice, match="without a checksum"):
+        loaded = DistanceResult.load(tmp_path)
+    assert loaded.compute == ComputeOptions(precision="double", memory_budget="1MiB")
+    assert (loaded.value, loaded.bounds) == (found.value, found.bounds)
 
 
 def test_the_summary_holds_what_was_computed(result):

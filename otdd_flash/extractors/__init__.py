@@ -5,7 +5,6 @@ applies one to a dataset, `standardize` and `reduce_pca` then treat both sides t
 """
 
 from otdd_flash.extractors.base import Extractor
-from otdd_flash.extractors.dimensions import check_same_dimension
 from otdd_flash.extractors.embedding import embed
 from otdd_flash.extractors.imported_function import from_callable
 from otdd_flash.extractors.pixel_values import pixels
@@ -20,7 +19,6 @@ from otdd_flash.extractors.torchvision_models import torchvision
 __all__ = [
     "Extractor",
     "build_extractor",
-    "check_same_dimension",
     "embed",
     "from_callable",
     "identity",

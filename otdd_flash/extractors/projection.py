@@ -8,8 +8,8 @@ import torch
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
-from otdd_flash.extractors.dimensions import check_same_dimension
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 
 

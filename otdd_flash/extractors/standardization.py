@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
-from otdd_flash.extractors.dimensions import check_same_dimension
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.samples import LabeledSamples, Samples
 
 ROWS_AT_ONCE = 4096

@@ -21,8 +21,8 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
-from otdd_flash.extractors import check_same_dimension
 from otdd_flash.flows.callbacks import Callbacks
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.flow import Flow

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
 from otdd_flash.tensor_file import content_hash
@@ -103,14 +104,8 @@ def pool(datasets: Sequence[LabeledSamples]) -> tuple[list[ClassCloud], tuple[in
     Raises:
         InputError: as `split_classes`, or the feature dimensions differ.
     """
-    first = datasets[0]
     for other in datasets[1:]:
-        if other.dim != first.dim:
-            raise InputError(
-                f"{first.name} has {first.dim} features and {other.name} has {other.dim}; class "
-                "distances need one feature space: use the same extractor for both, such as "
-                "extractor=pixels extractor.size=28, or extractor.pca after it"
-            )
+        check_same_dimension(datasets[0], other)
     clouds: list[ClassCloud] = []
     offsets = [0]
     for samples in datasets:

@@ -23,7 +23,9 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.divergence import Divergence, joint_shortfall
 
 
 class Comparison:
@@ -41,10 +43,10 @@ class Comparison:
         source: the rows to draw from: of positive weight, in classes that are not too small,
             without labels where they do not count.
         target: the same of the target.
-        unconverged: how many distances stopped before the tolerance.
+        unconverged: the distances that stopped before the tolerance.
 
     Raises:
-        InputError: `epsilon_relative` is among the arguments.
+        InputError: `epsilon_relative` is among the arguments, or features are not finite.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Comparison:
                 "parts of the data are compared at the epsilon of the whole: give the result's, "
                 "epsilon=result.epsilon, instead of epsilon_relative"
             )
+        check_squares(source, target)
         for key in ("cache_dir", "class_progress", "progress"):
             self._settings.pop(key, None)
         given = self._settings.pop("class_distances", None)
@@ -65,7 +68,7 @@ class Comparison:
         self.source = drawable(source, metric, minimum)
         self.target = drawable(target, metric, minimum)
         self._table = self._fixed_table(metric)
-        self.unconverged = 0
+        self.unconverged: list[Divergence] = []
 
     def between(self, source: LabeledSamples, target: LabeledSamples) -> DistanceResult:
         """The distance of some rows of the source from some of the target."""
@@ -89,18 +92,19 @@ class Comparison:
             warnings.simplefilter("ignore", NotConvergedWarning)
             warnings.simplefilter("ignore", DataNotice)
             result = dataset_distance(source, target, class_distances=table, **self._settings)
-        self.unconverged += not result.converged
+        if not result.converged:
+            self.unconverged.append(result.divergence)
         return result
 
     def warn_unconverged(self, count: int) -> None:
         """Warn where some of `count` distances stopped before the tolerance."""
         if self.unconverged:
-            warnings.warn(
-                f"{self.unconverged} of {count} distances between parts of the data did not "
-                "converge; raise solver.max_iterations, solver.max_seconds or epsilon",
-                NotConvergedWarning,
-                stacklevel=4,
+            message = joint_shortfall(
+                dict(enumerate(self.unconverged)),
+                self._settings.get("solver") or Converged(),
+                lambda some: f"{len(some)} of {count} distances between parts of the data",
             )
+            warnings.warn(message, NotConvergedWarning, stacklevel=4)
 
     def _fixed_table(self, metric: LabelMetric) -> ClassDistances | None:
         statistics = self._settings.pop("class_statistics", None)

@@ -52,6 +52,9 @@ SCORES_PER_SAMPLED = 32
 # What its solve may take.
 SAMPLE_ITERATIONS = 200
 
+# Exponents below which a float32 holds nothing.
+UNSEEN = 200
+
 
 class Sample(NamedTuple):
     """Some points of both sides, each with the same mass: (k,) rows and (l,) columns, int64."""
@@ -110,7 +113,7 @@ def _of_sample(
     levels = levels_above(level, TOP * _scale(sampled))
     track = _descend(coarse, sampled, _nothing(sampled), levels)
     track = coarse.run(sampled, level, track, _reaches(LEVEL_TOLERANCE))
-    g = torch.full_like(operator.b, _absent(operator), dtype=operator.dtype)
+    g = _absent(operator, level, track.updated).expand(len(operator.b)).clone()
     g[sample.columns] = track.updated
     part = len(sample.rows) * len(sample.columns) / (operator.shape[0] * operator.shape[1])
     return g, 2 * coarse.iterations * part
@@ -153,6 +156,13 @@ def _reaches(tolerance: float) -> Enough:
     return lambda _, error: error <= tolerance
 
 
-def _absent(operator: Operator) -> float:
-    """Stands for a potential of -inf: finite in float32, and far below any cost."""
-    return -min(1e37, max(1e20, 1e6 * max(map(abs, operator.cost_range))))
+def _absent(operator: Operator, level: float, present: Tensor) -> Tensor:
+    """Stands for a potential of -inf beside those of a sample (l,): finite, and without weight.
+
+    Whatever the costs, such a column is more than UNSEEN levels worse for a row than any with the
+    highest of these potentials. The size of costs and level is all that this goes by: in any other
+    unit the potential could be out of the range of floats, or one that counts.
+    """
+    lowest, highest = operator.cost_range
+    most = torch.finfo(operator.dtype).max / 2
+    return present.max() - min(highest - lowest + UNSEEN * level, most)

@@ -31,6 +31,8 @@ def sinkhorn(
 ) -> TransportTerm:
     """OT_epsilon(source, target) = min_P <C, P> + epsilon KL(P | a b^T).
 
+    A solve that stops early returns what it has reached, whose bounds hold, and warns.
+
     Args:
         source: n points: `LabeledSamples`, (features, labels) or features alone.
         target: m points, likewise.
@@ -47,14 +49,19 @@ def sinkhorn(
         Potentials, value and bounds.
 
     Raises:
-        InputError: a bad epsilon, clouds on two devices or of different dimension, a table of
-            another size, a tolerance that the precision cannot reach, a backend that cannot run on
-            the device, or too little memory.
+        InputError: a feature that is not finite, a bad epsilon, clouds on two devices or of
+            different dimension, a table of another size, a tolerance that the precision cannot
+            reach, a backend that cannot run on the device, or too little memory.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early.
+
+    Warns:
+        NotConvergedWarning: the solve stopped early.
     """
+    options = options or Converged()
     problem = _problem(source, target, epsilon, class_table, cost, compute)
-    return problem.cross_term(
-        problem.solve(options or Converged(), debias=False, progress=progress)
-    )
+    divergence = problem.solve(options, debias=False, progress=progress)
+    report_convergence(divergence, options)
+    return problem.cross_term(divergence)
 
 
 @takes(arguments.SINKHORN_DIVERGENCE)
@@ -81,6 +88,9 @@ def sinkhorn_divergence(
     Raises:
         InputError: as for `sinkhorn`, or a block [x, x] or [y, y] is not symmetric.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
+
+    Warns:
+        NotConvergedWarning: a term stopped early.
     """
     options = options or Converged()
     problem = _problem(source, target, epsilon, class_table, cost, compute)

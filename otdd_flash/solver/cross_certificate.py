@@ -54,7 +54,7 @@ def certify(
     passes.
 
     Raises:
-        EpsilonTooSmall: the plan's mass overflows.
+        EpsilonOutOfRange: the plan's mass overflows.
     """
     if updated is None:
         f = operator.softmin_rows(g, epsilon, f)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
@@ -17,6 +17,8 @@ from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term import TransportTerm, largest_tolerance
 from otdd_flash.solver.term_solves import Known, Solved, Start, TermSolves
 
+K = TypeVar("K")
+
 
 @dataclass(frozen=True, eq=False)
 class Divergence:
@@ -27,6 +29,7 @@ class Divergence:
         xx: the source's self term, or None without debiasing.
         yy: the target's self term, or None without debiasing.
         backend: how the passes of the cross term ran.
+        device: where they ran.
         passes: sweeps over all scores, in units of n m.
         identical: both clouds are one; its self plan is the cross plan.
         schedule: the name of the way it was solved, `Schedule.name`.
@@ -38,6 +41,7 @@ class Divergence:
     xx: TransportTerm | None
     yy: TransportTerm | None
     backend: str
+    device: str
     passes: float
     identical: bool = False
     schedule: str = "converged"
@@ -192,7 +196,9 @@ def solve_divergence(
     xy, xx, yy = (solves.terms.get(name) for name in ("xy", "xx", "yy"))
     assert xy is not None
     backend, passes = solves.backends["xy"], solves.passes
-    return Divergence(xy, xx, yy, backend, passes, schedule=options.name, offset=offset)
+    return Divergence(
+        xy, xx, yy, backend, str(xy.f.device), passes, schedule=options.name, offset=offset
+    )
 
 
 def solve_identical(
@@ -215,8 +221,42 @@ def solve_identical(
     if solved is not None:
         for name in ("xy", "xx", "yy"):
             solved(name, operator, term)
-    backend, passes = operator.backend, float(term.passes)
-    return Divergence(term, term, term, backend, passes, identical=True, schedule=options.name)
+    device, passes = str(term.f.device), float(term.passes)
+    return Divergence(
+        term,
+        term,
+        term,
+        operator.backend,
+        device,
+        passes,
+        identical=True,
+        schedule=options.name,
+    )
+
+
+def joint_shortfall(
+    late: Mapping[K, Divergence], options: Schedule, where: Callable[[Sequence[K]], str]
+) -> str:
+    """`Divergence.shortfall` of several that stopped early, once for every reason they had.
+
+    `where` says which ones some keys are.
+    """
+    said = []
+    for reason in dict.fromkeys(divergence.stopped_by for divergence in late.values()):
+        found = {key: each for key, each in late.items() if each.stopped_by == reason}
+        several = found.values()
+        said.append(
+            shortfall(
+                options,
+                reason,
+                where=where([*found]),
+                marginal_error=max(each.marginal_error for each in several),
+                tolerance=largest_tolerance(each.tolerance for each in several),
+                dtype=next(iter(several)).xy.f.dtype,
+                bound_width=max(each.bound_width for each in several),
+            )
+        )
+    return "; ".join(said)
 
 
 def report_convergence(divergence: Divergence, options: Schedule) -> None:

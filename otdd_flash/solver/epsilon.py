@@ -10,8 +10,8 @@ import torch
 from otdd_flash.errors import InputError
 
 
-class EpsilonTooSmall(InputError):
-    """An epsilon too small for the precision.
+class EpsilonOutOfRange(InputError):
+    """An epsilon too small, or too large, for the precision.
 
     Args:
         words: the message, with {name}, {given} (name=value) and, where known, {advised}.
@@ -38,7 +38,7 @@ class EpsilonTooSmall(InputError):
 
 @contextmanager
 def epsilon_given_as(name: str, given: float, epsilon: float) -> Iterator[None]:
-    """Say of an epsilon that is too small what the user called it.
+    """Say of an epsilon that is out of range what the user called it.
 
     Args:
         name: of the setting.
@@ -46,14 +46,14 @@ def epsilon_given_as(name: str, given: float, epsilon: float) -> Iterator[None]:
         epsilon: the regularisation that it means; others are left to their own names.
 
     Raises:
-        EpsilonTooSmall: as it was raised inside, under that name.
+        EpsilonOutOfRange: as it was raised inside, under that name.
     """
     try:
         yield
-    except EpsilonTooSmall as error:
+    except EpsilonOutOfRange as error:
         if error.epsilon != epsilon:
             raise
-        raise EpsilonTooSmall(
+        raise EpsilonOutOfRange(
             error.words, error.epsilon, error.advised, name=name, given=given
         ) from None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Marginals, Operator
-from otdd_flash.solver.epsilon import EpsilonTooSmall, or_double
+from otdd_flash.solver.epsilon import EpsilonOutOfRange, or_double
 
 # A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
 SCALABLE = 2.0**64
@@ -33,11 +33,11 @@ def evaluate(operator: Operator, f: Tensor, g: Tensor, epsilon: float, *, accura
     """Evaluate the plan of f (n,) and g (m,), float64.
 
     Raises:
-        EpsilonTooSmall: its mass overflows.
+        EpsilonOutOfRange: its mass overflows.
     """
     sums = operator.marginals(f, g, epsilon, accurate=accurate)
     if not math.isfinite(float(sums.rows.sum())):
-        raise EpsilonTooSmall(
+        raise EpsilonOutOfRange(
             "some costs are too far above the mean at {given}: rounding alone makes the plan's "
             f"mass overflow; raise {{name}}{or_double(operator.dtype)} or leave out points that "
             "are far from all others",

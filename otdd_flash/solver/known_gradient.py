@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from otdd_flash.errors import InputError
 
 
 class KnownGradient(torch.autograd.Function):
@@ -18,18 +19,47 @@ class KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
-        """The value; keeps the gradients, and the types and devices to return them in."""
+        """The value; keeps the gradients, and the inputs that they belong to."""
         ctx.save_for_backward(*gradients)
-        ctx.kinds = [(tensor.dtype, tensor.device) for tensor in inputs]
+        # Not saved: an input may change in place before backward, which does not read it.
+        ctx.inputs = inputs
         return value.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Scale times each gradient."""
         # Scaled first: gradients in a half type may be too small without the loss scale.
-        scaled = (
-            (scale.to(gradient.device, gradient.dtype) * gradient).to(dtype=dtype, device=device)
-            for gradient, (dtype, device) in zip(ctx.saved_tensors, ctx.kinds, strict=True)
-        )
+        scaled = [
+            (scale.detach().to(gradient.device, gradient.dtype) * gradient).to(given)
+            for gradient, given in zip(ctx.saved_tensors, ctx.inputs, strict=True)
+        ]
+        # Of create_graph=True.
+        if torch.is_grad_enabled():
+            ties = scale, *ctx.inputs
+            scaled = [cast(Tensor, OnceDifferentiable.apply(part, *ties)) for part in scaled]
         return None, None, *scaled
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """A gradient that depends on some inputs by derivatives that nobody knows.
+
+    Autograd's own `once_differentiable` is silent where only the inputs, and not the scale of the
+    gradient, need a derivative: it takes the gradient for a constant then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        """A copy of the gradient."""
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        """Refused.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "the loss is differentiable once, and its gradient was to be differentiated; detach "
+            "the gradient, or take differences of gradients at inputs nearby"
+        )

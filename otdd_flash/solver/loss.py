@@ -9,7 +9,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, check_squares
@@ -49,7 +49,8 @@ def sinkhorn_loss(
 
     Differentiable, once, in x, y, a, b, class_table, lambda_x and lambda_y. The forward pass solves
     to `options.tolerance` and computes what the inputs that require a gradient need; the backward
-    pass only scales it. Memory is that of the solve, whatever the number of iterations.
+    pass only scales it. Memory is that of the solve, whatever the number of iterations. Where the
+    gradient itself is differentiated, autograd ends in an `InputError`.
 
     The gradient is exact for the dual value at the potentials that the solver returned, converged
     or not (Danskin; Feydy et al. 2019, Interpolating between optimal transport and MMD using
@@ -83,17 +84,18 @@ def sinkhorn_loss(
         0-dim tensor in units of the cost, float64 if a cloud is and float32 otherwise.
 
     Raises:
-        InputError: clouds on two devices or of two dimensions, masses that do not sum to 1, labels
-            or a table that do not fit, a block [x, x] or [y, y] of it that is not symmetric, a bad
-            epsilon or weight, or a tolerance that the precision cannot reach.
+        InputError: points that are not finite, clouds on two devices or of two dimensions, masses
+            that do not sum to 1, labels or a table that do not fit, a block [x, x] or [y, y] of it
+            that is not symmetric, a bad epsilon or weight, or a tolerance that the precision cannot
+            reach.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
     _check_one_device(x, y)
     _check_classes(labels_x, labels_y, class_table)
     weights = GroundCost(_number("lambda_x", lambda_x), _number("lambda_y", lambda_y), ground)
     totals = _class_totals(labels_x, labels_y, class_table, class_totals)
-    source = _samples("a", x, labels_x, totals[0], a)
-    target = _samples("b", y, labels_y, totals[1], b)
+    source = _samples(("x", "a"), x, labels_x, totals[0], a)
+    target = _samples(("y", "b"), y, labels_y, totals[1], b)
     check_squares(source, target)
     dtype = torch.promote_types(source.features.dtype, target.features.dtype)
     if compute is None:
@@ -162,15 +164,24 @@ def _check_classes(labels_x: Tensor | None, labels_y: Tensor | None, table: Tens
 
 
 def _samples(
-    masses_name: str, points: Tensor, labels: Tensor | None, classes: int, masses: Tensor | None
+    called: tuple[str, str],
+    points: Tensor,
+    labels: Tensor | None,
+    classes: int,
+    masses: Tensor | None,
 ) -> LabeledSamples:
+    """One side; `called` names the arguments of its points and of its masses."""
     names = tuple(map(str, range(classes)))
     weights = None if masses is None else masses.detach()
-    samples = LabeledSamples(points.detach().contiguous(), labels, names, weights)
+    points = points.detach().contiguous()
+    try:
+        samples = LabeledSamples(points, labels, names, weights, name=called[0])
+    except InputError as error:
+        raise prefixed(called[0], error) from error
     if weights is not None:
         total = float(weights.double().sum())
         if abs(total - 1) > MASS_TOLERANCE:
-            raise InputError(f"{masses_name} must sum to 1, got {total:.8g}; divide it by its sum")
+            raise InputError(f"{called[1]} must sum to 1, got {total:.8g}; divide it by its sum")
     return samples
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import (
@@ -23,7 +24,7 @@ from otdd_flash.operators.memory import within_memory
 from otdd_flash.samples import LabeledSamples, real_tensor
 from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
-from otdd_flash.solver.epsilon import EpsilonTooSmall
+from otdd_flash.solver.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.schedule import Progress, Schedule
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.solver.term_solves import Known, Solved, Start
@@ -82,19 +83,22 @@ class Problem:
         self.given = _as_samples(source), _as_samples(target)
         self.source, self.target = self.given
         check_one_device(self.source.features.device, self.target.features.device)
-        if self.source.dim != self.target.dim:
-            raise InputError(
-                f"source has {self.source.dim} features and target {self.target.dim}; transport "
-                "needs one space: use the same extractor for both"
-            )
+        check_same_dimension(self.source, self.target)
         self.cost, self.compute = cost or GroundCost(), compute or ComputeOptions()
         self.weights = self.cost.squared
         same = self.source is self.target
         self.source = self.cost.seen(self.source)
         self.target = self.source if same else self.cost.seen(self.target)
+        if epsilon > torch.finfo(self.compute.dtype).max / 4:
+            in_double = epsilon < torch.finfo(torch.float64).max / 4
+            raise EpsilonOutOfRange(
+                f"{{given}} overflows in precision={self.compute.precision}; lower {{name}}"
+                f"{' or set precision=double' if in_double else ''}",
+                epsilon,
+            )
         if epsilon < torch.finfo(self.compute.dtype).tiny:
             in_double = epsilon > WITHIN_DOUBLE * self._largest_cost()
-            raise EpsilonTooSmall(
+            raise EpsilonOutOfRange(
                 f"{{given}} underflows in precision={self.compute.precision}; raise "
                 f"{{name}}{', scale' if in_double else ' or scale'} the features up"
                 f"{' or set precision=double' if in_double else ''}",

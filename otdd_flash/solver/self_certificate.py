@@ -28,7 +28,7 @@ def certify_self(
     as near to C.
 
     Raises:
-        EpsilonTooSmall: the plan's mass overflows.
+        EpsilonOutOfRange: the plan's mass overflows.
     """
     a, plan = operator.a, evaluate_self(operator, f.double(), epsilon, accurate=accurate)
     lost = find_lost(plan, (a, a), epsilon)

@@ -13,7 +13,7 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.epsilon import EpsilonTooSmall, or_double
+from otdd_flash.solver.epsilon import EpsilonOutOfRange, or_double
 from otdd_flash.solver.schedule import LOOSEST_DEFAULT, StoppedBy
 
 # The L1 distance of two masses, at the most.
@@ -168,7 +168,7 @@ def check_usable(hidden: float, epsilon: float, dtype: torch.dtype) -> None:
         InputError: `hidden` does.
     """
     if not hidden < float("inf"):
-        raise EpsilonTooSmall(
+        raise EpsilonOutOfRange(
             "some costs are too far above the mean at {given}: rounding alone decides about the "
             f"masses of their points; raise {{name}}{or_double(dtype)} or leave out points that "
             "are far from all others",
@@ -180,16 +180,16 @@ def check_usable(hidden: float, epsilon: float, dtype: torch.dtype) -> None:
 
 def rounded_away(
     hidden: float, epsilon: float, dtype: torch.dtype, enough: float = AMPLE
-) -> EpsilonTooSmall:
+) -> EpsilonOutOfRange:
     """The error where rounding moves the marginals by so much; at the advised epsilon, `enough`."""
     advised = epsilon * hidden / enough
     if not advised < float("inf"):
-        return EpsilonTooSmall(
+        return EpsilonOutOfRange(
             f"{{given}} is too small for {_name(dtype)}: rounding leaves nothing of the marginals; "
             "raise {name}",
             epsilon,
         )
-    return EpsilonTooSmall(
+    return EpsilonOutOfRange(
         f"{{given}} is too small for {_name(dtype)}: rounding alone moves the marginals by up to "
         f"{hidden:.1e}; raise {{name}} to about {{advised}}{_or_double(hidden, enough, dtype)}",
         epsilon,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import otdd_flash as otdd
+from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
-from otdd_flash.extractors import check_same_dimension, reduce_pca, standardize
+from otdd_flash.extractors import reduce_pca, standardize
 
 
 @pytest.fixture
@@ -130,9 +133,23 @@ def test_different_dimensions_name_both_and_the_way_out(
     make_samples: Any, d: int, e: int, way_out: str
 ) -> None:
     x, y = make_samples(np.ones((2, d)), "left"), make_samples(np.ones((2, e)), "right")
-    for treat in (check_same_dimension, standardize, lambda x, y: reduce_pca(x, y, 1, 0)):
-        with pytest.raises(InputError, match=f"left has {d} .* right has {e},.*{way_out}"):
+    entries: list[Callable[..., object]] = [
+        check_same_dimension,
+        standardize,
+        lambda x, y: reduce_pca(x, y, 1, 0),
+        lambda x, y: otdd.class_distances([x, y]),
+        lambda x, y: otdd.pairwise_distances([x, y]),
+        otdd.dataset_distance,
+        otdd.gradient_flow,
+        lambda x, y: otdd.sinkhorn(x, y, epsilon=1.0),
+        lambda x, y: otdd.sinkhorn_divergence(x, y, epsilon=1.0),
+    ]
+    for treat in entries:
+        with pytest.raises(InputError, match=f"left has {d} .* right has {e},.*{way_out}") as told:
             treat(x, y)
+        assert str(told.value).endswith(
+            "extractor.pca cannot help, as it is fitted on both sides together"
+        )
     check_same_dimension(x, x)
 
 

@@ -83,6 +83,13 @@ def test_solves_that_stop_early_are_told_once(pair):
     assert len(told) == 1
 
 
+def test_where_rounding_stopped_the_solves_more_iterations_are_not_advised(pair):
+    with pytest.warns(
+        NotConvergedWarning, match=r"rounding allows in 3 of 3 .* Raise solver\.bound_width or eps"
+    ):
+        noise_floor(*pair, epsilon=1.0, solver=Converged(bound_width=1e-9))
+
+
 def test_classes_too_small_to_halve_are_an_error_and_can_be_dropped():
     source, target = numbered(8, 3), numbered(9, 8)
     with pytest.raises(InputError, match="min_class_size=4"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,16 +10,20 @@ import reference
 import torch
 from torch import Tensor
 
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.solver import approach
-from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.alternating import alternate, solve_alternating
 from otdd_flash.solver.approach import draw_sample
 from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.iteration import Iteration
 
 N, M = 400, 333
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -128,6 +133,57 @@ def test_the_first_error_is_small_where_a_sample_knows_the_potential(uniform: bo
     )
     # From zero it is 1.1.
     assert errors[0] < 0.1
+
+
+KINDS: dict[str, Callable[[LabelledCost], Operator]] = {
+    "single": lambda cost: StreamedOperator(cost, torch.float32),
+    "double": lambda cost: StreamedOperator(cost, torch.float64),
+    "kernels": lambda cost: KernelOperator(cost, "high"),
+}
+
+
+def cost_in_a_unit(unit: float, device: torch.device | str) -> LabelledCost:
+    """Of its columns the first 280, whole tiles of a kernel, are too light to be drawn."""
+    draw = torch.Generator().manual_seed(4)
+    x, y = (unit * torch.randn(size, 3, generator=draw).double() for size in (N, M))
+    b = torch.where(torch.arange(M) < 280, 1e-12, 1.0).double()
+    one = torch.zeros(max(N, M), dtype=torch.int64)
+    return LabelledCost(
+        *(x.to(device), y.to(device)),
+        *(side.to(device) for side in (torch.full((N,), 1 / N).double(), b / b.sum())),
+        labels_x=one[:N].to(device),
+        labels_y=one[:M].to(device),
+        class_costs=torch.zeros(1, 1, dtype=torch.float64, device=device),
+        lambda_x=0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit"),
+    [
+        *(("single", unit) for unit in (1e-10, 1.0, 3e17)),
+        *(("double", unit) for unit in (1e-100, 1e-10, 1.0, 1e20, 1e100)),
+        *(pytest.param("kernels", unit, marks=pytest.mark.slow) for unit in (1e-10, 3e17)),
+    ],
+)
+@pytest.mark.parametrize("relative", [0.01, 10.0])
+def test_in_any_unit_a_potential_extends_by_the_columns_of_its_sample_alone(
+    kind: str, unit: float, relative: float, small_samples: None
+) -> None:
+    operator = KINDS[kind](cost_in_a_unit(unit, DEVICE if kind == "kernels" else "cpu"))
+    sample = draw_sample(operator)
+    assert sample is not None
+    held = sample.columns.unique()
+    assert int(held.min()) >= 280
+    epsilon = relative * operator.mean_cost
+    solve = Iteration("xy", alternate, epsilon, Converged(), None)
+    g, _ = approach._of_sample(solve, operator, sample, epsilon)
+    found = operator.softmin_rows(g, epsilon).double().cpu() / unit**2
+    whole = reference.dense_cost(*cost_in_a_unit(1.0, "cpu").points)
+    cost, b, g = (part.double().cpu() for part in (whole[:, held.cpu()], operator.b[held], g[held]))
+    expected = reference.softmin_rows(cost, b, g / unit**2, epsilon / unit**2)
+    tolerance = 1e-5 * max(relative, 1.0) * float(whole.max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.usefixtures("small_samples")

@@ -175,6 +175,60 @@ def entries(
     ]
 
 
+READERS: dict[str, Callable[[LabeledSamples, LabeledSamples], object]] = {
+    "sinkhorn": lambda x, y: otdd.sinkhorn(x, y, epsilon=0.5),
+    "sinkhorn_divergence": lambda x, y: otdd.sinkhorn_divergence(x, y, epsilon=0.5),
+    "dataset_distance": lambda x, y: otdd.dataset_distance(x, y),
+    "statistics": lambda x, y: otdd.dataset_distance(
+        *(labelled(20, 0), labelled(20, 1)), class_statistics=(x, y)
+    ),
+    "class_distances": lambda x, y: otdd.class_distances([x, y]),
+    "pairwise_distances": lambda x, y: otdd.pairwise_distances([x, y]),
+    "gradient_flow": lambda x, y: otdd.gradient_flow(x, y, steps=1),
+    "reduce_pca": lambda x, y: otdd.extractors.reduce_pca(x, y, 2, 0),
+    "subsample_interval": lambda x, y: otdd.subsample_interval(x, y, 1.0, epsilon=0.5),
+    "noise_floor": lambda x, y: otdd.noise_floor(x, y, epsilon=0.5),
+}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("reader", READERS)
+def test_features_that_became_nan_after_samples_were_made_are_refused(
+    pair: tuple[LabeledSamples, LabeledSamples], reader: str, bad: float
+) -> None:
+    pair[1].features[7, 1] = bad
+    with pytest.raises(
+        InputError, match=r"^samples: features hold 1 NaN or .* \(first at row 7, column 1\); rem"
+    ):
+        READERS[reader](*pair)
+
+
+def test_a_tensor_with_nan_is_refused_by_the_loss(
+    pair: tuple[LabeledSamples, LabeledSamples],
+) -> None:
+    x, y = (side.features for side in pair)
+    y[7, 1] = float("nan")
+    with pytest.raises(InputError, match=r"^y: features hold 1 NaN .* row 7, column 1\)"):
+        otdd.sinkhorn_loss(x.requires_grad_(), y, epsilon=0.5)
+
+
+@pytest.mark.parametrize(
+    "reader", ["sinkhorn", "sinkhorn_divergence", "dataset_distance", "pairwise_distances"]
+)
+def test_samples_are_read_once_for_that(
+    pair: tuple[LabeledSamples, LabeledSamples], reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[torch.Tensor] = []
+    aminmax = torch.aminmax
+    monkeypatch.setattr(
+        samples_module.torch, "aminmax", lambda part: read.append(part) or aminmax(part)
+    )
+    monkeypatch.setattr("otdd_flash.operators.labelled_cost._norms", fails)
+    with pytest.raises(AssertionError, match="never to be called"):
+        READERS[reader](*pair)
+    assert [len(part) for part in read] == [40, 33]
+
+
 @pytest.mark.parametrize("compute", [STORED, STREAMED, KERNELS], ids=["stored", "streamed", "tri"])
 @pytest.mark.parametrize("entry", range(5))
 def test_too_little_memory_is_refused_before_any_work(

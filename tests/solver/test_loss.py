@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,12 +107,29 @@ def test_backward_scales_and_is_not_disturbed_by_a_step() -> None:
     torch.testing.assert_close(x.grad, -3 * gradient, rtol=1e-12, atol=0)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    x = leaf(cloud(9, 0))
-    loss = otdd.sinkhorn_loss(x, cloud(7, 1), epsilon=EPSILON)
-    (gradient,) = torch.autograd.grad(loss.square(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+@pytest.mark.parametrize(
+    "of", [lambda loss: loss, torch.square, lambda loss: 2 * loss], ids=["itself", "square", "2"]
+)
+@pytest.mark.parametrize("inner", [lambda x: x, lambda x: x.exp()], ids=["leaf", "function"])
+def test_a_second_derivative_is_refused(
+    of: Callable[[Tensor], Tensor], inner: Callable[[Tensor], Tensor]
+) -> None:
+    x, y, lambda_x = leaf(cloud(9, 0)), cloud(7, 1), leaf(torch.tensor(0.5))
+
+    def gradients(*, create_graph: bool) -> tuple[Tensor, ...]:
+        loss = otdd.sinkhorn_loss(inner(x), y, lambda_x=lambda_x, epsilon=EPSILON)
+        return torch.autograd.grad(of(loss), (x, lambda_x), create_graph=create_graph)
+
+    found, expected = gradients(create_graph=True), gradients(create_graph=False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    message = r"^the loss is differentiable once, .*; detach the gradient, or take differences of "
+    for gradient in found:
+        with pytest.raises(InputError, match=message):
+            torch.autograd.grad(gradient.sum(), x, retain_graph=True)
+    with pytest.raises(InputError, match=message):
+        torch.autograd.functional.hvp(
+            lambda x: of(otdd.sinkhorn_loss(inner(x), y, epsilon=EPSILON)), cloud(9, 0), cloud(9, 2)
+        )
 
 
 def test_mass_gradients_run_along_the_simplex() -> None:
@@ -261,7 +279,7 @@ def zeros(count: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"y": torch.ones(7, 2)}, "3 features and target 2"),
+        ({"y": torch.ones(7, 2)}, "x has 3 features and y has 2"),
         ({"y": torch.ones(7, 3, device="meta")}, "x is on cpu and y on meta"),
         ({"x": [[0.0, 1.0, 2.0]]}, r"x must be a tensor \(n, d\), got list"),
         ({"a": torch.ones(9) / 8}, r"a must sum to 1, got 1\.125"),

@@ -142,6 +142,24 @@ def test_scales_out_of_the_range_of_float32_are_refused(scale: float, message: s
     assert otdd.sinkhorn(x, y, epsilon=epsilon, compute=double).converged
 
 
+@pytest.mark.parametrize(
+    ("precision", "given", "message"),
+    [
+        ("fast", {"epsilon": 1e39}, r"^epsilon=1e\+39 overflows .*; lower .* precision=double$"),
+        ("fast", {"epsilon_relative": 1e300}, r"^epsilon_relative=1e\+300 overflows in "),
+        ("double", {"epsilon_relative": 1.5e308}, r"^epsilon_relative=1\.5e\+308 overflows in "),
+        ("double", {"epsilon": 1e308}, r"^epsilon=1e\+308 overflows in .*; lower epsilon$"),
+    ],
+)
+def test_an_epsilon_above_the_range_of_the_precision_is_refused(
+    precision: str, given: dict[str, float], message: str
+) -> None:
+    points = 3 * torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0))
+    compute = otdd.ComputeOptions("cpu", precision=precision)
+    with pytest.raises(InputError, match=message):
+        otdd.dataset_distance(*points, labels="none", compute=compute, **given)
+
+
 def test_a_plan_whose_mass_overflows_by_rounding_is_refused() -> None:
     draw = torch.Generator().manual_seed(5)
     x, y = torch.randn(300, 3, generator=draw), torch.randn(150, 3, generator=draw)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import reference
 import torch
@@ -11,8 +13,10 @@ from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.rounding import magnitude, rounding_floor
 from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.term import TransportTerm
 
 DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
 EXACT = Converged(tolerance=1e-9)
@@ -111,24 +115,27 @@ def test_marginals_of_the_reported_plan_reach_the_tolerance() -> None:
     assert float((plan.sum(1) - operator.a).abs().sum()) <= 1e-3
 
 
-def test_stopping_early_warns_and_says_so() -> None:
-    with pytest.warns(NotConvergedWarning, match=r"after 2 iterations.*solver\.tolerance=0.001"):
-        divergence = otdd.sinkhorn_divergence(
-            cloud(40, 0),
-            cloud(30, 1, 2.0),
-            epsilon=0.01,
-            options=Converged(max_iterations=2),
-            compute=DOUBLE,
-        )
-    assert not divergence.converged
-    assert divergence.stopped_by == "max_iterations"
-    assert divergence.marginal_error > 1e-3
+@pytest.mark.parametrize("solve", [otdd.sinkhorn, otdd.sinkhorn_divergence])
+def test_stopping_early_warns_and_says_so(
+    solve: Callable[..., TransportTerm | Divergence],
+) -> None:
+    options = Converged(max_iterations=2)
+    clouds = cloud(40, 0), cloud(30, 1, 2.0)
+    with pytest.warns(
+        NotConvergedWarning, match=r"after 2 iterations in .*xy.*solver\.tolerance=0.001"
+    ) as told:
+        found = solve(*clouds, epsilon=0.01, options=options, compute=DOUBLE)
+    assert [entry.filename for entry in told] == [__file__]
+    assert not found.converged
+    assert found.stopped_by == "max_iterations"
+    assert found.marginal_error > 1e-3
 
 
-def test_required_convergence_raises() -> None:
+@pytest.mark.parametrize("solve", [otdd.sinkhorn, otdd.sinkhorn_divergence])
+def test_required_convergence_raises(solve: Callable[..., object]) -> None:
     options = Converged(max_iterations=2, require_convergence=True)
     with pytest.raises(ConvergenceError, match="not converged after 2 iterations"):
-        otdd.sinkhorn_divergence(cloud(40, 0), cloud(30, 1, 2.0), epsilon=0.01, options=options)
+        solve(cloud(40, 0), cloud(30, 1, 2.0), epsilon=0.01, options=options)
 
 
 @pytest.mark.parametrize("solve", [solve_alternating, solve_symmetric])
@@ -173,7 +180,7 @@ def test_epsilon_must_be_positive(epsilon: float) -> None:
 
 
 def test_clouds_of_different_dimension_are_refused() -> None:
-    with pytest.raises(InputError, match="2 features and target 3"):
+    with pytest.raises(InputError, match="source has 2 features and target has 3"):
         otdd.sinkhorn(cloud(3, 0), torch.ones(4, 3), epsilon=1.0)
 
 
