@@ -32,6 +32,7 @@ SOLVER = {
     "require_convergence": False,
 }
 DEFAULTS = {
+    "ground": "sqeuclidean",
     "lambda_x": 0.5,
     "lambda_y": 0.5,
     "epsilon": 0.1,

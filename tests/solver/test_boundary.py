@@ -184,7 +184,7 @@ READERS: dict[str, Callable[[LabeledSamples, LabeledSamples], object]] = {
     ),
     "class_distances": lambda x, y: otdd.class_distances([x, y]),
     "pairwise_distances": lambda x, y: otdd.pairwise_distances([x, y]),
-    "gradient_flow": lambda x, y: otdd.gradient_flow(x, y, steps=1),
+    "gradient_flow": lambda x, y: otdd.gradient_flow(x, y, otdd.Flow(steps=1)),
     "reduce_pca": lambda x, y: otdd.extractors.reduce_pca(x, y, 2, 0),
     "subsample_interval": lambda x, y: otdd.subsample_interval(x, y, 1.0, epsilon=0.5),
     "noise_floor": lambda x, y: otdd.noise_floor(x, y, epsilon=0.5),
