@@ -15,6 +15,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.epsilon import load_scales
 from otdd_flash.kernels.packed_points import Layout
+from otdd_flash.kernels.tiling import BLOCK_COLUMNS
 
 
 @triton.jit
@@ -33,8 +34,10 @@ def column_bias_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program per (row of bias, BLOCK columns)."""
-    i_class = tl.program_id(0)
-    o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # One axis for both: the others hold 65,535 programs, which 2^24 columns exceed.
+    blocks = m // BLOCK
+    i_class = tl.program_id(0) // blocks
+    o_column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     _, scale = load_scales(epsilon_ptr, 1.0)
     term = tl.load(potential_ptr + tl.load(origin_ptr + o_column)) - tl.load(squares_ptr + o_column)
     if CLASSES:
@@ -65,7 +68,7 @@ def column_bias(
     m = layout.size
     rows = 1 if costs is None else costs.shape[0]
     bias = torch.empty((rows, m), dtype=torch.float32, device=potential.device)
-    column_bias_kernel[(rows, m // 256)](
+    column_bias_kernel[(rows * (m // BLOCK_COLUMNS),)](
         potential,
         layout.origin,
         log2_masses,
@@ -77,6 +80,6 @@ def column_bias(
         m,
         0 if costs is None else costs.shape[1],
         CLASSES=costs is not None,
-        BLOCK=256,
+        BLOCK=BLOCK_COLUMNS,
     )
     return bias

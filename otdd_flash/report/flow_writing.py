@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from otdd_flash.errors import choose
 from otdd_flash.flows.dataset_files import (
@@ -13,7 +12,8 @@ from otdd_flash.flows.dataset_files import (
     write_hugging_face,
     write_npz,
 )
-from otdd_flash.flows.history import StepRecord, Trajectory
+from otdd_flash.flows.history import Trajectory
+from otdd_flash.flows.result import FlowResult
 from otdd_flash.labels.npz_file import write_arrays
 from otdd_flash.report.drawing import CONTENTS, Report, Writers, write_each
 from otdd_flash.report.flow_animation import write_animation
@@ -22,35 +22,10 @@ from otdd_flash.report.flow_metrics import write_metrics_csv
 from otdd_flash.report.flow_objective import draw_objective
 from otdd_flash.report.flow_paths import draw_paths
 from otdd_flash.report.fonts import notice_missing_glyphs
-from otdd_flash.samples import LabeledSamples
-
-
-class Flow(Protocol):
-    """What the report reads of a `FlowResult`."""
-
-    @property
-    def source(self) -> LabeledSamples:
-        """The particles before the first step."""
-
-    @property
-    def target(self) -> LabeledSamples:
-        """What they moved towards."""
-
-    @property
-    def samples(self) -> LabeledSamples:
-        """The particles after the last step."""
-
-    @property
-    def evaluations(self) -> Sequence[StepRecord]:
-        """Records of the start, of every step and of the end."""
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """Where some particles were on the way."""
 
 
 def write_flow_report(
-    result: Flow,
+    result: FlowResult,
     directory: str | Path,
     *,
     image_shape: ImageShape | None = None,
@@ -64,7 +39,7 @@ def write_flow_report(
     `Trajectory`), objective.png and paths.png; of images also images.png and flow.gif.
 
     Args:
-        result: a `FlowResult`.
+        result: of `gradient_flow`.
         directory: made if it does not exist.
         image_shape: (c, h, w) of the particles, if they are images with pixel values in [0, 1],
             channel after channel.
@@ -95,7 +70,9 @@ def write_flow_report(
     return write_each(writers)
 
 
-def _pictures(result: Flow, directory: Path, image_shape: ImageShape | None, seed: int) -> Writers:
+def _pictures(
+    result: FlowResult, directory: Path, image_shape: ImageShape | None, seed: int
+) -> Writers:
     source, target, trajectory = result.source, result.target, result.trajectory
     named = [*source.class_names, *target.class_names]
     notice_missing_glyphs([source.name, target.name, *named])

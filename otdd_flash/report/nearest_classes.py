@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from otdd_flash.labels.table import NearestClass
 from otdd_flash.report.csv_tables import write_table_csv
 from otdd_flash.report.page import shorten
 
@@ -18,27 +19,7 @@ LONGEST_NAME = 24
 FILE = "nearest_classes.csv"
 
 
-class Nearest(Protocol):
-    """What is read of a `NearestClass`."""
-
-    @property
-    def side(self) -> str:
-        """The dataset of the class, source or target."""
-
-    @property
-    def name(self) -> str:
-        """The class."""
-
-    @property
-    def nearest(self) -> str:
-        """Its nearest class of the other dataset."""
-
-    @property
-    def distance(self) -> float:
-        """The squared distance of the two."""
-
-
-def write_nearest_csv(rows: Sequence[Nearest], path: str | Path) -> None:
+def write_nearest_csv(rows: Sequence[NearestClass], path: str | Path) -> None:
     """Write one line per class, source classes first.
 
     Raises:
@@ -48,7 +29,7 @@ def write_nearest_csv(rows: Sequence[Nearest], path: str | Path) -> None:
     write_table_csv(path, ("side", "class", "nearest", "squared_distance"), body)
 
 
-def nearest_table(rows: Sequence[Nearest]) -> Table:
+def nearest_table(rows: Sequence[NearestClass]) -> Table:
     """Source classes with their nearest target classes on the left, the reverse on the right."""
     from rich.markup import escape
     from rich.table import Table

@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
 from otdd_flash.errors import choose
+from otdd_flash.labels import ClassDistances
 from otdd_flash.report.class_order import ORDERS, class_orders
 from otdd_flash.report.class_pictures import draw_class_coupling, draw_class_distances
 from otdd_flash.report.csv_tables import write_matrix_csv
 from otdd_flash.report.drawing import CONTENTS, Report, Writers, wanted, write_each
 from otdd_flash.report.fonts import notice_missing_glyphs
 from otdd_flash.report.nearest_classes import FILE as NEAREST_FILE
-from otdd_flash.report.nearest_classes import Nearest, write_nearest_csv
+from otdd_flash.report.nearest_classes import write_nearest_csv
 from otdd_flash.report.projections import projection
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.result import DistanceResult
 
 Names = tuple[tuple[str, ...], tuple[str, ...]]
 Orders = list[list[int]]
 
 
-class ClassTable(Protocol):
-    """What the report reads of a `ClassDistances`."""
-
-    @property
-    def full(self) -> Tensor:
-        """(Vx + Vy, Vx + Vy) squared 2-Wasserstein distances."""
-
-    def nearest(self) -> Sequence[Nearest]:
-        """The nearest class of the other dataset, for each class."""
-
-
-class Result(Protocol):
-    """What the report reads of a `DistanceResult`."""
-
-    @property
-    def source(self) -> LabeledSamples:
-        """What was compared."""
-
-    @property
-    def target(self) -> LabeledSamples:
-        """With what."""
-
-    @property
-    def class_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the Vx source and the Vy target classes."""
-
-    @property
-    def method(self) -> str:
-        """How class distances were measured."""
-
-    @property
-    def class_distances(self) -> ClassTable:
-        """The table between classes."""
-
-    def class_coupling(self) -> Tensor:
-        """(Vx, Vy) masses that sum to 1."""
-
-
 def write_report(
-    result: Result,
+    result: DistanceResult,
     directory: str | Path,
     *,
     seed: int = 0,
@@ -78,7 +39,7 @@ def write_report(
     `none`), and no coupling where either side is one class.
 
     Args:
-        result: a `DistanceResult`.
+        result: of `dataset_distance`.
         directory: made if it does not exist.
         seed: of the rows that the projection draws.
         order: how the pictures order the classes of each dataset, one of `ORDERS`; tables keep
@@ -117,7 +78,7 @@ def write_report(
 
 
 def _class_distances(
-    table: ClassTable, names: Names, datasets: tuple[str, str], directory: Path, orders: Orders
+    table: ClassDistances, names: Names, datasets: tuple[str, str], directory: Path, orders: Orders
 ) -> Writers:
     both = [f"source:{name}" for name in names[0]] + [f"target:{name}" for name in names[1]]
     return {

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 from torch import Tensor
 
+import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.labels.table import NearestClass
 from otdd_flash.report import writing
+from otdd_flash.report.flow_writing import write_flow_report
+from otdd_flash.report.nearest_classes import write_nearest_csv
 from otdd_flash.report.writing import write_report
 from otdd_flash.samples import LabeledSamples
 
@@ -21,6 +27,21 @@ ALL = {
     "nearest_classes.csv",
     "projection.png",
 }
+
+
+@pytest.mark.parametrize(
+    ("write", "argument", "kind"),
+    [
+        (write_report, "result", otdd.DistanceResult),
+        (write_flow_report, "result", otdd.FlowResult),
+        (write_nearest_csv, "rows", Sequence[NearestClass]),
+    ],
+)
+def test_reports_are_of_the_results_themselves(
+    write: Callable[..., object], argument: str, kind: type
+) -> None:
+    """Not of classes that say once more what these hold."""
+    assert get_type_hints(write)[argument] == kind
 
 
 @dataclass(frozen=True)
