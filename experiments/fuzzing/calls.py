@@ -60,7 +60,7 @@ def _functions() -> dict[str, tuple[Callable[..., Any], Arguments]]:
         "ComputeOptions": (otdd.ComputeOptions, {
             "device": "cpu", "backend": "auto", "precision": "fast", "memory_budget": "auto",
         }),
-        "GroundCost": (otdd.GroundCost, {"lambda_x": 0.5, "lambda_y": 0.5}),
+        "GroundCost": (otdd.GroundCost, {"lambda_x": 0.5, "lambda_y": 0.5, "ground": "cosine"}),
         "Stepping": (otdd.Stepping, {"step_size": 0.1, "optimizer": "sgd"}),
         "pixels": (otdd.extractors.pixels, {"size": None, "grayscale": False}),
     }  # fmt: skip

@@ -26,6 +26,7 @@ GOOD = {
     "epsilon": ("0.01", "0.1", "2", "100"),
     "epsilon_relative": ("1e-2", "0.1", "3"),
     "lambda_x": ("0.1", "1"),
+    "ground": ("cosine", "sqeuclidean"),
     "lambda_y": ("0", "0.2", "1"),
     "precision": ("fast", "high", "double"),
     "solver.tolerance": ("1e-2", "1e-4"),
