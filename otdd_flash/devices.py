@@ -46,12 +46,22 @@ def check_one_device(source: torch.device, target: torch.device) -> None:
         )
 
 
+def is_amd(device: torch.device) -> bool:
+    """Whether a device is an AMD card, which PyTorch calls cuda too, with capabilities alike."""
+    return device.type == "cuda" and torch.version.hip is not None
+
+
 def check_triton(device: torch.device) -> None:
     """Raise an `InputError` unless Triton's kernels can run on a device.
 
-    They run on CUDA devices of compute capability 8.0 and later; elsewhere only interpreted, which
+    They run on NVIDIA cards of compute capability 8.0 and later; elsewhere only interpreted, which
     is for the caller to know.
     """
+    if is_amd(device):
+        raise InputError(
+            f"{_described(device)} is an AMD card, but the error model that the bounds of the "
+            "Triton kernels rest on is of NVIDIA cards; use backend=torch"
+        )
     try:
         importlib.import_module("triton")
     except ImportError as error:

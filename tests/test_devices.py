@@ -74,6 +74,20 @@ def test_older_gpus_are_refused(
     )
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (9, 4), (11, 0)])
+def test_amd_cards_are_refused_whatever_capability_they_tell(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    with pytest.raises(InputError) as refused:
+        check_triton(gpu_of(capability, monkeypatch))
+    assert str(refused.value) == (
+        "cuda:1 (Some GPU) is an AMD card, but the error model that the bounds of the Triton "
+        "kernels rest on is of NVIDIA cards; use backend=torch"
+    )
+    check_triton(torch.device("cpu"))
+
+
 def test_a_machine_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     pattern = r"^cuda:1 \(Some GPU\) has no Triton: .*triton.*; .*use backend=torch$"

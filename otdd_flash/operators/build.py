@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields
-from otdd_flash.devices import check_triton, resolve_device
+from otdd_flash.devices import check_triton, is_amd, resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
@@ -35,7 +35,7 @@ class ComputeOptions:
 
     Args:
         device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
-        backend: `auto` (Triton on CUDA but in double precision), `torch` or `triton`.
+        backend: `auto` (Triton on NVIDIA cards but in double precision), `torch` or `triton`.
         precision: `fast` iterates on points rounded to float16 and ends on the original ones, in
             Triton, but where float16 holds them; `high` is float32-like throughout, as both are in
             PyTorch; `double` is float64.
@@ -222,7 +222,8 @@ def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
 def _use_triton(compute: ComputeOptions, device: torch.device) -> bool:
     """Whether half-steps run in Triton; an impossible request is refused, never replaced."""
     cuda, double = device.type == "cuda", compute.precision == "double"
-    if compute.backend == "torch" or (compute.backend == "auto" and (double or not cuda)):
+    fitting = cuda and not is_amd(device) and not double
+    if compute.backend == "torch" or (compute.backend == "auto" and not fitting):
         return False
     if double:
         raise InputError("backend=triton has no double precision; use backend=torch or auto")

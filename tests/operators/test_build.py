@@ -9,6 +9,7 @@ import torch
 
 from otdd_flash import samples
 from otdd_flash.errors import InputError
+from otdd_flash.labels.transport_terms import kernels_run_on
 from otdd_flash.operators import build, memory
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import (
@@ -144,6 +145,24 @@ def test_a_gpu_whose_triton_cannot_be_imported_is_refused(
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(InputError, match=r"cuda:0 \(Some GPU\) has no Triton.*use backend=torch"):
         built(ComputeOptions("cuda", backend))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("precision", ["fast", "high", "double"])
+def test_an_amd_card_runs_pytorch_and_nothing_else(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    monkeypatch.setattr(build, "kernel_bytes", fails)
+    # What it answers is not what NVIDIA's numbers mean.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", fails)
+    card = torch.device("cuda", 0)
+    for backend in ("auto", "torch"):
+        compute = ComputeOptions("cuda", backend, precision)
+        assert check_resources(cloud(50), cloud(40), compute, card) > 0
+    with pytest.raises(InputError, match=r"AMD card.*NVIDIA.*use backend=torch|no double"):
+        built(ComputeOptions("cuda", "triton", precision))
+    assert not kernels_run_on(card)
 
 
 @pytest.mark.usefixtures("gpu")
