@@ -8,14 +8,14 @@ epsilon or is done, and the move
 
 to the next candidate. The rules are those of `trust` and `segmented_differences`.
 
-Shapes: looks (S, 2) and (S, 14 + 4 MEMORY) as in `operators.segments.Look`, moves (S, 7 + 2 MEMORY)
-as in `Move`, terms (S, 6) as in `solver.segmented.SegmentTerms`, all float64. A segment stands at
-its level of epsilon and at `state_width` numbers,
+Shapes: looks (S, 2) and (S, 14 + 4 memory) as in `operators.segments.Look`, moves (S, 9 + 2 memory)
+as in `Move`, terms (S, 6) as in `solver.segmented.SegmentTerms`, all float64. A segment is at its
+level of epsilon and at `state_width` numbers,
 
-    iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,   slot, R^-1, Y^T Y,
-    D,
+    iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
+    top, allowed, error, descended,   slot, R^-1, Y^T Y, D,
 
-the first six of trust, the next three of progress. What rounding may have done is as
+six of trust, three of progress and four of levels. What rounding may have done is as
 `solver.segmented` derives it, from numbers of the passes that come with the costs.
 
 One lane per segment, as all of them do the same with few numbers.
@@ -30,14 +30,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_differences import learn_and_direct, memory_width
+from otdd_flash.kernels.differences import learn_and_direct, memory_width
 from otdd_flash.kernels.segmented_look import NUMBERS
+from otdd_flash.kernels.segmented_move import MOVE
 from otdd_flash.kernels.trust import judge
 
-# Numbers of a state before those remembered, of terms, and of a move before its weights.
-TRUST, TERMS, MOVE = 10, 6, 7
+# Numbers of a state before those remembered, and of terms.
+TRUST, TERMS = 14, 6
 # What is known of a segment's costs: mean, spread, offset, and `PassErrors`.
-COSTS = 9
+COSTS = 11
 
 # Segments of a program.
 BLOCK = 8
@@ -55,34 +56,23 @@ class Limits(NamedTuple):
     trifle: float
     value_trifle: float
     most_error: float
+    level_tolerance: float
 
 
-class Standing(NamedTuple):
-    """Where segments stand before a look, float64.
+class State(NamedTuple):
+    """Where segments are before a look.
 
     Attributes:
-        level: (S,) epsilon to look at.
-        state: (S, `state_width`).
+        active: (S,) bool, which are not done.
+        level: (S,) float64, epsilon to look at.
+        numbers: (S, `state_width`) float64.
+        terms: (S, 6) float64, of the last look at each while it was active.
     """
 
+    active: Tensor
     level: Tensor
-    state: Tensor
-
-
-class Decision(NamedTuple):
-    """What is decided for all segments.
-
-    Attributes:
-        done: (S,) bool.
-        terms: (S, 6) float64.
-        move: (S, 7 + 2 MEMORY) float64.
-        standing: before the next look.
-    """
-
-    done: Tensor
+    numbers: Tensor
     terms: Tensor
-    move: Tensor
-    standing: Standing
 
 
 @triton.jit
@@ -122,6 +112,7 @@ def rounding_of(
         tl.load(p_costs + 1), tl.load(p_costs + 2), tl.load(p_costs + 3), tl.load(p_costs + 4)
     )  # fmt: skip
     peak, sums, unit = tl.load(p_costs + 5), tl.load(p_costs + 6), tl.load(p_costs + 7)
+    potentials = tl.load(p_costs + 9)
     trifles = TRIFLE * (size + spread)
     whole = VALUE_TRIFLE * (size + spread + tl.abs(offset) + epsilon)
     stored_most = unit * (stored + spread)
@@ -130,22 +121,18 @@ def rounding_of(
     growth = tl.exp(theta + theta * tl.exp(theta))
     off_most = tl.minimum(off + 2 * growth * theta, MOST_ERROR)
     mean = tl.minimum(mean * (1 + off_most * peak), largest)
-    floor = growth * ((2 * mean + stored + trifles) / epsilon + 2 * sums)
+    floor = growth * ((2 * mean + stored + potentials * size + trifles) / epsilon + 2 * sums)
     value = mean + stored + epsilon * sums * (1 + off) + tl.load(p_costs + 8) + whole
     return floor, value
 
 
 @triton.jit
-def update_progress(gap, dual, slack, restarted, p_progress, p_new_progress, FALLEN: tl.constexpr):
-    """Iterations since the marginal error fell or the dual rose."""
+def update_progress(gap, dual, slack, p_progress, FALLEN: tl.constexpr):
+    """The marginal error that has to fall, the dual that has to rise, and since when."""
     last_gap, last_dual = tl.load(p_progress), tl.load(p_progress + 1)
     fallen, risen = gap <= FALLEN * last_gap, dual > last_dual + slack
     age = tl.where(fallen | risen, 0.0, tl.load(p_progress + 2) + 1)
-    new_gap, new_dual = tl.where(fallen, gap, last_gap), tl.where(risen, dual, last_dual)
-    tl.store(p_new_progress, tl.where(restarted, float("inf"), new_gap))
-    tl.store(p_new_progress + 1, tl.where(restarted, -float("inf"), new_dual))
-    tl.store(p_new_progress + 2, tl.where(restarted, 0.0, age))
-    return age
+    return tl.where(fallen, gap, last_gap), tl.where(risen, dual, last_dual), age
 
 
 @triton.jit
@@ -176,6 +163,34 @@ def update_trust(
     return kept, plain
 
 
+@triton.jit
+def update_levels(
+    iterations,
+    level,
+    error,
+    tolerance,
+    done,
+    p_levels,  # (4,) top, allowed, error, descended
+    p_new_levels,  # (4,), overwritten
+    final_epsilon,
+    LEVEL_TOLERANCE: tl.constexpr,
+):
+    """Whether the level ends, whether a try gives up, the next level, and the extrapolation."""
+    top, allowed, last_error = tl.load(p_levels), tl.load(p_levels + 1), tl.load(p_levels + 2)
+    descended = tl.load(p_levels + 3)
+    ends = (level > final_epsilon) & (error <= tl.maximum(tolerance, LEVEL_TOLERANCE))
+    decrease = tl.log(last_error / error)
+    forecast = iterations + tl.log(error / tolerance) / decrease
+    late = ((error > 0) & (decrease > 0) & (forecast <= allowed)) == 0
+    gives_up = (allowed > 0) & (last_error < float("inf")) & late & (done == 0)
+    below = tl.maximum(tl.where(ends, level / 2, level), final_epsilon)
+    tl.store(p_new_levels, top)
+    tl.store(p_new_levels + 1, tl.where(gives_up, 0.0, allowed))
+    tl.store(p_new_levels + 2, error)
+    tl.store(p_new_levels + 3, tl.where(ends, 1.0, tl.where(gives_up, 0.0, descended)))
+    return ends, gives_up, tl.where(gives_up, top, below), tl.where(ends, descended / 2, 0.0)
+
+
 # A number of segments that the kernel was compiled for would change their bits.
 @triton.jit(do_not_specialize=["count"])
 def segmented_decision_kernel(
@@ -184,14 +199,16 @@ def segmented_decision_kernel(
     row_stride,
     columns_ptr,  # (S, NUMBERS + 4 MEMORY) float64
     costs_ptr,  # (S, COSTS) float64: mean, spread, offset, errors of passes
-    settings_ptr,  # (6,) float64
+    settings_ptr,  # (7,) float64
+    active_ptr,  # (S,) int8
     level_ptr,  # (S,) float64
     state_ptr,  # (S, WIDTH) float64
-    done_ptr,  # (S,) int8
     terms_ptr,  # (S, TERMS) float64
-    move_ptr,  # (S, MOVE + 2 MEMORY) float64
+    new_active_ptr,  # (S,) int8
     new_level_ptr,  # (S,) float64
     new_state_ptr,  # (S, WIDTH) float64
+    new_terms_ptr,  # (S, TERMS) float64
+    move_ptr,  # (S, MOVE + 2 MEMORY) float64
     SELF: tl.constexpr,
     DAMPING: tl.constexpr,
     DUAL_ROUNDING: tl.constexpr,
@@ -203,6 +220,7 @@ def segmented_decision_kernel(
     TRIFLE: tl.constexpr,
     VALUE_TRIFLE: tl.constexpr,
     MOST_ERROR: tl.constexpr,
+    LEVEL_TOLERANCE: tl.constexpr,
     NUMBERS: tl.constexpr,
     MEMORY: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -218,9 +236,10 @@ def segmented_decision_kernel(
     p_columns = columns_ptr + (NUMBERS + 4 * MEMORY) * i_segment
     p_costs, p_rows = costs_ptr + COSTS * i_segment, rows_ptr + row_stride * i_segment
     p_state, p_new_state = state_ptr + WIDTH * i_segment, new_state_ptr + WIDTH * i_segment
-    final_epsilon, tolerance = tl.load(settings_ptr), tl.load(settings_ptr + 1)
-    level_tolerance, max_iterations = tl.load(settings_ptr + 2), tl.load(settings_ptr + 3)
-    unit, unit_of_sums = tl.load(settings_ptr + 4), tl.load(settings_ptr + 5)
+    final_epsilon, goal = tl.load(settings_ptr), tl.load(settings_ptr + 1)
+    loosest, max_iterations = tl.load(settings_ptr + 2), tl.load(settings_ptr + 3)
+    aim = tl.load(settings_ptr + 4)
+    unit, unit_of_sums = tl.load(settings_ptr + 5), tl.load(settings_ptr + 6)
     epsilon, iterations = tl.load(level_ptr + i_segment), tl.load(p_state) + 1
     lowest, highest = tl.load(p_columns + 2), tl.load(p_columns + 3)
     gap, mean_residual = tl.load(p_columns + 4), tl.load(p_columns + 8)
@@ -233,25 +252,33 @@ def segmented_decision_kernel(
         p_costs, stored, shifted_size, gap + excess, epsilon, TRIFLE, VALUE_TRIFLE, MOST_ERROR
     )
     error = tl.minimum(gap + excess + floor, MOST_ERROR)
-    final = epsilon <= final_epsilon
-    falls = (epsilon > final_epsilon) & (error <= level_tolerance)
+    # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from its
+    # marginals has larger errors than the one that it becomes.
+    reach = floor + tl.load(p_costs + 10) / epsilon
+    tolerance = tl.minimum(tl.maximum(2 * reach, goal), loosest)
+    hopeless = (gap <= tl.maximum(reach, LEVEL_TOLERANCE)) & (2 * reach > tolerance)
+    slack = DUAL_ROUNDING * (epsilon * noise)
+    new_gap, new_dual, age = update_progress(gap, dual, slack, p_state + 7, FALLEN)
+    stalled = (age >= STALLED) & (gap <= STALLED_FLOORS * floor)
+    last = iterations >= max_iterations
+    reached = error <= aim * tolerance
+    done = (epsilon <= final_epsilon) & (last | reached | hopeless | stalled)
+    ends, gives_up, level, extrapolation = update_levels(
+        iterations, epsilon, error, tolerance, done, p_state + 10, p_new_state + 10,
+        final_epsilon, LEVEL_TOLERANCE,
+    )  # fmt: skip
+    changes = ends | gives_up
+    tl.store(p_new_state + 7, tl.where(changes, float("inf"), new_gap))
+    tl.store(p_new_state + 8, tl.where(changes, -float("inf"), new_dual))
+    tl.store(p_new_state + 9, tl.where(changes, 0.0, age))
     # Only the last g that was kept at this level has a residual to compare with.
     started = tl.abs(tl.load(p_state + 1)) < float("inf")
     kept, plain = update_trust(
-        dual, gain, gap, DUAL_ROUNDING * (epsilon * noise), falls, p_state + 1, p_new_state + 1,
-        GROWTH, PATIENCE,
-    )  # fmt: skip
-    age = update_progress(
-        gap, dual, DUAL_ROUNDING * (epsilon * noise), falls, p_state + 7, p_new_state + 7, FALLEN
+        dual, gain, gap, slack, changes, p_state + 1, p_new_state + 1, GROWTH, PATIENCE
     )
-    stalled = (age >= STALLED) & (gap <= STALLED_FLOORS * floor)
-    # Where rounding alone exceeds the tolerance there is nothing to wait for.
-    hopeless = 2 * floor > tolerance
-    last = iterations >= max_iterations
-    done = final & (last | (error <= tolerance) | hopeless | stalled)
-    level = tl.maximum(tl.where(falls, epsilon / 2, epsilon), final_epsilon)
     level = tl.where(iterations + 1 >= max_iterations, final_epsilon, level)
-    tl.store(done_ptr + i_segment, done.to(tl.int8))
+    active = tl.load(active_ptr + i_segment)
+    tl.store(new_active_ptr + i_segment, tl.where(done, 0, active).to(tl.int8))
     tl.store(new_level_ptr + i_segment, level)
     tl.store(p_new_state, iterations)
 
@@ -260,24 +287,26 @@ def segmented_decision_kernel(
     spread = highest - lowest + tl.load(p_costs + 1)
     if not SELF:
         spread = spread / 2
-    p_terms = terms_ptr + TERMS * i_segment
-    tl.store(p_terms, value)
-    tl.store(p_terms + 1, value - rounding)
-    tl.store(p_terms + 2, exact + offset + error * spread + rounding)
-    tl.store(p_terms + 3, error)
-    tl.store(p_terms + 4, tl.where(stalled, error, floor))
-    tl.store(p_terms + 5, iterations)
+    p_terms, p_new_terms = terms_ptr + TERMS * i_segment, new_terms_ptr + TERMS * i_segment
+    upper = exact + offset + error * spread + rounding
+    now = active != 0
+    tl.store(p_new_terms, tl.where(now, value, tl.load(p_terms)))
+    tl.store(p_new_terms + 1, tl.where(now, value - rounding, tl.load(p_terms + 1)))
+    tl.store(p_new_terms + 2, tl.where(now, upper, tl.load(p_terms + 2)))
+    tl.store(p_new_terms + 3, tl.where(now, error, tl.load(p_terms + 3)))
+    hidden = tl.where(stalled, error, floor)
+    tl.store(p_new_terms + 4, tl.where(now, hidden, tl.load(p_terms + 4)))
+    tl.store(p_new_terms + 5, tl.where(now, iterations, tl.load(p_terms + 5)))
 
     sound, scale, steps, falls_weights = learn_and_direct(
         p_columns + 6, p_columns + NUMBERS, started, epsilon * noise,
         p_state + TRUST, p_new_state + TRUST, MEMORY,
     )  # fmt: skip
     largest = tl.abs(scale) + tl.sum(tl.abs(steps) + tl.abs(falls_weights), 1)
-    ends = done | falls
-    usable = (plain <= 0) & (ends == 0) & (largest < float("inf"))
+    usable = (plain <= 0) & ((done | changes) == 0) & (largest < float("inf"))
     p_move = move_ptr + (MOVE + 2 * MEMORY) * i_segment
     p_weights = p_move[:, None] + (MOVE + tl.arange(0, MEMORY))[None, :]
-    tl.store(p_move, (kept | ends).to(tl.float64))
+    tl.store(p_move, (kept | done | changes).to(tl.float64))
     tl.store(p_move + 1, sound.to(tl.float64))
     tl.store(p_move + 2, tl.load(p_state + TRUST))
     tl.store(p_move + 3, tl.load(p_columns + 6))
@@ -285,6 +314,8 @@ def segmented_decision_kernel(
     tl.store(p_move + 5, tl.where(usable, scale, DAMPING))
     # The mean, of which the differences say nothing, moves as in a plain update.
     tl.store(p_move + 6, tl.where(usable, (DAMPING - scale) * mean_residual, 0.0))
+    tl.store(p_move + 7, changes.to(tl.float64))
+    tl.store(p_move + 8, extrapolation)
     tl.store(p_weights, tl.where(usable[:, None], steps, 0.0))
     tl.store(p_weights + MEMORY, tl.where(usable[:, None], falls_weights, 0.0))
 
@@ -315,32 +346,36 @@ def segmented_decision(
     seen: tuple[Tensor, Tensor],
     costs: Tensor,
     settings: Tensor,
-    standing: Standing,
+    before: State,
+    after: State,
     *,
     memory: int,
     damping: float,
     symmetric: bool,
     limits: Limits,
-) -> Decision:
-    """Decide for all segments.
+) -> Tensor:
+    """Decide for all segments; returns their moves (S, 9 + 2 memory) float64.
 
     Args:
         seen: the numbers of a look, (S, 2) of rows and (S, 14 + 4 memory) of columns.
         costs: (S, `COSTS`) float64, mean, spread, offset and errors of
-        `operators.segments.Segments`.
-        settings: (6,) float64: the final epsilon, the tolerances there and above it, the most
-            iterations, the unit roundoffs of potentials and of sums.
-        standing: before the look.
+            `operators.segments.Segments`.
+        settings: (7,) float64, `solver.segmented_quasi_newton.Goal` and the unit roundoffs of
+            potentials and of sums.
+        before: the look.
+        after: it, overwritten.
         memory: remembered differences, a power of two.
         damping: the plain update is g + damping r.
         symmetric: whether rows are columns.
         limits: constants of the rules.
     """
     rows, columns = seen
-    count, level = len(columns), standing.level
-    done = torch.empty(count, dtype=torch.bool, device=level.device)
-    terms, move = level.new_empty((count, TERMS)), level.new_empty((count, MOVE + 2 * memory))
-    after = Standing(torch.empty_like(level), torch.empty_like(standing.state))
+    count = len(columns)
+    move = costs.new_empty((count, MOVE + 2 * memory))
+    states = (
+        (state.active.view(torch.int8), state.level, state.numbers, state.terms)
+        for state in (before, after)
+    )
     segmented_decision_kernel[(triton.cdiv(count, BLOCK),)](
         count,
         rows,
@@ -348,12 +383,10 @@ def segmented_decision(
         columns,
         costs,
         settings,
-        *standing,
-        done.view(torch.int8),
-        terms,
+        *next(states),
+        *next(states),
         move,
-        *after,
         **constants_of(memory, damping, symmetric, limits),
         num_warps=1,
     )
-    return Decision(done, terms, move, after)
+    return move

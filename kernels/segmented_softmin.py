@@ -1,12 +1,12 @@
-"""From the sums of a segmented half-step to potentials of rows.
+"""Potentials of rows and their sums, from a segmented half-step or from a softmin that is there.
 
     f_i = -epsilon ln(2) (h_i + log2 sum_k s_ki 2^(h_ki - h_i)),    h_i = max_k h_ki
 
 over the ranges k of a row's columns, in float64, and two sums per segment: <a, f> and <a, |f|> of
 the f that are stored, in float32.
 
-One program per segment reads its rows in fixed blocks, so that the order of additions depends on
-nothing but the segment.
+One program per block of rows of a segment; `segmented_totals` adds the blocks up. Blocks are fixed
+within a segment, so that the order of additions depends on nothing but the segment.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_step import Sums
+from otdd_flash.kernels.segmented_step import ROWS, Sums
 
-BLOCK = 512
+# Rows or columns of one program.
+BLOCK = 256
 LN_2 = math.log(2.0)
 
 
@@ -52,43 +53,53 @@ def merged_softmin(
 
 @triton.jit
 def segmented_softmin_kernel(
-    highest_ptr,  # (partial entries,) float32
+    highest_ptr,  # (partial entries,) float32; the softmin (entries,) float32 unless MERGED
     sums_ptr,  # (partial entries,) float64
     masses_ptr,  # (n,) float64
+    blocks_ptr,  # (programs, 2) int32: segment, and which of its blocks
     segments_ptr,  # (S, 8) int64
     active_ptr,  # (S,) int8
     epsilon_ptr,  # (S,) float64
     potential_ptr,  # (entries,) float32, overwritten
-    seen_ptr,  # (S, 2) float64
+    partial_ptr,  # (programs, 2) float64
     LN_2: tl.constexpr,
+    MERGED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per segment."""
-    i_segment = tl.program_id(0).to(tl.int64)
+    """One program per block of rows of a segment."""
+    i_program = tl.program_id(0)
+    i_segment = tl.load(blocks_ptr + 2 * i_program).to(tl.int64)
     p_segment = segments_ptr + 8 * i_segment
     start, rows = tl.load(p_segment), tl.load(p_segment + 1)
-    p_potential = potential_ptr + tl.load(p_segment + 2)
-    epsilon = tl.load(epsilon_ptr + i_segment)
-    blocks = tl.where(tl.load(active_ptr + i_segment) != 0, tl.cdiv(rows, BLOCK), 0)
-    value = tl.zeros((BLOCK,), tl.float64)
-    size = tl.zeros((BLOCK,), tl.float64)
-    for i_block in range(blocks):
-        o_row = i_block * BLOCK + tl.arange(0, BLOCK)
-        m_row = o_row < rows
+    o_row = tl.load(blocks_ptr + 2 * i_program + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_row = o_row < tl.where(tl.load(active_ptr + i_segment) != 0, rows, 0)
+    p_potential = potential_ptr + tl.load(p_segment + 2) + o_row
+    if MERGED:
         softmin = merged_softmin(
-            highest_ptr, sums_ptr, p_segment, o_row, m_row, epsilon, LN_2, BLOCK
-        ).to(tl.float32)
-        tl.store(p_potential + o_row, softmin, mask=m_row)
-        masses = tl.load(masses_ptr + start + o_row, mask=m_row, other=0.0)
-        value += masses * softmin
-        size += masses * tl.abs(softmin)
-    tl.store(seen_ptr + 2 * i_segment, tl.sum(value, 0))
-    tl.store(seen_ptr + 2 * i_segment + 1, tl.sum(size, 0))
+            highest_ptr, sums_ptr, p_segment, o_row, m_row, tl.load(epsilon_ptr + i_segment),
+            LN_2, BLOCK,
+        ).to(tl.float32)  # fmt: skip
+    else:
+        softmin = tl.load(highest_ptr + o_row, mask=m_row, other=0.0)
+    tl.store(p_potential, softmin, mask=m_row)
+    masses = tl.load(masses_ptr + start + o_row, mask=m_row, other=0.0)
+    softmin = tl.where(masses > 0, softmin, 0.0)
+    tl.store(partial_ptr + 2 * i_program, tl.sum(masses * softmin, 0))
+    tl.store(partial_ptr + 2 * i_program + 1, tl.sum(masses * tl.abs(softmin), 0))
+
+
+def blocks_of(table: Tensor) -> Tensor:
+    """Segments (P,) and their blocks of rows (P,), as (P, 2) int32, in order."""
+    counts = (table[:, ROWS] + BLOCK - 1) // BLOCK
+    owners = torch.repeat_interleave(torch.arange(len(table), device=table.device), counts)
+    index = torch.arange(len(owners), device=table.device)
+    return torch.stack((owners, index - (counts.cumsum(0) - counts)[owners]), 1).to(torch.int32)
 
 
 def segmented_softmin(
-    partial: Sums,
+    softmin: Sums | Tensor,
     masses: Tensor,
+    blocks: Tensor,
     table: Tensor,
     active: Tensor,
     epsilon: Tensor,
@@ -97,26 +108,30 @@ def segmented_softmin(
     """Take the softmin as the potentials of the rows of all active segments.
 
     Args:
-        partial: of `segmented_step`.
+        softmin: sums of `segmented_step`, or of a single segment the softmin (n,) float32 itself.
         masses: (n,) float64, of the pool.
+        blocks: (P, 2) int32, of `blocks_of`.
         table: (S, 8) int64, as for `segmented_step`.
         active: (S,) bool, segments to work on.
         epsilon: (S,) float64, in units of the cost.
         potential: (entries,) float32, of the rows, in units of the cost; overwritten.
 
     Returns:
-        (S, 2) float64, the sums above; void for segments that are not active.
+        (P, 2) float64, the sums above by blocks; unspecified for segments that are not active.
     """
-    seen = masses.new_empty((len(table), 2))
-    segmented_softmin_kernel[(len(table),)](
-        *partial,
+    partial = masses.new_empty((len(blocks), 2))
+    merged = isinstance(softmin, Sums)
+    segmented_softmin_kernel[(len(blocks),)](
+        *(softmin if merged else (softmin, partial)),
         masses,
+        blocks,
         table,
         active.view(torch.int8),
         epsilon,
         potential,
-        seen,
+        partial,
         LN_2=LN_2,
+        MERGED=merged,
         BLOCK=BLOCK,
     )
-    return seen
+    return partial

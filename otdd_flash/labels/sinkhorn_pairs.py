@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.run import Finished, SegmentTerms
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud, merge_identical
 from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.labels.transport_terms import TermSolver
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.epsilon import epsilon_given_as
-from otdd_flash.solver.segmented import Finished, SegmentTerms
 
 
 def sinkhorn_distances(

@@ -12,15 +12,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.run import Finished, SegmentTerms
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented import Finished, SegmentTerms
-from otdd_flash.solver.segmented_cross import solve_cross_terms
-from otdd_flash.solver.segmented_self import solve_self_terms
+from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
 from otdd_flash.solver.symmetric import solve_symmetric
 
 # Costs of one pair that are stored at most: 2.3 GiB with exponentials and scratch space.

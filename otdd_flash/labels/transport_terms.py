@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from otdd_flash.devices import check_triton
+from otdd_flash.engine.evidence import MOST_ERROR
+from otdd_flash.engine.run import Finished, SegmentTerms
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.stored_terms import solve_in_float64
-from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented import MOST_ERROR, Finished, SegmentTerms
 from otdd_flash.solver.term import rounded_away
 
 if TYPE_CHECKING:

@@ -17,12 +17,21 @@ shifts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.quasi_newton import QuasiNewton
+from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.segments import Look, Move, PassErrors
 from otdd_flash.operators.padded_vectors import PaddedVectors
-from otdd_flash.operators.segments import Look, Move, PassErrors
-from otdd_flash.operators.stored_segments import StoredSegments, moved, tiles
+from otdd_flash.operators.segment_tiles import moved, tiles
+
+if TYPE_CHECKING:
+    from otdd_flash.operators.stored_segments import StoredSegments
 
 MOST_SHIFT = 20.0
 # Rows and columns are rounded apart, so what float32 leaves out of balance is never settled.
@@ -35,7 +44,7 @@ class AnchoredSegments:
     dtype = torch.float64
 
     def __init__(self, stored: StoredSegments, tolerance: float) -> None:
-        self._stored = stored
+        self._stored, self.memory = stored, stored.memory
         self._index = torch.arange(len(stored.costs), device=stored.costs.device)
         self.mean_cost, self.cost_spread = stored.mean_cost, stored.cost_spread
         self.offset = stored.offset
@@ -46,12 +55,15 @@ class AnchoredSegments:
         self.errors = stored.errors._replace(sums=2 * unit)
         sides = range(len(stored.potentials))
         self._anchors = [_Anchor(stored, side, self.sum_dtype) for side in sides]
-        self._vectors = PaddedVectors(stored.masses[-1])
+        self._vectors = PaddedVectors(stored.masses[-1], stored.memory)
 
-    @property
-    def steps_between_looks(self) -> int:
+    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewton:
+        """The iterations of all problems, in PyTorch."""
+        return QuasiNewton(self, goal, form, start)
+
+    def repeat(self, step: Callable[[], None]) -> None:
         """As for the stored problems."""
-        return self._stored.steps_between_looks
+        self._stored.repeat(step)
 
     def coarse(self, tolerance: float) -> None:
         """There is none."""

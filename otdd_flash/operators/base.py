@@ -11,10 +11,13 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from otdd_flash.operators.one_segment import OneSegment
 
 # A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
 # what runs in Triton records steps.
@@ -118,9 +121,13 @@ class Operator(Protocol):
         """Whether a pass runs on a GPU and takes less time than launching it, or not much more."""
         ...
 
-    @property
-    def in_triton(self) -> bool:
-        """Whether passes run in Triton kernels, and so should what goes with them."""
+    def segment(self, candidate: Tensor, *, symmetric: bool) -> OneSegment:
+        """This problem as the only one of the engine, whose steps run where passes do.
+
+        Args:
+            candidate: (m,) column potential to evaluate first.
+            symmetric: whether rows are columns.
+        """
         ...
 
     @property

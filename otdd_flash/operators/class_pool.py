@@ -37,9 +37,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
 from otdd_flash.kernels.segmented_step import CHAIN_PRODUCTS, DIGITS, OVERRUN, PARTS, Pool
-from otdd_flash.operators.segments import WeightedPoints
 
 # Of cdist: no cancellation.
 DIFFERENCES = "donot_use_mm_for_euclid_dist"

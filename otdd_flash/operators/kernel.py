@@ -19,6 +19,7 @@ from otdd_flash.kernels.plan_application import ROW_RANGE, apply_plan_blocks
 from otdd_flash.kernels.symmetric_step import symmetric_step
 from otdd_flash.operators.base import Applied, Epsilon, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
+from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.tiled import LOG2_ZERO
@@ -83,10 +84,9 @@ class KernelOperator:
         """Bound on the mean error of the costs of `marginals`."""
         return self._fixed_point.cost_error
 
-    @property
-    def in_triton(self) -> bool:
-        """True."""
-        return True
+    def segment(self, candidate: Tensor, *, symmetric: bool) -> KernelSegment:
+        """This problem as the only one of the engine, in Triton."""
+        return KernelSegment(self, candidate, symmetric=symmetric)
 
     @property
     def refined(self) -> KernelOperator:

@@ -30,14 +30,16 @@ A^2 / V + A'^2 / V': sqrt(1 + t p) sqrt(1 + t p') <= 1 + t (p + p').
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
+from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.segments import PassErrors
 from otdd_flash.kernels.adder import UNIT
-from otdd_flash.kernels.segmented_look import Vectors, segmented_look
-from otdd_flash.kernels.segmented_move import segmented_move
-from otdd_flash.kernels.segmented_softmin import segmented_softmin
 from otdd_flash.kernels.segmented_step import (
     PARTS,
     RANGES,
@@ -50,12 +52,16 @@ from otdd_flash.kernels.segmented_step import (
     segmented_step,
 )
 from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.segments import MEMORY, Look, Move, PassErrors
+from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
+
+# Differences that are remembered: more of them save few iterations, and half of the memory that
+# potentials take is theirs already.
+MEMORY = 4
 
 # What is made of potentials before the first iteration, a column's vectors, and a segment's rows of
 # small tables.
 BYTES_PER_POTENTIAL = 24
-BYTES_PER_COLUMN = 4 * (4 + 2 * MEMORY)
+BYTES_PER_COLUMN = 4 * (5 + 2 * MEMORY)
 BYTES_PER_SEGMENT = 4000
 
 
@@ -72,7 +78,7 @@ class KernelSegments:
     """
 
     dtype = sum_dtype = torch.float32
-    steps_between_looks = 8
+    memory = MEMORY
 
     def __init__(
         self,
@@ -92,43 +98,39 @@ class KernelSegments:
         self._programs = [programs_of(table, small) for table in self._tables]
         if coarse_of is None:
             candidate = _first_potentials(classes, columns)
-            count = int(classes.sizes[rows].sum())
-            self._rows = candidate if self._symmetric else candidate.new_empty(count)
-            self._vectors = _vectors(candidate)
+            masses = classes.pool.masses, classes.pool.masses
+            self._vectors = KernelVectors(masses, self._layouts(), candidate, self.memory)
             entries = max(int((table[:, ROWS] * table[:, RANGES]).sum()) for table in self._tables)
             highest = torch.empty(entries, dtype=torch.float32, device=rows.device)
             self._sums = Sums(highest, highest.new_empty(entries, dtype=torch.float64))
         else:
-            self._rows, self._sums = coarse_of._rows, coarse_of._sums
-            self._vectors = coarse_of._vectors
+            self._vectors, self._sums = coarse_of._vectors.shared(), coarse_of._sums
+
+    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
+        """The iterations of all problems, in Triton."""
+        return QuasiNewtonKernels(self, goal, form, start)
+
+    def repeat(self, step: Callable[[], None]) -> None:
+        """Eight times."""
+        for _ in range(8):
+            step()
 
     def coarse(self, tolerance: float) -> KernelSegments:
         """The same with the products of rounded points."""
         return KernelSegments(self._classes, *self._sides, small=self._small, coarse_of=self)
 
-    def look(self, epsilon: Tensor, active: Tensor) -> Look:
-        """Look at the candidates."""
-        return Look.of(*self.numbers(epsilon, active))
-
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of a look."""
-        masses, vectors = self._classes.pool.masses, self._vectors
+        vectors = self._vectors
         if not self._symmetric:
-            self._half_step(0, epsilon, vectors.candidate, active)
-            rows = segmented_softmin(
-                self._sums, masses, self._tables[0], active, epsilon, self._rows
-            )
-        self._half_step(-1, epsilon, self._rows, active)
-        columns = segmented_look(self._sums, masses, self._tables[-1], active, epsilon, vectors)
-        return columns[:, :2] if self._symmetric else rows, columns
-
-    def move(self, move: Move, active: Tensor) -> None:
-        """Choose the next candidates."""
-        self.move_by(move.numbers, active)
+            self._half_step(0, epsilon, vectors.columns.candidate, active)
+            vectors.take(self._sums, epsilon, active)
+        self._half_step(-1, epsilon, vectors.rows, active)
+        return vectors.look(self._sums, epsilon, active)
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
         """Choose them by the numbers of a move."""
-        segmented_move(self._tables[-1], active, numbers, self._vectors)
+        self._vectors.move(numbers, active)
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments; potentials stay where they are."""
@@ -137,6 +139,10 @@ class KernelSegments:
         self._sides = (rows, rows if self._symmetric else columns)
         self._tables = [table[order] for table in self._tables]
         self._programs = [programs_of(table, self._small) for table in self._tables]
+        self._vectors.keep(order)
+
+    def _layouts(self) -> list[SegmentLayout]:
+        return [SegmentLayout.of(table, int(table[:, ROWS].sum())) for table in self._tables]
 
     def _half_step(self, side: int, epsilon: Tensor, other: Tensor, active: Tensor) -> None:
         """Sums of one side's rows over what the potentials of the other are for."""
@@ -169,7 +175,7 @@ class KernelSegments:
         classes, unit = self._classes, torch.full_like(self.mean_cost, UNIT)
         if self._parts == 1:
             mean = unit * self.mean_cost
-            return PassErrors(mean, mean, 0 * unit, 2 * unit, unit, 0 * unit)
+            return PassErrors(mean, mean, 0 * unit, 2 * unit, unit, *3 * (0 * unit,))
         terms = torch.maximum(classes.sizes[rows], classes.sizes[columns]).double()
         exponents = math.log(2) * (2 * (terms.log2() + 1) + 3)
         sums = unit * (4 + TERMS_IN_FLOAT32 - 1 + exponents) * (1 + 2.0**-8)
@@ -187,7 +193,7 @@ class KernelSegments:
         drift = drift + 2.0**-52 * (terms + 4) * (sizes[0] + sizes[1])
         moments = self.mean_cost + apart.square()
         offset = 2 * drift * apart + 2.0**-52 * (terms + classes.dim + 8) * moments
-        return PassErrors(mean, largest, peaks[0] + peaks[1], sums, unit, offset)
+        return PassErrors(mean, largest, peaks[0] + peaks[1], sums, unit, offset, *2 * (0 * unit,))
 
 
 def is_small(sizes: Tensor) -> Tensor:
@@ -230,10 +236,3 @@ def _first_potentials(classes: ClassPool, side: Tensor) -> Tensor:
     starts = torch.repeat_interleave(classes.starts[side] - (counts.cumsum(0) - counts), counts)
     index = torch.arange(len(starts), device=side.device) + starts
     return -classes.squares[index]
-
-
-def _vectors(candidate: Tensor) -> Vectors:
-    """The vectors of columns before the first look."""
-    fresh, kept, residual = candidate.new_zeros((3, len(candidate)))
-    remembered = candidate.new_zeros(2 * MEMORY * len(candidate))
-    return Vectors(candidate, fresh, kept, residual, remembered)

@@ -9,21 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.segments import MEMORY, Look, Move
+from otdd_flash.engine.segments import Look, Move
 
 
 class PaddedVectors:
-    """The vectors of S segments of m columns, (S, m) each; 8 (3 + 2 MEMORY) S m bytes.
+    """The vectors of S segments of m columns, (S, m) each; 8 (4 + 2 memory) S m bytes.
 
     Args:
         masses: (S, m) float64, of the columns; 0 for padding.
+        memory: how many differences are remembered.
+
+    Attributes:
+        fresh: residuals of the candidates that were looked at last.
+        kept: the potentials that were kept last.
+        residual: theirs.
     """
 
-    def __init__(self, masses: Tensor) -> None:
-        self._masses = masses
-        self._fresh = self._kept = self._residual = torch.zeros_like(masses)
+    def __init__(self, masses: Tensor, memory: int) -> None:
+        self._masses, self.memory = masses, memory
+        self.fresh = self.kept = self.residual = self._level = torch.zeros_like(masses)
         count, m = masses.shape
-        self._remembered = masses.new_zeros((count, 2 * MEMORY, m))
+        self._remembered = masses.new_zeros((count, 2 * memory, m))
 
     def look(
         self, rows: tuple[Tensor, Tensor], potential: Tensor, updated: Tensor, epsilon: Tensor
@@ -37,9 +43,10 @@ class PaddedVectors:
             epsilon: (S,).
         """
         masses, support = self._masses, self._masses > 0
-        fresh = self._fresh = torch.where(support, updated - potential, 0)
+        self.fresh = updated - potential
+        fresh = torch.where(support, self.fresh, 0)
         change = (fresh / -epsilon[:, None]).exp()
-        step, fall = potential - self._kept, self._residual - fresh
+        step, fall = potential - self.kept, self.residual - fresh
         lowest = torch.where(support, potential, torch.inf).amin(1)
         highest = torch.where(support, potential, -torch.inf).amax(1)
         value, size, gap, mass, *products = totals(
@@ -70,23 +77,27 @@ class PaddedVectors:
 
     def move(self, potential: Tensor, move: Move, active: Tensor) -> Tensor:
         """The candidates (S, m) after those that were looked at."""
-        step = potential - self._kept - move.mean_step[:, None]
-        fall = self._residual - self._fresh - move.mean_fall[:, None]
+        support = self._masses > 0
+        step = potential - self.kept - move.mean_step[:, None]
+        fall = self.residual - self.fresh - move.mean_fall[:, None]
         learnt, kept = move.learnt & active, (move.kept & active)[:, None]
-        self._remember(step, move.slot, learnt)
-        self._remember(fall, move.slot + MEMORY, learnt)
-        self._kept = torch.where(kept, potential, self._kept)
-        self._residual = torch.where(kept, self._fresh, self._residual)
-        moved = self._kept + move.scale[:, None] * self._residual + move.shift[:, None]
+        self._remember(torch.where(support, step, 0), move.slot, learnt)
+        self._remember(torch.where(support, fall, 0), move.slot + self.memory, learnt)
+        self.kept = torch.where(kept, potential, self.kept)
+        self.residual = torch.where(kept, self.fresh, self.residual)
+        moved = self.kept + move.scale[:, None] * self.residual + move.shift[:, None]
         for weight, vector in zip(move.weights.unbind(1), self._remembered.unbind(1), strict=True):
             moved = moved + weight[:, None] * vector
-        return torch.where(active[:, None], moved, potential)
+        moved = torch.where(support, moved, self.kept + self.residual)
+        ahead = moved + move.extrapolation[:, None] * (moved - self._level)
+        self._level = torch.where((move.ends & active)[:, None], moved, self._level)
+        return torch.where(active[:, None], ahead, potential)
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments."""
-        self._masses, self._fresh = self._masses[order], self._fresh[order]
-        self._kept, self._residual = self._kept[order], self._residual[order]
-        self._remembered = self._remembered[order]
+        self._masses, self.fresh = self._masses[order], self.fresh[order]
+        self.kept, self.residual = self.kept[order], self.residual[order]
+        self._remembered, self._level = self._remembered[order], self._level[order]
 
     def _remember(self, vector: Tensor, slot: Tensor, where: Tensor) -> None:
         place = torch.arange(len(slot), device=slot.device), slot

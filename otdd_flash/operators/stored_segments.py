@@ -14,14 +14,18 @@ the exponent is rounded by is the `TRIFLE` of `solver.segmented`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.quasi_newton import QuasiNewton
+from otdd_flash.engine.rule import Goal, Segments, Start
+from otdd_flash.engine.segments import Look, Move, PassErrors, WeightedPoints
+from otdd_flash.operators.anchored_segments import AnchoredSegments
 from otdd_flash.operators.padded_vectors import PaddedVectors
-from otdd_flash.operators.segments import Look, Move, PassErrors, Segments, WeightedPoints
-from otdd_flash.operators.tiled import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
+from otdd_flash.operators.segment_tiles import moved, tiles
 
 # Stands for log(0): finite, so that differences of two of them are 0 and not NaN.
 LOG_ZERO = -1e30
@@ -47,6 +51,8 @@ class StoredSegments:
     """
 
     dtype = sum_dtype = torch.float64
+    # More of them save few iterations, and half of the memory that potentials take is theirs.
+    memory = 4
 
     def __init__(
         self, sides: Sequence[tuple[WeightedPoints, WeightedPoints]], shape: tuple[int, int]
@@ -58,23 +64,25 @@ class StoredSegments:
         self.mean_cost, self.cost_spread, mean, largest, peak = facts.unbind(1)
         self.offset = torch.zeros_like(self.mean_cost)
         sums = torch.full_like(self.offset, UNIT * (max(shape) + 512))
-        self.errors = PassErrors(mean, largest, peak, sums, self.offset, self.offset)
+        self.errors = PassErrors(mean, largest, peak, sums, *4 * (self.offset,))
         self.masses = [
             torch.stack([_padded(pair[side].masses, shape[side]) for pair in sides])
             for side in ((0,) if self.symmetric else (0, 1))
         ]
         self.potentials = [torch.zeros_like(masses) for masses in self.masses]
-        self._vectors = PaddedVectors(self.masses[-1])
+        self._vectors = PaddedVectors(self.masses[-1], self.memory)
 
-    @property
-    def steps_between_looks(self) -> int:
-        """1 where looking costs nothing."""
-        return 8 if self.costs.is_cuda else 1
+    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewton:
+        """The iterations of all problems, in PyTorch."""
+        return QuasiNewton(self, goal, form, start)
+
+    def repeat(self, step: Callable[[], None]) -> None:
+        """Once where asking costs nothing."""
+        for _ in range(8 if self.costs.is_cuda else 1):
+            step()
 
     def coarse(self, tolerance: float) -> Segments:
         """The same with sums of stored exponentials."""
-        from otdd_flash.operators.anchored_segments import AnchoredSegments
-
         return AnchoredSegments(self, tolerance)
 
     def other(self, side: int) -> int:
@@ -139,30 +147,6 @@ class StoredSegments:
         for segments, rows, scores in self.shifted_scores(side, chosen, epsilon, logs):
             logs[segments, rows] += scores.sum(-1).log_()
         return -epsilon[:, None] * logs
-
-
-def moved(values: Tensor, order: Tensor) -> Tensor:
-    """Rows `order` of a large tensor within its own memory: only those not in place are copied."""
-    places = torch.arange(len(order), device=order.device)
-    free = torch.nonzero(order != places).squeeze(1)
-    values[free] = values[order[free]]
-    return values[: len(order)]
-
-
-def tiles(
-    size: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Cut (S, n, m) into cache-sized tiles of whole problems, or of rows of one, with scratch."""
-    count, n, m = size
-    budget = TILE_ELEMENTS_GPU if device.type == "cuda" else TILE_ELEMENTS_CPU
-    together, height = max(1, min(count, budget // (n * m))), max(1, min(n, budget // m))
-    scratch = torch.empty(together * height * m, dtype=dtype, device=device)
-    for first in range(0, count, together):
-        segments = slice(first, min(first + together, count))
-        for top in range(0, n, height):
-            rows = slice(top, min(top + height, n))
-            shape = (segments.stop - first, rows.stop - top, m)
-            yield segments, rows, scratch[: shape[0] * shape[1] * m].view(shape)
 
 
 def _fill(out: Tensor, rows: WeightedPoints, columns: WeightedPoints) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Applied, CostRange, Epsilon, Marginals
+from otdd_flash.operators.one_segment import TorchSegment
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -114,10 +115,9 @@ class TiledOperator(ABC):
         """False: tiles are launched one by one."""
         return False
 
-    @property
-    def in_triton(self) -> bool:
-        """False."""
-        return False
+    def segment(self, candidate: Tensor, *, symmetric: bool) -> TorchSegment:
+        """This problem as the only one of the engine, in PyTorch."""
+        return TorchSegment(self, candidate, symmetric=symmetric)
 
     @property
     def refined(self) -> TiledOperator:

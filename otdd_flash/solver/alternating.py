@@ -9,19 +9,19 @@ g comes from `approach`, the next ones from `quasi_newton`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Epsilon, Operator
+from otdd_flash.engine.evidence import CROSS
+from otdd_flash.engine.levels import Levels
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.approach import approach
 from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.cross_certificate import certify
 from otdd_flash.solver.iteration import Iteration
-from otdd_flash.solver.quasi_newton import Point, Track, advance, begin
-from otdd_flash.solver.rounding import magnitude, rounding_floor
+from otdd_flash.solver.rounding import rounding_floor
 from otdd_flash.solver.schedule import Progress
-from otdd_flash.solver.sweep import State
 from otdd_flash.solver.term import TransportTerm
 
 
@@ -48,28 +48,28 @@ def solve_alternating(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    solve = Iteration("xy", alternate, epsilon, options, progress)
+    solve = Iteration("xy", CROSS, epsilon, options, progress)
     # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
     solve.admit(operator, rounding_floor(operator, 0.0, epsilon))
     if start is None:
-        track, passes = approach(solve, operator)
+        candidate, levels, passes = approach(solve, operator)
     else:
-        f = torch.zeros_like(operator.a, dtype=operator.dtype)
-        track, passes = begin(f, start.to(operator.dtype)), 0.0
+        candidate, passes = start.to(operator.dtype), 0.0
+        levels = Levels.descending(operator.a.new_full((1,), epsilon))
 
-    def prove(operator: Operator, track: Track, polished: bool) -> Certificate:
+    def prove(segment: OneSegment, polished: bool) -> Certificate:
         nonlocal passes
         if solve.settled:
-            # The last look has taken the certificate's first two passes.
-            known = track.f, track.g, epsilon, track.updated
-            certificate = certify(operator, *known, polished=polished)
+            # The last evaluation has taken the certificate's first two passes.
+            known = segment.rows, segment.kept, epsilon, segment.updated
+            certificate = certify(segment.operator, *known, polished=polished)
         else:
-            certificate = certify(operator, track.f, track.updated, epsilon)
+            certificate = certify(segment.operator, segment.rows, segment.updated, epsilon)
             solve.count(certificate)
         passes += certificate.passes
         return certificate
 
-    certificate = solve.finish(operator, track, prove)
+    certificate = solve.solve(operator, candidate, levels, prove)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,
@@ -79,36 +79,3 @@ def solve_alternating(
         asked=options.asked_tolerance,
         unless_converged=solve.budget,
     )
-
-
-def alternate(operator: Operator, epsilon: Epsilon, state: State) -> State:
-    """One iteration: look at the candidate g with f = T(g) and T'(f), and choose the next."""
-    track = Track(*state)
-    g = track.candidate
-    f = operator.softmin_rows(g, epsilon, track.f)
-    updated = operator.softmin_columns(f, epsilon, g)
-    if operator.in_triton:
-        # Triton is not everywhere.
-        from otdd_flash.solver.quasi_newton_kernels import advance_cross
-
-        return advance_cross(operator, epsilon, track, f, updated)
-    columns = column_marginal(operator.b, g, updated, epsilon)
-    seen = Point(
-        f,
-        g,
-        updated,
-        dual=operator.a @ f.double() + operator.b @ g.double(),
-        gain=operator.b @ (updated.double() - g.double()),
-        gap=(columns - operator.b).abs().sum(),
-        size=magnitude(operator, f, g),
-    )
-    return advance(track, seen, operator.b, damping=1.0)
-
-
-def column_marginal(masses: Tensor, g: Tensor, softmin: Tensor, epsilon: Epsilon) -> Tensor:
-    """Column sums b_j exp((g_j - T(f)_j) / epsilon) of the plan of (f, g), given T(f), float64.
-
-    The half-step that would update g thus yields the marginal of the plan before it, for free.
-    """
-    exponent = (g.double() - softmin.double()) / epsilon
-    return masses * torch.where(masses > 0, exponent, 0).exp()

@@ -18,28 +18,19 @@ levels take over from there.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence import CROSS, MOST_ERROR
+from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels, first_level
+from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.run import run
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.iteration import Enough, Iteration
-from otdd_flash.solver.levels import (
-    ITERATIONS_PER_LEVEL,
-    LEVEL_TOLERANCE,
-    Extrapolation,
-    Outlook,
-    levels_above,
-)
-from otdd_flash.solver.quasi_newton import Track, begin, restart
+from otdd_flash.solver.iteration import Iteration
 
-# The first level over the mean cost. Above it a solve takes a few steps from anywhere.
-TOP = 0.1
-
-# The same after a sample.
+# The first level over the mean cost after a sample.
 SAMPLED_TOP = 0.01
 
 # Points of a side for one of its sample, and the fewest in that.
@@ -63,25 +54,37 @@ class Sample(NamedTuple):
     columns: Tensor
 
 
-def approach(solve: Iteration, operator: Operator) -> tuple[Track, float]:
-    """A point near the solution, from nothing.
+class Approach(NamedTuple):
+    """Where to start from: a column potential g (m,), levels, and what it took.
+
+    Attributes:
+        candidate: g, in units of the cost.
+        levels: of the one problem.
+        passes: between samples, in units of n m.
+    """
+
+    candidate: Tensor
+    levels: Levels
+    passes: float
+
+
+def approach(solve: Iteration, operator: Operator) -> Approach:
+    """A start near the solution, from nothing; iterations are counted by `solve`.
 
     Args:
-        solve: whose iterations are taken; it may converge.
+        solve: of the term.
         operator: the cost (n, m) and the masses.
-
-    Returns:
-        Where to go on at the final epsilon, and the passes between samples, in units of n m.
     """
     sample = draw_sample(operator) if solve.left() > 0 else None
     if sample is None:
-        return _try_or_descend(solve, operator), 0.0
-    level = max(solve.epsilon, SAMPLED_TOP * _scale(operator))
-    g, passes = _of_sample(solve, operator, sample, level)
-    f = operator.softmin_rows(g, level)
-    track = begin(f, operator.softmin_columns(f, level))
+        nothing = torch.zeros_like(operator.b, dtype=operator.dtype)
+        top = first_level(solve.epsilon, _scale(operator))
+        return Approach(nothing, Levels.trying(solve.epsilon, top), 0.0)
+    top = first_level(solve.epsilon, _scale(operator), SAMPLED_TOP)
+    g, passes = _of_sample(solve, operator, sample, float(top))
+    f = operator.softmin_rows(g, float(top))
     solve.iterations += 1
-    return _descend(solve, operator, track, levels_above(solve.epsilon, level)), passes
+    return Approach(operator.softmin_columns(f, float(top)), Levels.descending(top), passes)
 
 
 def draw_sample(operator: Operator) -> Sample | None:
@@ -105,55 +108,22 @@ def _of_sample(
 ) -> tuple[Tensor, float]:
     """The column potential (m,) of a sample, absent elsewhere, and the passes that took."""
     sampled = operator.sample(*sample)
-    # A width, so that rounding in a sample, where nothing is proved, is no reason to refuse.
-    options = Converged(
-        max_iterations=SAMPLE_ITERATIONS, bound_width=1.0, max_seconds=solve.options.max_seconds
-    )
-    coarse = Iteration(solve.name, solve.step, level, options, None)
-    levels = levels_above(level, TOP * _scale(sampled))
-    track = _descend(coarse, sampled, _nothing(sampled), levels)
-    track = coarse.run(sampled, level, track, _reaches(LEVEL_TOLERANCE))
-    g = _absent(operator, level, track.updated).expand(len(operator.b)).clone()
-    g[sample.columns] = track.updated
+    # Rounding in a sample, where nothing is proved, is no reason to refuse.
+    goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
+    segment = sampled.segment(torch.zeros_like(sampled.b), symmetric=False)
+    levels = Levels.descending(first_level(level, segment.mean_cost))
+    rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
+    terms = run(segment, rule, watch=lambda *_: solve.late(), wait=not sampled.short_passes)
+    iterations, updated = float(terms.iterations), segment.updated
+    g = _absent(operator, level, updated).expand(len(operator.b)).clone()
+    g[sample.columns] = updated
     part = len(sample.rows) * len(sample.columns) / (operator.shape[0] * operator.shape[1])
-    return g, 2 * coarse.iterations * part
+    return g, 2 * iterations * part
 
 
-def _try_or_descend(solve: Iteration, operator: Operator) -> Track:
-    """Some iterations at the final epsilon, and if they promise too little, levels."""
-    track = _nothing(operator)
-    levels = levels_above(solve.epsilon, TOP * _scale(operator))
-    if not levels:
-        return track
-    outlook = Outlook(solve.tolerance, most=ITERATIONS_PER_LEVEL * len(levels))
-    track = solve.run(operator, solve.epsilon, track, outlook.poor)
-    if solve.converged:
-        return track
-    return _descend(solve, operator, begin(track.f, track.updated), levels)
-
-
-def _descend(solve: Iteration, operator: Operator, track: Track, levels: list[float]) -> Track:
-    """Solve every level roughly, from the levels before."""
-    enough, path = _reaches(max(LEVEL_TOLERANCE, solve.tolerance)), Extrapolation()
-    for level, following in pairwise([*levels, solve.epsilon]):
-        track = solve.run(operator, level, track, enough)
-        path.add(level, track.updated)
-        track = restart(track, path.at(following))
-    return track
-
-
-def _nothing(operator: Operator) -> Track:
-    a, b = operator.a, operator.b
-    return begin(*(torch.zeros_like(side, dtype=operator.dtype) for side in (a, b)))
-
-
-def _scale(operator: Operator) -> float:
-    """The mean cost, above the lowest one if that is negative."""
-    return operator.mean_cost - min(0.0, operator.cost_range.lowest)
-
-
-def _reaches(tolerance: float) -> Enough:
-    return lambda _, error: error <= tolerance
+def _scale(operator: Operator) -> Tensor:
+    """The mean cost (1,), above the lowest one if that is negative."""
+    return operator.a.new_tensor([operator.mean_cost - min(0.0, operator.cost_range.lowest)])
 
 
 def _absent(operator: Operator, level: float, present: Tensor) -> Tensor:

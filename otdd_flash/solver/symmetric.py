@@ -19,15 +19,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Epsilon, Operator
+from otdd_flash.engine.evidence import SELF
+from otdd_flash.engine.levels import Levels
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.iteration import Iteration
-from otdd_flash.solver.quasi_newton import Point, Track, advance, begin
-from otdd_flash.solver.rounding import magnitude, rounding_floor
+from otdd_flash.solver.rounding import rounding_floor
 from otdd_flash.solver.schedule import Progress
 from otdd_flash.solver.self_certificate import certify_self
-from otdd_flash.solver.sweep import State
 from otdd_flash.solver.term import TransportTerm
 
 
@@ -56,22 +57,23 @@ def solve_symmetric(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    f = (torch.zeros_like(operator.a) if start is None else start).to(operator.dtype)
-    # The certificate looks at one update more, which at least halves the marginal error as a rule.
-    solve = Iteration(name, average, epsilon, options, progress, aim=2.0)
+    f = (_constant(operator, epsilon) if start is None else start).to(operator.dtype)
+    # The certificate evaluates one update more, which at least halves the marginal error as a rule.
+    solve = Iteration(name, SELF, epsilon, options, progress, aim=2.0)
     solve.admit(operator, rounding_floor(operator, 0.0, epsilon))
 
     passes = 0
 
-    def prove(operator: Operator, track: Track, polished: bool) -> Certificate:
+    def prove(segment: OneSegment, polished: bool) -> Certificate:
         nonlocal passes
-        f = (track.f + track.updated) / 2
-        certificate = certify_self(operator, f, epsilon, accurate=polished)
+        f = (segment.kept + segment.updated) / 2
+        certificate = certify_self(segment.operator, f, epsilon, accurate=polished)
         solve.count(certificate)
         passes += certificate.passes - 1
         return certificate
 
-    certificate = solve.finish(operator, begin(f, f), prove, refine=False)
+    levels = Levels.descending(operator.a.new_full((1,), epsilon))
+    certificate = solve.solve(operator, f, levels, prove, refine=False)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,
@@ -83,29 +85,12 @@ def solve_symmetric(
     )
 
 
-def average(operator: Operator, epsilon: Epsilon, state: State) -> State:
-    """One iteration: look at the candidate f with T(f), and choose the next."""
-    track = Track(*state)
-    f = track.candidate
-    softmin = operator.softmin_rows(f, epsilon, f)
-    if operator.in_triton:
-        # Triton is not everywhere.
-        from otdd_flash.solver.quasi_newton_kernels import advance_self
+def _constant(operator: Operator, epsilon: float) -> Tensor:
+    """A constant potential (n,) whose plan has about mass 1: -epsilon log of its mass at 0, halved.
 
-        return advance_self(operator, epsilon, track, softmin)
-    exponent = (f.double() - softmin.double()) / epsilon
-    log_masses = operator.a.log() + torch.where(operator.a > 0, exponent, 0)
-    log_total = log_masses.logsumexp(0)
-    shift = (epsilon / 2 * log_total).to(f.dtype)
-    f, softmin = f - shift, softmin + shift
-    dual, after = operator.a @ f.double(), operator.a @ softmin.double()
-    seen = Point(
-        f,
-        f,
-        softmin,
-        dual=2 * dual,
-        gain=after - dual,
-        gap=((log_masses - log_total).exp() - operator.a).abs().sum(),
-        size=magnitude(operator, f, f),
-    )
-    return advance(track, seen, operator.a, damping=0.5)
+    By Jensen's inequality the mass at 0 is no less than exp(-mean cost / epsilon), its value far
+    above the costs, nor less than that of the diagonal, sum_i a_i^2 exp(-C_ii / epsilon), all
+    there is far below them.
+    """
+    highest = min(operator.mean_cost, -epsilon * float(operator.a.square().sum().log()))
+    return torch.full_like(operator.a, highest / 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from otdd_flash.engine.segments import MEMORY, WeightedPoints
 from otdd_flash.kernels.segmented_step import DIGITS, RANGE_COLUMNS
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, is_small
-from otdd_flash.operators.segments import MEMORY, WeightedPoints
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON = 0.3

@@ -56,11 +56,12 @@ def needs(kernel, constants: dict[str, object], warps: int, capability: int) -> 
 
 
 def main() -> None:
+    from otdd_flash.solver.quasi_newton import DUAL_ROUNDING, MEMORY
+
+    from otdd_flash.engine.trust import GROWTH, PATIENCE
     from otdd_flash.kernels import quasi_newton_decision as decision
     from otdd_flash.kernels import quasi_newton_sums as sums
     from otdd_flash.kernels import quasi_newton_update as update
-    from otdd_flash.solver.quasi_newton import DUAL_ROUNDING, MEMORY
-    from otdd_flash.solver.trust import GROWTH, PATIENCE
 
     capability = int(sys.argv[1])
     limits = {"DUAL_ROUNDING": DUAL_ROUNDING, "GROWTH": GROWTH, "PATIENCE": PATIENCE}

@@ -86,6 +86,9 @@ def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[s
 
 
 def main() -> None:
+    from otdd_flash.solver.segmented_kernels import LIMITS
+
+    from otdd_flash.engine.segments import MEMORY
     from otdd_flash.kernels import segmented_look, segmented_move, segmented_softmin
     from otdd_flash.kernels.segmented_decision import constants_of, segmented_decision_kernel
     from otdd_flash.kernels.segmented_step import (
@@ -95,8 +98,6 @@ def main() -> None:
         TERMS_IN_FLOAT32,
         segmented_step_kernel,
     )
-    from otdd_flash.operators.segments import MEMORY
-    from otdd_flash.solver.segmented_kernels import LIMITS
 
     capability = int(sys.argv[1])
     taken = []

@@ -6,11 +6,11 @@ import pytest
 import torch
 from segmented_cases import CASES, DEVICE, LARGE, Case
 
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.kernels.adder import PROBED, UNIT, UNPROBED, chain_error
 from otdd_flash.kernels.segmented_step import DIGITS
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments
-from otdd_flash.operators.segments import WeightedPoints
 
 
 def exact_softmin(own, opposite, g, epsilon):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from segmented_cases import CASES, DEVICE, LARGE, Case
 
-from otdd_flash.operators.segments import MEMORY, Move
+from otdd_flash.engine.segments import MEMORY, Move
 
 NAMES = ("candidate", "kept", "residual", "remembered")
 

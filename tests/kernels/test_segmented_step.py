@@ -8,9 +8,9 @@ import pytest
 import torch
 from segmented_cases import CASES, DEVICE, LARGE, Case, classes, close
 
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.kernels.segmented_step import DIGITS, OVERRUN, segment_tile
 from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.segments import WeightedPoints
 
 
 @pytest.mark.slow(after=1)

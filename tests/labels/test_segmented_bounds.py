@@ -6,13 +6,13 @@ import pytest
 import torch
 from sinkhorn_cases import make_clouds, true_divergence
 
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.labels import sinkhorn_pairs, transport_terms
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
-from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented_self import solve_self_terms
+from otdd_flash.solver.segmented import solve_self_terms
 
 # The reference's own error.
 SLACK = 1e-9

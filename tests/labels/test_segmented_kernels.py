@@ -6,6 +6,7 @@ import pytest
 import torch
 from sinkhorn_cases import make_clouds
 
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels import kernel_terms, sinkhorn_pairs, transport_terms
 from otdd_flash.labels.classes import ClassCloud
@@ -13,9 +14,8 @@ from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import BYTES_PER_SEGMENT, KernelSegments, bytes_of
-from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented_cross import solve_cross_terms
+from otdd_flash.solver.segmented import solve_cross_terms
 
 pytestmark = pytest.mark.slow
 

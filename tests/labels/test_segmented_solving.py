@@ -7,16 +7,15 @@ import reference
 import torch
 from sinkhorn_cases import cost_of, make_clouds
 
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.stored_terms import padded_size, solve_in_float64
 from otdd_flash.operators import anchored_segments, stored_segments
-from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented_cross import solve_cross_terms
-from otdd_flash.solver.segmented_self import solve_self_terms
+from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
 from otdd_flash.solver.symmetric import solve_symmetric
 
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.labels.kernel_terms import solve_in_kernels
 from otdd_flash.labels.stored_terms import solve_in_float64
 from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.solver.converged import Converged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from otdd_flash.solver.levels import SCALING, Extrapolation, Outlook, levels_above
+from otdd_flash.engine.levels import SCALING, Extrapolation, Outlook, levels_above
 
 
 @pytest.mark.parametrize("relative", [0.49, 0.25, 0.1, 1e-2, 3e-4])

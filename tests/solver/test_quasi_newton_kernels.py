@@ -7,15 +7,15 @@ import math
 import pytest
 import reference
 import torch
+from otdd_flash.solver.quasi_newton import MEMORY, Track, begin, restart
 from pairwise import pairwise
 from torch import Tensor
 
+from otdd_flash.engine.trust import GROWTH, PATIENCE
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.alternating import alternate, solve_alternating
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.quasi_newton import MEMORY, Track, begin, restart
 from otdd_flash.solver.symmetric import average, solve_symmetric
-from otdd_flash.solver.trust import GROWTH, PATIENCE
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float64]

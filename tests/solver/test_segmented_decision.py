@@ -6,16 +6,15 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from otdd_flash.kernels import segmented_decision
-from otdd_flash.operators.segments import MEMORY, Look, PassErrors
-from otdd_flash.solver import segmented_kernels, segmented_quasi_newton, trust
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented_cross import CROSS
 from otdd_flash.solver.segmented_kernels import QuasiNewtonKernels
 from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Start
-from otdd_flash.solver.segmented_self import SELF
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from otdd_flash.engine.evidence import CROSS, SELF
+from otdd_flash.engine.segments import MEMORY, Look, PassErrors
+from otdd_flash.kernels import segmented_decision
+from otdd_flash.solver import segmented_kernels, segmented_quasi_newton, trust
+from otdd_flash.solver.converged import Converged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON, TOLERANCE, STEPS, COUNT = 0.1, 1e-3, 14, 9

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from otdd_flash.operators.segments import MEMORY
-from otdd_flash.solver import quasi_newton
 from otdd_flash.solver.segmented_differences import Differences
+
+from otdd_flash.engine.segments import MEMORY
+from otdd_flash.solver import quasi_newton
 
 POINTS = 12
 

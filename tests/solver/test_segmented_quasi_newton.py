@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Start, _sound
 
-from otdd_flash.operators.segments import MEMORY, Look, WeightedPoints
+from otdd_flash.engine.evidence import CROSS, SELF
+from otdd_flash.engine.segments import MEMORY, Look, WeightedPoints
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver import quasi_newton
 from otdd_flash.solver.alternating import alternate
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented_cross import CROSS
-from otdd_flash.solver.segmented_quasi_newton import QuasiNewton, Start, _sound
-from otdd_flash.solver.segmented_self import SELF
 from otdd_flash.solver.symmetric import average
 
 EPSILON, STEPS = 0.05, 30

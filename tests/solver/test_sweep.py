@@ -6,7 +6,10 @@ from threading import Thread
 
 import pytest
 import torch
+from otdd_flash.solver.quasi_newton import begin
+from otdd_flash.solver.sweep import _overwrite, steps_between_looks, sweep
 
+from otdd_flash.engine.late_reader import LateReader
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -14,9 +17,6 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import sweep as sweep_module
 from otdd_flash.solver.alternating import alternate, solve_alternating
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.late_reader import LateReader
-from otdd_flash.solver.quasi_newton import begin
-from otdd_flash.solver.sweep import _overwrite, steps_between_looks, sweep
 from otdd_flash.solver.symmetric import average, solve_symmetric
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

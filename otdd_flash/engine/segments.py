@@ -5,7 +5,8 @@ all of its columns (m,), and only they:
 
     candidate            the potential g to look at next;
     kept, residual       the g that was kept last, and r = T'(T(g)) - g there;
-    remembered           MEMORY differences s of g and, of the same steps, falls y of r.
+    remembered           `memory` differences s of g and, of the same steps, falls y of r;
+    level                the g at which the last level of epsilon ended.
 
 A look takes T(g) and T'(T(g)) of the candidate and tells a few numbers per segment, products in the
 metric <u, v> = sum_j b_j u_j v_j among them. A move makes the next candidate a combination of the
@@ -18,14 +19,13 @@ What it computes for a segment must not depend on the segments beside it, to the
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-# Differences that are remembered: more of them save few iterations, and half of the memory that
-# potentials take is theirs already.
-MEMORY = 4
+# Numbers of the columns in an evaluation, without those of remembered vectors.
+NUMBERS = 14
 
 
 class WeightedPoints(NamedTuple):
@@ -53,6 +53,8 @@ class PassErrors(NamedTuple):
         sums: relative error of a row's or a column's sum.
         stored: relative error of potentials of rows as they are stored.
         offset: error of `offset`, in units of the cost.
+        potentials: relative error of potentials of both sides, where what certifies rounds them.
+        reach: in units of the cost, what keeps steps from lower marginal errors and hides nothing.
     """
 
     mean: Tensor
@@ -61,6 +63,8 @@ class PassErrors(NamedTuple):
     sums: Tensor
     stored: Tensor
     offset: Tensor
+    potentials: Tensor
+    reach: Tensor
 
 
 class Look(NamedTuple):
@@ -86,8 +90,8 @@ class Look(NamedTuple):
         fall_fall: <y, y>.
         step_residual: <s, r>.
         fall_residual: <y, r>.
-        remembered_fall: (S, 2 MEMORY), of what is remembered with y: differences, then falls.
-        remembered_residual: (S, 2 MEMORY), with r.
+        remembered_fall: (S, 2 memory), of what is remembered with y: differences, then falls.
+        remembered_residual: (S, 2 memory), with r.
     """
 
     row_value: Tensor
@@ -111,8 +115,8 @@ class Look(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, columns: Tensor) -> Look:
-        """From (S, 2) and (S, 14 + 4 MEMORY) numbers in this order."""
-        numbers, products = columns[:, : -4 * MEMORY], columns[:, -4 * MEMORY :]
+        """From (S, 2) and (S, 14 + 4 memory) numbers in this order."""
+        numbers, products = columns[:, :NUMBERS], columns[:, NUMBERS:]
         return cls(*rows.unbind(1), *numbers.unbind(1), *products.chunk(2, 1))
 
 
@@ -122,17 +126,23 @@ class Move(NamedTuple):
     With g and r those of the candidate where it is kept, and else those kept before, the next
     candidate is
 
-        g + scale r + shift + sum_k weights_k remembered_k.
+        h = g + scale r + shift + sum_k weights_k remembered_k,
+
+    and where a level ends h + extrapolation (h - level), with level <- h. Columns without mass, of
+    which differences say nothing, take their softmin.
 
     Attributes:
         kept: bool.
         learnt: bool, whether the newest differences are remembered, in `slot`.
-        slot: int64, below MEMORY.
+        slot: int64, below memory.
         mean_step: what the differences are lowered by to have mean zero.
         mean_fall: likewise their falls.
         scale: float64.
         shift: float64.
-        weights: (S, 2 MEMORY) float64, of differences and of falls, the newest among them.
+        ends: bool, whether a level of epsilon ends here.
+        extrapolation: float64, the share of the way from the end of the level before to here that
+            the candidate goes on; 0 but where a level ends.
+        weights: (S, 2 memory) float64, of differences and of falls, the newest among them.
     """
 
     kept: Tensor
@@ -142,16 +152,18 @@ class Move(NamedTuple):
     mean_fall: Tensor
     scale: Tensor
     shift: Tensor
+    ends: Tensor
+    extrapolation: Tensor
     weights: Tensor
 
     @property
     def numbers(self) -> Tensor:
-        """All of it as (S, 7 + 2 MEMORY) float64, in this order."""
+        """All of it as (S, 9 + 2 memory) float64, in this order."""
         return torch.cat((torch.stack([part.double() for part in self[:-1]], 1), self.weights), 1)
 
 
-class Segments(Protocol):
-    """S transport problems and their vectors; all attributes of shape (S,) are float64.
+class Costs(Protocol):
+    """The costs of S transport problems; all attributes of shape (S,) are float64.
 
     Costs may be known up to terms of one side, C_ij = C'_ij + p_i + q_j: potentials, spread and
     rounding then are those of C', and `offset` is what the value has to be raised by.
@@ -185,46 +197,4 @@ class Segments(Protocol):
     @property
     def offset(self) -> Tensor:
         """<a, p> + <b, q> (S,)."""
-        ...
-
-    @property
-    def steps_between_looks(self) -> int:
-        """How many iterations to run before asking the device which segments are done."""
-        ...
-
-    def coarse(self, tolerance: float) -> Segments | None:
-        """The same problems in a faster form, which leaves its last candidates; None without one.
-
-        It can reach a marginal error of `tolerance` if these problems can.
-        """
-        ...
-
-    def look(self, epsilon: Tensor, active: Tensor) -> Look:
-        """Look at the candidates.
-
-        Args:
-            epsilon: (S,) float64.
-            active: (S,) bool; what is said of other segments is void.
-        """
-        ...
-
-    def move(self, move: Move, active: Tensor) -> None:
-        """Choose the next candidates; the vectors of segments that are not active stay."""
-        ...
-
-    def keep(self, order: Tensor) -> None:
-        """Go on with the segments `order` (S',) only, in that order."""
-        ...
-
-
-@runtime_checkable
-class TritonSegments(Segments, Protocol):
-    """Segments whose passes run in Triton, so that what is decided between them can, too."""
-
-    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """A look by its numbers, as `Look.of` takes them; arguments as for `look`."""
-        ...
-
-    def move_by(self, numbers: Tensor, active: Tensor) -> None:
-        """A move by its numbers, as `Move.numbers` gives them; arguments as for `move`."""
         ...

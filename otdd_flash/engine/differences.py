@@ -21,8 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.segments import MEMORY
-
 
 class Differences:
     """What S problems remember; empty slots are 0.
@@ -31,9 +29,9 @@ class Differences:
         slot: (S,) int64, where the next differences go.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        """For S problems, as many as entries of a tensor (S,)."""
-        self._inverse = like.new_zeros((len(like), MEMORY, MEMORY))
+    def __init__(self, like: Tensor, memory: int) -> None:
+        """For S problems, as many as entries of a tensor (S,), and so many slots."""
+        self._inverse = like.new_zeros((len(like), memory, memory))
         self._squares = self._inverse
         self._curvatures = self._inverse[:, 0]
         self.slot = torch.zeros_like(like, dtype=torch.int64)
@@ -43,9 +41,9 @@ class Differences:
 
         Args:
             sound: (S,) bool, of which.
-            steps: (S, MEMORY), products of the newest fall with the steps in all slots; in its own
+            steps: (S, memory), products of the newest fall with the steps in all slots; in its own
                 slot is the newest step.
-            falls: (S, MEMORY), likewise with the falls.
+            falls: (S, memory), likewise with the falls.
         """
         here = self.here & sound[:, None]
         row, column = here[:, :, None], here[:, None, :]
@@ -56,16 +54,16 @@ class Differences:
         squares = torch.where(row, falls[:, None, :], self._squares)
         self._squares = torch.where(column, falls[:, :, None], squares)
         self._curvatures = torch.where(here, steps, self._curvatures)
-        self.slot = torch.where(sound, (self.slot + 1) % MEMORY, self.slot)
+        self.slot = torch.where(sound, (self.slot + 1) % self._inverse.shape[1], self.slot)
 
     @property
     def here(self) -> Tensor:
-        """Where the next differences go, as (S, MEMORY) bool."""
-        slots = torch.arange(MEMORY, device=self.slot.device)
+        """Where the next differences go, as (S, memory) bool."""
+        slots = torch.arange(self._inverse.shape[1], device=self.slot.device)
         return slots == self.slot[:, None]
 
     def direction(self, steps: Tensor, falls: Tensor) -> Direction:
-        """H r, given the products (S, MEMORY) of r with steps and falls."""
+        """H r, given the products (S, memory) of r with steps and falls."""
         squares = self._squares.diagonal(dim1=1, dim2=2).contiguous()
         scale = (self._curvatures.sum(1) / squares.sum(1))[:, None]
         inner = _dot(self._inverse, steps[:, None])
@@ -80,7 +78,7 @@ class Differences:
 
 
 class Direction(NamedTuple):
-    """scale r + sum_k weights_k remembered_k: (S,), and (S, 2 MEMORY) of steps and of falls.
+    """scale r + sum_k weights_k remembered_k: (S,), and (S, 2 memory) of steps and of falls.
 
     Where nothing is remembered they are not finite.
     """

@@ -1,4 +1,4 @@
-"""The iterations of many problems side by side: the quasi-Newton method of `quasi_newton`.
+"""The iterations of S problems side by side: quasi-Newton steps for Sinkhorn's fixed points.
 
 Every segment has its own differences, trust and level of epsilon, which depend on nothing but
 itself. A level is left when its marginal error falls to `LEVEL_TOLERANCE` or the tolerance. A
@@ -11,24 +11,22 @@ rounding. The floor is a worst case, often near a tenth of the tolerance: a slow
 on its way there, so that its error has to halve would end some that converge. A tenth ends noise as
 surely, because lows of noise do not go on falling: 22 tenths are all that ten floors are from one.
 
-This file is the reference; where passes run in Triton, `segmented_kernels` does the same.
+This file is the reference; where passes run in Triton, `quasi_newton_kernels` does the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.segments import MEMORY, Look, Move, Segments, TritonSegments
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented import Rule, Step
-from otdd_flash.solver.segmented_differences import Differences
-from otdd_flash.solver.trust import Trust
-
-LEVEL_TOLERANCE = 0.05
+from otdd_flash.engine.differences import Differences
+from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels
+from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.segments import Costs, Look, Move
+from otdd_flash.engine.trust import Trust
 
 # What a difference of duals may be off by, in units of what a single softmin may be off by: over
 # the points of a cloud most of that averages out.
@@ -37,30 +35,6 @@ DUAL_ROUNDING = 0.25
 # Iterations without progress after which the marginal error is rounding, if it is at most so many
 # times the floor.
 STALLED, STALLED_FLOORS, FALLEN = 10, 10.0, 0.9
-
-
-class Shown(NamedTuple):
-    """What a look tells of the plan, (S,) each.
-
-    Attributes:
-        dual: dual value.
-        gain: what the plain update adds to it at the least.
-        noise: the size of marginal errors that rounding makes as a rule.
-        floor: the largest that it may make.
-        value: certified dual value.
-        lower: lower bound.
-        upper: upper bound.
-        error: bound on the marginal error, floor included.
-    """
-
-    dual: Tensor
-    gain: Tensor
-    noise: Tensor
-    floor: Tensor
-    value: Tensor
-    lower: Tensor
-    upper: Tensor
-    error: Tensor
 
 
 class Progress(NamedTuple):
@@ -97,41 +71,26 @@ class Progress(NamedTuple):
         return Progress(*(torch.where(where, a, b) for a, b in zip(fresh, self, strict=True)))
 
 
-# (segments, look, epsilon (S,)): what it tells.
-Reading = Callable[[Segments, Look, Tensor], Shown]
+class Problems(Costs, Protocol):
+    """What `QuasiNewton` iterates on."""
 
+    @property
+    def memory(self) -> int:
+        """How many differences are remembered, a power of 2."""
+        ...
 
-class Form(NamedTuple):
-    """What tells problems between two clouds from those of one cloud with itself.
+    def look(self, epsilon: Tensor, active: Tensor) -> Look:
+        """Look at the candidates.
 
-    Attributes:
-        reading: of a look.
-        damping: the plain update is g + damping r.
-        symmetric: whether rows are columns.
-    """
+        Args:
+            epsilon: (S,) float64.
+            active: (S,) bool; what is said of other segments is void.
+        """
+        ...
 
-    reading: Reading
-    damping: float
-    symmetric: bool
-
-
-class Start(NamedTuple):
-    """Levels of epsilon (S,) to start at, and iterations (S,) that were taken before."""
-
-    level: Tensor
-    iterations: Tensor
-
-
-def iterations_of(
-    segments: Segments, options: Converged, epsilon: float, form: Form, start: Start
-) -> Rule:
-    """The iterations of all segments, where their passes run; arguments as for `QuasiNewton`."""
-    if isinstance(segments, TritonSegments):
-        # Triton is not everywhere.
-        from otdd_flash.solver.segmented_kernels import QuasiNewtonKernels
-
-        return QuasiNewtonKernels(segments, options, epsilon, form, start)
-    return QuasiNewton(segments, options, epsilon, form, start)
+    def move(self, move: Move, active: Tensor) -> None:
+        """Choose the next candidates; the vectors of segments that are not active stay."""
+        ...
 
 
 class QuasiNewton:
@@ -139,32 +98,30 @@ class QuasiNewton:
 
     Args:
         segments: the problems.
-        options: when a segment stops.
-        epsilon: the final one.
+        goal: when one is done.
         form: of the problems.
         start: where to.
+
+    Attributes:
+        active: (S,) bool, which segments are not done.
+        terms: (S, 6) float64, the `SegmentTerms` of each, of when it was active last.
     """
 
-    def __init__(
-        self,
-        segments: Segments,
-        options: Converged,
-        epsilon: float,
-        form: Form,
-        start: Start,
-    ) -> None:
-        self._segments, self._options, self._epsilon = segments, options, epsilon
-        self._form = form
-        self._level, self._iterations = start
-        self._trust = Trust.fresh(start.level)
-        self._progress = Progress.none(start.level)
-        self._differences = Differences(start.level)
+    def __init__(self, segments: Problems, goal: Goal, form: Form, start: Start) -> None:
+        self._segments, self._goal, self._form = segments, goal, form
+        self._levels, self._iterations = start
+        self._trust = Trust.fresh(start.iterations)
+        self._progress = Progress.none(start.iterations)
+        self._differences = Differences(start.iterations, segments.memory)
+        self.active = torch.ones_like(start.iterations, dtype=torch.bool)
+        self.terms = start.iterations.new_zeros((len(start.iterations), 6))
 
-    def step(self, active: Tensor) -> Step:
+    def step(self) -> None:
         """Look at the candidates and choose the next."""
-        self._iterations = self._iterations + 1
-        last = self._iterations >= self._options.max_iterations
-        level = torch.where(last, self._epsilon, self._level)
+        goal, before, active = self._goal, self._levels, self.active
+        self._iterations = self._iterations + active
+        last = self._iterations >= goal.max_iterations
+        level = torch.where(last, goal.epsilon, before.level)
         look = self._segments.look(level, active)
         shown = self._form.reading(self._segments, look, level)
         # Only the last g that was kept at this level has a residual to compare with.
@@ -172,31 +129,56 @@ class QuasiNewton:
         rounding = level * shown.noise
         slack = DUAL_ROUNDING * rounding
         kept, trust = self._trust.judge(shown.dual, shown.gain, look.gap, slack)
-        final, tolerance = level <= self._epsilon, self._options.asked_tolerance
         progress = self._progress.after(look.gap, shown.dual, slack)
         stalled = (progress.age >= STALLED) & (look.gap <= STALLED_FLOORS * shown.floor)
-        # Where rounding alone exceeds the tolerance there is nothing to wait for.
-        hopeless = 2 * shown.floor > tolerance
-        done = final & (last | (shown.error <= tolerance) | hopeless | stalled)
-        falls = ~final & (shown.error <= max(LEVEL_TOLERANCE, tolerance))
-        ends = done | falls
-        plain = ends | (trust.plain > 0)
+        tolerance = (2 * shown.reach).clamp(goal.tolerance, goal.loosest)
+        # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from
+        # its marginals has larger errors than the one that it becomes.
+        near = look.gap <= shown.reach.clamp_min(LEVEL_TOLERANCE)
+        hopeless = near & (2 * shown.reach > tolerance)
+        final, reached = level <= goal.epsilon, shown.error <= goal.aim * tolerance
+        done = final & (last | reached | hopeless | stalled)
+        ends = ~final & (shown.error <= tolerance.clamp_min(LEVEL_TOLERANCE))
+        gives_up = ~done & before.hopeless(self._iterations, shown.error, tolerance)
+        changes = ends | gives_up
+        plain = done | changes | (trust.plain > 0)
         sound = started & _sound(look, rounding)
-        self._segments.move(self._move(look, kept | ends, sound, plain), active)
-        self._trust, self._progress = trust.restarted(falls), progress.restarted(falls)
-        self._level = torch.where(falls, level / 2, level).clamp_min(self._epsilon)
+        extrapolation = torch.where(ends, before.descended / 2, 0)
+        move = self._move(look, kept | done | changes, sound, plain, changes, extrapolation)
+        self._segments.move(move, active)
+        self._trust, self._progress = trust.restarted(changes), progress.restarted(changes)
+        self._levels = before.after(shown.error, ends, gives_up, goal.epsilon)
         hidden = torch.where(stalled, shown.error, shown.floor)
         terms = shown.value, shown.lower, shown.upper, shown.error, hidden, self._iterations
-        return Step(done, torch.stack(terms, 1))
+        self.terms = torch.where(active[:, None], torch.stack(terms, 1), self.terms)
+        self.active = active & ~done
+
+    def restart(self, aim: float) -> None:
+        """Go on at the final epsilon with the differences seen so far, from another candidate."""
+        self._goal = self._goal._replace(aim=aim)
+        self._trust = Trust.fresh(self._iterations)
+        self._progress = Progress.none(self._iterations)
+        self._levels = Levels.descending(torch.full_like(self._levels.level, self._goal.epsilon))
+        self.active = torch.ones_like(self.active)
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments."""
-        self._level, self._iterations = self._level[order], self._iterations[order]
+        self.active, self.terms = self.active[order], self.terms[order]
+        self._iterations = self._iterations[order]
+        self._levels = Levels(*(numbers[order] for numbers in self._levels))
         self._trust = Trust(*(numbers[order] for numbers in self._trust))
         self._progress = Progress(*(numbers[order] for numbers in self._progress))
         self._differences.keep(order)
 
-    def _move(self, look: Look, kept: Tensor, sound: Tensor, plain: Tensor) -> Move:
+    def _move(
+        self,
+        look: Look,
+        kept: Tensor,
+        sound: Tensor,
+        plain: Tensor,
+        ends: Tensor,
+        extrapolation: Tensor,
+    ) -> Move:
         """Learn from the newest differences, and choose what to look at next."""
         differences, here = self._differences, self._differences.here
         slot = differences.slot
@@ -218,6 +200,8 @@ class QuasiNewton:
             scale=torch.where(plain, self._form.damping, scale),
             # The mean, of which the differences say nothing, moves as in a plain update.
             shift=torch.where(plain, 0, (self._form.damping - scale) * mean),
+            ends=ends,
+            extrapolation=extrapolation,
             weights=torch.where(plain[:, None], 0, weights),
         )
 
@@ -235,5 +219,5 @@ def _centred(look: Look, step: Tensor, fall: Tensor, mean: Tensor) -> Tensor:
 
 
 def _with_newest(remembered: Tensor, here: Tensor, newest: Tensor) -> Tensor:
-    """Products with what is remembered (S, 2 MEMORY), once the newest (S, 2) has its slot."""
-    return torch.where(here.repeat(1, 2), newest.repeat_interleave(MEMORY, 1), remembered)
+    """Products with what is remembered (S, 2 memory), once the newest (S, 2) has its slot."""
+    return torch.where(here.repeat(1, 2), newest.repeat_interleave(here.shape[1], 1), remembered)

@@ -1,0 +1,85 @@
+"""Steps that are recorded once as a CUDA graph and replayed.
+
+Where passes are short, launching their kernels one by one from Python takes longer than running
+them. A graph launches all kernels of a few steps at once. A step changes tensors in place, and what
+changes from one step to the next, epsilon and every decision, stands in the device's memory: so one
+recording serves all levels of epsilon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+# What a recorded step does may alternate between two sets of tensors.
+STEPS = 2
+
+# A graph takes about as long to record as this many steps. The first compiles their kernels, and
+# may start from tensors that are aligned otherwise than those of the others.
+STEPS_BEFORE_RECORDING = 2
+
+
+class Repeated:
+    """A step that becomes a CUDA graph after a few times.
+
+    Args:
+        step: changes tensors in place without waiting for the device.
+    """
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step, self._taken = step, 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Take `STEPS` steps."""
+        if self._taken < STEPS_BEFORE_RECORDING:
+            self._take()
+            self._taken += STEPS
+            return
+        if self._graph is None:
+            self._graph = _recorder(torch.cuda.current_stream()).record(self._take)
+        self._graph.replay()
+
+    def _take(self) -> None:
+        for _ in range(STEPS):
+            self._step()
+
+
+class _Recorder:  # pragma: gpu
+    """Records graphs that are replayed on one stream; all compute in the memory of the first.
+
+    They run one after another and leave results in tensors that are not in there. With memory of
+    its own every graph would take new memory from the device, which PyTorch keeps when the graph is
+    gone; what one side stream has used it gives to no other.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._side = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
+        self._first: torch.cuda.CUDAGraph | None = None
+        self._first = self.record(lambda: torch.zeros((), device=stream.device))
+
+    def record(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """What a function launches."""
+        graph = torch.cuda.CUDAGraph()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            pool = None if self._first is None else self._first.pool()
+            # In any other mode what is not recorded is forbidden meanwhile, and ends the recording:
+            # a graph that the garbage collector frees, memory that another thread asks for.
+            graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+            try:
+                try:
+                    launch()
+                finally:
+                    graph.capture_end()
+            except BaseException:
+                # The pool may count as in use by this recording for ever.
+                _recorder.cache_clear()
+                raise
+        torch.cuda.current_stream().wait_stream(self._side)
+        return graph
+
+
+_recorder = lru_cache(_Recorder)

@@ -1,0 +1,87 @@
+"""Transport problems that are solved side by side, and the iterations that solve them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.levels import Levels
+from otdd_flash.engine.segments import Costs
+
+
+class Goal(NamedTuple):
+    """When a problem is done.
+
+    Attributes:
+        epsilon: the final one, in units of the cost.
+        tolerance: marginal error to reach.
+        loosest: what the tolerance gives way to where rounding asks for it; at least `tolerance`.
+        max_iterations: evaluations after which it ends wherever it is, the last at `epsilon`.
+        aim: the share of the tolerance to reach.
+    """
+
+    epsilon: float
+    tolerance: float
+    loosest: float
+    max_iterations: int
+    aim: float = 1.0
+
+
+class Start(NamedTuple):
+    """Where problems start: levels, and the iterations (S,) that were taken before."""
+
+    levels: Levels
+    iterations: Tensor
+
+
+class Rule(Protocol):
+    """The iterations of all segments.
+
+    Attributes:
+        active: (S,) bool, which are not done.
+        terms: (S, 6) float64, the `SegmentTerms` of each, of when it was active last.
+    """
+
+    @property
+    def active(self) -> Tensor: ...  # noqa: D102
+
+    @property
+    def terms(self) -> Tensor: ...  # noqa: D102
+
+    def step(self) -> None:
+        """One iteration; nothing of segments that are not active changes."""
+        ...
+
+    def restart(self, aim: float) -> None:
+        """Go on at the final epsilon to so many times the tolerance, from other candidates."""
+        ...
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with the segments `order` (S',) only, in that order."""
+        ...
+
+
+class Segments(Costs, Protocol):
+    """S transport problems and their vectors."""
+
+    def coarse(self, tolerance: float) -> Segments | None:
+        """The same problems in a faster form, which leaves its last candidates; None without one.
+
+        It can reach a marginal error of `tolerance` if these problems can.
+        """
+        ...
+
+    def iterations(self, goal: Goal, form: Form, start: Start) -> Rule:
+        """The iterations of all segments, where their passes run."""
+        ...
+
+    def repeat(self, step: Callable[[], None]) -> None:
+        """Take as many iterations as pay before the device is asked which segments are done."""
+        ...
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with the segments `order` (S',) only, in that order."""
+        ...

@@ -1,0 +1,81 @@
+"""One transport problem as the only segment, its passes, sums and vectors in Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
+from otdd_flash.engine.recording import Repeated
+from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.kernel_vectors import KernelVectors, whole_layout
+from otdd_flash.operators.one_segment import OneSegment
+
+
+class KernelSegment(OneSegment):
+    """A single problem in Triton; its steps become a CUDA graph where passes are short."""
+
+    def __init__(self, operator: Operator, candidate: Tensor, *, symmetric: bool) -> None:
+        super().__init__(operator, symmetric=symmetric)
+        n, m = operator.shape
+        layouts = [whole_layout(m, n, candidate.device)]
+        if not symmetric:
+            layouts.insert(0, whole_layout(n, m, candidate.device))
+        masses = operator.a, operator.b
+        first = candidate.to(operator.dtype).clone().contiguous()
+        self._vectors = KernelVectors(masses, layouts, first, self.memory)
+
+    def change(self, operator: Operator) -> None:
+        """Take another form of the cost."""
+        super().change(operator)
+        self._repeated: Repeated | None = None
+
+    def go_on_from(self, candidate: Tensor) -> None:
+        """Evaluate another g (m,) next."""
+        self._vectors.columns.candidate.copy_(candidate)
+
+    @property
+    def rows(self) -> Tensor:
+        """The f (n,) of the last evaluation."""
+        return self._vectors.rows.clone()
+
+    @property
+    def kept(self) -> Tensor:
+        """The g (m,) that was kept last."""
+        return self._vectors.columns.kept.clone()
+
+    @property
+    def updated(self) -> Tensor:
+        """T'(T(g)) (m,) of the g that was kept last."""
+        columns = self._vectors.columns
+        return columns.kept + columns.residual
+
+    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
+        """The iterations of all problems, in Triton."""
+        return QuasiNewtonKernels(self, goal, form, start)
+
+    def repeat(self, step: Callable[[], None]) -> None:
+        """Once, or as often as a recording does where passes are short."""
+        if not self.operator.short_passes:
+            step()
+            return
+        if self._repeated is None:
+            self._repeated = Repeated(step)
+        self._repeated.run()
+
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of a look."""
+        operator, vectors, level = self.operator, self._vectors, epsilon[0]
+        g = vectors.columns.candidate
+        if self.symmetric:
+            return vectors.look(operator.softmin_rows(g, level, g), epsilon, active)
+        f = operator.softmin_rows(g, level, vectors.rows)
+        vectors.take(f, epsilon, active)
+        return vectors.look(operator.softmin_columns(f, level, g), epsilon, active)
+
+    def move_by(self, numbers: Tensor, active: Tensor) -> None:
+        """Choose it by the numbers of a move."""
+        self._vectors.move(numbers, active)

@@ -1,0 +1,147 @@
+"""One transport problem, whatever holds its cost, as the only segment."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.quasi_newton import QuasiNewton
+from otdd_flash.engine.rule import Goal, Rule, Start
+from otdd_flash.engine.segments import Look, Move, PassErrors
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.padded_vectors import PaddedVectors
+
+# Differences that are remembered.
+MEMORY = 8
+
+
+class OneSegment(ABC):
+    """What all single problems share: the costs, and potentials in the operator's type.
+
+    Args:
+        operator: the cost (n, m) and the masses.
+        symmetric: whether rows are columns.
+
+    Attributes:
+        operator: as given, or as changed.
+        symmetric: likewise.
+    """
+
+    memory = MEMORY
+
+    def __init__(self, operator: Operator, *, symmetric: bool) -> None:
+        self.symmetric = symmetric
+        self.change(operator)
+
+    @property
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """The f (n,) of the last evaluation."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> Tensor:
+        """The g (m,) that was kept last; after the end, that of the last evaluation."""
+
+    @property
+    @abstractmethod
+    def updated(self) -> Tensor:
+        """T'(T(g)) (m,) of that, or T(g) of a cloud with itself."""
+
+    @abstractmethod
+    def go_on_from(self, candidate: Tensor) -> None:
+        """Evaluate another g (m,) next."""
+
+    @abstractmethod
+    def iterations(self, goal: Goal, form: Form, start: Start) -> Rule:
+        """The iterations of the problem, where its passes run."""
+
+    @abstractmethod
+    def repeat(self, step: Callable[[], None]) -> None:
+        """Take as many iterations as pay before the device is asked."""
+
+    def change(self, operator: Operator) -> None:
+        """Take another form of the cost; its errors are those of the certificate, about."""
+        self.operator = operator
+        self.dtype = self.sum_dtype = operator.dtype
+        lowest, highest = operator.cost_range
+        negative, unit = min(0.0, lowest), torch.finfo(operator.dtype).eps / 2
+        facts = (
+            operator.mean_cost - negative,
+            highest - lowest,
+            operator.cost_error / 2,
+            unit / 2,
+            unit,
+            unit * (operator.mean_cost - 2 * negative),
+        )
+        self.mean_cost, self.cost_spread, mean, sums, potentials, reach = torch.split(
+            operator.a.new_tensor(facts), 1
+        )
+        none = self.offset = torch.zeros_like(mean)
+        self.errors = PassErrors(mean, mean, none, sums, none, none, potentials, reach)
+
+    def coarse(self, tolerance: float) -> None:
+        """There is none."""
+        return
+
+    def keep(self, order: Tensor) -> None:
+        """Nothing: its potentials are asked for after it is done."""
+        return
+
+
+class TorchSegment(OneSegment):
+    """A single problem with vectors in float64 and plain PyTorch."""
+
+    def __init__(self, operator: Operator, candidate: Tensor, *, symmetric: bool) -> None:
+        super().__init__(operator, symmetric=symmetric)
+        self._candidate = candidate.to(operator.dtype)
+        self._rows = torch.zeros_like(operator.a, dtype=operator.dtype)
+        self._vectors = PaddedVectors(operator.b[None], self.memory)
+
+    def go_on_from(self, candidate: Tensor) -> None:
+        """Evaluate another g (m,) next."""
+        self._candidate = candidate.to(self.dtype)
+
+    @property
+    def rows(self) -> Tensor:
+        """The f (n,) of the last evaluation."""
+        return self._rows
+
+    @property
+    def kept(self) -> Tensor:
+        """The g (m,) that was kept last."""
+        return self._vectors.kept[0].to(self.dtype)
+
+    @property
+    def updated(self) -> Tensor:
+        """T'(T(g)) (m,) of the g that was kept last."""
+        return (self._vectors.kept + self._vectors.residual)[0].to(self.dtype)
+
+    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewton:
+        """The iterations of all problems, in PyTorch."""
+        return QuasiNewton(self, goal, form, start)
+
+    def repeat(self, step: Callable[[], None]) -> None:
+        """Once."""
+        step()
+
+    def look(self, epsilon: Tensor, active: Tensor) -> Look:
+        """Look at the candidate."""
+        operator, g = self.operator, self._candidate
+        level = epsilon[0] if epsilon.is_cuda else float(epsilon)
+        if self.symmetric:
+            self._rows, updated = g, operator.softmin_rows(g, level, g)
+        else:
+            self._rows = operator.softmin_rows(g, level, self.rows)
+            updated = operator.softmin_columns(self.rows, level, g)
+        rows = self.rows.double()[None], operator.a[None]
+        return self._vectors.look(rows, g.double()[None], updated.double()[None], epsilon)
+
+    def move(self, move: Move, active: Tensor) -> None:
+        """Choose the next candidate."""
+        moved = self._vectors.move(self._candidate.double()[None], move, active)
+        self._candidate = moved[0].to(self.dtype)
