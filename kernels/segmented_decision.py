@@ -57,6 +57,7 @@ class Limits(NamedTuple):
     value_trifle: float
     most_error: float
     level_tolerance: float
+    far: float
 
 
 class State(NamedTuple):
@@ -174,6 +175,7 @@ def update_levels(
     p_new_levels,  # (4,), overwritten
     final_epsilon,
     LEVEL_TOLERANCE: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     """Whether the level ends, whether a try gives up, the next level, and the extrapolation."""
     top, allowed, last_error = tl.load(p_levels), tl.load(p_levels + 1), tl.load(p_levels + 2)
@@ -182,7 +184,8 @@ def update_levels(
     decrease = tl.log(last_error / error)
     forecast = iterations + tl.log(error / tolerance) / decrease
     late = ((error > 0) & (decrease > 0) & (forecast <= allowed)) == 0
-    gives_up = (allowed > 0) & (last_error < float("inf")) & late & (done == 0)
+    late = tl.where(last_error < float("inf"), late, error > FAR)
+    gives_up = (allowed > 0) & late & (done == 0)
     below = tl.maximum(tl.where(ends, level / 2, level), final_epsilon)
     tl.store(p_new_levels, top)
     tl.store(p_new_levels + 1, tl.where(gives_up, 0.0, allowed))
@@ -221,6 +224,7 @@ def segmented_decision_kernel(
     VALUE_TRIFLE: tl.constexpr,
     MOST_ERROR: tl.constexpr,
     LEVEL_TOLERANCE: tl.constexpr,
+    FAR: tl.constexpr,
     NUMBERS: tl.constexpr,
     MEMORY: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -265,7 +269,7 @@ def segmented_decision_kernel(
     done = (epsilon <= final_epsilon) & (last | reached | hopeless | stalled)
     ends, gives_up, level, extrapolation = update_levels(
         iterations, epsilon, error, tolerance, done, p_state + 10, p_new_state + 10,
-        final_epsilon, LEVEL_TOLERANCE,
+        final_epsilon, LEVEL_TOLERANCE, FAR,
     )  # fmt: skip
     changes = ends | gives_up
     tl.store(p_new_state + 7, tl.where(changes, float("inf"), new_gap))

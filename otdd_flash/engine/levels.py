@@ -5,8 +5,8 @@ the potentials of those before (Schmitzer 2019, Stabilized sparse scaling algori
 regularized transport problems). Levels are epsilon 2^k: no rounding makes two problems differ.
 
 Well separated points are solved at once at any epsilon. So a solve first tries the final one, and
-gives up when the marginal error's decrease since the last evaluation forecasts more iterations than
-a descent would take.
+gives up when the first marginal error is large, or its decrease since the last evaluation forecasts
+more iterations than a descent would take.
 
 Between two levels the potential is taken for a linear function of epsilon,
 
@@ -24,8 +24,11 @@ from torch import Tensor
 TOP = 0.1
 
 # The marginal error that ends a level, and the iterations that this takes, about.
-LEVEL_TOLERANCE = 0.02
-ITERATIONS_PER_LEVEL = 4
+LEVEL_TOLERANCE = 0.03
+ITERATIONS_PER_LEVEL = 3
+
+# The marginal error after the first evaluation of a try from which on it is given up at once.
+FAR = 0.5
 
 # The most levels: a float64 has no more.
 MOST_LEVELS = 62
@@ -74,7 +77,7 @@ class Levels(NamedTuple):
         decrease = (self.error / error).log()
         forecast = iterations + (error / tolerance).log() / decrease
         late = ~((error > 0) & (decrease > 0)) | (forecast > self.allowed)
-        return (self.allowed > 0) & self.error.isfinite() & late
+        return (self.allowed > 0) & torch.where(self.error.isfinite(), late, error > FAR)
 
     def after(self, error: Tensor, ends: Tensor, gives_up: Tensor, epsilon: float) -> Levels:
         """After an evaluation: where its level ends (S,), or a try gives up (S,)."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence import MOST_ERROR, TRIFLE, VALUE_TRIFLE, Form
-from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels
+from otdd_flash.engine.levels import FAR, LEVEL_TOLERANCE, Levels
 from otdd_flash.engine.quasi_newton import DUAL_ROUNDING, FALLEN, STALLED, STALLED_FLOORS, Progress
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import Costs
@@ -37,6 +37,7 @@ LIMITS = Limits(
     VALUE_TRIFLE,
     MOST_ERROR,
     LEVEL_TOLERANCE,
+    FAR,
 )
 
 

@@ -13,12 +13,12 @@ from functools import lru_cache
 
 import torch
 
-# What a recorded step does may alternate between two sets of tensors.
+# Steps of a graph: they may alternate between two sets of tensors.
 STEPS = 2
 
-# A graph takes about as long to record as this many steps. The first compiles their kernels, and
-# may start from tensors that are aligned otherwise than those of the others.
-STEPS_BEFORE_RECORDING = 2
+# To record and instantiate a graph, and to launch it for the first time, takes about as long as to
+# launch this many steps one by one.
+STEPS_BEFORE_RECORDING = 24
 
 
 class Repeated:
@@ -33,16 +33,16 @@ class Repeated:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
-        """Take `STEPS` steps."""
+        """Take a step, or once there is a graph all of its `STEPS`."""
         if self._taken < STEPS_BEFORE_RECORDING:
-            self._take()
-            self._taken += STEPS
+            self._step()
+            self._taken += 1
             return
         if self._graph is None:
-            self._graph = _recorder(torch.cuda.current_stream()).record(self._take)
+            self._graph = _recorder(torch.cuda.current_stream()).record(self._take_all)
         self._graph.replay()
 
-    def _take(self) -> None:
+    def _take_all(self) -> None:
         for _ in range(STEPS):
             self._step()
 
