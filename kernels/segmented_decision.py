@@ -244,7 +244,9 @@ def segmented_decision_kernel(
     loosest, max_iterations = tl.load(settings_ptr + 2), tl.load(settings_ptr + 3)
     aim = tl.load(settings_ptr + 4)
     unit, unit_of_sums = tl.load(settings_ptr + 5), tl.load(settings_ptr + 6)
-    epsilon, iterations = tl.load(level_ptr + i_segment), tl.load(p_state) + 1
+    active = tl.load(active_ptr + i_segment)
+    epsilon = tl.load(level_ptr + i_segment)
+    iterations = tl.load(p_state) + tl.where(active != 0, 1.0, 0.0)
     lowest, highest = tl.load(p_columns + 2), tl.load(p_columns + 3)
     gap, mean_residual = tl.load(p_columns + 4), tl.load(p_columns + 8)
 
@@ -281,7 +283,6 @@ def segmented_decision_kernel(
         dual, gain, gap, slack, changes, p_state + 1, p_new_state + 1, GROWTH, PATIENCE
     )
     level = tl.where(iterations + 1 >= max_iterations, final_epsilon, level)
-    active = tl.load(active_ptr + i_segment)
     tl.store(new_active_ptr + i_segment, tl.where(done, 0, active).to(tl.int8))
     tl.store(new_level_ptr + i_segment, level)
     tl.store(p_new_state, iterations)

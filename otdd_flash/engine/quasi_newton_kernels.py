@@ -98,7 +98,9 @@ class QuasiNewtonKernels:
             limits=LIMITS,
         )
         self._segments.move_by(move, before.active)
-        self._state, self._other = after, before
+        # A recorded step finds its state where it was.
+        torch._foreach_copy_(before[1:], after[1:])
+        before.active.copy_(after.active)
 
     def restart(self, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from another candidate."""

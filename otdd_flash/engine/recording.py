@@ -1,7 +1,7 @@
 """Steps that are recorded once as a CUDA graph and replayed.
 
 Where passes are short, launching their kernels one by one from Python takes longer than running
-them. A graph launches all kernels of a few steps at once. A step changes tensors in place, and what
+them. A graph launches all kernels of a step at once. A step changes tensors in place, and what
 changes from one step to the next, epsilon and every decision, stands in the device's memory: so one
 recording serves all levels of epsilon.
 """
@@ -13,12 +13,9 @@ from functools import lru_cache
 
 import torch
 
-# Steps of a graph: they may alternate between two sets of tensors.
-STEPS = 2
-
-# To record and instantiate a graph, and to launch it for the first time, takes about as long as to
-# launch this many steps one by one.
-STEPS_BEFORE_RECORDING = 24
+# A graph takes about as long to record as this many steps. The first compiles their kernels, and
+# may start from tensors that are aligned otherwise than those of the others.
+STEPS_BEFORE_RECORDING = 2
 
 
 class Repeated:
@@ -33,18 +30,15 @@ class Repeated:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
-        """Take a step, or once there is a graph all of its `STEPS`."""
+        """Take a step, or two once there is a graph."""
         if self._taken < STEPS_BEFORE_RECORDING:
             self._step()
             self._taken += 1
             return
         if self._graph is None:
-            self._graph = _recorder(torch.cuda.current_stream()).record(self._take_all)
+            self._graph = _recorder(torch.cuda.current_stream()).record(self._step)
         self._graph.replay()
-
-    def _take_all(self) -> None:
-        for _ in range(STEPS):
-            self._step()
+        self._graph.replay()
 
 
 class _Recorder:  # pragma: gpu
