@@ -109,12 +109,13 @@ class QuasiNewton:
 
     def __init__(self, segments: Problems, goal: Goal, form: Form, start: Start) -> None:
         self._segments, self._goal, self._form = segments, goal, form
-        self._levels, self._iterations = start
-        self._trust = Trust.fresh(start.iterations)
-        self._progress = Progress.none(start.iterations)
-        self._differences = Differences(start.iterations, segments.memory)
-        self.active = torch.ones_like(start.iterations, dtype=torch.bool)
-        self.terms = start.iterations.new_zeros((len(start.iterations), 6))
+        self._iterations = iterations = start.iterations.to(segments.mean_cost)
+        self._levels = Levels(*(numbers.to(iterations) for numbers in start.levels))
+        self._trust = Trust.fresh(iterations)
+        self._progress = Progress.none(iterations)
+        self._differences = Differences(iterations, segments.memory)
+        self.active = torch.ones_like(iterations, dtype=torch.bool)
+        self.terms = iterations.new_zeros((len(iterations), 6))
 
     def step(self) -> None:
         """Look at the candidates and choose the next."""

@@ -49,6 +49,11 @@ class KernelProblems(Costs, Protocol):
         """How many differences are remembered, a power of 2."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """Where passes run; numbers of costs may be on the host."""
+        ...
+
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """A look by its numbers, as `Look.of` takes them; arguments as for `Problems.look`."""
         ...
@@ -64,13 +69,15 @@ class QuasiNewtonKernels:
     def __init__(self, segments: KernelProblems, goal: Goal, form: Form, start: Start) -> None:
         self._segments, self._goal, self._form = segments, goal, form
         self._costs, self._settings = _constants(segments, goal)
-        level = start.levels.level
-        numbers = level.new_zeros((len(level), state_width(segments.memory)))
-        terms = level.new_zeros((len(level), TERMS))
-        active = torch.ones(len(level), dtype=torch.bool, device=level.device)
+        count, device = len(self._costs), segments.device
         self._state, self._other = (
-            State(active.clone(), level.clone(), numbers.clone(), terms.clone()) for _ in range(2)
+            State(
+                torch.ones(count, dtype=torch.bool, device=device),
+                *(self._costs.new_zeros(size) for size in _sizes(count, segments.memory)),
+            )
+            for _ in range(2)
         )
+        self._state.numbers[:, 0] = start.iterations
         self._begin(start)
 
     @property
@@ -106,8 +113,9 @@ class QuasiNewtonKernels:
         """Go on at the final epsilon with the differences seen so far, from another candidate."""
         self._goal = self._goal._replace(aim=aim)
         self._costs, self._settings = _constants(self._segments, self._goal)
-        final = torch.full_like(self._state.level, self._goal.epsilon)
-        self._begin(Start(Levels.descending(final), self._state.numbers[:, 0].clone()))
+        taken = self._state.numbers[:, 0].cpu()
+        self._begin(Start(Levels.descending(torch.full_like(taken, self._goal.epsilon)), taken))
+        self._state.active[:] = True
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments."""
@@ -118,16 +126,23 @@ class QuasiNewtonKernels:
     def _begin(self, start: Start) -> None:
         """Begin at some levels, with the differences that are there."""
         level, *levels = start.levels
-        known = (start.iterations, *Trust.fresh(level), *Progress.none(level), *levels)
-        self._state.numbers[:, :TRUST] = torch.stack(known, 1)
+        known = (*Trust.fresh(level), *Progress.none(level), *levels)
         last = start.iterations + 1 >= self._goal.max_iterations
-        self._state.level[:] = torch.where(last, self._goal.epsilon, level)
-        self._state.active[:] = True
+        first = torch.where(last, self._goal.epsilon, level)
+        # Where problems start is often known on the host: it is sent at once.
+        numbers = torch.stack((*known, first), 1).to(self._costs.device)
+        self._state.numbers[:, 1:TRUST] = numbers[:, :-1]
+        self._state.level[:] = numbers[:, -1]
+
+
+def _sizes(count: int, memory: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a state's level, numbers and terms."""
+    return (count,), (count, state_width(memory)), (count, TERMS)
 
 
 def _constants(segments: KernelProblems, goal: Goal) -> tuple[Tensor, Tensor]:
     """What is known of costs, and what is asked for, as the kernel reads them."""
     costs = segments.mean_cost, segments.cost_spread, segments.offset, *segments.errors
     units = (torch.finfo(dtype).eps / 2 for dtype in (segments.dtype, segments.sum_dtype))
-    known = torch.stack(costs, 1)
-    return known, known.new_tensor((*goal, *units))
+    settings = torch.tensor((*goal, *units), dtype=torch.float64)
+    return torch.stack(costs, 1).to(segments.device), settings.to(segments.device)

@@ -31,7 +31,7 @@ class Goal(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where problems start: levels, and the iterations (S,) that were taken before."""
+    """Where problems start: levels, and iterations (S,) taken before; on any device."""
 
     levels: Levels
     iterations: Tensor

@@ -58,7 +58,7 @@ def run(
         segments: the problems.
         rule: of their iterations.
         finished: told how many segments are done.
-        watch: told of the first segment; ends the iterations if it says so.
+        watch: told of the only segment; ends the iterations if it says so.
         wait: ask the device after every step, as one takes longer than to launch the next.
     """
     results = torch.zeros_like(rule.terms)
@@ -66,8 +66,10 @@ def run(
     reader: LateReader[None] = LateReader(wait=wait)
     while len(left):
         segments.repeat(rule.step)
-        numbers = rule.active.sum().double().reshape(1)
-        numbers = numbers if watch is None else torch.cat((numbers, rule.terms[0]))
+        if watch is None:
+            numbers = rule.active.sum().reshape(1)
+        else:
+            numbers = torch.cat((rule.active, rule.terms[0]))
         reading = reader.exchange(numbers, None)
         if reading is None:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence import Form
@@ -19,7 +20,8 @@ class KernelSegment(OneSegment):
     """A single problem in Triton; its steps become a CUDA graph where passes are short."""
 
     def __init__(self, operator: Operator, candidate: Tensor, *, symmetric: bool) -> None:
-        super().__init__(operator, symmetric=symmetric)
+        super().__init__(operator, symmetric=symmetric, costs_on=torch.device("cpu"))
+        self.device = operator.a.device
         n, m = operator.shape
         layouts = [whole_layout(m, n, candidate.device)]
         if not symmetric:

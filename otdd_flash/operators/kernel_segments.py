@@ -110,6 +110,11 @@ class KernelSegments:
         """The iterations of all problems, in Triton."""
         return QuasiNewtonKernels(self, goal, form, start)
 
+    @property
+    def device(self) -> torch.device:
+        """Where passes run."""
+        return self.mean_cost.device
+
     def repeat(self, step: Callable[[], None]) -> None:
         """Eight times."""
         for _ in range(8):

@@ -25,6 +25,7 @@ class OneSegment(ABC):
     Args:
         operator: the cost (n, m) and the masses.
         symmetric: whether rows are columns.
+        costs_on: the device for numbers of the cost, which are known on the host.
 
     Attributes:
         operator: as given, or as changed.
@@ -33,8 +34,8 @@ class OneSegment(ABC):
 
     memory = MEMORY
 
-    def __init__(self, operator: Operator, *, symmetric: bool) -> None:
-        self.symmetric = symmetric
+    def __init__(self, operator: Operator, *, symmetric: bool, costs_on: torch.device) -> None:
+        self.symmetric, self._costs_on = symmetric, costs_on
         self.change(operator)
 
     @property
@@ -79,7 +80,7 @@ class OneSegment(ABC):
             unit * (operator.mean_cost - 2 * negative),
         )
         self.mean_cost, self.cost_spread, mean, sums, potentials, reach = torch.split(
-            operator.a.new_tensor(facts), 1
+            torch.tensor(facts, dtype=torch.float64, device=self._costs_on), 1
         )
         none = self.offset = torch.zeros_like(mean)
         self.errors = PassErrors(mean, mean, none, sums, none, none, potentials, reach)
@@ -97,7 +98,7 @@ class TorchSegment(OneSegment):
     """A single problem with vectors in float64 and plain PyTorch."""
 
     def __init__(self, operator: Operator, candidate: Tensor, *, symmetric: bool) -> None:
-        super().__init__(operator, symmetric=symmetric)
+        super().__init__(operator, symmetric=symmetric, costs_on=operator.a.device)
         self._candidate = candidate.to(operator.dtype)
         self._rows = torch.zeros_like(operator.a, dtype=operator.dtype)
         self._vectors = PaddedVectors(operator.b[None], self.memory)

@@ -9,6 +9,7 @@ g comes from `approach`, the next ones from `quasi_newton`.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence import CROSS
@@ -55,7 +56,7 @@ def solve_alternating(
         candidate, levels, passes = approach(solve, operator)
     else:
         candidate, passes = start.to(operator.dtype), 0.0
-        levels = Levels.descending(operator.a.new_full((1,), epsilon))
+        levels = Levels.descending(torch.full((1,), epsilon, dtype=torch.float64))
 
     def prove(segment: OneSegment, polished: bool) -> Certificate:
         nonlocal passes

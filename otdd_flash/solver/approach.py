@@ -111,7 +111,7 @@ def _of_sample(
     # Rounding in a sample, where nothing is proved, is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
     segment = sampled.segment(torch.zeros_like(sampled.b), symmetric=False)
-    levels = Levels.descending(first_level(level, segment.mean_cost))
+    levels = Levels.descending(first_level(level, _scale(sampled)))
     rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
     terms = run(segment, rule, watch=lambda *_: solve.late(), wait=not sampled.short_passes)
     iterations, updated = float(terms.iterations), segment.updated
@@ -123,7 +123,8 @@ def _of_sample(
 
 def _scale(operator: Operator) -> Tensor:
     """The mean cost (1,), above the lowest one if that is negative."""
-    return operator.a.new_tensor([operator.mean_cost - min(0.0, operator.cost_range.lowest)])
+    mean = operator.mean_cost - min(0.0, operator.cost_range.lowest)
+    return torch.tensor([mean], dtype=torch.float64)
 
 
 def _absent(operator: Operator, level: float, present: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class Iteration:
         lower.
         """
         segment = operator.segment(candidate, symmetric=self.form.symmetric)
-        taken = segment.mean_cost.new_full((1,), self.iterations)
+        taken = torch.full((1,), self.iterations, dtype=torch.float64)
         rule = segment.iterations(self._goal(), self.form, Start(levels, taken))
 
         def iterate(operator: Operator, candidate: Tensor) -> None:

@@ -72,7 +72,7 @@ def solve_symmetric(
         passes += certificate.passes - 1
         return certificate
 
-    levels = Levels.descending(operator.a.new_full((1,), epsilon))
+    levels = Levels.descending(torch.full((1,), epsilon, dtype=torch.float64))
     certificate = solve.solve(operator, f, levels, prove, refine=False)
     return TransportTerm.from_certificate(
         certificate,
