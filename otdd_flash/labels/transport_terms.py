@@ -19,7 +19,8 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.stored_terms import solve_in_float64
 from otdd_flash.operators.segments import WeightedPoints
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented import MOST_ERROR, Finished, SegmentTerms
+from otdd_flash.solver.evidence.oscillation import MOST_ERROR
+from otdd_flash.solver.segmented import Finished, SegmentTerms
 from otdd_flash.solver.term import rounded_away
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.evidence.certificate import Certificate
+from otdd_flash.solver.evidence.scale import hidden_error, rounding_floor
 from otdd_flash.solver.late_reader import LateReader, Reading
 from otdd_flash.solver.quasi_newton import Track, restart
-from otdd_flash.solver.rounding import hidden_error, rounding_floor
 from otdd_flash.solver.schedule import Progress, StoppedBy
 from otdd_flash.solver.stall import Stall
 from otdd_flash.solver.sweep import Step, steps_between_looks, sweep

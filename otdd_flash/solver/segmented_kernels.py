@@ -17,7 +17,9 @@ from otdd_flash.kernels.segmented_decision import (
 )
 from otdd_flash.operators.segments import MEMORY, TritonSegments
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.segmented import MOST_ERROR, TRIFLE, VALUE_TRIFLE, Step
+from otdd_flash.solver.evidence.oscillation import MOST_ERROR
+from otdd_flash.solver.evidence.two_passes import TRIFLE, VALUE_TRIFLE
+from otdd_flash.solver.segmented import Step
 from otdd_flash.solver.segmented_quasi_newton import (
     DUAL_ROUNDING,
     FALLEN,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from otdd_flash.operators.segments import MEMORY, Look, Move, Segments, TritonSegments
 from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.evidence.segments import Evidence
 from otdd_flash.solver.segmented import Rule, Step
 from otdd_flash.solver.segmented_differences import Differences
 from otdd_flash.solver.trust import Trust
@@ -37,30 +38,6 @@ DUAL_ROUNDING = 0.25
 # Iterations without progress after which the marginal error is rounding, if it is at most so many
 # times the floor.
 STALLED, STALLED_FLOORS, FALLEN = 10, 10.0, 0.9
-
-
-class Shown(NamedTuple):
-    """What a look tells of the plan, (S,) each.
-
-    Attributes:
-        dual: dual value.
-        gain: what the plain update adds to it at the least.
-        noise: the size of marginal errors that rounding makes as a rule.
-        floor: the largest that it may make.
-        value: certified dual value.
-        lower: lower bound.
-        upper: upper bound.
-        error: bound on the marginal error, floor included.
-    """
-
-    dual: Tensor
-    gain: Tensor
-    noise: Tensor
-    floor: Tensor
-    value: Tensor
-    lower: Tensor
-    upper: Tensor
-    error: Tensor
 
 
 class Progress(NamedTuple):
@@ -98,7 +75,7 @@ class Progress(NamedTuple):
 
 
 # (segments, look, epsilon (S,)): what it tells.
-Reading = Callable[[Segments, Look, Tensor], Shown]
+Reading = Callable[[Segments, Look, Tensor], Evidence]
 
 
 class Form(NamedTuple):

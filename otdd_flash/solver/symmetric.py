@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Epsilon, Operator
-from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.evidence.certificate import Certificate, certify_self
+from otdd_flash.solver.evidence.scale import magnitude, rounding_floor
 from otdd_flash.solver.iteration import Iteration
 from otdd_flash.solver.quasi_newton import Point, Track, advance, begin
-from otdd_flash.solver.rounding import magnitude, rounding_floor
 from otdd_flash.solver.schedule import Progress
-from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.sweep import State
 from otdd_flash.solver.term import TransportTerm
 

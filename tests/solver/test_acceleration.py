@@ -14,8 +14,8 @@ from otdd_flash.solver import quasi_newton
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.approach import TOP
 from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.evidence.scale import magnitude, rounding_floor
 from otdd_flash.solver.levels import ITERATIONS_PER_LEVEL, levels_above
-from otdd_flash.solver.rounding import magnitude, rounding_floor
 from otdd_flash.solver.symmetric import solve_symmetric
 
 Case = tuple[Tensor, Tensor, Tensor]

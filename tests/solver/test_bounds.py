@@ -23,8 +23,8 @@ from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as solver_problem
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.certificate import cost_spread
 from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.evidence.oscillation import cost_spread
 from otdd_flash.solver.symmetric import solve_symmetric
 from otdd_flash.solver.term import TransportTerm
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver.polytope import RowSums, balanced_value, diagonal_of, filled_value
+from otdd_flash.solver.evidence.primal import RowSums, balanced_value, diagonal_of, filled_value
 
 SIZES = [(1, 1), (1, 7), (7, 1), (33, 20)]
 EPSILONS = [0.02, 0.5, 20.0]

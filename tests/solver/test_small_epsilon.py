@@ -14,8 +14,8 @@ from experiments.peers import Problem, pot_emd2
 from otdd_flash.errors import InputError
 from otdd_flash.labels import measure_classes
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.evidence.certificate import Certificate
 from otdd_flash.solver.term import TransportTerm
 
 # Over the mean cost.

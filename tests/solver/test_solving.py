@@ -14,7 +14,7 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.rounding import magnitude, rounding_floor
+from otdd_flash.solver.evidence.scale import magnitude, rounding_floor
 from otdd_flash.solver.symmetric import solve_symmetric
 from otdd_flash.solver.term import TransportTerm
 

@@ -5,16 +5,20 @@
 The plan P of two potentials nearly has these marginals, and log (P_ij / a_i b_j) is its exponent:
 P costs sum_ij P_ij (f_i + g_j), so that its row and column sums say all. What is missing is filled
 with a matrix whose cost is known in closed form. No plan is ever formed.
+
+For a cross term g first is at most T'(f), so that columns have at most the masses b. Rounding may
+leave a row or column a few units in the last place above its mass: `fitting_scale` lowers the plan.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Marginals, Operator
 
 # Keeps quotients and logarithms finite where there is no mass.
 TINY = torch.finfo(torch.float64).tiny
@@ -53,7 +57,25 @@ def filled_value(
     filling = u @ operator.expected_costs(v / v.sum().clamp_min(TINY))
     entropy = _relative(u, operator.a) + _relative(v, operator.b)
     entropy = entropy - torch.xlogy(kept, kept) - 2 * torch.xlogy(missing, missing)
-    return _paid(rows, f) + _paid(columns, g) + filling + epsilon * entropy
+    return _paid(rows, f).sum() + _paid(columns, g).sum() + filling + epsilon * entropy
+
+
+def fitting_scale(sums: Marginals, a: Tensor, b: Tensor) -> Tensor:
+    """Kappa <= 1, (), by which no row and column of a plan has more than its mass."""
+    ratios = [
+        torch.where(part > 0, masses / part, torch.inf).min()
+        for part, masses in ((sums.rows, a), (sums.columns, b))
+    ]
+    return (torch.minimum(ratios[0], ratios[1]) / (1 + sums.relative_error)).clamp_max(1)
+
+
+def filled_slack(relative: float, size: Tensor, spread: Tensor, epsilon: float) -> Tensor:
+    """What to add to `filled_value`, (), if every sum is off by this share.
+
+    What P pays changes by that share of <a, |f|> + <b, |g|>, in `size`; filling by at most that
+    share of costs, which differ by `spread`, and logarithms by no more than those of the share.
+    """
+    return relative * (size + 4 * spread + 2 * epsilon * (1 - math.log(relative)))
 
 
 class RowSums(NamedTuple):
@@ -91,7 +113,7 @@ def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float)
     """
     a, costs, support = operator.a, operator.own_costs(), operator.a > 0
     weights = torch.where(support, 2 * a.log(), 0)
-    diagonal = torch.where(support, (weights + (2 * f - costs) / epsilon).exp(), 0)
+    diagonal = diagonal_of(operator, f, torch.zeros_like(f), epsilon).lowest
     room = a - torch.minimum(diagonal, a) / 2
     ratios = torch.where(sums.highest > 0, room / sums.highest.clamp_min(TINY), 1)
     kappa = ratios.min().clamp_max(1)
@@ -100,7 +122,7 @@ def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float)
         kept = kappa * moved
         own = (a - kept).clamp_min(0)
         prices = costs + epsilon * (own.clamp_min(TINY).log() - weights)
-        return _paid_each(kept, 2 * f + epsilon * kappa.log()) + own * prices
+        return _paid(kept, 2 * f + epsilon * kappa.log()) + own * prices
 
     worst = torch.maximum(value(sums.lowest), value(sums.highest))
     return torch.where(support, worst, 0).sum()
@@ -116,11 +138,7 @@ def diagonal_of(operator: Operator, f: Tensor, errors: Tensor, epsilon: float) -
 
 
 def _paid(sums: Tensor, potential: Tensor) -> Tensor:
-    """<r, f>; a potential does not count where there is no mass."""
-    return _paid_each(sums, potential).sum()
-
-
-def _paid_each(sums: Tensor, potential: Tensor) -> Tensor:
+    """What the mass of each point pays (n,); a potential does not count where there is none."""
     return torch.where(sums > 0, sums * potential, 0)
 
 

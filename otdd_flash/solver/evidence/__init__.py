@@ -1,0 +1,11 @@
+"""What potentials prove of a transport problem, whoever found them: values, bounds, errors.
+
+The formulas take tensors of shape () for one problem or (S,) for S problems side by side. `dual`
+has the lower bound and the gain of an update, `oscillation` and `primal` have upper bounds. A plan
+is computed with errors: `perturbed_costs` is about the plan of one problem, each entry of which is
+computed once, `two_passes` about softmins of many problems, `scale` about the usual size of errors.
+
+`certificate` proves the term of one problem from them, after evaluating a `plan`; `segments` those
+of many problems, from what `operators.segments.Look` holds. `kernels.evidence` has what the latter
+need once more, for use inside of Triton kernels.
+"""
