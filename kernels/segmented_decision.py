@@ -15,8 +15,7 @@ its level of epsilon and at `state_width` numbers,
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,   slot, R^-1, Y^T Y,
     D,
 
-the first six of trust, the next three of progress. What rounding may have done is as
-`solver.segmented` derives it, from numbers of the passes that come with the costs.
+the first six of trust, the next three of progress.
 
 One lane per segment, as all of them do the same with few numbers.
 """
@@ -30,14 +29,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.evidence import COSTS, evaluate
 from otdd_flash.kernels.segmented_differences import learn_and_direct, memory_width
 from otdd_flash.kernels.segmented_look import NUMBERS
 from otdd_flash.kernels.trust import judge
 
 # Numbers of a state before those remembered, of terms, and of a move before its weights.
 TRUST, TERMS, MOVE = 10, 6, 7
-# What is known of a segment's costs: mean, spread, offset, and `PassErrors`.
-COSTS = 9
 
 # Segments of a program.
 BLOCK = 8
@@ -83,56 +81,6 @@ class Decision(NamedTuple):
     terms: Tensor
     move: Tensor
     standing: Standing
-
-
-@triton.jit
-def read_plan(p_rows, p_columns, epsilon, SELF: tl.constexpr):
-    """Two dual values, gain, three sizes, and the error of the mass.
-
-    The second dual is that of exact rows; sizes are <a, |f|> + <b, |g|>, that with shifts, and that
-    of potentials that were rounded to be stored.
-    """
-    value, size, mass = tl.load(p_columns), tl.load(p_columns + 1), tl.load(p_columns + 5)
-    gain = tl.load(p_columns + 8)
-    if SELF:
-        shift = epsilon * tl.log(mass)
-        size = 2 * size
-        dual, excess = 2 * value - shift, tl.abs(mass - 1)
-        plan = dual, dual, gain + shift, size, size + tl.abs(shift), 0.0, excess
-    else:
-        exact, stored = tl.load(p_rows) + value, tl.load(p_rows + 1)
-        dual, size = exact + epsilon * (1 - mass), stored + size
-        plan = dual, tl.maximum(exact, dual), gain + epsilon * (mass - 1), size, size, stored, 0.0
-    return plan
-
-
-@triton.jit
-def rounding_of(
-    p_costs,
-    stored,
-    size,
-    off,
-    epsilon,
-    TRIFLE: tl.constexpr,
-    VALUE_TRIFLE: tl.constexpr,
-    MOST_ERROR: tl.constexpr,
-):
-    """What rounding may have done to the marginal error and to the value."""
-    spread, offset, mean, largest = (
-        tl.load(p_costs + 1), tl.load(p_costs + 2), tl.load(p_costs + 3), tl.load(p_costs + 4)
-    )  # fmt: skip
-    peak, sums, unit = tl.load(p_costs + 5), tl.load(p_costs + 6), tl.load(p_costs + 7)
-    trifles = TRIFLE * (size + spread)
-    whole = VALUE_TRIFLE * (size + spread + tl.abs(offset) + epsilon)
-    stored_most = unit * (stored + spread)
-    stored = unit * stored
-    theta = (2 * largest + stored_most + trifles) / epsilon + 2 * sums
-    growth = tl.exp(theta + theta * tl.exp(theta))
-    off_most = tl.minimum(off + 2 * growth * theta, MOST_ERROR)
-    mean = tl.minimum(mean * (1 + off_most * peak), largest)
-    floor = growth * ((2 * mean + stored + trifles) / epsilon + 2 * sums)
-    value = mean + stored + epsilon * sums * (1 + off) + tl.load(p_costs + 8) + whole
-    return floor, value
 
 
 @triton.jit
@@ -222,17 +170,11 @@ def segmented_decision_kernel(
     level_tolerance, max_iterations = tl.load(settings_ptr + 2), tl.load(settings_ptr + 3)
     unit, unit_of_sums = tl.load(settings_ptr + 4), tl.load(settings_ptr + 5)
     epsilon, iterations = tl.load(level_ptr + i_segment), tl.load(p_state) + 1
-    lowest, highest = tl.load(p_columns + 2), tl.load(p_columns + 3)
     gap, mean_residual = tl.load(p_columns + 4), tl.load(p_columns + 8)
-
-    dual, exact, gain, size, shifted_size, stored, excess = read_plan(
-        p_rows, p_columns, epsilon, SELF
-    )
-    noise = unit * (size + 2 * tl.load(p_costs)) / epsilon + 4 * unit_of_sums
-    floor, rounding = rounding_of(
-        p_costs, stored, shifted_size, gap + excess, epsilon, TRIFLE, VALUE_TRIFLE, MOST_ERROR
-    )
-    error = tl.minimum(gap + excess + floor, MOST_ERROR)
+    dual, gain, noise, floor, value, lower, upper, error = evaluate(
+        p_rows, p_columns, p_costs, epsilon, unit, unit_of_sums,
+        SELF, TRIFLE, VALUE_TRIFLE, MOST_ERROR,
+    )  # fmt: skip
     final = epsilon <= final_epsilon
     falls = (epsilon > final_epsilon) & (error <= level_tolerance)
     # Only the last g that was kept at this level has a residual to compare with.
@@ -255,15 +197,10 @@ def segmented_decision_kernel(
     tl.store(new_level_ptr + i_segment, level)
     tl.store(p_new_state, iterations)
 
-    offset = tl.load(p_costs + 2)
-    value = dual + offset
-    spread = highest - lowest + tl.load(p_costs + 1)
-    if not SELF:
-        spread = spread / 2
     p_terms = terms_ptr + TERMS * i_segment
     tl.store(p_terms, value)
-    tl.store(p_terms + 1, value - rounding)
-    tl.store(p_terms + 2, exact + offset + error * spread + rounding)
+    tl.store(p_terms + 1, lower)
+    tl.store(p_terms + 2, upper)
     tl.store(p_terms + 3, error)
     tl.store(p_terms + 4, tl.where(stalled, error, floor))
     tl.store(p_terms + 5, iterations)

@@ -1,0 +1,78 @@
+"""What `solver.evidence.segments` makes of a look, as part of a kernel: one problem, or a block.
+
+The formulas are derived there, in `dual`, `oscillation`, `scale` and `two_passes`. The numbers of a
+look are those of `operators.segments.Look`, what is known of costs `COSTS` numbers: mean, spread,
+offset, and `operators.segments.PassErrors`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COSTS = 9
+
+
+@triton.jit
+def evaluate(
+    p_rows,  # (2,) float64
+    p_columns,  # (NUMBERS,) float64
+    p_costs,  # (COSTS,) float64
+    epsilon,
+    unit,  # unit roundoff of potentials
+    unit_of_sums,
+    SELF: tl.constexpr,
+    TRIFLE: tl.constexpr,
+    VALUE_TRIFLE: tl.constexpr,
+    MOST_ERROR: tl.constexpr,
+):
+    """Dual, gain, noise, floor, value, lower, upper and error, as in `Evidence`."""
+    paid, size, mass = tl.load(p_columns), tl.load(p_columns + 1), tl.load(p_columns + 5)
+    swing, off = tl.load(p_columns + 3) - tl.load(p_columns + 2), tl.load(p_columns + 4)
+    gain, offset = tl.load(p_columns + 8), tl.load(p_costs + 2)
+    mean_cost, spread = tl.load(p_costs), tl.load(p_costs + 1)
+    if SELF:
+        shift = epsilon * tl.log(mass)
+        dual, gain, off = 2 * paid - shift, gain + shift, off + tl.abs(mass - 1)
+        highest, stored, size, moves = dual, 0.0, 2 * size, 2
+        shifted_size = size + tl.abs(shift)
+    else:
+        exact, stored = tl.load(p_rows) + paid, tl.load(p_rows + 1)
+        dual, gain = exact + epsilon * (1 - mass), gain + epsilon * (mass - 1)
+        highest, size, moves = tl.maximum(exact, dual), stored + size, 1
+        shifted_size = size
+    noise = unit * (size + 2 * mean_cost) / epsilon + 4 * unit_of_sums
+    floor, rounding = rounding_of(
+        p_costs, stored, shifted_size, off, epsilon, TRIFLE, VALUE_TRIFLE, MOST_ERROR
+    )
+    error, value = tl.minimum(off + floor, MOST_ERROR), dual + offset
+    upper = highest + offset + moves * error * ((swing + spread) / 2) + rounding
+    return dual, gain, noise, floor, value, value - rounding, upper, error
+
+
+@triton.jit
+def rounding_of(
+    p_costs,
+    stored,
+    size,
+    off,
+    epsilon,
+    TRIFLE: tl.constexpr,
+    VALUE_TRIFLE: tl.constexpr,
+    MOST_ERROR: tl.constexpr,
+):
+    """What rounding may have done to the marginal error and to the value, as in `two_passes`."""
+    spread, offset, mean, largest = (
+        tl.load(p_costs + 1), tl.load(p_costs + 2), tl.load(p_costs + 3), tl.load(p_costs + 4)
+    )  # fmt: skip
+    peak, sums, unit = tl.load(p_costs + 5), tl.load(p_costs + 6), tl.load(p_costs + 7)
+    trifles = TRIFLE * (size + spread)
+    whole = VALUE_TRIFLE * (size + spread + tl.abs(offset) + epsilon)
+    kept = unit * stored
+    theta = (2 * largest + (kept + unit * spread + trifles)) / epsilon + 2 * sums
+    growth = tl.exp(theta + theta * tl.exp(theta))
+    most = tl.minimum(off + 2 * growth * theta, MOST_ERROR)
+    mean = tl.minimum(mean * (1 + most * peak), largest)
+    floor = growth * ((2 * mean + kept + trifles) / epsilon + 2 * sums)
+    value = mean + kept + epsilon * sums * (1 + off) + tl.load(p_costs + 8)
+    return floor, value + whole
