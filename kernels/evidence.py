@@ -74,5 +74,5 @@ def rounding_of(
     most = tl.minimum(off + 2 * growth * theta, MOST_ERROR)
     mean = tl.minimum(mean * (1 + most * peak), largest)
     floor = growth * ((2 * mean + kept + trifles) / epsilon + 2 * sums)
-    value = mean + kept + epsilon * sums * (1 + off) + tl.load(p_costs + 8)
+    value = mean + kept + epsilon * sums * (1 + sums) * (1 + off) + tl.load(p_costs + 8)
     return floor, value + whole

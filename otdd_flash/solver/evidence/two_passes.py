@@ -110,5 +110,9 @@ def hidden_floor(
 def value_rounding(
     errors: PassErrors, mean: Tensor, kept: Tensor, off: Tensor, epsilon: Epsilon
 ) -> Tensor:
-    """What errors of passes and of the offset may do to either end of the interval."""
-    return mean + kept + epsilon * errors.sums * (1 + off) + errors.offset
+    """What errors of passes and of the offset may do to either end of the interval.
+
+    A sum off by the share rho has a logarithm off by at most rho (1 + rho), for rho < 1/2.
+    """
+    of_sums = epsilon * errors.sums * (1 + errors.sums) * (1 + off)
+    return mean + kept + of_sums + errors.offset
