@@ -42,37 +42,20 @@ def evaluate(
         highest, size, moves = tl.maximum(exact, dual), stored + size, 1
         shifted_size = size
     noise = unit * (size + 2 * mean_cost) / epsilon + 4 * unit_of_sums
-    floor, rounding = rounding_of(
-        p_costs, stored, shifted_size, off, epsilon, TRIFLE, VALUE_TRIFLE, MOST_ERROR
-    )
+
+    # As in `two_passes`.
+    largest, peak, sums = tl.load(p_costs + 4), tl.load(p_costs + 5), tl.load(p_costs + 6)
+    kept, trifles = tl.load(p_costs + 7) * stored, TRIFLE * (shifted_size + spread)
+    whole = VALUE_TRIFLE * (shifted_size + spread + tl.abs(offset) + epsilon)
+    others = kept + tl.load(p_costs + 7) * spread + trifles
+    theta = (2 * largest + others) / epsilon + 2 * sums
+    growth = tl.exp(theta + theta * tl.exp(theta))
+    most = tl.minimum(off + 2 * growth * theta, MOST_ERROR)
+    mean = tl.minimum(tl.load(p_costs + 3) * (1 + most * peak), largest)
+    floor = growth * ((2 * mean + kept + trifles) / epsilon + 2 * sums)
+    of_sums = epsilon * sums * (1 + sums) * (1 + off)
+    rounding = mean + kept + of_sums + tl.load(p_costs + 8) + whole
+
     error, value = tl.minimum(off + floor, MOST_ERROR), dual + offset
     upper = highest + offset + moves * error * ((swing + spread) / 2) + rounding
     return dual, gain, noise, floor, value, value - rounding, upper, error
-
-
-@triton.jit
-def rounding_of(
-    p_costs,
-    stored,
-    size,
-    off,
-    epsilon,
-    TRIFLE: tl.constexpr,
-    VALUE_TRIFLE: tl.constexpr,
-    MOST_ERROR: tl.constexpr,
-):
-    """What rounding may have done to the marginal error and to the value, as in `two_passes`."""
-    spread, offset, mean, largest = (
-        tl.load(p_costs + 1), tl.load(p_costs + 2), tl.load(p_costs + 3), tl.load(p_costs + 4)
-    )  # fmt: skip
-    peak, sums, unit = tl.load(p_costs + 5), tl.load(p_costs + 6), tl.load(p_costs + 7)
-    trifles = TRIFLE * (size + spread)
-    whole = VALUE_TRIFLE * (size + spread + tl.abs(offset) + epsilon)
-    kept = unit * stored
-    theta = (2 * largest + (kept + unit * spread + trifles)) / epsilon + 2 * sums
-    growth = tl.exp(theta + theta * tl.exp(theta))
-    most = tl.minimum(off + 2 * growth * theta, MOST_ERROR)
-    mean = tl.minimum(mean * (1 + most * peak), largest)
-    floor = growth * ((2 * mean + kept + trifles) / epsilon + 2 * sums)
-    value = mean + kept + epsilon * sums * (1 + sums) * (1 + off) + tl.load(p_costs + 8)
-    return floor, value + whole

@@ -12,8 +12,7 @@ Shapes: looks (S, 2) and (S, 14 + 4 MEMORY) as in `operators.segments.Look`, mov
 as in `Move`, terms (S, 6) as in `solver.segmented.SegmentTerms`, all float64. A segment stands at
 its level of epsilon and at `state_width` numbers,
 
-    iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,   slot, R^-1, Y^T Y,
-    D,
+    iterations,  dual, gain, lowest, stale, plain, penalty,  gap, dual, age,  slot, R^-1, Y^T Y, D,
 
 the first six of trust, the next three of progress.
 

@@ -2,10 +2,9 @@
 
     f <- T(g),  g <- T'(f),      r = T'(T(g)) - g
 
-A look at g makes the rows of the plan exact and measures the error of its columns, so it also is
-what certifies: `evidence.segments` needs no further pass. Levels are epsilon
-2^k, from the first that is not below a tenth of the mean cost; above it a solve takes a few steps
-from anywhere.
+A look at g makes the rows of the plan exact and measures the error of its columns, so that
+`evidence.segments` needs no further pass. Levels are epsilon 2^k, from the first that is not below
+a tenth of the mean cost; above it a solve takes a few steps from anywhere.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from otdd_flash.solver.segmented_quasi_newton import Form, Start, iterations_of
 
 
 def solve_cross_terms(
-    segments: Segments,
-    epsilon: float,
-    options: Converged,
-    finished: Finished | None = None,
+    segments: Segments, epsilon: float, options: Converged, finished: Finished | None = None
 ) -> SegmentTerms:
     """The terms between the rows and the columns of all segments.
 

@@ -1,7 +1,6 @@
 """OT_epsilon of many clouds with themselves: accelerated averaged updates of one potential.
 
-As in `symmetric`, the plain update is f <- (f + T(f)) / 2, of damping 1/2; `evidence.segments` says
-what a look at f proves.
+As in `symmetric`, the plain update is f <- (f + T(f)) / 2, of damping 1/2.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from otdd_flash.solver.segmented_quasi_newton import Form, Start, iterations_of
 
 
 def solve_self_terms(
-    segments: Segments,
-    epsilon: float,
-    options: Converged,
-    finished: Finished | None = None,
+    segments: Segments, epsilon: float, options: Converged, finished: Finished | None = None
 ) -> SegmentTerms:
     """The terms of all segments, whose rows are their columns; arguments as `solve_cross_terms`."""
     level = torch.full_like(segments.mean_cost, epsilon)

@@ -5,7 +5,7 @@ has the lower bound and the gain of an update, `oscillation` and `primal` have u
 is computed with errors: `perturbed_costs` is about the plan of one problem, each entry of which is
 computed once, `two_passes` about softmins of many problems, `scale` about the usual size of errors.
 
-`certificate` proves the term of one problem from them, after evaluating a `plan`; `segments` those
+`certificate` proves the term of one problem from them, after evaluating `plans`; `segments` those
 of many problems, from what `operators.segments.Look` holds. `kernels.evidence` has what the latter
 need once more, for use inside of Triton kernels.
 """

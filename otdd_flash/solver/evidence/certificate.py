@@ -14,21 +14,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.evidence import oscillation, primal
+from otdd_flash.solver.evidence import oscillation, plans, primal
 from otdd_flash.solver.evidence.dual import dual_value
 from otdd_flash.solver.evidence.perturbed_costs import hidden_after_update, hidden_mass, outwards
-from otdd_flash.solver.evidence.plan import (
-    SCALABLE,
-    Lost,
-    Plan,
-    errors_of_rows,
-    evaluate,
-    evaluate_self,
-    excess,
-    find_lost,
-    lowered,
-    row_factors,
-)
 
 # By how many units in its last place a column potential is lowered, so that roundings of the
 # softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
@@ -78,8 +66,8 @@ def certify(
     a, b, unit = operator.a, operator.b, torch.finfo(operator.dtype).eps / 2
     g = torch.where(b > 0, torch.minimum(g, updated), updated)
     g = (g - MARGIN * unit * g.abs()).double()
-    plan = evaluate(operator, f.double(), g, epsilon, accurate=polished)
-    lost = find_lost(plan, (a, b), epsilon)
+    plan = plans.evaluate(operator, f.double(), g, epsilon, accurate=polished)
+    lost = plans.find_lost(plan, (a, b), epsilon)
     kappa, mass, hidden = torch.stack(
         (primal.fitting_scale(plan.sums, a, b), plan.sums.columns.sum(), lost.hidden)
     ).tolist()
@@ -87,31 +75,27 @@ def certify(
     if polished or hidden > 0 or not enough:
         # Both updates once more, by exact sums. Lost points, whose factors are 1, get potentials
         # so low that errors cannot make up for it.
-        f = plan.f + epsilon * row_factors(operator, plan, lost).log()
-        f = lowered(f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
-        g = lowered(plan.g, lost.columns, plan.column_errors, plan.sums.columns, b, epsilon)
-        plan = evaluate(operator, f, g, epsilon, accurate=polished)
-        g = g - epsilon * excess(plan.sums.columns, b)
-        plan = evaluate(operator, f, g, epsilon, accurate=polished)._replace(passes=3)
+        f = plan.f + epsilon * plans.row_factors(operator, plan, lost).log()
+        f = plans.lowered(f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
+        g = plans.lowered(plan.g, lost.columns, plan.column_errors, plan.sums.columns, b, epsilon)
+        plan = plans.evaluate(operator, f, g, epsilon, accurate=polished)
+        g = g - epsilon * plans.excess(plan.sums.columns, b)
+        plan = plans.evaluate(operator, f, g, epsilon, accurate=polished)._replace(passes=3)
     return _proved(operator, plan, lost, epsilon)
 
 
-def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certificate:
+def _proved(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: float) -> Certificate:
     """What the plan of a cross term proves, after a row update of all rows but the lost ones."""
     a, b, sums, g = operator.a, operator.b, plan.sums, plan.g
-    factors = row_factors(operator, plan, lost)
+    factors = plans.row_factors(operator, plan, lost)
     f, rows = plan.f + epsilon * factors.log(), sums.rows * factors
     returned = f.to(operator.dtype), g.to(operator.dtype)
-    of_rows = errors_of_rows(operator, sums, f, rows, epsilon)
-    row_errors, column_errors = (
-        torch.where(without, 0, errors) + (exact - rounded.double()).abs()
-        for without, errors, exact, rounded in (
-            (lost.rows, of_rows, f, returned[0]),
-            (lost.columns, plan.column_errors, g, returned[1]),
-        )
-    )
+    of_rows = plans.errors_of_rows(operator, sums, f, rows, epsilon)
+    row_errors = torch.where(lost.rows, 0, of_rows) + (f - returned[0]).abs()
+    column_errors = torch.where(lost.columns, 0, plan.column_errors) + (g - returned[1]).abs()
+    hidden = hidden_mass(rows, row_errors, epsilon) + lost.hidden
     kappa, total = primal.fitting_scale(sums, a, b), sums.rows.sum()
-    scales = torch.ones_like(total), torch.where(total >= SCALABLE * sums.lost, 1 / total, 1)
+    scales = torch.ones_like(total), torch.where(total >= plans.SCALABLE * sums.lost, 1 / total, 1)
     gaps = [oscillation.updated_gap(sums.rows, sums.columns, factors, b, k) for k in scales]
     scaled = (plan.f + epsilon * kappa.log(), g), (kappa * sums.rows, kappa * sums.columns)
     held = _where_mass(f, a), _where_mass(g, b)
@@ -119,9 +103,7 @@ def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certi
     numbers = (
         torch.minimum(*gaps),
         torch.where(factors == 1, (rows - a).abs(), 0).sum(),
-        hidden_mass(rows, row_errors, epsilon)
-        + lost.hidden
-        + hidden_after_update(sums, factors, column_errors, epsilon),
+        hidden + hidden_after_update(sums, factors, column_errors, epsilon),
         dual_value(a @ held[0] + b @ held[1], rows.sum(), epsilon),
         oscillation.swing(g, b > 0),
         oscillation.swing(f, a > 0),
@@ -140,9 +122,9 @@ def _proved(operator: Operator, plan: Plan, lost: Lost, epsilon: float) -> Certi
         slack = oscillation.slack(relative, swing + row_swing, spread)
         upper = min(upper, oscillation.bound(dual, gap, swing, spread) + slack)
     bounds = outwards(operator, sums, (dual, upper), mean_error, size, epsilon)
-    hidden = float(noise) + 2 * relative
-    error = float(max(gap, row_gap)) + hidden
-    return Certificate(*returned, float(dual), bounds, error, hidden, plan.passes)
+    lost_to_rounding = float(noise) + 2 * relative
+    error = float(max(gap, row_gap)) + lost_to_rounding
+    return Certificate(*returned, float(dual), bounds, error, lost_to_rounding, plan.passes)
 
 
 def certify_self(
@@ -156,14 +138,14 @@ def certify_self(
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    a, plan = operator.a, evaluate_self(operator, f.double(), epsilon, accurate=accurate)
-    lost = find_lost(plan, (a, a), epsilon)
+    a, plan = operator.a, plans.evaluate_self(operator, f.double(), epsilon, accurate=accurate)
+    lost = plans.find_lost(plan, (a, a), epsilon)
     if bool(lost.hidden > 0):
-        low = lowered(plan.f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
-        plan = evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
+        low = plans.lowered(plan.f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
+        plan = plans.evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
     sums, f, rows = plan.sums, plan.f, plan.sums.rows
     returned, relative = f.to(operator.dtype), sums.relative_error
-    errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned.double()).abs()
+    errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned).abs()
     own_errors = 4 * (sums.row_errors + sums.cost_rounding * operator.own_costs().abs())
     diagonal = primal.diagonal_of(operator, f, own_errors, epsilon)
     outside = primal.RowSums(

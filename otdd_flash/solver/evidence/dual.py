@@ -39,9 +39,8 @@ def self_dual(paid: Tensor, shift: Tensor) -> Tensor:
 
 
 def self_gain(mean_residual: Tensor, shift: Tensor) -> Tensor:
-    """What the averaged update adds to `self_dual` at the least: <a, T(f) - f> after the shift.
+    """What the averaged update adds to D at the least, from <a, T(f) - f> before the shift.
 
-    D is concave and symmetric in both potentials, so that moving each by half the residual gains no
-    less than moving one by all of it; `mean_residual` is <a, T(f) - f> before the shift.
+    D is concave and symmetric: moving both potentials halfway gains no less than moving one.
     """
     return mean_residual + shift

@@ -39,8 +39,8 @@ def cost_spread(operator: Operator) -> float:
 
 def perturbed_spread(operator: Operator, sums: Marginals, largest: Tensor) -> Tensor:
     """R of the perturbed costs, whose errors are at most `largest` () and a share of themselves."""
-    size = max(map(abs, operator.cost_range))
-    return cost_spread(operator) + 2 * (largest + sums.cost_rounding * size)
+    shares = sums.cost_rounding * max(map(abs, operator.cost_range))
+    return cost_spread(operator) + 2 * (largest + shares)
 
 
 def bound(dual: Tensor, error: Tensor, osc: Tensor, spread: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ in L1 by at most
     sum_ij P_ij (exp((A_i + B_j) / epsilon) - 1)
         <= sum_i r_i expm1(2 A_i / epsilon) / 2 + sum_j c_j expm1(2 B_j / epsilon) / 2.       (2)
 
-What a returned potential loses to its type is measured and added to A. Of a point with 2 A_i >
-epsilon errors may hide all mass. It gets a potential so low that they cannot make up for it; its
+What a returned potential loses to its type is measured and added to A. A point with 2 A_i >
+epsilon, of whose mass errors may hide all, gets a potential too low for them to make up for it; its
 mass then is missing, and filled up like any other.
 
 Roundings, in units of u = 2^-24 (float32) and v = 2^-53 (float64); M_i + N_j bounds the sum of the
@@ -44,8 +44,6 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | Triton: exponents in float64, exp2, sums | `kernels.plan_entries` | A, B, `relative_error` |
 | entries below 2^-125 of a product of masses | lost, and no sum of so little is scaled up | none |
 | sums over points of numbers of size s, float64, any order | (n + m) v s | both ends |
-
-The model is a worst case for what enters a bound. For half-steps `scale` has it to first order.
 """
 
 from __future__ import annotations
@@ -78,8 +76,7 @@ def hidden_after_update(sums: Marginals, factors: Tensor, errors: Tensor, epsilo
 def share_of_costs(rounding: float, upper: Tensor, lowest: float) -> Tensor:
     """Bound on rho <|C|, P*>, (): as KL >= 0, <C, P*> is OT at the most, which is below `upper`.
 
-    What costs are below 0, at most -`lowest`, counts twice more. The factor 2 makes up for the plan
-    being that of other costs.
+    What costs are below 0, at most -`lowest`, counts twice more. The factor 2 is for another plan.
     """
     return rounding * 2 * (upper.abs() - min(0.0, lowest))
 
@@ -94,9 +91,8 @@ def outwards(
 ) -> tuple[float, float]:
     """Bounds for C from the dual value and an upper bound for the perturbed costs, () each.
 
-    They move by eta, with <a, A> + <b, B> in `mean_error`, by what the relative error of sums makes
-    of potentials, and by the rounding of sums over points, of numbers whose `size` is <a, |f|> +
-    <b, |g|>.
+    They move by eta, with <a, A> + <b, B> in `mean_error`, by what errors of sums make of
+    potentials, and by rounding of sums over points, whose `size` is <a, |f|> + <b, |g|>.
     """
     dual, upper = ends[0], max(ends)
     shares = share_of_costs(sums.cost_rounding, upper, operator.cost_range.lowest)

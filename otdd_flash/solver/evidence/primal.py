@@ -4,10 +4,8 @@
 
 The plan P of two potentials nearly has these marginals, and log (P_ij / a_i b_j) is its exponent:
 P costs sum_ij P_ij (f_i + g_j), so that its row and column sums say all. What is missing is filled
-with a matrix whose cost is known in closed form. No plan is ever formed.
-
-For a cross term g first is at most T'(f), so that columns have at most the masses b. Rounding may
-leave a row or column a few units in the last place above its mass: `fitting_scale` lowers the plan.
+with a matrix whose cost is known in closed form. No plan is ever formed. For a cross term g first
+is at most T'(f), so that columns have at most the masses b, but for a few units in the last place.
 """
 
 from __future__ import annotations
@@ -30,24 +28,15 @@ def filled_value(
     marginals: tuple[Tensor, Tensor],
     epsilon: float,
 ) -> Tensor:
-    """Primal value of a plan whose marginals are too small, filled up with a product.
+    """Primal value () of the plan of f (n,), g (m,), which misses some mass, filled with a product.
 
     This ends the rounding of Altschuler, Weed & Rigollet 2017, Near-linear time approximation
-    algorithms for optimal transport via Sinkhorn iteration. With u = a - r and v = b - c missing
-    and t their mass, the plan is P + u v^T / t, a mixture of P / (1 - t) and u v^T / t^2. By
-    convexity its KL is at most
+    algorithms for optimal transport via Sinkhorn iteration. With `marginals` r <= a and c <= b, and
+    u = a - r and v = b - c missing and t their mass, the plan is P + u v^T / t, a mixture of
+    P / (1 - t) and u v^T / t^2. By convexity its KL is at most
 
         sum P log (P / a b^T) - (1 - t) log(1 - t)
             + sum u log(u / a) + sum v log(v / b) - 2 t log t.
-
-    Args:
-        operator: the cost (n, m) and the masses.
-        potentials: f (n,) and g (m,) of P.
-        marginals: its row sums r <= a (n,) and column sums c <= b (m,), float64.
-        epsilon: regularisation, in units of the cost.
-
-    Returns:
-        A number, float64.
     """
     f, g = (potential.double() for potential in potentials)
     rows, columns = marginals
@@ -86,11 +75,11 @@ class RowSums(NamedTuple):
 
 
 def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float) -> Tensor:
-    """Primal value of the plan of f (n,) and f, balanced on its diagonal; no pass.
+    """Primal value () of the plan of f (n,) and f, balanced on its diagonal; no pass.
 
-    A symmetric plan P whose row sums without the diagonal are z gets the marginals a if its
-    diagonal becomes a - z, where that is not negative. In general kappa P off the diagonal leaves
-    at least half of P_ii on it if
+    A symmetric plan P whose row sums without the diagonal are z, in `sums`, gets the marginals a if
+    its diagonal becomes a - z, where that is not negative. In general kappa P off the diagonal
+    leaves at least half of P_ii on it if
 
         kappa = min(1, min_i (a_i - P_ii / 2) / z_i),    P_ii = a_i^2 exp((2 f_i - C_ii) / epsilon),
 
@@ -101,15 +90,6 @@ def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float)
     with Q_ii = a_i - kappa z_i: convex in every z_i, so the worst is at an end of its interval. It
     differs from the dual's only in the second order of a - r: what moves stays in place, at the
     price that P already pays there.
-
-    Args:
-        operator: the symmetric cost (n, n) and the masses.
-        f: (n,) potential, float64.
-        sums: z.
-        epsilon: regularisation, in units of the cost.
-
-    Returns:
-        The largest value, float64.
     """
     a, costs, support = operator.a, operator.own_costs(), operator.a > 0
     weights = torch.where(support, 2 * a.log(), 0)

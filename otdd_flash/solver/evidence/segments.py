@@ -1,7 +1,7 @@
 """What a `Look` at the potentials of many problems proves, and what it tells the steps that follow.
 
-A look needs no pass of its own to certify: it leaves the rows of a cross term's plan exact, and
-measures the error of the columns. Upper bounds are those by oscillation.
+A look leaves the rows of a cross term's plan exact and measures the error of the columns, so that
+to certify takes no further pass. Upper bounds are those by oscillation.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ class Evidence(NamedTuple):
 
 
 def evaluate_cross(segments: Segments, look: Look, epsilon: Tensor) -> Evidence:
-    """Of the plan of f = T(g) and g; epsilon (S,).
-
-    The upper bound is that of exact f, with exact rows of mass 1, and of the marginal error that
-    its plan has.
-    """
+    """Of the plan of f = T(g) and g; epsilon (S,). The upper bound is that of exact f and rows."""
     size = look.row_size + look.size
     floor, rounding = rounding_of(segments, look.row_size, size, look.gap, epsilon)
     error, exact = oscillation.total_error(look.gap, floor), look.row_value + look.value

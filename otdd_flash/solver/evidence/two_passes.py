@@ -64,14 +64,10 @@ class Rounding(NamedTuple):
 def rounding_of(
     segments: Segments, stored: Tensor, size: Tensor, off: Tensor, epsilon: Epsilon
 ) -> Rounding:
-    """Both bounds, as derived above.
+    """Both bounds, from numbers (S,): the marginal error as measured is `off`.
 
-    Args:
-        segments: the problems.
-        stored: (S,) <a, |f|> of potentials that a pass has made and rounded; 0 without any.
-        size: (S,) <a, |f|> + <b, |g|>.
-        off: (S,) marginal error as measured.
-        epsilon: regularisation, in units of the cost.
+    `stored` is <a, |f|> of potentials that a pass has made and rounded, 0 without any, and `size`
+    is <a, |f|> + <b, |g|>.
     """
     errors, spread = segments.errors, segments.cost_spread
     trifles = TRIFLE * (size + spread)
@@ -110,9 +106,7 @@ def hidden_floor(
 def value_rounding(
     errors: PassErrors, mean: Tensor, kept: Tensor, off: Tensor, epsilon: Epsilon
 ) -> Tensor:
-    """What errors of passes and of the offset may do to either end of the interval.
-
-    A sum off by the share rho has a logarithm off by at most rho (1 + rho), for rho < 1/2.
-    """
+    """What errors of passes and of the offset may do to either end of the interval."""
+    # A sum off by a share rho below 1/2 has a logarithm off by at most rho (1 + rho).
     of_sums = epsilon * errors.sums * (1 + errors.sums) * (1 + off)
     return mean + kept + of_sums + errors.offset

@@ -98,10 +98,8 @@ class Lost(NamedTuple):
 
 def find_lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: float) -> Lost:
     """The points with mass and 2 A_i > epsilon."""
-    rows, columns = (
-        (mass > 0) & (errors > epsilon / 2)
-        for mass, errors in zip(masses, (plan.row_errors, plan.column_errors), strict=True)
-    )
+    rows = (masses[0] > 0) & (plan.row_errors > epsilon / 2)
+    columns = (masses[1] > 0) & (plan.column_errors > epsilon / 2)
     return Lost(rows, columns, masses[0] @ rows.double() + masses[1] @ columns.double())
 
 
