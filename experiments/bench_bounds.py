@@ -27,14 +27,13 @@ import torch
 import otdd_flash as otdd
 from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
+from otdd_flash.engine.evidence.oscillation import cost_spread
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import labelled_cost
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver.certificate import cost_spread
-from otdd_flash.solver.cross_certificate import certify
+from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.term import TransportTerm
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))

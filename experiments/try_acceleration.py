@@ -19,13 +19,12 @@ import torch
 
 import otdd_flash as otdd
 from experiments.environment import environment, write_result
+from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.alternating import column_marginal, solve_alternating
-from otdd_flash.solver.certificate import Certificate
-from otdd_flash.solver.cross_certificate import certify
+from otdd_flash.solver.certificate import Certificate, certify
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.rounding import magnitude, rounding_floor
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))
 # Of the mean cost, each with a tolerance that float32 can reach there.

@@ -1,4 +1,4 @@
-"""What an iteration of `solver.segmented_quasi_newton` decides for every segment, in one launch.
+"""What an iteration of `engine.quasi_newton` decides for every segment, in one launch.
 
 From the numbers of a look: the dual value and its certified bounds, whether the potentials are
 kept, whether their differences are remembered, whether the segment falls to the next level of
@@ -6,17 +6,17 @@ epsilon or is done, and the move
 
     g + scale r + shift + sum_k weights_k remembered_k
 
-to the next candidate. The rules are those of `trust` and `segmented_differences`.
+to the next candidate. The rules are those of `trust` and `differences`.
 
-Shapes: looks (S, 2) and (S, 14 + 4 memory) as in `operators.segments.Look`, moves (S, 9 + 2 memory)
-as in `Move`, terms (S, 6) as in `solver.segmented.SegmentTerms`, all float64. A segment is at its
+Shapes: looks (S, 2) and (S, 14 + 4 memory) as in `engine.segments.Look`, moves (S, 9 + 2 memory)
+as in `Move`, terms (S, 6) as in `engine.run.SegmentTerms`, all float64. A segment is at its
 level of epsilon and at `state_width` numbers,
 
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
     top, allowed, error, descended,   slot, R^-1, Y^T Y, D,
 
 six of trust, three of progress and four of levels. What rounding may have done is as
-`solver.segmented` derives it, from numbers of the passes that come with the costs.
+`engine.evidence` derives it, from numbers of the passes that come with the costs.
 
 One lane per segment, as all of them do the same with few numbers.
 """
@@ -31,14 +31,13 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.differences import learn_and_direct, memory_width
+from otdd_flash.kernels.evidence import COSTS, evaluate
 from otdd_flash.kernels.segmented_look import NUMBERS
 from otdd_flash.kernels.segmented_move import MOVE
 from otdd_flash.kernels.trust import judge
 
 # Numbers of a state before those remembered, and of terms.
 TRUST, TERMS = 14, 6
-# What is known of a segment's costs: mean, spread, offset, and `PassErrors`.
-COSTS = 11
 
 # Segments of a program.
 BLOCK = 8
@@ -74,57 +73,6 @@ class State(NamedTuple):
     level: Tensor
     numbers: Tensor
     terms: Tensor
-
-
-@triton.jit
-def read_plan(p_rows, p_columns, epsilon, SELF: tl.constexpr):
-    """Two dual values, gain, three sizes, and the error of the mass.
-
-    The second dual is that of exact rows; sizes are <a, |f|> + <b, |g|>, that with shifts, and that
-    of potentials that were rounded to be stored.
-    """
-    value, size, mass = tl.load(p_columns), tl.load(p_columns + 1), tl.load(p_columns + 5)
-    gain = tl.load(p_columns + 8)
-    if SELF:
-        shift = epsilon * tl.log(mass)
-        size = 2 * size
-        dual, excess = 2 * value - shift, tl.abs(mass - 1)
-        plan = dual, dual, gain + shift, size, size + tl.abs(shift), 0.0, excess
-    else:
-        exact, stored = tl.load(p_rows) + value, tl.load(p_rows + 1)
-        dual, size = exact + epsilon * (1 - mass), stored + size
-        plan = dual, tl.maximum(exact, dual), gain + epsilon * (mass - 1), size, size, stored, 0.0
-    return plan
-
-
-@triton.jit
-def rounding_of(
-    p_costs,
-    stored,
-    size,
-    off,
-    epsilon,
-    TRIFLE: tl.constexpr,
-    VALUE_TRIFLE: tl.constexpr,
-    MOST_ERROR: tl.constexpr,
-):
-    """What rounding may have done to the marginal error and to the value."""
-    spread, offset, mean, largest = (
-        tl.load(p_costs + 1), tl.load(p_costs + 2), tl.load(p_costs + 3), tl.load(p_costs + 4)
-    )  # fmt: skip
-    peak, sums, unit = tl.load(p_costs + 5), tl.load(p_costs + 6), tl.load(p_costs + 7)
-    potentials = tl.load(p_costs + 9)
-    trifles = TRIFLE * (size + spread)
-    whole = VALUE_TRIFLE * (size + spread + tl.abs(offset) + epsilon)
-    stored_most = unit * (stored + spread)
-    stored = unit * stored
-    theta = (2 * largest + stored_most + trifles) / epsilon + 2 * sums
-    growth = tl.exp(theta + theta * tl.exp(theta))
-    off_most = tl.minimum(off + 2 * growth * theta, MOST_ERROR)
-    mean = tl.minimum(mean * (1 + off_most * peak), largest)
-    floor = growth * ((2 * mean + stored + potentials * size + trifles) / epsilon + 2 * sums)
-    value = mean + stored + epsilon * sums * (1 + off) + tl.load(p_costs + 8) + whole
-    return floor, value
 
 
 @triton.jit
@@ -247,20 +195,13 @@ def segmented_decision_kernel(
     active = tl.load(active_ptr + i_segment)
     epsilon = tl.load(level_ptr + i_segment)
     iterations = tl.load(p_state) + tl.where(active != 0, 1.0, 0.0)
-    lowest, highest = tl.load(p_columns + 2), tl.load(p_columns + 3)
-    gap, mean_residual = tl.load(p_columns + 4), tl.load(p_columns + 8)
-
-    dual, exact, gain, size, shifted_size, stored, excess = read_plan(
-        p_rows, p_columns, epsilon, SELF
-    )
-    noise = unit * (size + 2 * tl.load(p_costs)) / epsilon + 4 * unit_of_sums
-    floor, rounding = rounding_of(
-        p_costs, stored, shifted_size, gap + excess, epsilon, TRIFLE, VALUE_TRIFLE, MOST_ERROR
-    )
-    error = tl.minimum(gap + excess + floor, MOST_ERROR)
+    gap = tl.load(p_columns + 4)
+    dual, gain, noise, floor, reach, value, lower, upper, error = evaluate(
+        p_rows, p_columns, p_costs, epsilon, unit, unit_of_sums, SELF,
+        TRIFLE, VALUE_TRIFLE, MOST_ERROR,
+    )  # fmt: skip
     # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from its
     # marginals has larger errors than the one that it becomes.
-    reach = floor + tl.load(p_costs + 10) / epsilon
     tolerance = tl.minimum(tl.maximum(2 * reach, goal), loosest)
     hopeless = (gap <= tl.maximum(reach, LEVEL_TOLERANCE)) & (2 * reach > tolerance)
     slack = DUAL_ROUNDING * (epsilon * noise)
@@ -287,16 +228,10 @@ def segmented_decision_kernel(
     tl.store(new_level_ptr + i_segment, level)
     tl.store(p_new_state, iterations)
 
-    offset = tl.load(p_costs + 2)
-    value = dual + offset
-    spread = highest - lowest + tl.load(p_costs + 1)
-    if not SELF:
-        spread = spread / 2
     p_terms, p_new_terms = terms_ptr + TERMS * i_segment, new_terms_ptr + TERMS * i_segment
-    upper = exact + offset + error * spread + rounding
     now = active != 0
     tl.store(p_new_terms, tl.where(now, value, tl.load(p_terms)))
-    tl.store(p_new_terms + 1, tl.where(now, value - rounding, tl.load(p_terms + 1)))
+    tl.store(p_new_terms + 1, tl.where(now, lower, tl.load(p_terms + 1)))
     tl.store(p_new_terms + 2, tl.where(now, upper, tl.load(p_terms + 2)))
     tl.store(p_new_terms + 3, tl.where(now, error, tl.load(p_terms + 3)))
     hidden = tl.where(stalled, error, floor)
@@ -318,7 +253,7 @@ def segmented_decision_kernel(
     tl.store(p_move + 4, tl.load(p_columns + 7))
     tl.store(p_move + 5, tl.where(usable, scale, DAMPING))
     # The mean, of which the differences say nothing, moves as in a plain update.
-    tl.store(p_move + 6, tl.where(usable, (DAMPING - scale) * mean_residual, 0.0))
+    tl.store(p_move + 6, tl.where(usable, (DAMPING - scale) * tl.load(p_columns + 8), 0.0))
     tl.store(p_move + 7, changes.to(tl.float64))
     tl.store(p_move + 8, extrapolation)
     tl.store(p_weights, tl.where(usable[:, None], steps, 0.0))
@@ -364,8 +299,8 @@ def segmented_decision(
     Args:
         seen: the numbers of a look, (S, 2) of rows and (S, 14 + 4 memory) of columns.
         costs: (S, `COSTS`) float64, mean, spread, offset and errors of
-            `operators.segments.Segments`.
-        settings: (7,) float64, `solver.segmented_quasi_newton.Goal` and the unit roundoffs of
+            `engine.segments.Segments`.
+        settings: (7,) float64, `engine.rule.Goal` and the unit roundoffs of
             potentials and of sums.
         before: the look.
         after: it, overwritten.

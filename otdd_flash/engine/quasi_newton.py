@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.differences import Differences
-from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import Costs, Look, Move

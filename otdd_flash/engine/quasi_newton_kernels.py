@@ -11,7 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import MOST_ERROR, TRIFLE, VALUE_TRIFLE, Form
+from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.evidence.oscillation import MOST_ERROR
+from otdd_flash.engine.evidence.two_passes import TRIFLE, VALUE_TRIFLE
 from otdd_flash.engine.levels import FAR, LEVEL_TOLERANCE, Levels
 from otdd_flash.engine.quasi_newton import DUAL_ROUNDING, FALLEN, STALLED, STALLED_FLOORS, Progress
 from otdd_flash.engine.rule import Goal, Start

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.segments import Costs
 

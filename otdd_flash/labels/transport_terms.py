@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.devices import check_triton
-from otdd_flash.engine.evidence import MOST_ERROR
+from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.run import Finished, SegmentTerms
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.errors import InputError

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import Look, Move, PassErrors

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import Form
+from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.rule import Goal, Rule, Start
 from otdd_flash.engine.segments import Look, Move, PassErrors

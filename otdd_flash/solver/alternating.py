@@ -12,16 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import CROSS
+from otdd_flash.engine.evidence.evaluated import CROSS
+from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.engine.levels import Levels
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.approach import approach
-from otdd_flash.solver.certificate import Certificate
+from otdd_flash.solver.certificate import Certificate, certify
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.cross_certificate import certify
 from otdd_flash.solver.iteration import Iteration
-from otdd_flash.solver.rounding import rounding_floor
 from otdd_flash.solver.schedule import Progress
 from otdd_flash.solver.term import TransportTerm
 

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import CROSS, MOST_ERROR
+from otdd_flash.engine.evidence.evaluated import CROSS
+from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels, first_level
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.run import run

@@ -1,83 +1,9 @@
-"""Value and two-sided bounds of a transport term from any potentials: what is proved, and how.
+"""What the potentials of one term prove: its value, an interval that holds it, its marginal error.
 
-`cross_certificate` and `self_certificate` apply it.
-
-What is proved comes from one operation, `Operator.marginals`: row sums r and column sums c of a
-plan P each of whose entries was computed once. It is the plan, in exact arithmetic, of the
-potentials at hand and of costs C' near C,
-
-    |C'_ij - C_ij| <= A_i + B_j + rho |C_ij|,                                                 (1)
-
-with A and B in the table below, and rho = u where costs are stored in float32, else 0. Everything
-else is algebra on vectors in float64.
-
-Perturbed costs. Let P* be an optimal plan of C and P' one of C'. By (1) and their marginals a, b
-
-    OT(C') <= <C', P*> + epsilon KL(P*) <= OT(C) + eta,    OT(C) <= OT(C') + eta,
-    eta = <a, A> + <b, B> + rho <|C|, P*>,
-
-where <C, P*> <= OT(C) as KL is not negative. So bounds of OT(C') become bounds of OT(C) by moving
-outwards by eta. No second order is neglected and no independence of roundings is assumed.
-
-Lower bound. The dual value at any potentials. With r at hand, f is replaced by its row update
-f + epsilon log(a / r), in float64, whose plan has row sums a and mass 1: the value is
-
-    D = <a, f> + <b, g> + epsilon (1 - sum P).
-
-Upper bound, the lesser of two.
-
-1. Primal: the value of a plan that has the marginals exactly, of `polytope`. For a cross term g is
-   first lowered to min(g, T'(f)), so that columns have at most the masses b; what is missing is
-   filled up with a product. Rounding may leave a row or column with too much by a few units in the
-   last place: the plan is scaled by kappa, a little below 1. A self term's plan is balanced on its
-   diagonal.
-
-2. Oscillation. P is optimal between its own marginals r, c, and the optimal value is convex in
-   them, with the optimal potentials f*, g* as subgradients. With r = a,
-
-       OT <= D + <g* - g, b - c> <= D + ||c - b||_1 (osc g* + osc g) / 2,
-       osc g* <= R = max C - min C.
-
-   Self term: both marginals move, OT <= D + ||r - a||_1 (osc f + R). This is the lesser one where
-   epsilon is above the costs or nearly all mass is missing.
-
-   The row update changes columns too. With row factors s_i = a_i / r_i and any number k
-
-       ||P^T s - b||_1 <= sum_i r_i |s_i - k| + ||k c - b||_1;
-
-   the least over k = 1 and k = 1 / sum P is taken.
-
-Marginal error. Where the plan has mass, C_ij is f_i + g_j less epsilon times a moderate exponent,
-so that rho |C_ij| can join A and B. The plan of C itself has P_ij exp(d_ij / epsilon), with |d_ij|
-at most (1), for P_ij. As exp((s + t) / 2) <= (exp s + exp t) / 2, its marginals differ from r and c
-in L1 by at most
-
-    sum_ij P_ij (exp((A_i + B_j) / epsilon) - 1)
-        <= sum_i r_i expm1(2 A_i / epsilon) / 2 + sum_j c_j expm1(2 B_j / epsilon) / 2.       (2)
-
-What a returned potential loses to the type of the potentials is measured and added to A. A point
-with 2 A_i > epsilon, of whose mass errors may hide all, gets a potential so low that they cannot
-make up for it; its mass is missing, and filled up like any other.
-
-Roundings, in units of u = 2^-24 (float32) and v = 2^-53 (float64); M_i + N_j bounds the sum of the
-magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
-
-| operation | bound | enters |
-|---|---|---|
-| C_ij in float64: a product of d terms, four additions | (2 d + 16) v (M_i + N_j) | A, B |
-| the same on a lattice, in float32 | measured, `operators.whole_points` | A, B |
-| C_ij rounded to float32, where costs are stored | u abs C_ij | rho |
-| PyTorch: exponents and exp, float64 | 8 v (abs f_i + abs g_j + M_i + N_j) | A, B |
-| PyTorch: sums of n or m terms, float64 | (n + m + 8) v of the sum | `relative_error` |
-| Triton: points in fixed point of 24 or 32 bits | measured, `operators.fixed_point` | A, B |
-| Triton: products of these | exact, but for what `kernels.digits` leaves out | A, B |
-| Triton: exponents in float64, exp2, sums | `kernels.plan_entries` | A, B, `relative_error` |
-| entries below 2^-125 of a product of masses | lost, and no sum of so little is scaled up | none |
-| sums over points of numbers of size s, float64, any order | (n + m) v s | both ends |
-
-`rounding_floor` is (2) to first order, with what keeps half-steps from the solution (`rounding`). A
-tolerance below twice as much is refused. The model is a worst case for what enters a bound; for the
-half-steps it is a scale.
+The lower bound is the `dual` value at any potentials, the upper bound the lesser of `primal` and
+`oscillation`; both move outwards by what `perturbed_costs` allows for errors. For a cross term f is
+first replaced by its row update f + epsilon log(a / r), in float64, whose plan has row sums a and
+mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal.
 """
 
 from __future__ import annotations
@@ -87,10 +13,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Marginals, Operator
+from otdd_flash.engine.evidence import oscillation, primal
+from otdd_flash.engine.evidence.dual import dual_value
+from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, hidden_mass, outwards
+from otdd_flash.operators.base import Operator
+from otdd_flash.solver import plans
 
-# Unit roundoff of float64.
-DOUBLE_UNIT = 2.0**-53
+# By how many units in its last place a column potential is lowered, so that roundings of the
+# softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
+MARGIN = 4.0
+
+# A scaling by less than this share of the missing mass, or so many units, is taken as it is.
+MOST_SCALED, SCALED_UNITS = 0.25, 16.0
 
 
 class Certificate(NamedTuple):
@@ -109,55 +43,142 @@ class Certificate(NamedTuple):
     passes: int
 
 
-def oscillation(potential: Tensor, support: Tensor) -> Tensor:
-    """Max - min of a potential over the points that carry mass, float64."""
-    lowest = torch.where(support, potential, torch.inf).min()
-    return (torch.where(support, potential, -torch.inf).max() - lowest).double()
+def certify(
+    operator: Operator,
+    f: Tensor,
+    g: Tensor,
+    epsilon: float,
+    updated: Tensor | None = None,
+    *,
+    polished: bool = False,
+) -> Certificate:
+    """One row update from g (m,), near f (n,), one column update, one pass for all sums.
+
+    With `updated`, which is T'(f), of an f that is T(g) already, the last pass alone. Where the
+    rounding of these updates shows, or if `polished`, they are done once more by exact sums, in two
+    passes.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    if updated is None:
+        f = operator.softmin_rows(g, epsilon, f)
+        updated = operator.softmin_columns(f, epsilon, g)
+    a, b, unit = operator.a, operator.b, torch.finfo(operator.dtype).eps / 2
+    g = torch.where(b > 0, torch.minimum(g, updated), updated)
+    g = (g - MARGIN * unit * g.abs()).double()
+    plan = plans.evaluate(operator, f.double(), g, epsilon, accurate=polished)
+    lost = plans.find_lost(plan, (a, b), epsilon)
+    kappa, mass, hidden = torch.stack(
+        (primal.fitting_scale(plan.sums, a, b), plan.sums.columns.sum(), lost.hidden)
+    ).tolist()
+    enough = 1 - kappa <= MOST_SCALED * (1 - mass) + SCALED_UNITS * unit
+    if polished or hidden > 0 or not enough:
+        # Both updates once more, by exact sums. Lost points, whose factors are 1, get potentials
+        # so low that errors cannot make up for it.
+        f = plan.f + epsilon * plans.row_factors(operator, plan, lost).log()
+        f = plans.lowered(f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
+        g = plans.lowered(plan.g, lost.columns, plan.column_errors, plan.sums.columns, b, epsilon)
+        plan = plans.evaluate(operator, f, g, epsilon, accurate=polished)
+        g = g - epsilon * plans.excess(plan.sums.columns, b)
+        plan = plans.evaluate(operator, f, g, epsilon, accurate=polished)._replace(passes=3)
+    return _proved(operator, plan, lost, epsilon)
 
 
-def cost_spread(operator: Operator) -> float:
-    """R >= max C - min C over the support."""
-    return operator.cost_range.highest - operator.cost_range.lowest
+def _proved(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: float) -> Certificate:
+    """What the plan of a cross term proves, after a row update of all rows but the lost ones."""
+    a, b, sums, g = operator.a, operator.b, plan.sums, plan.g
+    factors = plans.row_factors(operator, plan, lost)
+    f, rows = plan.f + epsilon * factors.log(), sums.rows * factors
+    returned = f.to(operator.dtype), g.to(operator.dtype)
+    of_rows = plans.errors_of_rows(operator, sums, f, rows, epsilon)
+    row_errors = torch.where(lost.rows, 0, of_rows) + (f - returned[0]).abs()
+    column_errors = torch.where(lost.columns, 0, plan.column_errors) + (g - returned[1]).abs()
+    hidden = hidden_mass(rows, row_errors, epsilon) + lost.hidden
+    kappa, total = primal.fitting_scale(sums, a, b), sums.rows.sum()
+    scales = torch.ones_like(total), torch.where(total >= plans.SCALABLE * sums.lost, 1 / total, 1)
+    gaps = [oscillation.updated_gap(sums.rows, sums.columns, factors, b, k) for k in scales]
+    scaled = (plan.f + epsilon * kappa.log(), g), (kappa * sums.rows, kappa * sums.columns)
+    held = _where_mass(f, a), _where_mass(g, b)
+    cost_errors = _where_mass(sums.row_errors, a), _where_mass(sums.column_errors, b)
+    numbers = (
+        torch.minimum(*gaps),
+        torch.where(factors == 1, (rows - a).abs(), 0).sum(),
+        hidden + hidden_after_update(sums, factors, column_errors, epsilon),
+        dual_value(a @ held[0] + b @ held[1], rows.sum(), epsilon),
+        oscillation.swing(g, b > 0),
+        oscillation.swing(f, a > 0),
+        primal.filled_value(operator, *scaled, epsilon),
+        a @ held[0].abs() + b @ held[1].abs(),
+        a @ cost_errors[0] + b @ cost_errors[1],
+        cost_errors[0].max() + cost_errors[1].max(),
+    )
+    # The host reads the device once.
+    gap, row_gap, noise, dual, swing, row_swing, filled, size, mean_error, largest = (
+        torch.stack(numbers).cpu().unbind()
+    )
+    relative, spread = sums.relative_error, oscillation.perturbed_spread(operator, sums, largest)
+    upper = filled + primal.filled_slack(relative, size, spread, epsilon)
+    if row_gap == 0:
+        slack = oscillation.slack(relative, swing + row_swing, spread)
+        upper = min(upper, oscillation.bound(dual, gap, swing, spread) + slack)
+    bounds = outwards(operator, sums, (dual, upper), mean_error, size, epsilon)
+    lost_to_rounding = float(noise) + 2 * relative
+    error = float(max(gap, row_gap)) + lost_to_rounding
+    return Certificate(*returned, float(dual), bounds, error, lost_to_rounding, plan.passes)
 
 
-def spread_of(operator: Operator, sums: Marginals, largest: float) -> float:
-    """R of the perturbed costs, whose errors are `largest` and a share of themselves."""
-    lowest, highest = operator.cost_range
-    size = max(abs(lowest), abs(highest))
-    return highest - lowest + 2 * (largest + sums.cost_rounding * size)
+def certify_self(
+    operator: Operator, f: Tensor, epsilon: float, *, accurate: bool = False
+) -> Certificate:
+    """The plan of one potential f (n,) between a cloud and itself: one pass.
+
+    The plan is symmetric: it is the mean of the computed one and its transpose, whose costs are
+    as near to C.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    a, plan = operator.a, plans.evaluate_self(operator, f.double(), epsilon, accurate=accurate)
+    lost = plans.find_lost(plan, (a, a), epsilon)
+    if bool(lost.hidden > 0):
+        low = plans.lowered(plan.f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
+        plan = plans.evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
+    sums, f, rows = plan.sums, plan.f, plan.sums.rows
+    returned, relative = f.to(operator.dtype), sums.relative_error
+    errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned).abs()
+    own_errors = 4 * (sums.row_errors + sums.cost_rounding * operator.own_costs().abs())
+    diagonal = primal.diagonal_of(operator, f, own_errors, epsilon)
+    outside = primal.RowSums(
+        ((1 - relative) * rows - diagonal.highest).clamp_min(0),
+        ((1 + relative) * rows - diagonal.lowest).clamp_min(0),
+    )
+    held, cost_errors = _where_mass(f, a), _where_mass(sums.row_errors, a)
+    numbers = (
+        (rows - a).abs().sum(),
+        rows.sum(),
+        2 * hidden_mass(rows, errors, epsilon) + lost.hidden,
+        dual_value(2 * (a @ held), rows.sum(), epsilon),
+        oscillation.swing(f, a > 0),
+        primal.balanced_value(operator, f, outside, epsilon),
+        2 * (a @ held.abs()),
+        2 * (a @ cost_errors),
+        2 * cost_errors.max(),
+    )
+    gap, mass, noise, dual, swing, upper, size, mean_error, largest = (
+        torch.stack(numbers).cpu().unbind()
+    )
+    spread = oscillation.perturbed_spread(operator, sums, largest)
+    if mass > 0.5:
+        # Both marginals have mass 1.
+        slack = oscillation.slack(relative, 2 * swing, spread)
+        upper = min(upper, oscillation.self_bound(dual, gap, swing, spread) + slack)
+    bounds = outwards(operator, sums, (dual, upper), mean_error, size, epsilon)
+    hidden = float(noise) + 2 * relative
+    error = float(gap) + hidden
+    return Certificate(returned, returned, float(dual), bounds, error, hidden, plan.passes)
 
 
-def hidden_mass(sums: Tensor, errors: Tensor, epsilon: float) -> Tensor:
-    """What errors of costs may hide of a plan: sum_i r_i expm1(2 A_i / epsilon) / 2."""
-    return torch.where(sums > 0, sums * torch.expm1(2 * errors / epsilon), 0).sum() / 2
-
-
-def where_mass(values: Tensor, masses: Tensor) -> Tensor:
+def _where_mass(values: Tensor, masses: Tensor) -> Tensor:
     """Values (n,) where there is mass, and 0 elsewhere."""
     return torch.where(masses > 0, values, 0)
-
-
-def slack_of(relative: float, swing: float, spread: float) -> float:
-    """What sums that are off by so much add to the bound by oscillation."""
-    return 2 * relative * (swing + 2 * spread)
-
-
-def outwards(
-    operator: Operator,
-    sums: Marginals,
-    ends: tuple[float, float],
-    mean_error: float,
-    size: float,
-    epsilon: float,
-) -> tuple[float, float]:
-    """Bounds for C from the dual value and an upper bound for the perturbed costs.
-
-    Where an error is a share of a cost, its mean over an optimal plan is that share of OT at the
-    most, as KL >= 0, and of twice what costs are below 0.
-    """
-    dual, upper = ends[0], max(ends)
-    negative = -min(0.0, operator.cost_range.lowest)
-    shares = sums.cost_rounding * 2 * (abs(upper) + negative)
-    additions = (sum(operator.shape) + 16) * DOUBLE_UNIT * (size + epsilon)
-    rounding = mean_error + shares + sums.relative_error * epsilon + additions
-    return dual - rounding, upper + rounding

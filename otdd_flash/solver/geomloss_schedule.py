@@ -32,9 +32,8 @@ from otdd_flash.arguments import positive, share
 from otdd_flash.checks import Declaration, optional
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.cross_certificate import certify
+from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.schedule import Progress, Schedule
-from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.term import TransportTerm, check_usable
 
 

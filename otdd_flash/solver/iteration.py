@@ -8,7 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import MOST_ERROR, Form
+from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.evidence.oscillation import MOST_ERROR
+from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.rule import Goal, Rule, Start
 from otdd_flash.engine.run import run
@@ -16,7 +18,6 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.rounding import magnitude, rounding_floor
 from otdd_flash.solver.schedule import LOOSEST_DEFAULT, Progress, StoppedBy
 from otdd_flash.solver.term import reachable_tolerance
 

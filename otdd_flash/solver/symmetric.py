@@ -19,16 +19,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import SELF
+from otdd_flash.engine.evidence.evaluated import SELF
+from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.engine.levels import Levels
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
-from otdd_flash.solver.certificate import Certificate
+from otdd_flash.solver.certificate import Certificate, certify_self
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.iteration import Iteration
-from otdd_flash.solver.rounding import rounding_floor
 from otdd_flash.solver.schedule import Progress
-from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.term import TransportTerm
 
 

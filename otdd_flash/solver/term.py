@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.errors import InputError
 from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.epsilon import EpsilonOutOfRange, or_double
 from otdd_flash.solver.schedule import LOOSEST_DEFAULT, StoppedBy
-
-# The L1 distance of two masses, at the most.
-MOST_ERROR = 2.0
 
 # The marginal error that an advised epsilon should have, half of the most that is accepted.
 AMPLE = LOOSEST_DEFAULT / 2

@@ -9,13 +9,13 @@ import reference
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, levels_above
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import quasi_newton
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.approach import TOP
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.rounding import magnitude, rounding_floor
 from otdd_flash.solver.symmetric import solve_symmetric
 
 Case = tuple[Tensor, Tensor, Tensor]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from refusals import Refusals
 from torch import Tensor
 
+from otdd_flash.engine.evidence.oscillation import cost_spread
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -23,7 +24,6 @@ from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as solver_problem
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.certificate import cost_spread
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.symmetric import solve_symmetric
 from otdd_flash.solver.term import TransportTerm

@@ -11,13 +11,12 @@ import torch
 from refusals import Refusals
 from torch import Tensor
 
+from otdd_flash.engine.evidence.oscillation import cost_spread
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.certificate import Certificate, cost_spread
+from otdd_flash.solver.certificate import Certificate, certify, certify_self
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.cross_certificate import certify
-from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.symmetric import solve_symmetric
 
 TRIALS = 150

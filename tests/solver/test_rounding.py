@@ -12,8 +12,8 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.certificate import certify_self
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.self_certificate import certify_self
 from otdd_flash.solver.symmetric import solve_symmetric
 
 DIMS = (1, 3, 30, 300)

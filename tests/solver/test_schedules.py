@@ -16,7 +16,7 @@ from otdd_flash.arguments import count
 from otdd_flash.checks import Declaration
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.cross_certificate import certify
+from otdd_flash.solver.certificate import certify
 from otdd_flash.solver.schedule import Progress, Schedule
 from otdd_flash.solver.schedules import SCHEDULES
 from otdd_flash.solver.term import TransportTerm

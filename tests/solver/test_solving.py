@@ -9,12 +9,12 @@ import reference
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.rounding import magnitude, rounding_floor
 from otdd_flash.solver.symmetric import solve_symmetric
 from otdd_flash.solver.term import TransportTerm
 

@@ -4,17 +4,19 @@
 
 The plan P of two potentials nearly has these marginals, and log (P_ij / a_i b_j) is its exponent:
 P costs sum_ij P_ij (f_i + g_j), so that its row and column sums say all. What is missing is filled
-with a matrix whose cost is known in closed form. No plan is ever formed.
+with a matrix whose cost is known in closed form. No plan is ever formed. For a cross term g first
+is at most T'(f), so that columns have at most the masses b, but for a few units in the last place.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Marginals, Operator
 
 # Keeps quotients and logarithms finite where there is no mass.
 TINY = torch.finfo(torch.float64).tiny
@@ -26,24 +28,15 @@ def filled_value(
     marginals: tuple[Tensor, Tensor],
     epsilon: float,
 ) -> Tensor:
-    """Primal value of a plan whose marginals are too small, filled up with a product.
+    """Primal value () of the plan of f (n,), g (m,), which misses some mass, filled with a product.
 
     This ends the rounding of Altschuler, Weed & Rigollet 2017, Near-linear time approximation
-    algorithms for optimal transport via Sinkhorn iteration. With u = a - r and v = b - c missing
-    and t their mass, the plan is P + u v^T / t, a mixture of P / (1 - t) and u v^T / t^2. By
-    convexity its KL is at most
+    algorithms for optimal transport via Sinkhorn iteration. With `marginals` r <= a and c <= b, and
+    u = a - r and v = b - c missing and t their mass, the plan is P + u v^T / t, a mixture of
+    P / (1 - t) and u v^T / t^2. By convexity its KL is at most
 
         sum P log (P / a b^T) - (1 - t) log(1 - t)
             + sum u log(u / a) + sum v log(v / b) - 2 t log t.
-
-    Args:
-        operator: the cost (n, m) and the masses.
-        potentials: f (n,) and g (m,) of P.
-        marginals: its row sums r <= a (n,) and column sums c <= b (m,), float64.
-        epsilon: regularisation, in units of the cost.
-
-    Returns:
-        A number, float64.
     """
     f, g = (potential.double() for potential in potentials)
     rows, columns = marginals
@@ -53,7 +46,25 @@ def filled_value(
     filling = u @ operator.expected_costs(v / v.sum().clamp_min(TINY))
     entropy = _relative(u, operator.a) + _relative(v, operator.b)
     entropy = entropy - torch.xlogy(kept, kept) - 2 * torch.xlogy(missing, missing)
-    return _paid(rows, f) + _paid(columns, g) + filling + epsilon * entropy
+    return _paid(rows, f).sum() + _paid(columns, g).sum() + filling + epsilon * entropy
+
+
+def fitting_scale(sums: Marginals, a: Tensor, b: Tensor) -> Tensor:
+    """Kappa <= 1, (), by which no row and column of a plan has more than its mass."""
+    ratios = [
+        torch.where(part > 0, masses / part, torch.inf).min()
+        for part, masses in ((sums.rows, a), (sums.columns, b))
+    ]
+    return (torch.minimum(ratios[0], ratios[1]) / (1 + sums.relative_error)).clamp_max(1)
+
+
+def filled_slack(relative: float, size: Tensor, spread: Tensor, epsilon: float) -> Tensor:
+    """What to add to `filled_value`, (), if every sum is off by this share.
+
+    What P pays changes by that share of <a, |f|> + <b, |g|>, in `size`; filling by at most that
+    share of costs, which differ by `spread`, and logarithms by no more than those of the share.
+    """
+    return relative * (size + 4 * spread + 2 * epsilon * (1 - math.log(relative)))
 
 
 class RowSums(NamedTuple):
@@ -64,11 +75,11 @@ class RowSums(NamedTuple):
 
 
 def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float) -> Tensor:
-    """Primal value of the plan of f (n,) and f, balanced on its diagonal; no pass.
+    """Primal value () of the plan of f (n,) and f, balanced on its diagonal; no pass.
 
-    A symmetric plan P whose row sums without the diagonal are z gets the marginals a if its
-    diagonal becomes a - z, where that is not negative. In general kappa P off the diagonal leaves
-    at least half of P_ii on it if
+    A symmetric plan P whose row sums without the diagonal are z, in `sums`, gets the marginals a if
+    its diagonal becomes a - z, where that is not negative. In general kappa P off the diagonal
+    leaves at least half of P_ii on it if
 
         kappa = min(1, min_i (a_i - P_ii / 2) / z_i),    P_ii = a_i^2 exp((2 f_i - C_ii) / epsilon),
 
@@ -79,19 +90,10 @@ def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float)
     with Q_ii = a_i - kappa z_i: convex in every z_i, so the worst is at an end of its interval. It
     differs from the dual's only in the second order of a - r: what moves stays in place, at the
     price that P already pays there.
-
-    Args:
-        operator: the symmetric cost (n, n) and the masses.
-        f: (n,) potential, float64.
-        sums: z.
-        epsilon: regularisation, in units of the cost.
-
-    Returns:
-        The largest value, float64.
     """
     a, costs, support = operator.a, operator.own_costs(), operator.a > 0
     weights = torch.where(support, 2 * a.log(), 0)
-    diagonal = torch.where(support, (weights + (2 * f - costs) / epsilon).exp(), 0)
+    diagonal = diagonal_of(operator, f, torch.zeros_like(f), epsilon).lowest
     room = a - torch.minimum(diagonal, a) / 2
     ratios = torch.where(sums.highest > 0, room / sums.highest.clamp_min(TINY), 1)
     kappa = ratios.min().clamp_max(1)
@@ -100,7 +102,7 @@ def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float)
         kept = kappa * moved
         own = (a - kept).clamp_min(0)
         prices = costs + epsilon * (own.clamp_min(TINY).log() - weights)
-        return _paid_each(kept, 2 * f + epsilon * kappa.log()) + own * prices
+        return _paid(kept, 2 * f + epsilon * kappa.log()) + own * prices
 
     worst = torch.maximum(value(sums.lowest), value(sums.highest))
     return torch.where(support, worst, 0).sum()
@@ -116,11 +118,7 @@ def diagonal_of(operator: Operator, f: Tensor, errors: Tensor, epsilon: float) -
 
 
 def _paid(sums: Tensor, potential: Tensor) -> Tensor:
-    """<r, f>; a potential does not count where there is no mass."""
-    return _paid_each(sums, potential).sum()
-
-
-def _paid_each(sums: Tensor, potential: Tensor) -> Tensor:
+    """What the mass of each point pays (n,); a potential does not count where there is none."""
     return torch.where(sums > 0, sums * potential, 0)
 
 

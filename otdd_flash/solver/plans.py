@@ -1,7 +1,4 @@
-"""A plan whose entries were evaluated once, and the points of which errors may hide all.
-
-`certificate` says what its sums and errors prove.
-"""
+"""A plan whose entries were evaluated once, and the points of which errors may hide all."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ SCALABLE = 2.0**64
 
 
 class Plan(NamedTuple):
-    """Potentials f (n,) and g (m,), float64, the sums of their plan, and A and B of (2)."""
+    """Potentials f (n,) and g (m,), float64, their plan's sums, A and B of `perturbed_costs`."""
 
     f: Tensor
     g: Tensor
@@ -58,10 +55,8 @@ def evaluate_self(operator: Operator, f: Tensor, epsilon: float, *, accurate: bo
     total = rows.sum()
     total = torch.where(total >= SCALABLE * sums.lost, total, 1)
     f, rows = f - epsilon / 2 * total.log(), rows / total
-    of_rows, of_columns = (
-        errors_of_rows(operator, sums, f, rows, epsilon),
-        _errors_of_columns(operator, sums, f, epsilon),
-    )
+    of_rows = errors_of_rows(operator, sums, f, rows, epsilon)
+    of_columns = _errors_of_columns(operator, sums, f, epsilon)
     largest = torch.maximum(sums.row_errors, sums.column_errors)
     sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
     errors = torch.maximum(of_rows, of_columns)
@@ -90,37 +85,29 @@ def _errors_of_columns(operator: Operator, sums: Marginals, g: Tensor, epsilon: 
     return sums.column_errors + sums.cost_rounding * (g.abs() + epsilon * below)
 
 
-def reached(sums: Marginals, operator: Operator) -> Tensor:
-    """Rows (n,) that have enough of the plan to be scaled up; of others all may be lost."""
-    return (operator.a > 0) & (sums.rows >= SCALABLE * sums.lost * operator.a)
-
-
 class Lost(NamedTuple):
-    """Points with mass of which errors of costs may hide all.
+    """Rows (n,) bool and columns (m,) bool with mass of which errors of costs may hide all.
 
-    Attributes:
-        rows: (n,) bool.
-        columns: (m,) bool.
-        hidden: () their masses: what rounding loses, and more than errors may make up for.
+    Their masses `hidden` () are what rounding loses, and more than errors may make up for.
     """
 
     rows: Tensor
     columns: Tensor
     hidden: Tensor
 
-    @property
-    def any(self) -> Tensor:
-        """1 if there are such points, else 0; () float64."""
-        return (self.hidden > 0).double()
-
 
 def find_lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: float) -> Lost:
     """The points with mass and 2 A_i > epsilon."""
-    rows, columns = (
-        (mass > 0) & (errors > epsilon / 2)
-        for mass, errors in zip(masses, (plan.row_errors, plan.column_errors), strict=True)
-    )
+    rows = (masses[0] > 0) & (plan.row_errors > epsilon / 2)
+    columns = (masses[1] > 0) & (plan.column_errors > epsilon / 2)
     return Lost(rows, columns, masses[0] @ rows.double() + masses[1] @ columns.double())
+
+
+def row_factors(operator: Operator, plan: Plan, lost: Lost) -> Tensor:
+    """Of the row update, a / r (n,), and 1 for lost rows and those of whose sum all may be lost."""
+    a, rows = operator.a, plan.sums.rows
+    scaled = (a > 0) & (rows >= SCALABLE * plan.sums.lost * a) & ~lost.rows
+    return torch.where(scaled, a / rows, 1)
 
 
 def lowered(

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import reference
 import torch
+from attained import assert_nearly_attained
 from torch import Tensor
 
+from otdd_flash.engine.evidence.oscillation import cost_spread
+from otdd_flash.engine.evidence.primal import (
+    RowSums,
+    balanced_value,
+    diagonal_of,
+    filled_slack,
+    filled_value,
+    fitting_scale,
+)
+from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver.polytope import RowSums, balanced_value, diagonal_of, filled_value
 
 SIZES = [(1, 1), (1, 7), (7, 1), (33, 20)]
 EPSILONS = [0.02, 0.5, 20.0]
@@ -127,3 +139,103 @@ def test_a_balanced_plan_is_off_in_the_second_order() -> None:
         sums = RowSums(rows - diagonal, rows - diagonal)
         excess.append(float(balanced_value(operator, moved, sums, 0.2)) - truth)
     assert 80 < excess[1] / excess[0] < 120
+
+
+def separable(epsilon: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    """A cost p_i + q_j, whose optimal plan is the product at any epsilon, p, q and its value."""
+    _, a, b = draw_cost(9, 6, seed=3)
+    p, q = torch.linspace(0.5, 2, 9).double(), torch.linspace(1, 3, 6).double()
+    truth, _, _ = reference.entropic_transport(p[:, None] + q, a, b, epsilon)
+    return p, q, p[:, None] + q, a, b, truth
+
+
+@pytest.mark.parametrize("epsilon", EPSILONS)
+@pytest.mark.parametrize("kept", [1.0, 0.9, 0.5, 0.01])
+def test_a_filled_plan_is_attained_where_the_product_is_optimal(
+    epsilon: float, kept: float
+) -> None:
+    """Whatever share of the product is filled up with the product."""
+    p, q, cost, a, b, truth = separable(epsilon)
+    f = p + epsilon * math.log(kept)
+    operator = StoredOperator.from_cost(cost, a, b)
+    found = filled_value(operator, (f, q), (kept * a, kept * b), epsilon)
+    assert_nearly_attained(truth, found, 1 - 1e-9)
+
+
+@pytest.mark.parametrize("epsilon", EPSILONS)
+def test_a_balanced_plan_is_attained_at_the_optimum(epsilon: float) -> None:
+    cost, a, _ = draw_cost(20, 20, seed=0)
+    cost = cost + cost.T
+    truth, f, g = reference.entropic_transport(cost, a, a, epsilon)
+    f = (f + g) / 2
+    plan = reference.plan(cost, a, a, f, f, epsilon)
+    outside = plan.sum(1) - plan.diagonal()
+    operator = StoredOperator.from_cost(cost, a, a)
+    found = balanced_value(operator, f, RowSums(outside, outside), epsilon)
+    assert abs(float(found) - truth) <= 1e-9 * (1 + truth)
+
+
+def test_a_balanced_plan_is_attained_by_points_far_apart_at_any_potential() -> None:
+    cost = torch.full((5, 5), 100.0).double()
+    cost.diagonal().copy_(torch.linspace(0.1, 1, 5))
+    a, epsilon = torch.linspace(1, 2, 5).double() / 7.5, 0.5
+    f = torch.sin(torch.arange(5).double())
+    plan = reference.plan(cost, a, a, f, f, epsilon)
+    outside = plan.sum(1) - plan.diagonal()
+    operator = StoredOperator.from_cost(cost, a, a)
+    found = balanced_value(operator, f, RowSums(outside, outside), epsilon)
+    assert_nearly_attained(a @ (cost.diagonal() - epsilon * a.log()), found, 1 - 1e-9)
+
+
+def marginals(rows: Tensor, columns: Tensor, relative: float) -> Marginals:
+    none = torch.zeros(1, dtype=torch.float64)
+    return Marginals(rows, columns, none, none, 0.0, relative, 0.0)
+
+
+@pytest.mark.parametrize("side", ["row", "column"])
+def test_a_plan_is_scaled_until_its_fullest_row_or_column_just_fits(side: str) -> None:
+    """One that has all that the error of sums may hide."""
+    _, a, b = draw_cost(9, 6, seed=3)
+    excess, relative = 1.25, 1e-2
+    rows, columns = a / 2, b / 2
+    fullest, masses = (rows, a) if side == "row" else (columns, b)
+    fullest[4] = excess * masses[4]
+    seen = marginals(rows / (1 + relative), columns / (1 + relative), relative)
+    kappa = fitting_scale(seen, a, b)
+    assert_nearly_attained(kappa * fullest[4], masses[4], 1 - 1e-9)
+    assert float(fitting_scale(marginals(a / 2, b / 2, relative), a, b)) == 1
+
+
+def test_the_slack_of_a_filled_plan() -> None:
+    """Large potentials that cancel, over sums of rows that look smaller and columns larger."""
+    _, a, b = draw_cost(9, 6, seed=3)
+    relative, epsilon, large = 1e-6, 0.1, 1e5
+    cost = torch.ones(9, 6).double()
+    operator = StoredOperator.from_cost(cost, a, b)
+    potentials = torch.full((9,), large).double(), torch.full((6,), 1 - large).double()
+    seen, true = (
+        filled_value(operator, potentials, (0.99 * (1 - off) * a, 0.99 * (1 + off) * b), epsilon)
+        for off in (relative, 0.0)
+    )
+    size = a @ potentials[0].abs() + b @ potentials[1].abs()
+    spread = torch.tensor(cost_spread(operator))
+    assert_nearly_attained(true - seen, filled_slack(relative, size, spread, epsilon))
+
+
+@pytest.mark.parametrize("epsilon", EPSILONS)
+def test_the_slack_of_a_filled_plan_holds(epsilon: float) -> None:
+    """Of optimal plans, of which nothing is missing: there logarithms are the steepest."""
+    relative = 1e-4
+    for seed in range(20):
+        cost, a, b = draw_cost(7, 5, seed=seed)
+        truth, f, g = reference.entropic_transport(cost, a, b, epsilon)
+        operator = StoredOperator.from_cost(cost, a, b)
+        draw = torch.Generator().manual_seed(seed)
+        rows, columns = (
+            masses * (1 - relative * torch.rand(len(masses), generator=draw).double())
+            for masses in (a, b)
+        )
+        found = filled_value(operator, (f, g), (rows, columns), epsilon)
+        size = a @ torch.where(a > 0, f, 0).abs() + b @ torch.where(b > 0, g, 0).abs()
+        spread = torch.tensor(cost_spread(operator))
+        assert abs(float(found) - truth) <= filled_slack(relative, size, spread, epsilon)

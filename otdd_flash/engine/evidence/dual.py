@@ -1,0 +1,46 @@
+"""Dual values, which are lower bounds of OT, and what the plain update adds to them.
+
+    D(f, g) = <a, f> + <b, g> + epsilon (1 - sum P) <= OT    for any f and g
+
+The plan of a self term has one potential f, both of whose roles are lowered by half of `self_shift`
+to give it mass 1: D is 2 <a, f> less the shift.
+
+All arguments and results have shape () or (S,), in units of the cost but for the mass, sum P.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from otdd_flash.operators.base import Epsilon
+
+
+def dual_value(paid: Tensor, mass: Tensor, epsilon: Epsilon) -> Tensor:
+    """D, where `paid` is <a, f> + <b, g>."""
+    return paid + epsilon * (1 - mass)
+
+
+def gain(mean_residual: Tensor, mass: Tensor, epsilon: Epsilon) -> Tensor:
+    """What g <- g + r adds to D at the least: <b, r> + epsilon (sum P - 1) = epsilon KL(b || c).
+
+    As r = epsilon log(b / c), with c the column sums (`quasi_newton`); `mean_residual` is <b, r>.
+    """
+    return mean_residual + epsilon * (mass - 1)
+
+
+def self_shift(mass: Tensor, epsilon: Epsilon) -> Tensor:
+    """Epsilon log sum P: f less half of it has a plan of mass 1."""
+    return epsilon * mass.log()
+
+
+def self_dual(paid: Tensor, shift: Tensor) -> Tensor:
+    """D of f less half the shift, where `paid` is <a, f>."""
+    return 2 * paid - shift
+
+
+def self_gain(mean_residual: Tensor, shift: Tensor) -> Tensor:
+    """What the averaged update adds to D at the least, from <a, T(f) - f> before the shift.
+
+    D is concave and symmetric: moving both potentials halfway gains no less than moving one.
+    """
+    return mean_residual + shift

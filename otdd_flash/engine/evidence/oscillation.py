@@ -1,0 +1,76 @@
+"""The upper bound by oscillation: how far OT is above a dual value whose plan misses its marginals.
+
+A plan P of potentials f, g is optimal between its own marginals r, c. OT is convex in the
+marginals, with optimal potentials f*, g* of the problem as subgradients, so that
+
+    OT <= D + <f* - f, a - r> + <g* - g, b - c>.
+
+With r = a, and as g* is a softmin of costs, whose oscillation max - min is at most R,
+
+    OT <= D + ||c - b||_1 (osc g* + osc g) / 2,    osc g* <= R = max C - min C.
+
+A self term moves both marginals by the same, which doubles the last term. The bound is the lesser
+one where epsilon is above the costs or nearly all mass is missing; else it is `primal`.
+
+Shapes are () or (S,), and (n,), (m,) for potentials and sums; units those of the cost, or of mass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import Marginals, Operator
+
+# The L1 distance of two masses, at the most.
+MOST_ERROR = 2.0
+
+
+def swing(potential: Tensor, support: Tensor) -> Tensor:
+    """Max - min of a potential (n,) over the points that carry mass, () float64."""
+    lowest = torch.where(support, potential, torch.inf).min()
+    return (torch.where(support, potential, -torch.inf).max() - lowest).double()
+
+
+def cost_spread(operator: Operator) -> float:
+    """R >= max C - min C over the support."""
+    return operator.cost_range.highest - operator.cost_range.lowest
+
+
+def perturbed_spread(operator: Operator, sums: Marginals, largest: Tensor) -> Tensor:
+    """R of the perturbed costs, whose errors are at most `largest` () and a share of themselves."""
+    shares = sums.cost_rounding * max(map(abs, operator.cost_range))
+    return cost_spread(operator) + 2 * (largest + shares)
+
+
+def bound(dual: Tensor, error: Tensor, osc: Tensor, spread: Tensor) -> Tensor:
+    """D + ||c - b||_1 (osc g + R) / 2, with R in `spread`."""
+    return dual + error * ((osc + spread) / 2)
+
+
+def self_bound(dual: Tensor, error: Tensor, osc: Tensor, spread: Tensor) -> Tensor:
+    """D + ||r - a||_1 (osc f + R), of a plan of mass 1."""
+    return bound(dual, 2 * error, osc, spread)
+
+
+def slack(relative: float, osc: Tensor, spread: Tensor) -> Tensor:
+    """What to add to the bounds if every sum is off by this share; `osc` is osc f + osc g."""
+    return 2 * relative * (osc + 2 * spread)
+
+
+def updated_gap(rows: Tensor, columns: Tensor, factors: Tensor, b: Tensor, k: Tensor) -> Tensor:
+    """Bound on ||P^T s - b||_1 for s in `factors` (n,), which scale the rows r of a plan P.
+
+    For any number k it is sum_i r_i |s_i - k| + ||k c - b||_1.
+    """
+    return (rows * (factors - k).abs()).sum() + (k * columns - b).abs().sum()
+
+
+def gap_at_mass_one(gap: Tensor, mass: Tensor) -> Tensor:
+    """Bound on ||r / t - a||_1 of a plan with row sums r and mass t: ||r - a||_1 + |t - 1|."""
+    return gap + (mass - 1).abs()
+
+
+def total_error(gap: Tensor, floor: Tensor) -> Tensor:
+    """Bound on a marginal error: what was measured, and what rounding may hide."""
+    return (gap + floor).clamp_max(MOST_ERROR)

@@ -1,0 +1,41 @@
+"""What rounding keeps solves from: the scale of marginal errors that it causes or hides.
+
+(2) of `perturbed_costs` to first order, for the mean error of the costs and for potentials rounded
+to their type. No bound rests on it: a tolerance below twice the floor is refused, and quasi-Newton
+steps are judged by the noise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.segments import Costs
+from otdd_flash.operators.base import Operator
+
+
+def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
+    """<a, |f|> + <b, |g|>: a point without mass does not count, however far away it is."""
+    return operator.a @ f.abs().double() + operator.b @ g.abs().double()
+
+
+def hidden_error(operator: Operator, size: float, epsilon: float) -> float:
+    """What a certificate will call hidden, with m = `magnitude` of the potentials in `size`."""
+    unit = torch.finfo(operator.dtype).eps / 2
+    return (operator.cost_error + unit * size) / epsilon + unit
+
+
+def rounding_floor(operator: Operator, size: float, epsilon: float) -> float:
+    """Marginal error that rounding causes: what is hidden, and what half-steps cannot mend.
+
+    Their exponents are of the size of a cost, in the type of the potentials.
+    """
+    unit = torch.finfo(operator.dtype).eps / 2
+    cost = operator.mean_cost - 2 * min(0.0, operator.cost_range.lowest)
+    return hidden_error(operator, size, epsilon) + unit * cost / epsilon
+
+
+def rounding_noise(costs: Costs, size: Tensor, epsilon: Tensor) -> Tensor:
+    """The size of marginal errors that rounding makes as a rule (S,)."""
+    unit, unit_of_sums = (torch.finfo(dtype).eps / 2 for dtype in (costs.dtype, costs.sum_dtype))
+    return unit * (size + 2 * costs.mean_cost) / epsilon + 4 * unit_of_sums
