@@ -181,10 +181,12 @@ def terms_of(errors, rounding):
     return SegmentTerms(none, none, none, *parts, none)
 
 
-def test_what_is_late_is_named_with_what_stopped_it(clouds):
+@pytest.mark.parametrize("late", [5, 6])
+def test_what_is_late_is_named_with_what_stopped_it(late, clouds):
     """Five of those that iterations stopped, and no size of their errors; one by rounding."""
     pairs = torch.tensor([[1, 0], [2, 0], [3, 0], [4, 0]])
-    own = terms_of([0.0, 0.5, 0.0, 0.0, 0.5], [0.0, 0.25, 0.0, 0.0, 0.0])
+    first = 0.5 if late == 6 else 0.0
+    own = terms_of([first, 0.5, 0.0, 0.0, 0.5], [0.0, 0.25, 0.0, 0.0, 4e-4])
     cross = terms_of([0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 0.0])
     with pytest.warns(NotConvergedWarning) as caught:
         sinkhorn_pairs._warn_of_late(clouds, own, (pairs, cross), Converged(1e-3, 7))
@@ -193,10 +195,13 @@ def test_what_is_late_is_named_with_what_stopped_it(clouds):
         "labels=sinkhorn: not converged to 0.001 as far as rounding allows in float64 for class 1, "
         "whose marginal errors stay at up to 2.5e-01; the bounds still hold. Raise labels.epsilon"
     )
+    names = ["class 0"] * (late == 6) + ["class 4"]
+    names += [f"class {k} against class 0" for k in (1, 2, 3, 4)]
     assert by_iterations == (
-        "labels=sinkhorn: not converged to 0.001 after 7 iterations for class 4, class 1 against "
-        "class 0, class 2 against class 0, class 3 against class 0, class 4 against class 0; the "
-        "bounds still hold. Raise labels.epsilon"
+        "labels=sinkhorn: not converged to 0.001 after 7 iterations for "
+        + ", ".join(names[:5])
+        + " and 1 more" * (late == 6)
+        + "; the bounds still hold. Raise labels.epsilon"
     )
 
 

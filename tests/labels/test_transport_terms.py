@@ -54,3 +54,41 @@ def test_kernels_run_on_cards_that_have_triton(device, refused, expected, monkey
 
     monkeypatch.setattr(transport_terms, "check_triton", check)
     assert kernels_run_on(torch.device(device)) is expected
+
+
+def refused_at(errors, rounding, monkeypatch):
+    """Whether terms with these errors are refused in float64, at a tolerance of 0.01."""
+
+    def solve(_, pairs, *rest):
+        terms = torch.zeros(6, len(pairs), dtype=torch.float64)
+        terms[3, : len(errors)], terms[4, : len(errors)] = map(torch.tensor, (errors, rounding))
+        return SegmentTerms(*terms)
+
+    monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: False)
+    monkeypatch.setattr(transport_terms, "solve_in_float64", solve)
+    try:
+        solver().solve(PAIRS)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("error", "rounding", "refused"),
+    [
+        pytest.param(0.009, 0.008, False, id="converged"),
+        pytest.param(0.5, 0.004, False, id="late"),
+        pytest.param(0.5, 0.006, True, id="rounding alone"),
+        pytest.param(0.5, 0.5, False, id="stalled"),
+        pytest.param(2.0, 2.0, True, id="nothing left"),
+    ],
+)
+def test_what_rounding_alone_keeps_from_the_tolerance_is_refused(
+    error, rounding, refused, monkeypatch
+):
+    """One term of three is enough; of a stalled one nobody knows what rounding has of it."""
+    assert bool(refused_at([error], [rounding], monkeypatch)) is refused
+
+
+def test_the_largest_rounding_is_said(monkeypatch):
+    assert "4.0e-01" in refused_at([0.5, 0.5], [0.006, 0.2], monkeypatch)

@@ -136,7 +136,7 @@ def test_chains_of_products_are_counted(dim: int) -> None:
     assert units <= PARTS * (dim + 64) / CHAIN_PRODUCTS + 2 + 8 + 1e-6
 
 
-@pytest.mark.parametrize("dim", [1, 289])
+@pytest.mark.parametrize("dim", [1, 5, 289])
 def test_whole_digits_are_as_large_as_exact_products_allow(dim: int) -> None:
     """Norms up to 2^12 and coordinates below 2^11, rounding included: few of either are wasted."""
     lengths = torch.tensor([-1.0, -0.5, 0.5, 1.0], dtype=torch.float64, device=DEVICE)
