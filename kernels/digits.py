@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.packed_points import Layout
+from otdd_flash.kernels.packed_points import Layout, load_scaled
 
 # Coordinates up to which four digits of base 256 add up in int32: 2 ||X_0|| ||Y_3|| + 2 128^2 d.
 MOST_COORDINATES = 57_344
@@ -70,14 +70,9 @@ def pack_digits_kernel(
     ABOVE: tl.constexpr = BASE / 2 / (BASE - 1)
     for k in range(0, DIM, BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K)
-        mask = filled[:, None] & (o_k[None, :] < d)
-        points = tl.load(
-            points_ptr + origin[:, None] + o_k[None, :].to(tl.int64) * column_stride,
-            mask=mask,
-            other=0.0,
-        )
-        centre = tl.load(centre_ptr + o_k, mask=o_k < d, other=0.0)
-        rest = tl.where(mask, points.to(tl.float64) - centre[None, :], 0.0) * scale
+        rest = load_scaled(
+            points_ptr, centre_ptr, origin, filled, o_k, d, column_stride, scale
+        )  # (BLOCK_M, BLOCK_K)
         squares += tl.sum(rest * rest, 1)  # (BLOCK_M,)
         unit = 1.0
         p_out = out_ptr + o_row[:, None] * DIM + o_k[None, :]

@@ -28,6 +28,29 @@ MOST_PADDING = 1.5
 
 
 @triton.jit
+def load_scaled(
+    points_ptr,  # (N, d), any real type and strides
+    centre_ptr,  # (d,) float64
+    origin,  # (BLOCK_M,) int64, row of points times their stride
+    filled,  # (BLOCK_M,) whether they are points
+    o_k,  # (BLOCK_K,)
+    d,
+    column_stride,
+    scale,
+):
+    """Coordinates o_k of some points, (point - centre) scale in float64; padding is 0."""
+    mask = filled[:, None] & (o_k[None, :] < d)
+    points = tl.load(
+        points_ptr + origin[:, None] + o_k[None, :].to(tl.int64) * column_stride,
+        mask=mask,
+        other=0.0,
+    )
+    centre = tl.load(centre_ptr + o_k, mask=o_k < d, other=0.0)
+    # (BLOCK_M, BLOCK_K)
+    return tl.where(mask, points.to(tl.float64) - centre[None, :], 0.0) * scale
+
+
+@triton.jit
 def pack_kernel(
     points_ptr,  # (N, d), any real type and strides
     centre_ptr,  # (d,) float64
@@ -52,14 +75,9 @@ def pack_kernel(
     squares = tl.zeros((BLOCK_M,), tl.float64)
     for k in range(0, DIM, BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K)
-        mask = filled[:, None] & (o_k[None, :] < d)
-        points = tl.load(
-            points_ptr + origin[:, None] + o_k[None, :].to(tl.int64) * column_stride,
-            mask=mask,
-            other=0.0,
-        )
-        centre = tl.load(centre_ptr + o_k, mask=o_k < d, other=0.0)
-        scaled = tl.where(mask, points.to(tl.float64) - centre[None, :], 0.0) * scale
+        scaled = load_scaled(
+            points_ptr, centre_ptr, origin, filled, o_k, d, column_stride, scale
+        )  # (BLOCK_M, BLOCK_K)
         high = scaled.to(tl.float32).to(tl.float16)
         low = (scaled - high.to(tl.float64)).to(tl.float32).to(tl.float16)
         o_out = o_row[:, None] * DIM + o_k[None, :]

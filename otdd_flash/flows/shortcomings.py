@@ -36,18 +36,27 @@ def report_growth(before: StepRecord, after: StepRecord, options: LoopOptions) -
 def report_convergence(
     history: Sequence[StepRecord], solver: Schedule, compute: ComputeOptions
 ) -> None:
-    """Warn of evaluations that stopped before they reached what was asked for."""
+    """Warn of evaluations that stopped before they reached what was asked for.
+
+    The message names every reason to stop once, with the advice that belongs to it.
+    """
     late = [record for record in history if not record.converged]
-    if late:
-        message = shortfall(
-            solver,
-            late[-1].stopped_by,
-            where=f"{len(late)} of {len(history)} evaluations",
-            marginal_error=max(record.marginal_error for record in late),
-            tolerance=largest_tolerance(record.tolerance for record in late),
-            dtype=compute.dtype,
-            bound_width=max(
-                math.inf if record.bound_width is None else record.bound_width for record in late
-            ),
+    said = []
+    for reason in dict.fromkeys(record.stopped_by for record in late):
+        found = [record for record in late if record.stopped_by == reason]
+        said.append(
+            shortfall(
+                solver,
+                reason,
+                where=f"{len(found)} of {len(history)} evaluations",
+                marginal_error=max(record.marginal_error for record in found),
+                tolerance=largest_tolerance(record.tolerance for record in found),
+                dtype=compute.dtype,
+                bound_width=max(
+                    math.inf if record.bound_width is None else record.bound_width
+                    for record in found
+                ),
+            )
         )
-        warnings.warn(message, NotConvergedWarning, stacklevel=4)
+    if said:
+        warnings.warn("; ".join(said), NotConvergedWarning, stacklevel=4)

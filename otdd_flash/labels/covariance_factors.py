@@ -14,15 +14,15 @@ the singular values it cannot see are taken up by the next pass, in units of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.moments import covariance_factor
 from otdd_flash.labels.nuclear_norm import by_products
+from otdd_flash.solver.known_gradient import OnceDifferentiable
 
 UNIT_ROUNDOFF = 2.0**-53
 
@@ -100,13 +100,16 @@ class _Triangle(torch.autograd.Function):
         else:
             q, r = torch.linalg.qr(dense, mode="reduced" if needs_q else "r")
         if needs_q:
-            ctx.save_for_backward(q)
+            ctx.save_for_backward(q, matrix)
         triangle = matrix.new_zeros(len(columns), matrix.shape[1])
         triangle[:, columns] = r
         return triangle
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (q,) = ctx.saved_tensors
-        return q @ gradient, None
+        q, matrix = ctx.saved_tensors
+        by_matrix = q @ gradient.detach()
+        # Of create_graph=True.
+        if torch.is_grad_enabled():
+            by_matrix = cast(Tensor, OnceDifferentiable.apply(by_matrix, gradient, matrix))
+        return by_matrix, None

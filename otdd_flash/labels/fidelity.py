@@ -14,16 +14,16 @@ gradient: of the masses that optimal transport moves between many classes, most 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from otdd_flash.labels.covariance_factors import UNIT_ROUNDOFF
 from otdd_flash.labels.nuclear_norm import by_products, nuclear_norms, polar_factors
 from otdd_flash.labels.pair_chunks import chunk_size, equal_chunks
 from otdd_flash.labels.pairs import Progress
+from otdd_flash.solver.known_gradient import OnceDifferentiable
 
 # Of all products of a chunk together: enough to keep a GPU busy.
 FILLING_ENTRIES = 3 * 2**21
@@ -106,11 +106,10 @@ class _InGradients(torch.autograd.Function):
         return values.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None]:
         norms, moving, pairs = ctx.saved_tensors
         mine, theirs = torch.cat((pairs, pairs.flip(1))).unbind(1)
-        added = weights.abs().repeat(2) * norms[theirs] * moving[mine]
+        added = weights.detach().abs().repeat(2) * norms[theirs] * moving[mine]
         most = torch.zeros_like(norms).scatter_reduce(0, mine, added, "amax")
         seen = (added > UNIT_ROUNDOFF * most[mine]).reshape(2, -1).any(0)
         return torch.where(seen, weights, 0.0), None, None
@@ -147,9 +146,23 @@ class _Fidelities(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         left, right, pairs = ctx.saved_tensors
+        with torch.no_grad():
+            by_left, by_right = _Fidelities._gradients(left, right, pairs, gradient, ctx.progress)
+        # Of create_graph=True.
+        if torch.is_grad_enabled():
+            by_left, by_right = (
+                cast(Tensor, OnceDifferentiable.apply(part, gradient, left, right))
+                for part in (by_left, by_right)
+            )
+        return by_left, by_right, None, None, None
+
+    @staticmethod
+    def _gradients(
+        left: Tensor, right: Tensor, pairs: Tensor, gradient: Tensor, progress: Progress | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of the sum of the norms times `gradient` (P,), by F (k, r, d) and by G (l, s, d)."""
         gradient_left, gradient_right = torch.zeros_like(left), torch.zeros_like(right)
         done, shown = 0, gradient != 0
         pairs, gradient = pairs[shown], gradient[shown]
@@ -163,9 +176,9 @@ class _Fidelities(torch.autograd.Function):
             gradient_left.index_add_(0, first, polar @ theirs)
             gradient_right.index_add_(0, second, polar.mT @ ours)
             done += len(chunk)
-            if ctx.progress is not None:
-                ctx.progress(done, len(pairs))
-        return gradient_left, gradient_right, None, None, None
+            if progress is not None:
+                progress(done, len(pairs))
+        return gradient_left, gradient_right
 
 
 def _chunk_size(left: Tensor, right: Tensor) -> int:

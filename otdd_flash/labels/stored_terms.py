@@ -52,9 +52,10 @@ def solve_in_float64(
 
 
 def padded_size(size: int) -> int:
-    """The length to which a class of `size` points is padded: a seventh more at the most.
+    """The length to which a class of `size` points is padded.
 
-    Multiples of 16 up to 128; from there on, four lengths to every power of two.
+    Multiples of 16 up to 128; from there on, four lengths to every power of two, less than a
+    quarter more than the size.
     """
     step = max(SIZE_STEP, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step

@@ -92,20 +92,23 @@ class GroundCost:
         # d(x / |x|) = (I - z z^T) / |x| dx.
         out = torch.empty_like(points)
         for part, rows in in_float64(points):
-            lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-            units, by_units = rows / lengths, gradient[part].double()
+            # As for `directions`.
+            largest = rows.abs().amax(1, keepdim=True)
+            scaled = rows.div_(largest)
+            lengths = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
+            units, by_units = scaled / lengths, gradient[part].double()
             along = (by_units * units).sum(1, keepdim=True)
-            out[part] = (by_units - along * units) / lengths
+            out[part] = (by_units - along * units) / lengths / largest
         return out
 
     def one_side(self, points: Tensor) -> Tensor | None:
-        """P (n,), float64: what the cost adds to squared distances for a point (n, d) of a side."""
+        """The terms p (n,), float64, of points (n, d) of one side; None where there are none."""
         if self.ground != "inner":
             return None
         return squared_norms(points) * (-self.lambda_x / 2)
 
     def offset(self, source: LabeledSamples, target: LabeledSamples) -> Offset:
-        """<a, p> + <b, q>."""
+        """The offset <a, p> + <b, q> of OT_epsilon, with its rounding error."""
         of_rows, of_columns = (self.one_side(side.features) for side in (source, target))
         if of_rows is None or of_columns is None:
             return NO_OFFSET

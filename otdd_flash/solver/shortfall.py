@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.epsilon import or_double
 from otdd_flash.solver.schedule import Schedule, StoppedBy
 
 
@@ -46,7 +45,8 @@ def shortfall(
             advice = f"Raise solver.max_seconds, {goal} or epsilon"
         case "rounding":
             limit = "as far as rounding allows"
-            advice = f"Raise {goal} or epsilon{or_double(dtype)}"
+            double = "" if dtype == torch.float64 else ", or set precision=double"
+            advice = f"Raise {goal} or epsilon{double}"
         case "schedule":
             limit = f"by the schedule of {options.name}"
             advice = (

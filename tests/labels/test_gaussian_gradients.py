@@ -7,6 +7,7 @@ import torch
 from gaussian_cases import ROUTES, decomposing_by, every_route, moved, random_cloud
 from pairwise import named, pairwise
 
+from otdd_flash.errors import InputError
 from otdd_flash.labels import pair_chunks
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_distances, gaussian_table
@@ -97,6 +98,22 @@ def test_values_are_those_without_gradient_and_dtypes_are_the_points(route, tabl
         if table is gaussian_table:
             plain = gaussian_distances(clouds, all_pairs(2), unbiased=False)
             assert torch.equal(plain.values, values)
+
+
+@every_route
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 6), (20, 30)], ids=["points", "triangles"])
+def test_a_second_derivative_is_refused(route, scaled, sizes):
+    """Also where it is the derivative by the points alone, and not by a weight of the distance."""
+    clouds = [random_cloud(size, 5, size) for size in sizes]
+    with decomposing_by(route):
+        measured, points = as_function(gaussian_table, clouds, unbiased=True)
+        value = measured(*points).sum()
+        value = value.square() if scaled else value
+        found = torch.autograd.grad(value, points, create_graph=True)
+        for gradient in found:
+            with pytest.raises(InputError, match=r"^the loss is differentiable once, .*; detach"):
+                torch.autograd.grad(gradient.sum(), points, retain_graph=True)
 
 
 def constant_coordinate(size, dim):

@@ -14,6 +14,8 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.exact import exact_distances
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.segmented import SegmentTerms
 
 
 @pytest.fixture
@@ -170,6 +172,43 @@ def test_stopping_early_is_said(clouds, monkeypatch):
     with pytest.warns(NotConvergedWarning, match=r"after 2 iterations for class \d.* \d more"):
         found = sinkhorn_distances(clouds, all_pairs(5), 0.01)
     assert bool((found.lower <= found.upper).all())
+
+
+def terms_of(errors, rounding):
+    """Terms with these marginal errors, and what rounding has of them."""
+    none = torch.zeros(len(errors), dtype=torch.float64)
+    parts = (torch.tensor(part, dtype=torch.float64) for part in (errors, rounding))
+    return SegmentTerms(none, none, none, *parts, none)
+
+
+@pytest.mark.parametrize("late", [5, 6])
+def test_what_is_late_is_named_with_what_stopped_it(late, clouds):
+    """Five of those that iterations stopped, and no size of their errors; one by rounding."""
+    pairs = torch.tensor([[1, 0], [2, 0], [3, 0], [4, 0]])
+    first = 0.5 if late == 6 else 0.0
+    own = terms_of([first, 0.5, 0.0, 0.0, 0.5], [0.0, 0.25, 0.0, 0.0, 4e-4])
+    cross = terms_of([0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 0.0])
+    with pytest.warns(NotConvergedWarning) as caught:
+        sinkhorn_pairs._warn_of_late(clouds, own, (pairs, cross), Converged(1e-3, 7))
+    by_rounding, by_iterations = (str(warning.message) for warning in caught)
+    assert by_rounding == (
+        "labels=sinkhorn: not converged to 0.001 as far as rounding allows in float64 for class 1, "
+        "whose marginal errors stay at up to 2.5e-01; the bounds still hold. Raise labels.epsilon"
+    )
+    names = ["class 0"] * (late == 6) + ["class 4"]
+    names += [f"class {k} against class 0" for k in (1, 2, 3, 4)]
+    assert by_iterations == (
+        "labels=sinkhorn: not converged to 0.001 after 7 iterations for "
+        + ", ".join(names[:5])
+        + " and 1 more" * (late == 6)
+        + "; the bounds still hold. Raise labels.epsilon"
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_not_late_is_not_named(clouds):
+    own, none = terms_of([1e-3] * 5, [1e-3] * 5), torch.empty(0, 2, dtype=torch.int64)
+    sinkhorn_pairs._warn_of_late(clouds, own, (none, terms_of([], [])), Converged(1e-3, 7))
 
 
 def test_a_pair_too_large_to_store_is_streamed(clouds, monkeypatch):

@@ -9,10 +9,12 @@ import reference
 import torch
 from torch import Tensor
 
+from otdd_flash.kernels.digits import carry_error, pack_digits
 from otdd_flash.operators import fixed_point
 from otdd_flash.operators.base import CostRange, Marginals, Operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.product_errors import magnitudes_about, product_errors
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 
@@ -155,6 +157,43 @@ def test_a_small_epsilon_takes_more_digits_and_grey_values_take_one() -> None:
     grey = KernelOperator(cost_of("grey", own=False), "fast")._fixed_point
     assert grey._digits(1e-3, False) == 1
     assert grey.cost_error < 1e-6 * grey.cost.mean_cost
+
+
+def test_digits_are_as_few_as_epsilon_allows() -> None:
+    """Three where their mean error is below a share of epsilon, and just not beyond."""
+    fixed = KernelOperator(cost_of("random", own=False), "fast")._fixed_point
+    of_rows, of_columns = fixed._costs_errors(3)
+    least = float(fixed.cost.a @ of_rows + fixed.cost.b @ of_columns) / fixed_point.SMALL
+    assert (fixed._digits(1.001 * least, False), fixed._digits(0.999 * least, False)) == (3, 4)
+
+
+@pytest.mark.parametrize("kind", ["random", "grey"])
+@pytest.mark.parametrize("own", [False, True])
+def test_errors_of_costs_are_what_digits_lack(kind: str, own: bool) -> None:
+    """Of points as `product_errors` has it, of products left out, of carries, and in float64."""
+    cost = cost_of(kind, own=own, classes=3)
+    fixed = KernelOperator(cost, "fast")._fixed_point
+    dim, scale = cost.points[0].shape[1], fixed._scale
+    for digits in (1, 3, 4):
+        parts = [
+            pack_digits(points, layout, fixed._centre, scale, digits, 0, layout.size)
+            for points, layout in zip(cost.points, fixed.layouts, strict=True)
+        ]
+        carries = carry_error(digits, dim)
+        places = [layout.position for layout in fixed.layouts]
+        lost, left_out = (
+            [
+                getattr(part, name)[place] / scale**2
+                for part, place in zip(parts, places, strict=True)
+            ]
+            for name in ("lost", "omitted")
+        )
+        of_points = product_errors(cost, fixed.squares, (lost[0], lost[1]))
+        sizes = magnitudes_about(cost, fixed.squares)
+        for side, found in enumerate(fixed._costs_errors(digits)):
+            products = cost.lambda_x * (2 * left_out[side] + carries / scale**2)
+            expected = of_points[side] + products + cost.cost_error_share * sizes[side]
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.slow(after=1)

@@ -262,7 +262,10 @@ def test_the_warning_names_reason_goal_and_way_out(
         dtype=torch.float32,
         bound_width=0.25,
     )
+    goal = "tolerance" if width is None else "bound_width"
     for part in (*said, "in xy", "the bounds still hold"):
         assert part in text
+    if stopped_by == "rounding":
+        assert text.endswith(f"Raise solver.{goal} or epsilon, or set precision=double")
     missed = "marginal error 1.25e-01" if width is None else "2.50e-01 of the value wide"
-    assert f"{missed} against solver.{'tolerance' if width is None else 'bound_width'}=0.01" in text
+    assert f"{missed} against solver.{goal}=0.01" in text

@@ -122,6 +122,18 @@ def test_cosine_does_not_see_lengths():
     assert math.isclose(found[0].value, found[1].value, rel_tol=1e-9)
 
 
+@pytest.mark.parametrize("length", [1e-200, 1.0, 1e200])
+def test_gradients_by_directions_come_back_to_points_of_any_length(length):
+    """Those of <z, v> by x, z = x / |x|, are (v - <z, v> z) / |x|."""
+    draw = torch.Generator().manual_seed(0)
+    points, gradient = (torch.randn(5, 3, generator=draw, dtype=torch.float64) for _ in range(2))
+    units = points / points.norm(dim=1, keepdim=True)
+    expected = gradient - (gradient * units).sum(1, keepdim=True) * units
+    found = otdd.GroundCost(ground="cosine").pull_back(length * points, gradient)
+    norms = points.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(found * length * norms, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_orthogonal_directions_in_closed_form():
     """k unit vectors to themselves: costs lambda_x off the diagonal and 0 on it."""
     k, epsilon = 8, 0.2

@@ -94,7 +94,7 @@ class VelocityField:
         )
 
     def velocity(self, samples: LabeledSamples, *, mass: float = 0.0) -> Tensor:
-        """V (k, d) at k labelled points, in features per unit of time, in their type and place.
+        """The velocities (k, d) of k labelled points per unit of time, in their type and place.
 
         Labels are matched to the particles' by class name; unlabelled points are of the class of
         their nearest particle. Weights do not matter.

@@ -1,0 +1,94 @@
+"""Where the terms between classes are solved: in kernels where these run, else in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sinkhorn_cases import make_clouds
+
+from otdd_flash.errors import InputError
+from otdd_flash.labels import kernel_terms, transport_terms
+from otdd_flash.labels.transport_terms import TermSolver, kernels_run_on
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.segmented import SegmentTerms
+
+PAIRS = torch.tensor([[1, 0], [2, 0], [2, 1]])
+
+
+def solver():
+    return TermSolver(make_clouds((3, 2, 4)), 1.0, Converged(1e-2))
+
+
+@pytest.mark.parametrize("out_of_reach", [False, True])
+def test_kernels_solve_what_they_can_and_float64_the_rest(out_of_reach, monkeypatch):
+    asked = []
+
+    def solve(pool, pairs, epsilon, options, finished):
+        """The last pair's error is rounding where kernels cannot reach the tolerance."""
+        asked.append((len(pool.sizes), pairs.tolist(), epsilon, options))
+        terms = SegmentTerms(*torch.zeros(6, len(pairs), dtype=torch.float64))
+        if out_of_reach:
+            terms.marginal_error[-1] = terms.rounding[-1] = 0.5
+        return terms
+
+    monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: True)
+    monkeypatch.setattr(kernel_terms, "solve_in_kernels", solve)
+    found = solver().solve(PAIRS)
+    assert asked == [(3, PAIRS.tolist(), 1.0, Converged(1e-2))]
+    monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: False)
+    in_float64 = solver().solve(PAIRS)
+    assert len(asked) == 1
+    assert bool((in_float64.value > 0).all())
+    assert found.value[:2].tolist() == [0, 0]
+    assert float(found.value[2]) == (float(in_float64.value[2]) if out_of_reach else 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "refused", "expected"),
+    [("cpu", False, False), ("cuda", False, True), ("cuda", True, False)],
+)
+def test_kernels_run_on_cards_that_have_triton(device, refused, expected, monkeypatch):
+    def check(_):
+        if refused:
+            raise InputError("no Triton")
+
+    monkeypatch.setattr(transport_terms, "check_triton", check)
+    assert kernels_run_on(torch.device(device)) is expected
+
+
+def refused_at(errors, rounding, monkeypatch):
+    """Whether terms with these errors are refused in float64, at a tolerance of 0.01."""
+
+    def solve(_, pairs, *rest):
+        terms = torch.zeros(6, len(pairs), dtype=torch.float64)
+        terms[3, : len(errors)], terms[4, : len(errors)] = map(torch.tensor, (errors, rounding))
+        return SegmentTerms(*terms)
+
+    monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: False)
+    monkeypatch.setattr(transport_terms, "solve_in_float64", solve)
+    try:
+        solver().solve(PAIRS)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("error", "rounding", "refused"),
+    [
+        pytest.param(0.009, 0.008, False, id="converged"),
+        pytest.param(0.5, 0.004, False, id="late"),
+        pytest.param(0.5, 0.006, True, id="rounding alone"),
+        pytest.param(0.5, 0.5, False, id="stalled"),
+        pytest.param(2.0, 2.0, True, id="nothing left"),
+    ],
+)
+def test_what_rounding_alone_keeps_from_the_tolerance_is_refused(
+    error, rounding, refused, monkeypatch
+):
+    """One term of three is enough; of a stalled one nobody knows what rounding has of it."""
+    assert bool(refused_at([error], [rounding], monkeypatch)) is refused
+
+
+def test_the_largest_rounding_is_said(monkeypatch):
+    assert "4.0e-01" in refused_at([0.5, 0.5], [0.006, 0.2], monkeypatch)
