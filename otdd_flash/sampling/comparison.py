@@ -65,8 +65,11 @@ class Comparison:
         labels = self._settings.get("labels", "gaussian")
         metric = metric_of(labels) if given is None else Given(given)
         minimum = self._settings.pop("min_class_size", None)
-        self.source = drawable(source, metric, minimum)
-        self.target = drawable(target, metric, minimum)
+        compute: ComputeOptions = self._settings.get("compute") or ComputeOptions()
+        # Rows are drawn where they are compared.
+        device = resolve_device(compute.device)
+        self.source = drawable(source, metric, minimum).to(device)
+        self.target = drawable(target, metric, minimum).to(device)
         self._table = self._fixed_table(metric)
         self.unconverged: list[Divergence] = []
 
@@ -110,14 +113,14 @@ class Comparison:
         statistics = self._settings.pop("class_statistics", None)
         if isinstance(metric, NoLabels) or (statistics is None and not metric.fixed):
             return None
-        compute: ComputeOptions = self._settings.get("compute") or ComputeOptions()
-        device = resolve_device(compute.device)
         cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))
         source, target = cost.seen(self.source), cost.seen(self.target)
         if statistics is not None:
             one, other = statistics
             statistics = cost.seen(one), cost.seen(other)
-        return measure_classes(source, target, metric, statistics=statistics, device=device)
+        return measure_classes(
+            source, target, metric, statistics=statistics, device=source.features.device
+        )
 
 
 def drawable(

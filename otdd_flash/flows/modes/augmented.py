@@ -41,6 +41,7 @@ from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.pair_chunks import chunk_size
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import free_memory, readable_bytes
+from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 
 # A hundred such shares of a mass together are what float64 does not see of it.
@@ -86,7 +87,10 @@ class EuclideanAugmentedMode(AugmentedMode):
         assert labels is not None
         vectors = self._vectors(setting.target.features, self._target.take(labels).variables)
         target = LabeledSamples(vectors, None, (), setting.target.weights)
-        self._divergence = TargetDivergence(setting, target, GroundCost(1.0, 0.0))
+        particles = self._particles(self._vectors(setting.source.features, self.variables))
+        cost = GroundCost(1.0, 0.0)
+        request = Request.prepare((particles, target), cost, setting.compute)
+        self._divergence = TargetDivergence(setting, request)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence of the vectors, by their parts."""
@@ -96,12 +100,14 @@ class EuclideanAugmentedMode(AugmentedMode):
         }
         points = moving.pop("features")
         vectors = self._vectors(points, moving)
-        source = self._setting.source
-        particles = LabeledSamples(vectors.detach(), None, (), source.weights)
+        particles = self._particles(vectors.detach())
         solved, gradient = self._divergence(particles, None, frozenset({"x"}), batch)
         velocity = self._feature_velocity(gradient["x"], batch)
         by_features, *parts = torch.autograd.grad(vectors, [points, *moving.values()], velocity)
         return Evaluation(solved, by_features, dict(zip(moving, parts, strict=True)))
+
+    def _particles(self, vectors: Tensor) -> LabeledSamples:
+        return LabeledSamples(vectors, None, (), self._setting.source.weights)
 
     def _vectors(self, features: Tensor, gaussians: Mapping[str, Tensor]) -> Tensor:
         """(sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) |s|), (n, up to 3 d)."""
@@ -125,11 +131,14 @@ class FullAugmentedMode(AugmentedMode):
         count = len(self._started_as)
         self._own_classes = torch.arange(count, device=self._setting.device)
         self._own_names = tuple(map(str, range(count)))
+        setting = self._setting
+        sides = self._particles(setting.source.features), setting.target
+        request = Request.prepare(sides, setting.cost, setting.compute, seen=True)
+        self._divergence = TargetDivergence(setting, request)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence at the distances of the particles' Gaussians, by all variables."""
-        weights = self._setting.source.weights
-        particles = LabeledSamples(features, self._own_classes, self._own_names, weights)
+        particles = self._particles(features)
         moving = {key: part.detach().requires_grad_() for key, part in self.variables.items()}
         table = Gaussians.from_variables(moving).table(
             self._target,
@@ -164,6 +173,10 @@ class FullAugmentedMode(AugmentedMode):
         needed = self._needed(features, batch)
         count = int(needed.sum()) - int(needed[:, : len(features)].sum()) // 2
         return count * seconds / timed
+
+    def _particles(self, features: Tensor) -> LabeledSamples:
+        weights = self._setting.source.weights
+        return LabeledSamples(features, self._own_classes, self._own_names, weights)
 
     @torch.no_grad()
     def _needed(self, features: Tensor, batch: Batch | None) -> Tensor:
