@@ -111,13 +111,12 @@ def dataset_distance(
     started = time.perf_counter()
     if class_statistics is not None:
         one, other = class_statistics
-        class_statistics = cost.seen(one), cost.seen(other)
+        class_statistics = request.see(one), request.see(other)
     table = measure_classes(
         request.seen[0],
         request.seen[1],
         metric,
         statistics=class_statistics,
-        device=request.device,
         cache_dir=cache_dir,
         progress=class_progress,
     )

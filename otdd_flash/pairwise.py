@@ -111,7 +111,6 @@ def pairwise_distances(
         table = measure_all(
             request.seen,
             metric,
-            device=request.device,
             cache_dir=cache_dir,
             progress=class_progress,
         )

@@ -20,7 +20,6 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.build import Compute, ComputeOptions, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
-from otdd_flash.operators.memory import within_memory
 from otdd_flash.operators.request import Request
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
@@ -221,8 +220,7 @@ class DistanceResult:
             # A loaded result's are on the CPU.
             return use(operator, *(tensor.to(request.device) for tensor in self.potentials))
 
-        size, dtype = request.size(SIDES["xy"]), self.compute.dtype
-        return within_memory(apply, size, request.needed, request.device, dtype)
+        return request.within_memory(apply)
 
     @cached_property
     def _prepared(self) -> Request:

@@ -100,7 +100,7 @@ class TargetDivergence:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave, on whichever device."""
         self._potentials, self._earlier = (
-            {key: u.to(self._setting.device) for key, u in state[when].items()}
+            {key: u.to(self._setting.request.device) for key, u in state[when].items()}
             for when in ("last", "earlier")
         )
         self._self_term = state["yy"]

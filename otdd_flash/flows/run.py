@@ -121,7 +121,6 @@ def gradient_flow(
         start,
         end,
         metric,
-        device=device,
         cache_dir=cache_dir,
         progress=callbacks.class_progress,
     )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from otdd_flash.labels import ClassDistances, LabelMetric
 from otdd_flash.labels.pairs import Progress as PairProgress
-from otdd_flash.operators.build import ComputeOptions, labelled_cost
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.build import labelled_cost
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import SIDES
@@ -49,21 +47,6 @@ class FlowSetting:
     def target(self) -> LabeledSamples:
         """What they move towards."""
         return self.request.seen[1]
-
-    @property
-    def cost(self) -> GroundCost:
-        """What is compared, and its weights."""
-        return self.request.cost
-
-    @property
-    def compute(self) -> ComputeOptions:
-        """Where and how passes run."""
-        return self.request.compute
-
-    @property
-    def device(self) -> torch.device:
-        """Where everything is."""
-        return self.request.device
 
     def at(self, features: Tensor) -> LabeledSamples:
         """The particles with features (n, d)."""

@@ -7,9 +7,10 @@ to them here and nowhere below: operators and solvers know squared distances of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from otdd_flash.operators.footprint import CostSize
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import check_memory, within_memory
 from otdd_flash.samples import LabeledSamples, check_squares
+
+T = TypeVar("T")
 
 # Places of two datasets, the rows' and the columns'.
 Pair = tuple[int, int]
@@ -74,21 +77,15 @@ class Request:
             pairs = (*combinations(places, 2), *zip(places, places, strict=True))
         needed = check_resources(datasets, pairs, compute, device)
 
-        def move() -> tuple[dict[int, LabeledSamples], dict[int, LabeledSamples]]:
-            distinct = {id(side): side for side in datasets}
-            moved = {key: side.to(device) for key, side in distinct.items()}
-            return moved, moved if seen else {key: cost.seen(moved[key]) for key in moved}
+        def move() -> Request:
+            # A dataset that stands at several places stays one.
+            given = {side: side.to(device) for side in datasets}
+            points = {side: one if seen else cost.seen(one) for side, one in given.items()}
+            moved = tuple(given[side] for side in datasets)
+            return cls(moved, tuple(points[side] for side in datasets), cost, compute, needed)
 
-        given, points = within_memory(
-            move, cost_size(datasets[0], datasets[-1]), needed, device, compute.dtype
-        )
-        return cls(
-            tuple(given[id(side)] for side in datasets),
-            tuple(points[id(side)] for side in datasets),
-            cost,
-            compute,
-            needed,
-        )
+        size = cost_size(datasets[0], datasets[-1])
+        return within_memory(move, size, needed, device, compute.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -101,20 +98,26 @@ class Request:
         return replace(self, given=given, seen=seen)
 
     def at(self, *seen: LabeledSamples) -> Request:
-        """The request of other points on the device, no more of them, as the ground cost sees them.
-
-        They are not checked again.
-        """
+        """The request of other points, no more of them, on the device and seen by the cost."""
         return replace(self, given=seen, seen=seen)
+
+    def see(self, samples: LabeledSamples) -> LabeledSamples:
+        """Other samples, moved and seen as the datasets are."""
+        return self.cost.seen(samples.to(self.device))
 
     def inputs(self, pair: Pair, class_distances: Tensor) -> CostInputs:
         """What the cost between two of the datasets is made of, with their block of W."""
         source, target = (self.seen[place] for place in pair)
         return CostInputs(source, target, class_distances, self.cost, self.compute)
 
-    def size(self, pair: Pair) -> CostSize:
-        """The size of the cost between two of the datasets."""
-        return cost_size(*(self.seen[place] for place in pair))
+    def within_memory(self, run: Callable[[], T]) -> T:
+        """What `run` returns, which works on the first and the last dataset.
+
+        Raises:
+            InputError: an allocation failed.
+        """
+        size = cost_size(self.seen[0], self.seen[-1])
+        return within_memory(run, size, self.needed, self.device, self.compute.dtype)
 
 
 def check_comparable(*datasets: LabeledSamples) -> None:
@@ -145,8 +148,9 @@ def check_resources(
         InputError: the backend cannot run on the device or in the precision, or there is not
             enough memory.
     """
-    moved = sum(side.features.nbytes for side in dict.fromkeys(datasets) if elsewhere(side, device))
-    most = 0
+    elsewhere = (side for side in dict.fromkeys(datasets) if side.features.device != device)
+    moved = sum(side.features.nbytes for side in elsewhere)
+    most = moved
     for i, j in pairs:
         size = cost_size(datasets[i], datasets[j])
         needed = moved + operator_bytes(size, compute, device)
@@ -160,8 +164,3 @@ def cost_size(source: LabeledSamples, target: LabeledSamples) -> CostSize:
     return CostSize(
         len(source), len(target), source.dim, source.class_total, symmetric=source is target
     )
-
-
-def elsewhere(samples: LabeledSamples, device: torch.device) -> bool:
-    """Whether samples have to be moved."""
-    return samples.features.device != device

@@ -13,7 +13,6 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
-from otdd_flash.operators.memory import within_memory
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.samples import LabeledSamples, real_tensor, same_content
 from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
@@ -79,8 +78,8 @@ class Problem:
         Args:
             source: n points.
             target: m points.
-            epsilon: as for the class.
-            class_table: as for the class.
+            epsilon: as for the class, like `class_table`.
+            class_table: W.
             cost: what it compares and its weights, half the squared distances by default.
             compute: where and how passes run.
             debias: whether the self terms will be solved as well.
@@ -191,9 +190,7 @@ class Problem:
                 solved=solved,
             )
 
-        size, dtype = request.size(SIDES["xy"]), request.compute.dtype
-        divergence = within_memory(solve, size, request.needed, request.device, dtype)
-        return divergence.widened(request.cost.error(x.dim))
+        return request.within_memory(solve).widened(request.cost.error(x.dim))
 
     def cross_term(self, divergence: Divergence) -> TransportTerm:
         """The cross term for the cost itself, whose potentials have its terms of one side too."""

@@ -93,7 +93,7 @@ def mode_of(
     **options: Any,
 ) -> Mode:
     """A mode at the start of its flow."""
-    table = measure_classes(source, target, metric, device=CPU)
+    table = measure_classes(source, target, metric)
     return build_mode(name, setting_of(source, target, metric, **options), table)
 
 

@@ -10,12 +10,12 @@ import torch
 from otdd_flash import samples
 from otdd_flash.errors import InputError
 from otdd_flash.labels.transport_terms import kernels_run_on
-from otdd_flash.operators import build, memory, request
+from otdd_flash.operators import build, memory
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions, build_operator
+from otdd_flash.operators.build import ComputeOptions, build_operator, operator_bytes
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import budget_in_bytes, free_memory
-from otdd_flash.operators.request import Request, check_resources
+from otdd_flash.operators.request import Request, check_resources, cost_size
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
@@ -186,16 +186,16 @@ def test_a_full_gpu_is_refused_before_anything_is_allocated(
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_points_that_have_to_move_count(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_that_have_to_move_count(backend: str) -> None:
     x, y, there = cloud(50), cloud(40), torch.device("cuda", 0)
 
-    def needed() -> list[int]:
-        compute = ComputeOptions("cuda", backend)
-        return [check_resources((x, side), CROSS, compute, there) for side in (x, y)]
-
-    moved = needed()
-    monkeypatch.setattr(request, "elsewhere", lambda *_: False)
-    assert [more - less for more, less in zip(moved, needed(), strict=True)] == [600, 1080]
+    compute = ComputeOptions("cuda", backend)
+    moved = [
+        check_resources((x, side), CROSS, compute, there)
+        - operator_bytes(cost_size(x, side), compute, there)
+        for side in (x, y)
+    ]
+    assert moved == [600, 1080]
 
 
 def test_triton_outside_of_a_gpu_is_for_its_interpreter_alone(

@@ -89,7 +89,7 @@ class EuclideanAugmentedMode(AugmentedMode):
         target = LabeledSamples(vectors, None, (), setting.target.weights)
         particles = self._particles(self._vectors(setting.source.features, self.variables))
         cost = GroundCost(1.0, 0.0)
-        request = Request.prepare((particles, target), cost, setting.compute)
+        request = Request.prepare((particles, target), cost, setting.request.compute)
         self._divergence = TargetDivergence(setting, request)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
@@ -111,7 +111,7 @@ class EuclideanAugmentedMode(AugmentedMode):
 
     def _vectors(self, features: Tensor, gaussians: Mapping[str, Tensor]) -> Tensor:
         """(sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) |s|), (n, up to 3 d)."""
-        cost = self._setting.cost.squared
+        cost = self._setting.request.cost.squared
         parts = [cost.lambda_x**0.5 * features, cost.lambda_y**0.5 * gaussians["means"]]
         if "spreads" in gaussians:
             parts.append(cost.lambda_y**0.5 * gaussians["spreads"].abs())
@@ -129,16 +129,13 @@ class FullAugmentedMode(AugmentedMode):
         _check_memory(classes, self._setting)
         super()._start(classes)
         count = len(self._started_as)
-        self._own_classes = torch.arange(count, device=self._setting.device)
+        self._own_classes = torch.arange(count, device=self._setting.request.device)
         self._own_names = tuple(map(str, range(count)))
-        setting = self._setting
-        sides = self._particles(setting.source.features), setting.target
-        request = Request.prepare(sides, setting.cost, setting.compute, seen=True)
-        self._divergence = TargetDivergence(setting, request)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence at the distances of the particles' Gaussians, by all variables."""
-        particles = self._particles(features)
+        weights = self._setting.source.weights
+        particles = LabeledSamples(features, self._own_classes, self._own_names, weights)
         moving = {key: part.detach().requires_grad_() for key, part in self.variables.items()}
         table = Gaussians.from_variables(moving).table(
             self._target,
@@ -174,17 +171,13 @@ class FullAugmentedMode(AugmentedMode):
         count = int(needed.sum()) - int(needed[:, : len(features)].sum()) // 2
         return count * seconds / timed
 
-    def _particles(self, features: Tensor) -> LabeledSamples:
-        weights = self._setting.source.weights
-        return LabeledSamples(features, self._own_classes, self._own_names, weights)
-
     @torch.no_grad()
     def _needed(self, features: Tensor, batch: Batch | None) -> Tensor:
         """Pairs (n, n + L) of Gaussians, within the batch, that mass may move between."""
         setting, points = self._setting, features.double()
-        cost = setting.cost.squared.lambda_x * torch.cdist(points, points).square()
+        cost = setting.request.cost.squared.lambda_x * torch.cdist(points, points).square()
         gaussians = Gaussians.from_variables(self.variables)
-        cost += setting.cost.lambda_y * gaussians.lower_bounds()
+        cost += setting.request.cost.lambda_y * gaussians.lower_bounds()
         near = cost < -math.log(NO_MASS) * setting.epsilon
         needed = torch.nn.functional.pad(
             near.fill_diagonal_(False), (0, len(self._target)), value=1
@@ -211,11 +204,12 @@ def _check_memory(classes: Gaussians, setting: FlowSetting) -> None:
     factors, roots = count * rows * dim, count * dim**2
     table = (count + setting.target.class_total) ** 2
     needed = (COPIES * (factors + table) + ROOTS * roots) * classes.spreads.itemsize
-    free = free_memory(setting.device)
+    device = setting.request.device
+    free = free_memory(device)
     if needed > free:
         raise InputError(
             f"flow.mode=augmented with full covariances gives each of {count:,} particles a factor "
             f"of {rows} x {dim} and takes about {needed:,} bytes ({readable_bytes(needed)}); "
-            f"{readable_bytes(free)} are free on {setting.device}. Use labels.diagonal=true, "
+            f"{readable_bytes(free)} are free on {device}. Use labels.diagonal=true, "
             "labels=means, fewer samples (max_samples) or fewer dimensions (extractor.pca)"
         )

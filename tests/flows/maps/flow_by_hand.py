@@ -47,7 +47,7 @@ def class_table(source: LabeledSamples, target: LabeledSamples) -> Tensor:
     if source.labels is None:
         return torch.zeros(2, 2, dtype=torch.float64)
     metric = otdd.labels.metric_of("gaussian")
-    return measure_classes(source, target, metric, device=torch.device("cpu")).full
+    return measure_classes(source, target, metric).full
 
 
 def resolved_epsilon(
