@@ -79,7 +79,7 @@ class Request:
 
         def move() -> Request:
             # A dataset that stands at several places stays one.
-            given = {side: side.to(device) for side in datasets}
+            given = {side: side.to(device) for side in dict.fromkeys(datasets)}
             points = {side: one if seen else cost.seen(one) for side, one in given.items()}
             moved = tuple(given[side] for side in datasets)
             return cls(moved, tuple(points[side] for side in datasets), cost, compute, needed)
