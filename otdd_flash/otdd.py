@@ -112,9 +112,10 @@ def dataset_distance(
     if class_statistics is not None:
         one, other = class_statistics
         class_statistics = request.see(one), request.see(other)
+    x, y = request.seen
     table = measure_classes(
-        request.seen[0],
-        request.seen[1],
+        x,
+        y,
         metric,
         statistics=class_statistics,
         cache_dir=cache_dir,

@@ -108,12 +108,7 @@ def pairwise_distances(
 
     started = time.perf_counter()
     if class_distances is None:
-        table = measure_all(
-            request.seen,
-            metric,
-            cache_dir=cache_dir,
-            progress=class_progress,
-        )
+        table = measure_all(request.seen, metric, cache_dir=cache_dir, progress=class_progress)
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()

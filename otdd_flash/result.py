@@ -224,8 +224,8 @@ class DistanceResult:
 
     @cached_property
     def _prepared(self) -> Request:
-        """The request: that of the comparison, or of a loaded result."""
-        if self.request is not None:
+        """The request of the comparison, or another one, of a loaded result or other options."""
+        if self.request is not None and self.request.compute == self.compute:
             return self.request
         try:
             resolve_device(self.compute.device)

@@ -117,23 +117,12 @@ def gradient_flow(
         replace(side, features=flow.space.features(side.features)) for side in (points, goal)
     )
     request = Request.prepare((start, end), cost, compute, seen=True)
-    table = measure_classes(
-        start,
-        end,
-        metric,
-        cache_dir=cache_dir,
-        progress=callbacks.class_progress,
-    )
+    told = callbacks.class_progress
+    table = measure_classes(start, end, metric, cache_dir=cache_dir, progress=told)
     if epsilon_relative is not None:
         epsilon = relative_epsilon(epsilon_relative, request.inputs(SIDES["xy"], table.xy))
     setting = FlowSetting(
-        request,
-        metric,
-        epsilon,
-        solver,
-        flow.refresh,
-        callbacks.solver_progress,
-        callbacks.class_progress,
+        request, metric, epsilon, solver, flow.refresh, callbacks.solver_progress, told
     )
     settings = {**data_settings(points, goal, setting, table), **flow_settings(flow)}
     options = LoopOptions(flow, _built(flow.functionals, points), settings, callbacks)

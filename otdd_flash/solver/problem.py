@@ -73,16 +73,9 @@ class Problem:
         *,
         debias: bool = True,
     ) -> Problem:
-        """The problem of n points and m points, with labels and weights if they are samples.
+        """The problem of two clouds, with labels and weights if they are samples.
 
-        Args:
-            source: n points.
-            target: m points.
-            epsilon: as for the class, like `class_table`.
-            class_table: W.
-            cost: what it compares and its weights, half the squared distances by default.
-            compute: where and how passes run.
-            debias: whether the self terms will be solved as well.
+        Without `debias` it must not be asked for self terms.
 
         Raises:
             InputError: as the class, or as `check_comparable` and `Request.prepare`.
