@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
 from otdd_flash.engine.evidence.oscillation import cost_spread
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import labelled_cost
+from otdd_flash.operators.build import CostInputs, labelled_cost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.divergence import Divergence
@@ -90,7 +91,9 @@ def interval_seconds(terms: dict[str, TransportTerm], problem: Problem) -> float
             else:
                 certify(operator, term.f, term.g, term.epsilon)
 
-        total += seconds(certificate, problem.device) - seconds(passes, problem.device)
+        total += seconds(certificate, problem.request.device) - seconds(
+            passes, problem.request.device
+        )
     return total
 
 
@@ -139,7 +142,7 @@ def measure(
     if not (low <= least and most <= high and truth.converged):
         sys.exit(f"[{least}, {most}] is not within [{low}, {high}]")
     simple = simple_bounds(found.terms, problem)
-    solve = seconds(lambda: problem.solve(otdd.Converged()), problem.device)
+    solve = seconds(lambda: problem.solve(otdd.Converged()), problem.request.device)
     extra = interval_seconds(found.terms, problem)
     row = {
         "value": found.value,
@@ -167,18 +170,19 @@ def main() -> None:
     for names in PAIRS:
         source, target, table = load_pair(names, given.data_root, given.samples, given.device)
         block = table[: source.class_total, source.class_total :]
-        device, cost = torch.device(given.device), otdd.GroundCost()
-        mean = labelled_cost(source, target, block, cost, device).mean_cost
+        cost = otdd.GroundCost()
+        asked = otdd.ComputeOptions(device=given.device)
+        mean = labelled_cost(CostInputs(source, target, block, cost, asked)).mean_cost
         for relative in RELATIVE_EPSILONS:
             epsilon = 0.1 if relative is None else relative * mean
             problems = {
-                precision: Problem(
+                precision: Problem.between(
                     source,
                     target,
                     epsilon,
                     table,
                     cost,
-                    otdd.ComputeOptions(device=given.device, precision=precision),
+                    replace(asked, precision=precision),
                 )
                 for precision in PRECISIONS
             }

@@ -85,7 +85,7 @@ class Workload:
         source = LabeledSamples(self.x, self.labels_x, names)
         target = LabeledSamples(self.y, self.labels_y, names)
         compute = ComputeOptions(device="cuda", precision=precision)
-        return Problem(source, target, self.epsilon, self.table, GroundCost(), compute)
+        return Problem.between(source, target, self.epsilon, self.table, GroundCost(), compute)
 
     def ours(self, x: Tensor) -> Tensor:
         """The divergence by this package."""

@@ -20,7 +20,8 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.build import labelled_cost
-from otdd_flash.solver.problem import Problem
+from otdd_flash.operators.request import Request
+from otdd_flash.solver.problem import SIDES, Problem
 
 CLASSES = 10
 
@@ -104,15 +105,15 @@ def problem_of(case: Case, device: str, root: str) -> Problem:
         source, target, table = load_pair((first, second), root, case.n, device)
     else:
         source, target, table = random_clouds(case, device)
-    block, weights = table[:CLASSES, CLASSES:], otdd.GroundCost()
-    mean = labelled_cost(source, target, block, weights, torch.device(device)).mean_cost
-    epsilon = 0.1 if case.relative is None else case.relative * mean
-    return Problem(source, target, epsilon, table, weights, otdd.ComputeOptions(device=device))
+    block, cost = table[:CLASSES, CLASSES:], otdd.GroundCost()
+    request = Request.prepare((source, target), cost, otdd.ComputeOptions(device=device))
+    mean = labelled_cost(request.inputs(SIDES["xy"], block)).mean_cost
+    return Problem(request, 0.1 if case.relative is None else case.relative * mean, table)
 
 
 def solve(problem: Problem) -> dict[str, Any]:
     """One solve; on a CPU the processor's time, which other work does not disturb."""
-    gpu = problem.device.type == "cuda"
+    gpu = problem.request.device.type == "cuda"
     clock = time.perf_counter if gpu else time.process_time
     if gpu:
         torch.cuda.synchronize()

@@ -78,7 +78,7 @@ class Workload(NamedTuple):
     def problem(self, precision: str) -> Problem:
         """The same for this package's solver."""
         compute = ComputeOptions(device=str(self.x.device), precision=precision)
-        return Problem(self.x, self.y, self.epsilon, compute=compute)
+        return Problem.between(self.x, self.y, self.epsilon, compute=compute)
 
 
 class Peer(NamedTuple):

@@ -44,7 +44,7 @@ def make_operator(root: str, source: str, target: str, samples: int) -> Operator
     )
     table = measure_classes(x, y, otdd.labels.Gaussian()).full
     compute = otdd.ComputeOptions(device="cpu")
-    return Problem(x, y, 1.0, table, compute=compute).operator("xy")
+    return Problem.between(x, y, 1.0, table, compute=compute).operator("xy")
 
 
 def plain(operator: Operator, epsilon: float, tolerance: float) -> tuple[int, Certificate]:

@@ -14,8 +14,6 @@ import time
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
-from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.labels import (
     ClassDistances,
     Given,
@@ -26,19 +24,15 @@ from otdd_flash.labels import (
     notice_single_samples,
 )
 from otdd_flash.labels.pairs import Progress as PairProgress
-from otdd_flash.operators.build import (
-    Compute,
-    ComputeOptions,
-    check_resources,
-    relative_epsilon,
-)
+from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.epsilon import epsilon_given_as
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.problem import SIDES, Problem, terms_of
 from otdd_flash.solver.schedule import Progress, Schedule
 
 logger = logging.getLogger(__name__)
@@ -106,26 +100,24 @@ def dataset_distance(
     if class_distances is not None:
         metric = Given(class_distances)
     cost.check_labels(metric.name)
-    check_same_dimension(source, target)
-    check_one_device(source.features.device, target.features.device)
-    check_squares(source, target, *(class_statistics or ()))
+    check_comparable(source, target)
+    check_squares(*(class_statistics or ()))
     source = drop_small_classes(source, min_class_size)
     target = drop_small_classes(target, min_class_size)
     notice_single_samples((source, target), metric)
     # Before class distances, which can take longer than all else.
-    device = resolve_device(compute.device)
-    check_resources(source, target, compute, device)
+    request = Request.prepare((source, target), cost, compute, pairs=terms_of(debias=debias))
 
     started = time.perf_counter()
     if class_statistics is not None:
         one, other = class_statistics
-        class_statistics = cost.seen(one), cost.seen(other)
+        class_statistics = request.see(one), request.see(other)
+    x, y = request.seen
     table = measure_classes(
-        cost.seen(source),
-        cost.seen(target),
+        x,
+        y,
         metric,
         statistics=class_statistics,
-        device=device,
         cache_dir=cache_dir,
         progress=class_progress,
     )
@@ -133,9 +125,9 @@ def dataset_distance(
     given = ("epsilon", epsilon)
     if epsilon_relative is not None:
         given = ("epsilon_relative", epsilon_relative)
-        epsilon = relative_epsilon(epsilon_relative, source, target, table.xy, cost, device)
+        epsilon = relative_epsilon(epsilon_relative, request.inputs(SIDES["xy"], table.xy))
     with epsilon_given_as(*given, epsilon):
-        problem = Problem(source, target, epsilon, table.full, cost, compute)
+        problem = Problem(request, epsilon, table.full)
         divergence = problem.solve(options, debias=debias, progress=progress)
     report_convergence(divergence, options)
     seconds = {
@@ -143,5 +135,13 @@ def dataset_distance(
         "solve": time.perf_counter() - measured,
     }
     return DistanceResult(
-        source, target, table, divergence, cost, compute, method=metric.name, seconds=seconds
+        source,
+        target,
+        table,
+        divergence,
+        cost,
+        compute,
+        method=metric.name,
+        seconds=seconds,
+        request=request,
     )

@@ -15,12 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
-import torch
-
 from otdd_flash import arguments
 from otdd_flash.checks import takes
-from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.labels import (
     JointClassDistances,
@@ -31,15 +27,11 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.many import as_datasets, measure_all
 from otdd_flash.labels.pairs import Progress
-from otdd_flash.operators.build import (
-    Compute,
-    ComputeOptions,
-    check_resources,
-    mean_cost,
-)
+from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.pairwise_result import PairwiseResult, gather
-from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.samples import Samples
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence, joint_shortfall
 from otdd_flash.solver.epsilon import epsilon_given_as
@@ -106,29 +98,26 @@ def pairwise_distances(
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
     whole = as_datasets(datasets, at_least=2)
-    for samples in whole[1:]:
-        check_same_dimension(whole[0], samples)
-        check_one_device(whole[0].features.device, samples.features.device)
-    check_squares(*whole)
+    check_comparable(*whole)
     sides = [drop_small_classes(samples, min_class_size) for samples in whole]
     cost.check_labels(metric.name if class_distances is None else "given")
     if class_distances is None:
         notice_single_samples(sides, metric)
     # Before class distances, which can take longer than all else.
-    device = resolve_device(compute.device)
-    for one, two in combinations(sides, 2):
-        check_resources(one, two, compute, device)
+    request = Request.prepare(sides, cost, compute)
 
     started = time.perf_counter()
-    seen = [cost.seen(side) for side in sides]
-    table = _table(seen, metric, class_distances, device, cache_dir, class_progress)
+    if class_distances is None:
+        table = measure_all(request.seen, metric, cache_dir=cache_dir, progress=class_progress)
+    else:
+        table = class_distances.named_for(sides)
     measured = time.perf_counter()
     given = ("epsilon", epsilon)
     if epsilon_relative is not None:
         given = ("epsilon_relative", epsilon_relative)
-        epsilon = epsilon_relative * _mean_cost(sides, table, cost, device)
+        epsilon = epsilon_relative * _mean_cost(request, table)
     with epsilon_given_as(*given, epsilon):
-        found = _Solves(sides, table, epsilon, cost, compute, options, progress).run()
+        found = _Solves(request, table, epsilon, options, progress).run()
     solved = time.perf_counter()
     return gather(
         found,
@@ -141,29 +130,11 @@ def pairwise_distances(
     )
 
 
-def _table(
-    datasets: Sequence[LabeledSamples],
-    metric: LabelMetric,
-    given: JointClassDistances | None,
-    device: torch.device,
-    cache_dir: str | os.PathLike[str] | None,
-    progress: Progress | None,
-) -> JointClassDistances:
-    if given is None:
-        return measure_all(datasets, metric, device=device, cache_dir=cache_dir, progress=progress)
-    return given.named_for(datasets)
-
-
-def _mean_cost(
-    datasets: Sequence[LabeledSamples],
-    table: JointClassDistances,
-    cost: GroundCost,
-    device: torch.device,
-) -> float:
+def _mean_cost(request: Request, table: JointClassDistances) -> float:
     """The mean cost over all pairs of different datasets."""
-    means: list[float] = [
-        mean_cost(datasets[i], datasets[j], table.between(i, j).xy, cost, device)
-        for i, j in combinations(range(len(datasets)), 2)
+    means = [
+        mean_cost(request.inputs(pair, table.between(*pair).xy))
+        for pair in combinations(range(len(request.seen)), 2)
     ]
     mean = sum(means, 0.0) / len(means)
     if not mean > 0:
@@ -176,17 +147,14 @@ class _Solves:
 
     def __init__(
         self,
-        datasets: Sequence[LabeledSamples],
+        request: Request,
         table: JointClassDistances,
         epsilon: float,
-        cost: GroundCost,
-        compute: ComputeOptions,
         options: Schedule,
         progress: Progress | None,
     ) -> None:
-        self.datasets, self.table, self.epsilon = datasets, table, epsilon
-        self.cost, self.compute, self.options = cost, compute, options
-        self.device, self.progress = resolve_device(compute.device), progress
+        self.request, self.table, self.epsilon = request, table, epsilon
+        self.options, self.progress = options, progress
         self.found: dict[tuple[int, int], Divergence] = {}
 
     def run(self) -> dict[tuple[int, int], Divergence]:
@@ -195,36 +163,32 @@ class _Solves:
         Raises:
             ConvergenceError: convergence is required and a term stopped early.
         """
-        for j in range(len(self.datasets)):
-            target = self.datasets[j].to(self.device)
-            self._keep(j, j, self._problem(target, target, j, j).solve(self.options))
+        for j in range(len(self.request.seen)):
+            self._keep(j, j, self._problem(j, j).solve(self.options))
             for i in range(j):
-                self._keep(i, j, self._compare(self.datasets[i].to(self.device), target, i, j))
+                self._keep(i, j, self._compare(i, j))
         late = [pair for pair, divergence in self.found.items() if not divergence.converged]
         if late:
             warnings.warn(self._message(late), NotConvergedWarning, stacklevel=4)
         return self.found
 
-    def _compare(
-        self, source: LabeledSamples, target: LabeledSamples, i: int, j: int
-    ) -> Divergence:
+    def _compare(self, i: int, j: int) -> Divergence:
         """A cross term, with the self terms that are there."""
-        problem = self._problem(source, target, i, j)
+        problem = self._problem(i, j)
         if problem.identical:
             return self.found[j, j]
         cross = problem.solve(self.options, debias=False)
         return replace(cross, xx=self.found[i, i].xx, yy=self.found[j, j].xx)
 
-    def _problem(self, source: LabeledSamples, target: LabeledSamples, i: int, j: int) -> Problem:
-        classes = self.table.between(i, j).full
-        return Problem(source, target, self.epsilon, classes, self.cost, self.compute)
+    def _problem(self, i: int, j: int) -> Problem:
+        return Problem(self.request.of(i, j), self.epsilon, self.table.between(i, j).full)
 
     def _keep(self, i: int, j: int, divergence: Divergence) -> None:
         self.found[i, j] = divergence
         if not divergence.converged and self.options.require_convergence:
             raise ConvergenceError(self._message([(i, j)]))
         if self.progress is not None:
-            count = len(self.datasets)
+            count = len(self.request.seen)
             self.progress(len(self.found), count * (count + 1) // 2)
 
     def _message(self, late: Sequence[tuple[int, int]]) -> str:

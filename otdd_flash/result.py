@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,19 +18,14 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator
-from otdd_flash.operators.build import (
-    Compute,
-    ComputeOptions,
-    build_operator,
-    check_resources,
-    cost_size,
-)
+from otdd_flash.operators.build import Compute, ComputeOptions, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
-from otdd_flash.operators.memory import within_memory
+from otdd_flash.operators.request import Request
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.problem import SIDES
 from otdd_flash.solver.term import TransportTerm
 from otdd_flash.version import __version__
 
@@ -49,6 +45,8 @@ class DistanceResult:
         compute: where and how passes ran, and will run for the plan.
         method: how class distances were measured.
         seconds: wall time of each phase.
+        request: both datasets where they were compared, for the plan; a loaded result prepares its
+            own when it is first asked.
     """
 
     source: LabeledSamples
@@ -59,6 +57,7 @@ class DistanceResult:
     compute: ComputeOptions
     method: str = field(kw_only=True)
     seconds: dict[str, float] = field(kw_only=True)
+    request: Request | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def value(self) -> float:
@@ -111,7 +110,7 @@ class DistanceResult:
         if not bool(torch.isfinite(columns).all()):
             raise InputError("apply_plan takes finite values, got NaN or infinite ones")
         matrix = columns.unsqueeze(1) if columns.ndim == 1 else columns
-        applied = self._applied(self.source, matrix).values
+        applied = self._applied(matrix).values
         return applied.squeeze(1) if columns.ndim == 1 else applied
 
     def class_coupling(self) -> Tensor:
@@ -119,7 +118,7 @@ class DistanceResult:
 
         Sums to 1: rounding is divided out.
         """
-        per_row = self._applied(self.source, self._one_hot(self.target)).values
+        per_row = self._applied(self._one_hot(self.target)).values
         per_row = per_row.double()
         coupling = self._one_hot(self.source).double().to(per_row.device).T @ per_row
         return (coupling / coupling.sum()).cpu()
@@ -129,14 +128,13 @@ class DistanceResult:
 
         Points without mass are mapped too, by the conditional plan that their potential defines.
         """
-        uniform = LabeledSamples(self.source.features, self.source.labels, self.source.class_names)
 
         def means(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
-            points = self.target.features.to(f.device)
+            points = self._prepared.given[1].features
             origin = origin_near([(points, operator.b)], operator.dtype)
             return conditional_means(operator, f, g, self.epsilon, points, origin).add_(origin)
 
-        return self._with_plan(uniform, means)
+        return self._with_plan(means, weighted=False)
 
     def summary(self, **more: Any) -> dict[str, Any]:
         """The content of result.json; `more` replaces or adds keys."""
@@ -199,35 +197,56 @@ class DistanceResult:
         result = read_result(Path(path), _restore, "DistanceResult")
         return result if compute is None else replace(result, compute=ComputeOptions.of(compute))
 
-    def _applied(self, source: LabeledSamples, values: Tensor) -> Applied:
-        """The plan from `source`, applied to values (m, k)."""
+    def _applied(self, values: Tensor) -> Applied:
+        """The plan applied to values (m, k)."""
 
         def apply(operator: Operator, f: Tensor, g: Tensor) -> Applied:
             return operator.apply_plan(f, g, self.epsilon, values.to(f.device))
 
-        return self._with_plan(source, apply)
+        return self._with_plan(apply)
 
-    def _with_plan(self, source: LabeledSamples, use: Callable[[Operator, Tensor, Tensor], T]) -> T:
+    def _with_plan(
+        self, use: Callable[[Operator, Tensor, Tensor], T], *, weighted: bool = True
+    ) -> T:
         """What `use` makes of the cost and both potentials, on the device.
 
-        `source` may differ from the result's in its masses.
+        Not `weighted`, all source points have the same mass.
         """
+        request = self._prepared
+
+        def apply() -> T:
+            same = weighted or self.source.weights is None
+            operator = self._operator if same else self._built(weighted=False)
+            # A loaded result's are on the CPU.
+            return use(operator, *(tensor.to(request.device) for tensor in self.potentials))
+
+        return request.within_memory(apply)
+
+    @cached_property
+    def _prepared(self) -> Request:
+        """The request of the comparison, or another one, of a loaded result or other options."""
+        if self.request is not None and self.request.compute == self.compute:
+            return self.request
         try:
-            device = resolve_device(self.compute.device)
+            resolve_device(self.compute.device)
         except InputError as error:
             raise InputError(
                 f"{error}; of another machine's result DistanceResult.load takes it as compute="
             ) from error
+        sides = self.source, self.target
+        return Request.prepare(sides, self.cost, self.compute, pairs=(SIDES["xy"],))
 
-        def apply() -> T:
-            clouds = source, self.target, self.class_distances.xy
-            operator = build_operator(*clouds, self.cost, self.compute, keep_scores=False)
-            # The potentials belong to the original points; a loaded result's are on the CPU.
-            return use(operator.refined, *(tensor.to(device) for tensor in self.potentials))
+    @cached_property
+    def _operator(self) -> Operator:
+        """The cost of the plan, packed once for all that is asked of it."""
+        return self._built()
 
-        needed = check_resources(source, self.target, self.compute, device)
-        size = cost_size(source, self.target)
-        return within_memory(apply, size, needed, device, self.compute.dtype)
+    def _built(self, *, weighted: bool = True) -> Operator:
+        inputs = self._prepared.inputs(SIDES["xy"], self.class_distances.xy)
+        if not weighted:
+            inputs = replace(inputs, source=replace(inputs.source, weights=None))
+        # The potentials belong to the original points.
+        return build_operator(inputs, keep_scores=False).refined
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
         if samples.labels is None:

@@ -13,6 +13,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
 from otdd_flash.operators.build import ComputeOptions, labelled_cost
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.request import Request
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult
@@ -118,12 +119,10 @@ def test_identical_datasets_are_at_exactly_zero(datasets, solves):
 
 def test_epsilon_can_be_relative_to_the_mean_cost_of_all_pairs(datasets):
     result = pairwise_distances(datasets, epsilon_relative=0.1)
-    cpu = torch.device("cpu")
+    request = Request.prepare(datasets, GroundCost(), otdd.ComputeOptions())
     means = [
-        labelled_cost(
-            datasets[i], datasets[j], result.class_distances.between(i, j).xy, GroundCost(), cpu
-        ).mean_cost
-        for i, j in ((0, 1), (0, 2), (1, 2))
+        labelled_cost(request.inputs(pair, result.class_distances.between(*pair).xy)).mean_cost
+        for pair in ((0, 1), (0, 2), (1, 2))
     ]
     assert result.epsilon == pytest.approx(0.1 * sum(means) / 3, rel=1e-12)
     # Between two datasets it is that of a single comparison.
@@ -222,7 +221,10 @@ def test_every_reason_to_stop_early_has_its_own_advice(datasets, monkeypatch):
         found = solve(problem, options, **kwargs)
         reason = "rounding" if found.identical else "max_iterations"
         late = replace(
-            found.xy, converged=False, stopped_by=reason, marginal_error=len(problem.source) / 1e3
+            found.xy,
+            converged=False,
+            stopped_by=reason,
+            marginal_error=len(problem.request.seen[0]) / 1e3,
         )
         return replace(found, xy=late, xx=found.xx and late, yy=found.yy and late)
 

@@ -17,7 +17,7 @@ from experiments.bench_divergence import marginal_error
 from experiments.otdd_scaling.features import resnet18
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import build_operator, relative_epsilon
+from otdd_flash.operators.build import CostInputs, build_operator, relative_epsilon
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.certificate import certify
 
@@ -73,7 +73,7 @@ class CrossTerm:
         if points is not None:
             x, y = replace(x, features=points[0]), replace(y, features=points[1])
         compute = replace(self.compute, precision=precision)
-        return build_operator(x, y, self.block, COST, compute)
+        return build_operator(CostInputs(x, y, self.block, COST, compute))
 
     def look(self, f: Tensor, g: Tensor, *, certified: bool) -> Look:
         """Measure f (n,) and g (m,); a certificate takes three passes more."""
@@ -152,6 +152,5 @@ def make_term(
         source, target = (LabeledSamples(side.features, None, ()) for side in clouds)
         table = None
     term = CrossTerm(source, target, table, 1.0, compute)
-    device = source.features.device
-    epsilon = relative_epsilon(relative, source, target, term.block, COST, device)
-    return replace(term, epsilon=epsilon)
+    inputs = CostInputs(source, target, term.block, COST, compute)
+    return replace(term, epsilon=relative_epsilon(relative, inputs))

@@ -70,7 +70,7 @@ class Workload:
         """This package's problem with the source's points moved to x (n, d)."""
         compute = ComputeOptions(device=str(x.device), precision=precision)
         moved = replace(self.source, features=x)
-        return Problem(moved, self.target, self.epsilon, self.table, compute=compute)
+        return Problem.between(moved, self.target, self.epsilon, self.table, compute=compute)
 
     def sides(self, term: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """The points of a term; x as a second argument is held still by autograd."""

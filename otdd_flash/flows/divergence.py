@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Needs
@@ -37,20 +37,13 @@ class TargetDivergence:
     """The divergence from a fixed target.
 
     Args:
-        setting: regularisation, tolerance and where to compute.
-        target: the target, if not that of the setting.
-        cost: weights of the ground cost, if not those of the setting.
+        setting: regularisation and tolerance.
+        request: the particles at the start and the target, if not those of the setting.
     """
 
-    def __init__(
-        self,
-        setting: FlowSetting,
-        target: LabeledSamples | None = None,
-        cost: GroundCost | None = None,
-    ) -> None:
+    def __init__(self, setting: FlowSetting, request: Request | None = None) -> None:
         self._setting = setting
-        self._target = setting.target if target is None else target
-        self._cost = cost or setting.cost
+        self._request = request or setting.request
         self._self_term: TransportTerm | None = None
         # Of the last solve, and of the one before.
         self._potentials: dict[str, Tensor] = {}
@@ -75,10 +68,10 @@ class TargetDivergence:
         Raises:
             ConvergenceError: the solver's options require convergence, and a term stopped early.
         """
-        setting, target = self._setting, self._target
+        setting, (_, target) = self._setting, self._request.seen
         if batch is not None:
             particles, target = particles.take(batch.particles), target.take(batch.target)
-        problem = Problem(particles, target, setting.epsilon, table, self._cost, setting.compute)
+        problem = Problem(self._request.at(particles, target), setting.epsilon, table)
         gradient = DivergenceGradient(problem, needs)
         with torch.no_grad():
             solved = problem.solve(
@@ -107,7 +100,7 @@ class TargetDivergence:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave, on whichever device."""
         self._potentials, self._earlier = (
-            {key: u.to(self._setting.device) for key, u in state[when].items()}
+            {key: u.to(self._setting.request.device) for key, u in state[when].items()}
             for when in ("last", "earlier")
         )
         self._self_term = state["yy"]

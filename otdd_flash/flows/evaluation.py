@@ -64,7 +64,7 @@ class Evaluator:
         self._mean_cost, self._options = mean_cost, options
         # Clouds that begin at 0 from each other are led away by no more than rounding.
         squares = setting.target.masses @ setting.target.features.double().square().sum(1)
-        resolved = RESOLUTION * setting.cost.squared.lambda_x * float(squares)
+        resolved = RESOLUTION * setting.request.cost.squared.lambda_x * float(squares)
         self._far = max(DIVERGED * mean_cost, resolved)
         sides = (setting.source, setting.target)
         self._massive = tuple(side.masses.nonzero().squeeze(1) for side in sides)

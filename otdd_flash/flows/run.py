@@ -20,8 +20,7 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
-from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.dimensions import check_same_dimension
+from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.flows.callbacks import Callbacks
 from otdd_flash.flows.checkpoint import Checkpoints
@@ -45,8 +44,10 @@ from otdd_flash.labels import (
 )
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.operators.request import Request, check_comparable
+from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.problem import SIDES
 from otdd_flash.solver.schedule import Schedule
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
@@ -107,9 +108,7 @@ def gradient_flow(
     cost.check_labels(metric.name)
     if cost.ground == "cosine":
         flow = replace(flow, space=DirectionSpace(flow.space, cost))
-    check_same_dimension(source, target)
-    check_one_device(source.features.device, target.features.device)
-    check_squares(source, target)
+    check_comparable(source, target)
     device = resolve_device(compute.device)
     points = drop_small_classes(source, min_class_size).to(device)
     goal = drop_small_classes(target, min_class_size).to(device)
@@ -117,28 +116,13 @@ def gradient_flow(
     start, end = (
         replace(side, features=flow.space.features(side.features)) for side in (points, goal)
     )
-    table = measure_classes(
-        start,
-        end,
-        metric,
-        device=device,
-        cache_dir=cache_dir,
-        progress=callbacks.class_progress,
-    )
+    request = Request.prepare((start, end), cost, compute, seen=True)
+    told = callbacks.class_progress
+    table = measure_classes(start, end, metric, cache_dir=cache_dir, progress=told)
     if epsilon_relative is not None:
-        epsilon = relative_epsilon(epsilon_relative, start, end, table.xy, cost, device)
+        epsilon = relative_epsilon(epsilon_relative, request.inputs(SIDES["xy"], table.xy))
     setting = FlowSetting(
-        start,
-        end,
-        metric,
-        epsilon,
-        cost,
-        solver,
-        compute,
-        device,
-        flow.refresh,
-        callbacks.solver_progress,
-        callbacks.class_progress,
+        request, metric, epsilon, solver, flow.refresh, callbacks.solver_progress, told
     )
     settings = {**data_settings(points, goal, setting, table), **flow_settings(flow)}
     options = LoopOptions(flow, _built(flow.functionals, points), settings, callbacks)

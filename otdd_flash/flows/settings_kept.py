@@ -23,14 +23,14 @@ def data_settings(
     points: LabeledSamples, goal: LabeledSamples, setting: FlowSetting, table: ClassDistances
 ) -> dict[str, Any]:
     """What a flow's problem is, by the keys of the command line."""
-    metric, compute = setting.metric, setting.compute
+    metric, compute = setting.metric, setting.request.compute
     return {
         "source": points.fingerprint,
         "target": goal.fingerprint,
         "labels.method": metric.name,
         **_label_parameters(metric, table),
         "epsilon": setting.epsilon,
-        **asdict(setting.cost),
+        **asdict(setting.request.cost),
         "solver.schedule": setting.solver.name,
         **{
             f"solver.{key}": value

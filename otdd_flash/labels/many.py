@@ -196,13 +196,10 @@ def measure_all(
     datasets: Sequence[LabeledSamples],
     metric: LabelMetric,
     *,
-    device: torch.device | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> JointClassDistances:
     """`class_distances` of datasets in which every class has samples of positive weight.
-
-    With a `device`, measured there instead of where the samples are.
 
     Raises:
         InputError: as there, or a class is empty.
@@ -212,7 +209,7 @@ def measure_all(
     if isinstance(metric, NoLabels):
         count = sum(len(class_names(samples)) for samples in datasets)
         return _joint(datasets, torch.zeros(count, count, dtype=torch.float64))
-    clouds, _ = pool([s if device is None else s.to(device) for s in datasets])
+    clouds, _ = pool(datasets)
     distinct, index = merge_identical(clouds)
     pairs = all_pairs(len(distinct))
     found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from otdd_flash.errors import InputError
 from otdd_flash.labels.many import class_names, measure_all
 from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels
@@ -20,7 +18,6 @@ def measure_classes(
     metric: LabelMetric,
     *,
     statistics: tuple[LabeledSamples, LabeledSamples] | None = None,
-    device: torch.device | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> ClassDistances:
@@ -32,7 +29,6 @@ def measure_classes(
         metric: how to measure.
         statistics: take the points of the classes from these (source, target) instead, such as the
             whole datasets of which `source` and `target` are subsets; classes are matched by name.
-        device: measure there instead of where the samples are.
         cache_dir: keep distances in a database in this folder, by the classes' content, and do not
             measure again what it holds; None keeps none.
         progress: called with the number of class pairs done and their total.
@@ -57,9 +53,7 @@ def measure_classes(
             _matched(whole, samples)
             for whole, samples in zip(statistics, (source, target), strict=True)
         )
-    joint = measure_all(
-        [source, target], metric, device=device, cache_dir=cache_dir, progress=progress
-    )
+    joint = measure_all([source, target], metric, cache_dir=cache_dir, progress=progress)
     return joint.between(0, 1)
 
 

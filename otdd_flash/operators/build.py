@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields
-from otdd_flash.devices import check_triton, is_amd, resolve_device
+from otdd_flash.devices import check_triton, is_amd
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
@@ -19,7 +19,6 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import (
     UNASKED,
     budget_in_bytes,
-    check_memory,
     free_memory,
     readable_bytes,
     stated_budget,
@@ -69,34 +68,39 @@ class ComputeOptions:
 Compute = ComputeOptions | str | torch.device
 
 
-def build_operator(
-    source: LabeledSamples,
-    target: LabeledSamples,
-    class_distances: Tensor,
-    weights: GroundCost,
-    compute: ComputeOptions,
-    *,
-    keep_scores: bool = True,
-) -> Operator:
+@dataclass(frozen=True, eq=False)
+class CostInputs:
+    """What the cost between two labelled clouds is made of, on the device that computes it.
+
+    Attributes:
+        source: n points as the ground cost sees them.
+        target: m points likewise; the same object as `source` for a self term.
+        class_distances: the block of W (V_x, V_y) between their classes.
+        cost: what it compares, and the weights of both parts.
+        compute: how passes run.
+    """
+
+    source: LabeledSamples
+    target: LabeledSamples
+    class_distances: Tensor
+    cost: GroundCost
+    compute: ComputeOptions
+
+
+def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
     """The cost between two clouds: on a GPU in Triton kernels, else in PyTorch.
 
     In PyTorch the scores are stored if they fit the memory budget and that is asked for.
 
     Args:
-        source: n labelled points.
-        target: m labelled points.
-        class_distances: the block of W (V_x, V_y) between their classes.
-        weights: of both parts of the cost.
-        compute: where and how passes run.
-        keep_scores: False for a single pass, which storing would not speed up.
+        inputs: both clouds and the cost between them, of a prepared request.
+        keep_scores: False for single passes, which storing would not speed up.
 
     Raises:
-        InputError: the backend cannot run on the device or in the precision, the precision cannot
-            hold the costs, or there is not enough memory.
+        InputError: the precision cannot hold the costs, or there is not enough memory.
     """
-    device = resolve_device(compute.device)
-    check_resources(source, target, compute, device)
-    cost = labelled_cost(source, target, class_distances, weights, device)
+    cost, compute = labelled_cost(inputs), inputs.compute
+    device = cost.a.device
     _check_range(cost, compute)
     if _use_triton(compute, device):
         from otdd_flash.operators.kernel import KernelOperator
@@ -108,98 +112,56 @@ def build_operator(
     return StreamedOperator(cost, compute.dtype)
 
 
-def check_resources(
-    source: LabeledSamples, target: LabeledSamples, compute: ComputeOptions, device: torch.device
-) -> int:
-    """Refuse an operator that the device cannot run, before any work on it.
-
-    Returns:
-        The bytes that it takes at the least, with those of clouds that have to be moved.
+def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device) -> int:
+    """The bytes that an operator takes at the least.
 
     Raises:
-        InputError: the backend cannot run on the device or in the precision, or there is not
-            enough memory.
+        InputError: the backend cannot run on the device or in the precision.
     """
-    size = cost_size(source, target)
-    needed = (
-        kernel_bytes(size)
-        if _use_triton(compute, device)
-        else streamed_bytes(size, compute.dtype, device)
-    )
-    sides = (source,) if size.symmetric else (source, target)
-    needed += sum(side.features.nbytes for side in sides if _elsewhere(side, device))
-    check_memory(size, needed, device, compute.dtype)
-    return needed
+    if _use_triton(compute, device):
+        return kernel_bytes(size)
+    return streamed_bytes(size, compute.dtype, device)
 
 
-def cost_size(source: LabeledSamples, target: LabeledSamples) -> CostSize:
-    """The size of the cost between two clouds."""
-    return CostSize(
-        len(source), len(target), source.dim, source.class_total, symmetric=source is target
-    )
-
-
-def labelled_cost(
-    source: LabeledSamples,
-    target: LabeledSamples,
-    class_distances: Tensor,
-    weights: GroundCost,
-    device: torch.device,
-) -> LabelledCost:
-    """The cost between two clouds, on a device."""
+def labelled_cost(inputs: CostInputs) -> LabelledCost:
+    """The cost between two clouds, where they are."""
+    source, target = inputs.source, inputs.target
     same = source is target
-    source = weights.seen(source.to(device))
-    target = source if same else weights.seen(target.to(device))
-    masses, labels = source.masses.to(device), _class_indices(source)
+    masses, labels = source.masses, class_indices(source)
     return LabelledCost(
         source.features,
         target.features,
         masses,
-        masses if same else target.masses.to(device),
+        masses if same else target.masses,
         labels_x=labels,
-        labels_y=labels if same else _class_indices(target),
-        class_costs=weights.lambda_y * class_distances.to(device, torch.float64),
-        lambda_x=weights.squared.lambda_x,
+        labels_y=labels if same else class_indices(target),
+        class_costs=inputs.cost.lambda_y * inputs.class_distances.to(masses.device, torch.float64),
+        lambda_x=inputs.cost.squared.lambda_x,
     )
 
 
-def mean_cost(
-    source: LabeledSamples,
-    target: LabeledSamples,
-    class_distances: Tensor,
-    weights: GroundCost,
-    device: torch.device,
-) -> float:
+def mean_cost(inputs: CostInputs) -> float:
     """What `epsilon_relative` is a multiple of: the mean cost.
 
     Where costs may have any sign, as those of `inner` have, the mean of lambda_x ||x_i|| ||y_j|| +
     lambda_y W[l_i, l_j].
     """
-    lengths = weights.size(source, target)
+    lengths = inputs.cost.size(inputs.source, inputs.target)
     if lengths is None:
-        return float(labelled_cost(source, target, class_distances, weights, device).mean_cost)
-    if weights.lambda_y == 0:
+        return float(labelled_cost(inputs).mean_cost)
+    if inputs.cost.lambda_y == 0:
         return lengths
-    classes = GroundCost(0.0, weights.lambda_y)
-    return lengths + float(
-        labelled_cost(source, target, class_distances, classes, device).mean_cost
-    )
+    classes = replace(inputs, cost=GroundCost(0.0, inputs.cost.lambda_y))
+    return lengths + float(labelled_cost(classes).mean_cost)
 
 
-def relative_epsilon(
-    multiple: float,
-    source: LabeledSamples,
-    target: LabeledSamples,
-    class_distances: Tensor,
-    weights: GroundCost,
-    device: torch.device,
-) -> float:
+def relative_epsilon(multiple: float, inputs: CostInputs) -> float:
     """A regularisation given as a multiple of the mean cost, in units of the cost.
 
     Raises:
         InputError: the mean cost is 0.
     """
-    mean = mean_cost(source, target, class_distances, weights, device)
+    mean = mean_cost(inputs)
     if not mean > 0:
         raise InputError(
             f"epsilon_relative needs a positive mean cost; here it is {mean:g}: set epsilon"
@@ -251,11 +213,7 @@ def _scores_fit(shape: tuple[int, int], compute: ComputeOptions, device: torch.d
     return True
 
 
-def _elsewhere(samples: LabeledSamples, device: torch.device) -> bool:
-    return samples.features.device != device
-
-
-def _class_indices(samples: LabeledSamples) -> Tensor:
+def class_indices(samples: LabeledSamples) -> Tensor:
     """The labels; unlabelled data are one class."""
     if samples.labels is not None:
         return samples.labels

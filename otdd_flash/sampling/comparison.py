@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from otdd_flash.devices import resolve_device
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
 from otdd_flash.labels import (
     ClassDistances,
@@ -21,6 +20,7 @@ from otdd_flash.labels import (
 )
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.request import Request
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
@@ -65,9 +65,13 @@ class Comparison:
         labels = self._settings.get("labels", "gaussian")
         metric = metric_of(labels) if given is None else Given(given)
         minimum = self._settings.pop("min_class_size", None)
-        self.source = drawable(source, metric, minimum)
-        self.target = drawable(target, metric, minimum)
-        self._table = self._fixed_table(metric)
+        sides = drawable(source, metric, minimum), drawable(target, metric, minimum)
+        cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))
+        compute = ComputeOptions.of(self._settings.get("compute"))
+        # Rows are drawn where they are compared.
+        request = Request.prepare(sides, cost, compute, pairs=())
+        self.source, self.target = request.given
+        self._table = self._fixed_table(metric, request)
         self.unconverged: list[Divergence] = []
 
     def between(self, source: LabeledSamples, target: LabeledSamples) -> DistanceResult:
@@ -106,18 +110,15 @@ class Comparison:
             )
             warnings.warn(message, NotConvergedWarning, stacklevel=4)
 
-    def _fixed_table(self, metric: LabelMetric) -> ClassDistances | None:
+    def _fixed_table(self, metric: LabelMetric, request: Request) -> ClassDistances | None:
         statistics = self._settings.pop("class_statistics", None)
         if isinstance(metric, NoLabels) or (statistics is None and not metric.fixed):
             return None
-        compute: ComputeOptions = self._settings.get("compute") or ComputeOptions()
-        device = resolve_device(compute.device)
-        cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))
-        source, target = cost.seen(self.source), cost.seen(self.target)
         if statistics is not None:
             one, other = statistics
-            statistics = cost.seen(one), cost.seen(other)
-        return measure_classes(source, target, metric, statistics=statistics, device=device)
+            statistics = request.see(one), request.see(other)
+        source, target = request.seen
+        return measure_classes(source, target, metric, statistics=statistics)
 
 
 def drawable(

@@ -8,7 +8,7 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.problem import Problem
@@ -58,7 +58,9 @@ def sinkhorn(
         NotConvergedWarning: the solve stopped early.
     """
     options = options or Converged()
-    problem = _problem(source, target, epsilon, class_table, cost, compute)
+    x, y = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    compute = ComputeOptions.of(compute)
+    problem = Problem.between(x, y, epsilon, class_table, cost, compute, debias=False)
     divergence = problem.solve(options, debias=False, progress=progress)
     report_convergence(divergence, options)
     return problem.cross_term(divergence)
@@ -93,22 +95,9 @@ def sinkhorn_divergence(
         NotConvergedWarning: a term stopped early.
     """
     options = options or Converged()
-    problem = _problem(source, target, epsilon, class_table, cost, compute)
+    x, y = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    compute = ComputeOptions.of(compute)
+    problem = Problem.between(x, y, epsilon, class_table, cost, compute, debias=debias)
     divergence = problem.solve(options, debias=debias, start=start, progress=progress)
     report_convergence(divergence, options)
     return divergence
-
-
-def _problem(
-    source: Samples,
-    target: Samples,
-    epsilon: float,
-    class_table: Tensor | None,
-    cost: GroundCost | None,
-    compute: Compute | None,
-) -> Problem:
-    """Both clouds as samples, whose squared distances exist."""
-    x, y = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
-    problem = Problem(x, y, epsilon, class_table, cost, ComputeOptions.of(compute))
-    check_squares(x, y)
-    return problem

@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.build import CostInputs, class_indices
 from otdd_flash.operators.ground import SHARES
 from otdd_flash.operators.labelled_cost import squared_norms
-from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import less_origin, origin_near
-from otdd_flash.solver.problem import Problem, TermInputs
+from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term import TransportTerm
 
 Input = Literal["x", "y", "a", "b", "classes", "lambda_x", "lambda_y"]
@@ -57,14 +57,14 @@ MASSES: tuple[Input, Input] = ("a", "b")
 
 
 def cross_gradient(
-    operator: Operator, term: TransportTerm, inputs: TermInputs, needs: Needs
+    operator: Operator, term: TransportTerm, inputs: CostInputs, needs: Needs
 ) -> Gradient:
     """Derivatives of D at the potentials of a term, with respect to the inputs in `needs`.
 
     Args:
         operator: the cost that `inputs` describe.
         term: potentials f (n,) and g (m,), and epsilon.
-        inputs: clouds, the block of W (V_x, V_y), and weights.
+        inputs: clouds, the block of W (V_x, V_y), and the ground cost.
         needs: any inputs; "classes" gives the derivative by that block.
 
     Returns:
@@ -82,7 +82,7 @@ def cross_gradient(
 
 
 def self_gradient(
-    operator: Operator, term: TransportTerm, inputs: TermInputs, needs: Needs
+    operator: Operator, term: TransportTerm, inputs: CostInputs, needs: Needs
 ) -> Gradient:
     """Derivatives of the self term OT_epsilon(x, x), which moves through both of its arguments.
 
@@ -137,22 +137,23 @@ class DivergenceGradient:
 
     def _by_given(self, gradient: Gradient, name: str) -> Gradient:
         """By the points and weights that the ground cost was given, from those that it made."""
-        cost = self._problem.cost
+        request, cost = self._problem.request, self._problem.request.cost
         if cost.ground == "sqeuclidean":
             return gradient
         if "lambda_x" in gradient:
             gradient["lambda_x"] *= SHARES[cost.ground]
-        for key, of_masses, side in zip(POINTS, MASSES, self._problem.given, strict=True):
+        sides = zip(POINTS, MASSES, request.given, request.seen, strict=True)
+        for key, of_masses, side, seen in sides:
             if key not in name:
                 continue
-            points = side.features.to(self._problem.device)
-            if key in gradient:
+            points = side.features
+            if key in gradient and side is not seen:
                 gradient[key] = cost.pull_back(points, gradient[key])
             p = None if self._debias else cost.one_side(points)
             if p is None:
                 continue
             # What <a, p> adds, p_i = -lambda_x ||x_i||^2 / 2.
-            a = side.masses.to(p.device)
+            a = side.masses
             if key in gradient:
                 gradient[key] -= (cost.lambda_x * a).to(points.dtype).unsqueeze(1) * points
             if of_masses in gradient:
@@ -181,17 +182,17 @@ class DivergenceGradient:
 class _Plan:
     """The plan of a term's potentials, applied to what its derivatives ask for."""
 
-    def __init__(self, operator: Operator, term: TransportTerm, inputs: TermInputs) -> None:
+    def __init__(self, operator: Operator, term: TransportTerm, inputs: CostInputs) -> None:
         # The potentials belong to the cost of the original points.
         self.operator = operator.refined
-        self.term, self.weights = term, inputs.weights
-        device = operator.a.device
-        self.points = [side.features.to(device) for side in inputs[:2]]
+        self.term, self.weights = term, inputs.cost.squared
+        sides = inputs.source, inputs.target
+        self.points = [side.features for side in sides]
         # One origin for both, near both: r x - P y then loses nothing to their distance from 0.
         clouds = zip(self.points, (operator.a, operator.b), strict=True)
         self.origin = origin_near(clouds, operator.dtype)
-        self.labels = [_labels(side).to(device) for side in inputs[:2]]
-        self.class_distances = inputs.class_distances.to(device, torch.float64)
+        self.labels = [class_indices(side) for side in sides]
+        self.class_distances = inputs.class_distances
 
     def from_rows(self, needs: Needs) -> Gradient:
         """What follows from P applied to the columns' points and classes, in one pass."""
@@ -282,13 +283,6 @@ def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: 
     softmin = softmin.double()
     potential = torch.where(masses > 0, potential.double(), softmin)
     return potential - epsilon * torch.expm1((potential - softmin) / epsilon)
-
-
-def _labels(samples: LabeledSamples) -> Tensor:
-    """The labels; unlabelled data are one class."""
-    if samples.labels is not None:
-        return samples.labels
-    return torch.zeros(len(samples), dtype=torch.int64)
 
 
 def _power_of_two(values: Tensor) -> float:

@@ -12,7 +12,7 @@ from otdd_flash.checks import takes
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
@@ -96,7 +96,6 @@ def sinkhorn_loss(
     totals = _class_totals(labels_x, labels_y, class_table, class_totals)
     source = _samples(("x", "a"), x, labels_x, totals[0], a)
     target = _samples(("y", "b"), y, labels_y, totals[1], b)
-    check_squares(source, target)
     dtype = torch.promote_types(source.features.dtype, target.features.dtype)
     if compute is None:
         precision = "double" if dtype == torch.float64 else "fast"
@@ -110,7 +109,7 @@ def sinkhorn_loss(
     }
     needs = _needs(inputs)
     with torch.no_grad():
-        problem = Problem(source, target, epsilon, table, weights, compute)
+        problem = Problem.between(source, target, epsilon, table, weights, compute, debias=debias)
         gradient = DivergenceGradient(problem, needs, debias=debias)
         divergence = problem.solve(
             options, debias=debias, start=start, solved=gradient if needs else None

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import (
-    ComputeOptions,
-    build_operator,
-    check_resources,
-    cost_size,
-)
+from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
-from otdd_flash.operators.memory import within_memory
-from otdd_flash.samples import LabeledSamples, real_tensor
+from otdd_flash.operators.request import Pair, Request, check_comparable
+from otdd_flash.samples import LabeledSamples, real_tensor, same_content
 from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
 from otdd_flash.solver.epsilon import EpsilonOutOfRange
@@ -34,95 +27,94 @@ Cloud = LabeledSamples | Tensor
 # Of the largest cost: an epsilon below this is too small for float64 as well.
 WITHIN_DOUBLE = 1e-12
 
+# The rows' and the columns' side of each term.
+SIDES: dict[str, Pair] = {"xy": (0, 1), "xx": (0, 0), "yy": (1, 1)}
 
-class TermInputs(NamedTuple):
-    """What the cost of one term is made of: two clouds, their block of W (V_x, V_y), weights."""
 
-    source: LabeledSamples
-    target: LabeledSamples
-    class_distances: Tensor
-    weights: GroundCost
+def terms_of(*, debias: bool) -> Iterable[Pair]:
+    """The pairs of sides that a divergence compares, the cross term first."""
+    return SIDES.values() if debias else (SIDES["xy"],)
 
 
 class Problem:
-    """Two clouds, checked, and the three costs between them.
+    """A request for two datasets, their class distances and epsilon: three costs between them.
 
     Args:
-        source: n points, with labels and weights if they are `LabeledSamples`.
-        target: m points, likewise.
+        request: two clouds, checked and on the device.
         epsilon: regularisation, in units of the cost.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes, on any device;
             None is 0.
-        cost: what it compares and its weights, half the squared distances by default.
-        compute: where and how passes run.
 
     Attributes:
-        given: both clouds.
-        source: n points as the cost sees them.
-        target: m points likewise.
-        weights: of squared distances between these.
-        device: where passes run.
         table: W (V_x + V_y, V_x + V_y), float64, on the device.
         classes: the rows and columns of the table that belong to "x" and to "y".
 
     Raises:
-        InputError: a bad epsilon, or one that the precision cannot hold, clouds on two devices or
-            of different dimension, a table of another size or not finite, or no such device.
+        InputError: a bad epsilon, or one that the precision cannot hold, or a table of another size
+            or not finite.
     """
 
-    def __init__(
-        self,
+    def __init__(self, request: Request, epsilon: float, class_table: Tensor | None = None) -> None:
+        self.request, self.epsilon = request, epsilon
+        self._check_epsilon()
+        first, second = (side.class_total for side in request.seen)
+        self.table = _checked_table(class_table, (first, second), request.device)
+        self.classes = {"x": slice(0, first), "y": slice(first, first + second)}
+
+    @classmethod
+    def between(
+        cls,
         source: Cloud,
         target: Cloud,
         epsilon: float,
         class_table: Tensor | None = None,
         cost: GroundCost | None = None,
         compute: ComputeOptions | None = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.given = _as_samples(source), _as_samples(target)
-        self.source, self.target = self.given
-        check_one_device(self.source.features.device, self.target.features.device)
-        check_same_dimension(self.source, self.target)
-        self.cost, self.compute = cost or GroundCost(), compute or ComputeOptions()
-        self.weights = self.cost.squared
-        same = self.source is self.target
-        self.source = self.cost.seen(self.source)
-        self.target = self.source if same else self.cost.seen(self.target)
-        if epsilon > torch.finfo(self.compute.dtype).max / 4:
+        *,
+        debias: bool = True,
+    ) -> Problem:
+        """The problem of two clouds, with labels and weights if they are samples.
+
+        Without `debias` it must not be asked for self terms.
+
+        Raises:
+            InputError: as the class, or as `check_comparable` and `Request.prepare`.
+        """
+        sides = _as_samples(source), _as_samples(target)
+        check_comparable(*sides)
+        cost, compute = cost or GroundCost(), compute or ComputeOptions()
+        request = Request.prepare(sides, cost, compute, pairs=terms_of(debias=debias))
+        return cls(request, epsilon, class_table)
+
+    def _check_epsilon(self) -> None:
+        """Refuse an epsilon that scores cannot be divided by in their type."""
+        epsilon, compute = self.epsilon, self.request.compute
+        if epsilon > torch.finfo(compute.dtype).max / 4:
             in_double = epsilon < torch.finfo(torch.float64).max / 4
             raise EpsilonOutOfRange(
-                f"{{given}} overflows in precision={self.compute.precision}; lower {{name}}"
+                f"{{given}} overflows in precision={compute.precision}; lower {{name}}"
                 f"{' or set precision=double' if in_double else ''}",
                 epsilon,
             )
-        if epsilon < torch.finfo(self.compute.dtype).tiny:
+        if epsilon < torch.finfo(compute.dtype).tiny:
             in_double = epsilon > WITHIN_DOUBLE * self._largest_cost()
             raise EpsilonOutOfRange(
-                f"{{given}} underflows in precision={self.compute.precision}; raise "
+                f"{{given}} underflows in precision={compute.precision}; raise "
                 f"{{name}}{', scale' if in_double else ' or scale'} the features up"
                 f"{' or set precision=double' if in_double else ''}",
                 epsilon,
             )
-        self.device = resolve_device(self.compute.device)
-        sizes = self.source.class_total, self.target.class_total
-        self.table = _checked_table(class_table, sizes, self.device)
-        self.classes = {"x": slice(0, sizes[0]), "y": slice(sizes[0], sum(sizes))}
-        self._sides = {"x": self.source, "y": self.target}
 
     def _largest_cost(self) -> float:
         """A bound on ||x - y||^2 lambda_x, float64."""
-        largest = max(float(side.features.abs().amax()) for side in (self.source, self.target))
-        return self.weights.lambda_x * self.source.dim * (2 * largest) ** 2
+        sides = self.request.seen
+        largest = max(float(side.features.abs().amax()) for side in sides)
+        return self.request.cost.squared.lambda_x * sides[0].dim * (2 * largest) ** 2
 
     @property
     def identical(self) -> bool:
         """Whether both sides are the same samples at the same class distances."""
-        # Different clouds nearly always differ in their first row, which is read faster than all.
-        one, other = self.source, self.target
-        if len(one) != len(other) or not torch.equal(one.features[0], other.features[0]):
-            return False
-        return (one is other or one.fingerprint == other.fingerprint) and all(
+        return same_content(*self.request.seen) and all(
             torch.allclose(self.block("xx"), self.block(term), rtol=1e-6, atol=0)
             for term in ("xy", "yy")
         )
@@ -135,14 +127,13 @@ class Problem:
         """
         return self._self_blocks[term] if term in ("xx", "yy") else self._given_block(term)
 
-    def inputs(self, term: str) -> TermInputs:
+    def inputs(self, term: str) -> CostInputs:
         """What the cost of a term is made of, on the device."""
-        x, y = (self._on_device(side) for side in term)
-        return TermInputs(x, y, self.block(term), self.weights)
+        return self.request.inputs(SIDES[term], self.block(term))
 
     def operator(self, term: str) -> Operator:
         """The cost of a term."""
-        return build_operator(*self.inputs(term), self.compute)
+        return build_operator(self.inputs(term))
 
     def solve(
         self,
@@ -160,19 +151,15 @@ class Problem:
         need no solve: the caller answers for their being of these clouds at this cost.
 
         Raises:
-            InputError: the block of W of a self term is not symmetric, the backend cannot run on
-                the device, or the memory is short: seen before the first term as far as possible,
-                else when an allocation fails.
+            InputError: the block of W of a self term is not symmetric, or an allocation fails.
         """
-        options = options.between(self.source.features, self.target.features)
+        request = self.request
+        x, y = request.seen
+        options = options.between(x.features, y.features)
         identical = debias and self.identical
         terms = ("xx",) if identical else ("xy", "xx", "yy") if debias else ("xy",)
         for term in terms:
             self.block(term)
-        needed = max(
-            check_resources(self._sides[term[0]], self._sides[term[1]], self.compute, self.device)
-            for term in terms
-        )
 
         def solve() -> Divergence:
             if identical:
@@ -189,21 +176,19 @@ class Problem:
                 self.epsilon,
                 options,
                 debias=debias,
-                offset=NO_OFFSET if debias else self.cost.offset(*self.given),
+                offset=NO_OFFSET if debias else request.cost.offset(*request.given),
                 start=start,
                 known=known,
                 progress=progress,
                 solved=solved,
             )
 
-        size = cost_size(self.source, self.target)
-        divergence = within_memory(solve, size, needed, self.device, self.compute.dtype)
-        return divergence.widened(self.cost.error(self.source.dim))
+        return request.within_memory(solve).widened(request.cost.error(x.dim))
 
     def cross_term(self, divergence: Divergence) -> TransportTerm:
         """The cross term for the cost itself, whose potentials have its terms of one side too."""
         term = divergence.xy
-        p, q = (self.cost.one_side(side.features) for side in self.given)
+        p, q = (self.request.cost.one_side(side.features) for side in self.request.given)
         if p is None or q is None:
             return term
         low, high = term.bounds
@@ -233,17 +218,6 @@ class Problem:
 
     def _given_block(self, term: str) -> Tensor:
         return self.table[self.classes[term[0]], self.classes[term[1]]]
-
-    def _on_device(self, side: str) -> LabeledSamples:
-        """One side, moved to the device once for all terms."""
-        held = self._sides[side]
-        if held.features.device != self.device:
-            moved = held.to(self.device)
-            # Two sides that are one object stay one.
-            self._sides = {
-                key: moved if value is held else value for key, value in self._sides.items()
-            }
-        return self._sides[side]
 
 
 def _checked_table(table: Tensor | None, sizes: tuple[int, int], device: torch.device) -> Tensor:

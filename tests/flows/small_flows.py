@@ -13,6 +13,7 @@ from otdd_flash.flows.gaussians import Gaussians
 from otdd_flash.flows.modes import Mode, build_mode
 from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.labels import LabelMetric, measure_classes
+from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 
 EPSILON = 1.0
@@ -80,7 +81,8 @@ def setting_of(
 ) -> FlowSetting:
     """The problem of a flow as `flow` solves it."""
     cost = options.pop("cost", otdd.GroundCost())
-    return FlowSetting(source, target, metric, EPSILON, cost, TIGHT, DOUBLE, CPU, **options)
+    request = Request.prepare((source, target), cost, DOUBLE)
+    return FlowSetting(request, metric, EPSILON, TIGHT, **options)
 
 
 def mode_of(
@@ -91,7 +93,7 @@ def mode_of(
     **options: Any,
 ) -> Mode:
     """A mode at the start of its flow."""
-    table = measure_classes(source, target, metric, device=CPU)
+    table = measure_classes(source, target, metric)
     return build_mode(name, setting_of(source, target, metric, **options), table)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_flows import CPU, blobs
+from small_flows import blobs
 
 import otdd_flash as otdd
 from otdd_flash.flows import class_table
@@ -33,8 +33,8 @@ MOVED = replace(SOURCE, features=SOURCE.features + 0.5)
 def test_remeasured_distances_are_those_of_measuring_everything(
     metric: LabelMetric,
 ) -> None:
-    before = measure_classes(SOURCE, TARGET, metric, device=CPU)
-    afresh = measure_classes(MOVED, TARGET, metric, device=CPU)
+    before = measure_classes(SOURCE, TARGET, metric)
+    afresh = measure_classes(MOVED, TARGET, metric)
     after = ClassTable(TARGET, metric).remeasured(MOVED, before)
     assert torch.equal(after.full, afresh.full)
     assert (after.names_x, after.names_y) == (before.names_x, before.names_y)
@@ -64,12 +64,12 @@ def test_what_is_kept_of_the_target_changes_no_bit(target: LabeledSamples) -> No
     metric = otdd.labels.Gaussian()
     source = blobs(31, d=target.dim, classes=2)
     source = replace(source, features=source.features.to(target.features.dtype))
-    table = measure_classes(source, target, metric, device=CPU)
+    table = measure_classes(source, target, metric)
     keeping = ClassTable(target, metric)
     for step in range(3):
         moved = replace(source, features=source.features * (1 + 0.1 * step) - step)
         table = keeping.remeasured(moved, table)
-        assert torch.equal(table.full, measure_classes(moved, target, metric, device=CPU).full)
+        assert torch.equal(table.full, measure_classes(moved, target, metric).full)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
@@ -113,7 +113,7 @@ def test_covariances_of_the_target_are_factored_once(
 ) -> None:
     metric = otdd.labels.Gaussian()
     target = replace(TARGET, name="target")
-    before = measure_classes(SOURCE, target, metric, device=CPU)
+    before = measure_classes(SOURCE, target, metric)
     factored.clear()
     keeping = ClassTable(target, metric)
     assert factored == []
@@ -146,7 +146,7 @@ def test_what_is_kept_is_no_larger_than_factors_have_to_be() -> None:
 def test_pairs_within_the_target_are_not_measured_again(
     metric: LabelMetric, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = measure_classes(SOURCE, TARGET, metric, device=CPU)
+    before = measure_classes(SOURCE, TARGET, metric)
     counted: list[int] = []
 
     measure = getattr(class_table, name)
@@ -164,7 +164,7 @@ def test_pairs_within_the_target_are_not_measured_again(
 def test_a_class_that_meets_its_double_is_at_no_distance_from_it(
     metric: LabelMetric,
 ) -> None:
-    before = measure_classes(SOURCE, SOURCE, metric, device=CPU)
+    before = measure_classes(SOURCE, SOURCE, metric)
     table = ClassTable(SOURCE, metric).remeasured(SOURCE, before)
     assert torch.equal(table.full, before.full)
     assert table.xy.diagonal().tolist() == [0.0, 0.0]
@@ -172,7 +172,7 @@ def test_a_class_that_meets_its_double_is_at_no_distance_from_it(
 
 @pytest.mark.parametrize("method", ["none", "given"])
 def test_tables_that_points_do_not_decide_stay(method: str) -> None:
-    table = measure_classes(SOURCE, TARGET, otdd.labels.Gaussian(), device=CPU)
+    table = measure_classes(SOURCE, TARGET, otdd.labels.Gaussian())
     metric = otdd.labels.metric_named(method, {"table": table})
     assert ClassTable(TARGET, metric).remeasured(MOVED, table) is table
 
@@ -182,7 +182,7 @@ def test_the_differentiable_table_has_the_values_and_their_gradients(
     metric: LabelMetric,
 ) -> None:
     small, target = blobs(8, 2), blobs(8, 2, seed=1)
-    whole = measure_classes(small, target, metric, device=CPU)
+    whole = measure_classes(small, target, metric)
     moving = small.features.clone().requires_grad_()
     keeping = ClassTable(target, metric)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_flows import CASES, CPU, blobs, bures_table, divergence, mode_of
+from small_flows import CASES, blobs, bures_table, divergence, mode_of
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -41,7 +41,7 @@ def check(value: Callable[[Tensor], float], at: Tensor, velocity: Tensor, masses
 
 
 def table_at(particles: LabeledSamples, target: LabeledSamples, metric: Any) -> Tensor:
-    return measure_classes(particles, target, metric, device=CPU).full
+    return measure_classes(particles, target, metric).full
 
 
 def test_features_move_along_the_gradient_at_constant_class_distances(

@@ -190,7 +190,7 @@ def test_divergences_in_triton_hold_the_truth_at_every_stop(precision, iteration
     table = (table + table.T).fill_diagonal_(0)
     compute = ComputeOptions(device=DEVICE.type, backend="triton", precision=precision)
     options = Converged(1e-3, max_iterations=iterations)
-    problem = Problem(source, target, 0.1, table, GroundCost(0.5, 1.0), compute)
+    problem = Problem.between(source, target, 0.1, table, GroundCost(0.5, 1.0), compute)
     found = problem.solve(options)
     costs = (
         reference.dense_cost(x, y, 0.5, table[:2, 2:], labels_x, labels_y),

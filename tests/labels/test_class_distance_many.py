@@ -153,6 +153,6 @@ def test_a_gpu_measures_what_the_processor_does(method, blobs):
     # Ten times above what float32 potentials on the card can settle to at these costs.
     metric = metric_named(method, {"epsilon": 1.0, "tolerance": 1e-4})
     expected = measure_classes(*pair, metric)
-    got = measure_classes(*pair, metric, device=torch.device("cuda"))
+    got = measure_classes(*(side.to("cuda") for side in pair), metric)
     assert got.full.device.type == "cpu"
     torch.testing.assert_close(got.full, expected.full, rtol=1e-4, atol=1e-5)

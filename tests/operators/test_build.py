@@ -12,18 +12,15 @@ from otdd_flash.errors import InputError
 from otdd_flash.labels.transport_terms import kernels_run_on
 from otdd_flash.operators import build, memory
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import (
-    ComputeOptions,
-    build_operator,
-    check_resources,
-)
+from otdd_flash.operators.build import ComputeOptions, build_operator, operator_bytes
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import budget_in_bytes, free_memory
+from otdd_flash.operators.request import Request, check_resources, cost_size
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
 
-CPU = torch.device("cpu")
+CPU, CROSS = torch.device("cpu"), [(0, 1)]
 # Where Triton runs: on a GPU, else in its interpreter.
 HERE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU
 
@@ -33,46 +30,37 @@ def cloud(n: int) -> LabeledSamples:
     return LabeledSamples(features, torch.arange(n) % 2, ("a", "b"))
 
 
+def built(compute: ComputeOptions, *, keep_scores: bool = True) -> Operator:
+    asked = Request.prepare((cloud(50), cloud(40)), GroundCost(), compute, pairs=CROSS)
+    return build_operator(asked.inputs((0, 1), torch.ones(2, 2)), keep_scores=keep_scores)
+
+
 @pytest.mark.parametrize(
     ("budget", "kind"), [(4 * 50 * 40, StoredOperator), (4 * 50 * 40 - 1, StreamedOperator)]
 )
 def test_scores_are_kept_if_they_fit_the_budget(budget: int, kind: type) -> None:
     compute = ComputeOptions(device="cpu", memory_budget=budget)
-    operator = build_operator(cloud(50), cloud(40), torch.ones(2, 2), GroundCost(), compute)
-    assert type(operator) is kind
+    assert type(built(compute)) is kind
 
 
 def test_double_precision_needs_twice_the_budget() -> None:
     compute = ComputeOptions(device="cpu", precision="double", memory_budget=4 * 50 * 40)
-    operator = build_operator(cloud(50), cloud(40), torch.ones(2, 2), GroundCost(), compute)
+    operator = built(compute)
     assert type(operator) is StreamedOperator
     assert operator.dtype == torch.float64
 
 
 def test_a_single_pass_is_never_stored() -> None:
-    operator = build_operator(
-        cloud(5), cloud(4), torch.ones(2, 2), GroundCost(), ComputeOptions(), keep_scores=False
-    )
-    assert type(operator) is StreamedOperator
+    assert type(built(ComputeOptions("cpu"), keep_scores=False)) is StreamedOperator
 
 
 def test_both_ways_give_the_same_potentials() -> None:
     g = torch.randn(40, generator=torch.Generator().manual_seed(1))
     rows = [
-        build_operator(
-            cloud(50),
-            cloud(40),
-            torch.ones(2, 2),
-            GroundCost(),
-            ComputeOptions(device="cpu", memory_budget=budget),
-        ).softmin_rows(g, 0.1)
+        built(ComputeOptions(device="cpu", memory_budget=budget)).softmin_rows(g, 0.1)
         for budget in ("1GiB", 0)
     ]
     torch.testing.assert_close(*rows)
-
-
-def built(compute: ComputeOptions) -> Operator:
-    return build_operator(cloud(50), cloud(40), torch.ones(2, 2), GroundCost(), compute)
 
 
 def fails(*_: object, **__: object) -> object:
@@ -90,7 +78,8 @@ def test_nothing_small_asks_for_memory_or_is_checked_again(
     for module in (memory, build):
         monkeypatch.setattr(module, "free_memory", fails)
     compute = ComputeOptions(str(HERE), backend, memory_budget=budget)
-    build_operator(*sides, torch.ones(2, 2), GroundCost(), compute)
+    asked = Request.prepare(sides, GroundCost(), compute)
+    build_operator(asked.inputs((0, 1), torch.ones(2, 2)))
 
 
 def test_a_budget_that_the_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +112,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("memory_allocated", 100),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(build, "labelled_cost", fails)
+    monkeypatch.setattr(LabeledSamples, "to", fails)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -159,7 +148,7 @@ def test_an_amd_card_runs_pytorch_and_nothing_else(
     card = torch.device("cuda", 0)
     for backend in ("auto", "torch"):
         compute = ComputeOptions("cuda", backend, precision)
-        assert check_resources(cloud(50), cloud(40), compute, card) > 0
+        assert check_resources((cloud(50), cloud(40)), CROSS, compute, card) > 0
     with pytest.raises(InputError, match=r"AMD card.*NVIDIA.*use backend=torch|no double"):
         built(ComputeOptions("cuda", "triton", precision))
     assert not kernels_run_on(card)
@@ -172,7 +161,7 @@ def test_what_runs_in_pytorch_needs_no_triton(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     compute = ComputeOptions("cuda", backend, precision)
-    assert check_resources(cloud(50), cloud(40), compute, torch.device("cuda", 0)) > 0
+    assert check_resources((cloud(50), cloud(40)), CROSS, compute, torch.device("cuda", 0)) > 0
 
 
 @pytest.mark.usefixtures("gpu")
@@ -197,16 +186,16 @@ def test_a_full_gpu_is_refused_before_anything_is_allocated(
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_points_that_have_to_move_count(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_that_have_to_move_count(backend: str) -> None:
     x, y, there = cloud(50), cloud(40), torch.device("cuda", 0)
 
-    def needed() -> list[int]:
-        compute = ComputeOptions("cuda", backend)
-        return [check_resources(x, side, compute, there) for side in (x, y)]
-
-    moved = needed()
-    monkeypatch.setattr(build, "_elsewhere", lambda *_: False)
-    assert [more - less for more, less in zip(moved, needed(), strict=True)] == [600, 1080]
+    compute = ComputeOptions("cuda", backend)
+    moved = [
+        check_resources((x, side), CROSS, compute, there)
+        - operator_bytes(cost_size(x, side), compute, there)
+        for side in (x, y)
+    ]
+    assert moved == [600, 1080]
 
 
 def test_triton_outside_of_a_gpu_is_for_its_interpreter_alone(

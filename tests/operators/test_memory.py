@@ -11,12 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators import memory
-from otdd_flash.operators.build import (
-    ComputeOptions,
-    build_operator,
-    check_resources,
-    labelled_cost,
-)
+from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator, labelled_cost
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import (
@@ -25,6 +20,7 @@ from otdd_flash.operators.labelled_cost import (
     squared_norms,
 )
 from otdd_flash.operators.memory import check_memory, free_memory, readable_bytes, shortage
+from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.problem import Problem
@@ -70,12 +66,14 @@ def test_streaming_takes_what_it_is_said_to_need(
     y = x if m is None else cloud(m, dim, classes, seed=1)
     compute = ComputeOptions("cpu", precision=precision)
 
+    request = Request.prepare((x, y), GroundCost(), compute, pairs=[(0, 1)])
+    inputs = request.inputs((0, 1), torch.ones(classes, classes))
+
     def run() -> object:
-        table = torch.ones(classes, classes)
-        operator = build_operator(x, y, table, GroundCost(), compute, keep_scores=False)
+        operator = build_operator(inputs, keep_scores=False)
         return operator, operator.softmin_rows(torch.zeros(len(y)), 0.1)
 
-    needed = check_resources(x, y, compute, CPU)
+    needed = request.needed
     assert needed <= peak(run, CPU) <= 1.1 * needed
 
 
@@ -86,13 +84,16 @@ def test_kernels_take_no_less_than_they_are_said_to_need(m: int | None) -> None:
     y = x if m is None else cloud(m, 300, 2, seed=1)
     compute = ComputeOptions(str(HERE), "triton")
 
+    def prepared() -> Request:
+        return Request.prepare((x, y), GroundCost(), compute, pairs=[(0, 1)])
+
     def run() -> object:
-        operator = build_operator(x, y, torch.ones(2, 2), GroundCost(), compute)
+        operator = build_operator(prepared().inputs((0, 1), torch.ones(2, 2)))
         f, g = torch.zeros_like(operator.a), torch.zeros_like(operator.b)
         return operator, operator.apply_plan(f, g, 1000.0, torch.ones_like(g).unsqueeze(1))
 
     # More: padding to blocks, and float64 copies of a few rows.
-    needed = check_resources(x, y, compute, HERE)
+    needed = prepared().needed
     assert needed <= peak(run, HERE) <= 4 * needed
 
 
@@ -108,14 +109,15 @@ def test_kernels_take_no_less_than_they_are_said_to_need(m: int | None) -> None:
 def test_float64_copies_of_points_are_one_small_buffer(n: int, dim: int, device: Any) -> None:
     x, y = (cloud(n, dim, 2, seed).to(device) for seed in (0, 1))
     masses = torch.full((n,), 1 / n, dtype=torch.float64, device=device)
-    cost = labelled_cost(x, y, torch.ones(2, 2), GroundCost(), device)
+    inputs = CostInputs(x, y, torch.ones(2, 2), GroundCost(), ComputeOptions())
+    cost = labelled_cost(inputs)
     gpu = device.type == "cuda"
     # The buffer, and some numbers of every point and every feature.
     most = 8 * (CHUNK_ELEMENTS_GPU if gpu else CHUNK_ELEMENTS_CPU) + 64 * (n + dim)
     assert most < 8 * n * dim / 8
     both = 2 * 4 * n * dim
     for extra, run in (
-        (0, lambda: labelled_cost(x, y, torch.ones(2, 2), GroundCost(), device)),
+        (0, lambda: labelled_cost(inputs)),
         (0, lambda: cost.expected_costs(masses)),
         (0, lambda: squared_norms(x.features)),
         (both, lambda: cost.centred(torch.float32)),
@@ -126,7 +128,7 @@ def test_float64_copies_of_points_are_one_small_buffer(n: int, dim: int, device:
 @pytest.mark.gpu
 def test_a_certified_divergence_takes_little_more_than_its_packed_points() -> None:
     x, y = (cloud(60_000, 512, 10, seed).to(GPU) for seed in (0, 1))
-    problem = Problem(x, y, 100.0, compute=ComputeOptions(str(GPU), "triton"))
+    problem = Problem.between(x, y, 100.0, compute=ComputeOptions(str(GPU), "triton"))
     options = Converged(tolerance=1.9, max_iterations=3)
     problem.solve(options)
     packed = 2 * 2 * (60_000 + 60_000) * 512

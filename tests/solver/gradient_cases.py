@@ -54,7 +54,7 @@ class Point:
         )
         weights = GroundCost(float(self.lambda_x), float(self.lambda_y))
         compute = ComputeOptions(device="cpu", precision=precision)
-        return Problem(*sides, EPSILON, self.table, weights, compute)
+        return Problem.between(*sides, EPSILON, self.table, weights, compute)
 
 
 def draw(

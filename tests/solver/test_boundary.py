@@ -16,7 +16,7 @@ from otdd_flash.operators import build, memory
 from otdd_flash.operators.cost_tiles import CentredProducts
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.problem import SIDES, Problem
 
 STORED = otdd.ComputeOptions("cpu")
 STREAMED = otdd.ComputeOptions("cpu", memory_budget=0)
@@ -102,7 +102,7 @@ def fails(*_: object, **__: object) -> Any:
 def test_labels_are_not_checked_while_solving(
     pair: tuple[LabeledSamples, LabeledSamples], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = Problem(*pair, 0.5, TABLE, compute=STORED)
+    problem = Problem.between(*pair, 0.5, TABLE, compute=STORED)
     monkeypatch.setattr(samples_module, "_as_class_indices", fails)
     assert problem.solve(otdd.Converged()).converged
 
@@ -151,12 +151,15 @@ def test_clouds_move_once_for_all_terms(
         moved.append(side)
         return elsewhere(side)
 
-    problem = Problem(pair[0], pair[0] if same else pair[1], 0.5, compute=STORED)
-    problem.device = torch.device("meta")
+    meta = torch.device("meta")
+    monkeypatch.setattr("otdd_flash.operators.request.resolve_device", lambda _: meta)
     monkeypatch.setattr(LabeledSamples, "to", move)
-    inputs = [problem.inputs(term) for term in ("xy", "xx", "yy", "xy")]
+    problem = Problem.between(pair[0], pair[0] if same else pair[1], 0.5, compute=STORED)
+    blocks = torch.zeros(2, 2)
+    inputs = [problem.request.inputs(SIDES[term], blocks) for term in ("xy", "xx", "yy", "xy")]
     assert len(moved) == moves
-    assert {side.features.device.type for term in inputs for side in term[:2]} == {"meta"}
+    sides = [side for term in inputs for side in (term.source, term.target)]
+    assert {side.features.device.type for side in sides} == {"meta"}
     assert (inputs[0].source is inputs[0].target) == same
     assert inputs[1].source is inputs[1].target
 

@@ -236,7 +236,7 @@ def check_divergence(problem: Problem, refusals: Refusals, precision: str) -> No
     )
     epsilon = problem.relative_epsilon * float(x.masses @ costs[0] @ y.masses)
     truth = reference.sinkhorn_divergence(costs, x.masses, y.masses, epsilon)
-    whole = solver_problem.Problem(source, target, epsilon, problem.table, weights, compute)
+    whole = solver_problem.Problem.between(source, target, epsilon, problem.table, weights, compute)
     found = refusals.outcome(lambda: whole.solve(problem.options))
     if found is None:
         return

@@ -168,7 +168,7 @@ def test_gradients_are_taken_at_the_end() -> None:
 
 
 def test_a_known_self_term_goes_on_where_it_is_too_wide() -> None:
-    problem = Problem(cloud(30, 0), cloud(20, 1, 1.0), 0.5, compute=DOUBLE)
+    problem = Problem.between(cloud(30, 0), cloud(20, 1, 1.0), 0.5, compute=DOUBLE)
     rough = problem.solve(Converged(0.5))
     assert rough.yy is not None
     options = Converged(bound_width=1e-6, max_iterations=40)

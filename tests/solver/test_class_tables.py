@@ -96,7 +96,6 @@ def test_a_shuffled_table_is_refused_before_any_work(monkeypatch: pytest.MonkeyP
         raise AssertionError("never to be called")
 
     monkeypatch.setattr("otdd_flash.solver.problem.build_operator", fails)
-    monkeypatch.setattr("otdd_flash.solver.problem.check_resources", fails)
     with pytest.raises(InputError, match=r"debias=False, which reads the block \[x, y\] alone"):
         by_divergence(symmetric_table()[torch.tensor([1, 0, 2, 3, 4, 5])])
 

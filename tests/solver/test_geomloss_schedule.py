@@ -157,8 +157,8 @@ def test_a_cloud_is_at_0_from_itself() -> None:
 
 def test_terms_known_from_another_diameter_are_not_taken() -> None:
     options = GeomlossSchedule(tolerance=2.0 - 1e-9)
-    problem = problem_module.Problem(SOURCE, TARGET, 0.1)
-    other = problem_module.Problem(waves(31, 9.0), TARGET, 0.1).solve(options)
+    problem = problem_module.Problem.between(SOURCE, TARGET, 0.1)
+    other = problem_module.Problem.between(waves(31, 9.0), TARGET, 0.1).solve(options)
     assert other.yy is not None
     start = {"xy": other.xy.g}
     found = problem.solve(options, known={"yy": other.yy}, start=start)

@@ -41,12 +41,16 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.flows.maps.base import check_dimension
 from otdd_flash.flows.maps.neighbours import in_classes_of
-from otdd_flash.operators.build import ComputeOptions, build_operator
+from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, less_origin, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
+
+# Places of the points, of the particles and of the target in a request.
+OWN, THEIRS = (0, 1), (0, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +86,17 @@ class VelocityField:
         """
         if divergence.xx is None:
             raise InputError("a velocity field needs the self term of the particles: debias=True")
+        request = problem.request
+        particles, target = request.seen
         return cls(
-            problem.source,
-            problem.target,
+            particles,
+            target,
             problem.table,
             divergence.xy.g,
             divergence.xx.f,
             problem.epsilon,
-            problem.weights,
-            problem.compute,
+            request.cost.squared,
+            request.compute,
         )
 
     def velocity(self, samples: LabeledSamples, *, mass: float = 0.0) -> Tensor:
@@ -113,33 +119,30 @@ class VelocityField:
         points = LabeledSamples(
             labelled.features, labelled.labels, labelled.class_names, name=samples.name
         ).to(device)
-        particles, target = self.particles.to(device), self.target.to(device)
+        sides = points, self.particles.to(device), self.target.to(device)
+        request = Request.prepare(sides, self.cost, self.compute, pairs=(OWN, THEIRS))
+        points, particles, target = request.seen
         # One origin near both: their difference then loses nothing to their distance from 0.
         clouds = ((cloud.features, cloud.masses) for cloud in (particles, target))
         origin = origin_near(clouds, self.compute.dtype)
         first = self.particles.class_total
         own, theirs = self.table[:first, :first], self.table[:first, first:]
-        softmin, stay = self._conditional(points, particles, own, self.f, origin)
+        softmin, stay = self._conditional(request.inputs(OWN, own), self.f, origin)
         if mass > 0:
             share = _own_share(softmin, self.epsilon, mass).to(stay.dtype).unsqueeze(1)
             stay.lerp_(less_origin(points.features, origin), share)
-        _, go = self._conditional(points, target, theirs, self.g, origin)
+        _, go = self._conditional(request.inputs(THEIRS, theirs), self.g, origin)
         return stay.sub_(go).mul_(2 * self.cost.lambda_x).to(samples.features)
 
     def _conditional(
-        self,
-        points: LabeledSamples,
-        cloud: LabeledSamples,
-        class_distances: Tensor,
-        potential: Tensor,
-        origin: Tensor,
+        self, inputs: CostInputs, potential: Tensor, origin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The softmin (k,) of a cloud's potential (m,), and its plan's mean less origin (k, d)."""
-        operator = build_operator(points, cloud, class_distances, self.cost, self.compute).refined
+        operator = build_operator(inputs).refined
         potential = potential.to(operator.a.device)
         softmin = operator.softmin_rows(potential, self.epsilon)
         means = conditional_means(
-            operator, softmin, potential, self.epsilon, cloud.features, origin
+            operator, softmin, potential, self.epsilon, inputs.target.features, origin
         )
         return softmin, means
 

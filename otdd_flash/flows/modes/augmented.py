@@ -41,6 +41,7 @@ from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.pair_chunks import chunk_size
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import free_memory, readable_bytes
+from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 
 # A hundred such shares of a mass together are what float64 does not see of it.
@@ -86,7 +87,10 @@ class EuclideanAugmentedMode(AugmentedMode):
         assert labels is not None
         vectors = self._vectors(setting.target.features, self._target.take(labels).variables)
         target = LabeledSamples(vectors, None, (), setting.target.weights)
-        self._divergence = TargetDivergence(setting, target, GroundCost(1.0, 0.0))
+        particles = self._particles(self._vectors(setting.source.features, self.variables))
+        cost = GroundCost(1.0, 0.0)
+        request = Request.prepare((particles, target), cost, setting.request.compute)
+        self._divergence = TargetDivergence(setting, request)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence of the vectors, by their parts."""
@@ -96,16 +100,18 @@ class EuclideanAugmentedMode(AugmentedMode):
         }
         points = moving.pop("features")
         vectors = self._vectors(points, moving)
-        source = self._setting.source
-        particles = LabeledSamples(vectors.detach(), None, (), source.weights)
+        particles = self._particles(vectors.detach())
         solved, gradient = self._divergence(particles, None, frozenset({"x"}), batch)
         velocity = self._feature_velocity(gradient["x"], batch)
         by_features, *parts = torch.autograd.grad(vectors, [points, *moving.values()], velocity)
         return Evaluation(solved, by_features, dict(zip(moving, parts, strict=True)))
 
+    def _particles(self, vectors: Tensor) -> LabeledSamples:
+        return LabeledSamples(vectors, None, (), self._setting.source.weights)
+
     def _vectors(self, features: Tensor, gaussians: Mapping[str, Tensor]) -> Tensor:
         """(sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) |s|), (n, up to 3 d)."""
-        cost = self._setting.cost.squared
+        cost = self._setting.request.cost.squared
         parts = [cost.lambda_x**0.5 * features, cost.lambda_y**0.5 * gaussians["means"]]
         if "spreads" in gaussians:
             parts.append(cost.lambda_y**0.5 * gaussians["spreads"].abs())
@@ -123,7 +129,7 @@ class FullAugmentedMode(AugmentedMode):
         _check_memory(classes, self._setting)
         super()._start(classes)
         count = len(self._started_as)
-        self._own_classes = torch.arange(count, device=self._setting.device)
+        self._own_classes = torch.arange(count, device=self._setting.request.device)
         self._own_names = tuple(map(str, range(count)))
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
@@ -169,9 +175,9 @@ class FullAugmentedMode(AugmentedMode):
     def _needed(self, features: Tensor, batch: Batch | None) -> Tensor:
         """Pairs (n, n + L) of Gaussians, within the batch, that mass may move between."""
         setting, points = self._setting, features.double()
-        cost = setting.cost.squared.lambda_x * torch.cdist(points, points).square()
+        cost = setting.request.cost.squared.lambda_x * torch.cdist(points, points).square()
         gaussians = Gaussians.from_variables(self.variables)
-        cost += setting.cost.lambda_y * gaussians.lower_bounds()
+        cost += setting.request.cost.lambda_y * gaussians.lower_bounds()
         near = cost < -math.log(NO_MASS) * setting.epsilon
         needed = torch.nn.functional.pad(
             near.fill_diagonal_(False), (0, len(self._target)), value=1
@@ -198,11 +204,12 @@ def _check_memory(classes: Gaussians, setting: FlowSetting) -> None:
     factors, roots = count * rows * dim, count * dim**2
     table = (count + setting.target.class_total) ** 2
     needed = (COPIES * (factors + table) + ROOTS * roots) * classes.spreads.itemsize
-    free = free_memory(setting.device)
+    device = setting.request.device
+    free = free_memory(device)
     if needed > free:
         raise InputError(
             f"flow.mode=augmented with full covariances gives each of {count:,} particles a factor "
             f"of {rows} x {dim} and takes about {needed:,} bytes ({readable_bytes(needed)}); "
-            f"{readable_bytes(free)} are free on {setting.device}. Use labels.diagonal=true, "
+            f"{readable_bytes(free)} are free on {device}. Use labels.diagonal=true, "
             "labels=means, fewer samples (max_samples) or fewer dimensions (extractor.pca)"
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.flows.maps import EntropicMap, VelocityField
 from otdd_flash.labels import measure_classes
-from otdd_flash.operators.build import labelled_cost
+from otdd_flash.operators.build import CostInputs, labelled_cost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient
@@ -47,7 +47,7 @@ def class_table(source: LabeledSamples, target: LabeledSamples) -> Tensor:
     if source.labels is None:
         return torch.zeros(2, 2, dtype=torch.float64)
     metric = otdd.labels.metric_of("gaussian")
-    return measure_classes(source, target, metric, device=torch.device("cpu")).full
+    return measure_classes(source, target, metric).full
 
 
 def resolved_epsilon(
@@ -55,8 +55,7 @@ def resolved_epsilon(
 ) -> float:
     """Epsilon as a multiple of the mean cost."""
     block = class_table(source, target)[: source.class_total, source.class_total :]
-    device = torch.device("cpu")
-    return relative * labelled_cost(source, target, block, cost, device).mean_cost
+    return relative * labelled_cost(CostInputs(source, target, block, cost, DOUBLE)).mean_cost
 
 
 def euler_flow(
@@ -75,7 +74,7 @@ def euler_flow(
     particles, fields, solved = source, [], None
     for _ in range(steps):
         table = class_table(particles, target)
-        problem = Problem(particles, target, epsilon, table, cost, compute)
+        problem = Problem.between(particles, target, epsilon, table, cost, compute)
         gradient = DivergenceGradient(problem, frozenset({"x"}))
         solved = problem.solve(options, start=_potentials(solved), solved=gradient)
         fields.append(VelocityField.of(problem, solved))

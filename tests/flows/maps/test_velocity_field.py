@@ -49,7 +49,7 @@ def solved_field(
     compute: otdd.ComputeOptions = DOUBLE,
     tolerance: float = 1e-10,
 ) -> VelocityField:
-    problem = Problem(particles, target, EPSILON, table, COST, compute)
+    problem = Problem.between(particles, target, EPSILON, table, COST, compute)
     return VelocityField.of(problem, problem.solve(otdd.Converged(tolerance)))
 
 
@@ -124,7 +124,7 @@ def test_of_digits_it_is_n_times_the_gradient() -> None:
 
 def test_an_unfinished_solve_leaves_no_more_than_its_marginal_error() -> None:
     particles, target, table = cloud(23, 0), cloud(17, 1), random_table(6)
-    problem = Problem(particles, target, EPSILON, table, COST, DOUBLE)
+    problem = Problem.between(particles, target, EPSILON, table, COST, DOUBLE)
     gradient = DivergenceGradient(problem, frozenset({"x"}))
     rough = problem.solve(otdd.Converged(0.05), solved=gradient)
     field = VelocityField.of(problem, rough)
@@ -278,7 +278,7 @@ def test_what_cannot_be_placed_is_refused() -> None:
 
 
 def test_a_divergence_without_debiasing_has_no_field() -> None:
-    problem = Problem(cloud(5, 0), cloud(4, 1), EPSILON, random_table(6), COST, DOUBLE)
+    problem = Problem.between(cloud(5, 0), cloud(4, 1), EPSILON, random_table(6), COST, DOUBLE)
     with pytest.raises(InputError, match="debias=True"):
         VelocityField.of(problem, problem.solve(otdd.Converged(), debias=False))
 

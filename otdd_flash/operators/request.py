@@ -1,0 +1,166 @@
+"""Datasets that are to be compared: checked, moved to the device and seen by the cost, once.
+
+`check_comparable` is about the datasets as they come, `Request.prepare` about what of them is kept.
+Class distances, operators, solves and results read the points from here. The ground cost is applied
+to them here and nowhere below: operators and solvers know squared distances of the points seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.dimensions import check_same_dimension
+from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes
+from otdd_flash.operators.footprint import CostSize
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.memory import check_memory, within_memory
+from otdd_flash.samples import LabeledSamples, check_squares
+
+T = TypeVar("T")
+
+# Places of two datasets, the rows' and the columns'.
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """K datasets and the cost between them, on the device; `prepare` makes one.
+
+    Attributes:
+        given: the datasets, moved to the device.
+        seen: the same as the ground cost sees them.
+        cost: what it compares and its weights.
+        compute: how passes run.
+        needed: bytes that the largest operator takes at the least, with those that were moved.
+    """
+
+    given: tuple[LabeledSamples, ...]
+    seen: tuple[LabeledSamples, ...]
+    cost: GroundCost
+    compute: ComputeOptions
+    needed: int
+
+    @classmethod
+    def prepare(
+        cls,
+        datasets: Sequence[LabeledSamples],
+        cost: GroundCost,
+        compute: ComputeOptions,
+        *,
+        pairs: Iterable[Pair] | None = None,
+        seen: bool = False,
+    ) -> Request:
+        """Check what a comparison takes, then move the datasets.
+
+        Args:
+            datasets: that `check_comparable` lets pass; one object may stand at several places.
+            cost: what it compares and its weights.
+            compute: where and how passes run.
+            pairs: places of the datasets that operators will be made of; by default every two, and
+                each with itself.
+            seen: the datasets are as the ground cost sees them already.
+
+        Raises:
+            InputError: there is no such device, the backend cannot run on it or in the precision,
+                the memory is short, or the ground cost is not defined for a point.
+        """
+        device = resolve_device(compute.device)
+        if pairs is None:
+            places = range(len(datasets))
+            pairs = (*combinations(places, 2), *zip(places, places, strict=True))
+        needed = check_resources(datasets, pairs, compute, device)
+
+        def move() -> Request:
+            # A dataset that stands at several places stays one.
+            given = {side: side.to(device) for side in dict.fromkeys(datasets)}
+            points = {side: one if seen else cost.seen(one) for side, one in given.items()}
+            moved = tuple(given[side] for side in datasets)
+            return cls(moved, tuple(points[side] for side in datasets), cost, compute, needed)
+
+        size = cost_size(datasets[0], datasets[-1])
+        return within_memory(move, size, needed, device, compute.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything is."""
+        return self.given[0].features.device
+
+    def of(self, *places: int) -> Request:
+        """The request of some of the datasets."""
+        given, seen = (tuple(each[k] for k in places) for each in (self.given, self.seen))
+        return replace(self, given=given, seen=seen)
+
+    def at(self, *seen: LabeledSamples) -> Request:
+        """The request of other points, no more of them, on the device and seen by the cost."""
+        return replace(self, given=seen, seen=seen)
+
+    def see(self, samples: LabeledSamples) -> LabeledSamples:
+        """Other samples, moved and seen as the datasets are."""
+        return self.cost.seen(samples.to(self.device))
+
+    def inputs(self, pair: Pair, class_distances: Tensor) -> CostInputs:
+        """What the cost between two of the datasets is made of, with their block of W."""
+        source, target = (self.seen[place] for place in pair)
+        return CostInputs(source, target, class_distances, self.cost, self.compute)
+
+    def within_memory(self, run: Callable[[], T]) -> T:
+        """What `run` returns, which works on the first and the last dataset.
+
+        Raises:
+            InputError: an allocation failed.
+        """
+        size = cost_size(self.seen[0], self.seen[-1])
+        return within_memory(run, size, self.needed, self.device, self.compute.dtype)
+
+
+def check_comparable(*datasets: LabeledSamples) -> None:
+    """Refuse datasets whose points have no distances from each other.
+
+    Raises:
+        InputError: they differ in dimension or device, features are not finite, or their squared
+            distances overflow.
+    """
+    for other in datasets[1:]:
+        check_same_dimension(datasets[0], other)
+        check_one_device(datasets[0].features.device, other.features.device)
+    check_squares(*datasets)
+
+
+def check_resources(
+    datasets: Sequence[LabeledSamples],
+    pairs: Iterable[Pair],
+    compute: ComputeOptions,
+    device: torch.device,
+) -> int:
+    """Refuse operators that the device cannot run, before any work on them.
+
+    Returns:
+        The bytes that the largest takes at the least, with those of datasets that have to be moved.
+
+    Raises:
+        InputError: the backend cannot run on the device or in the precision, or there is not
+            enough memory.
+    """
+    elsewhere = (side for side in dict.fromkeys(datasets) if side.features.device != device)
+    moved = sum(side.features.nbytes for side in elsewhere)
+    most = moved
+    for i, j in pairs:
+        size = cost_size(datasets[i], datasets[j])
+        needed = moved + operator_bytes(size, compute, device)
+        check_memory(size, needed, device, compute.dtype)
+        most = max(most, needed)
+    return most
+
+
+def cost_size(source: LabeledSamples, target: LabeledSamples) -> CostSize:
+    """The size of the cost between two clouds."""
+    return CostSize(
+        len(source), len(target), source.dim, source.class_total, symmetric=source is target
+    )
