@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.segments import Look, WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
 from otdd_flash.kernels.segmented_step import CHAIN_PRODUCTS, DIGITS, PARTS, RANGE_COLUMNS
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments
-from otdd_flash.operators.segments import MEMORY, Look, WeightedPoints
 from otdd_flash.operators.stored_segments import StoredSegments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -153,7 +153,7 @@ def test_the_coarse_form_is_off_by_one_rounding() -> None:
     segments = in_kernels()
     errors, none = segments.coarse(1e-3).errors, torch.zeros(len(PAIRS)).double().to(DEVICE)
     unit = none + UNIT
-    expected = segments.mean_cost * UNIT, segments.mean_cost * UNIT, none, 2 * unit, unit, none
+    expected = segments.mean_cost * UNIT, segments.mean_cost * UNIT, none, 2 * unit, unit, *3 * (none,)
     for found, one in zip(errors, expected, strict=True):
         assert torch.equal(found, one)
 
@@ -161,8 +161,8 @@ def test_the_coarse_form_is_off_by_one_rounding() -> None:
 def test_the_coarse_form_moves_the_same_potentials() -> None:
     segments = in_kernels()
     coarse = segments.coarse(1e-3)
-    assert coarse._vectors is segments._vectors
-    assert coarse._rows is segments._rows
+    assert coarse._vectors.columns is segments._vectors.columns
+    assert coarse._vectors.rows is segments._vectors.rows
 
 
 @pytest.mark.parametrize("themselves", [False, True])
@@ -181,11 +181,11 @@ def test_kernels_start_from_potentials_that_are_none_within_a_class() -> None:
     """-||y'||^2 for every column: with -2 x' . y' that is the whole cost at potential 0."""
     segments = in_kernels()
     expected = torch.cat([-Facts(CLOUDS[j]).points.square().sum(1) for _, j in PAIRS])
-    vectors = segments._vectors
+    vectors = segments._vectors.columns
     torch.testing.assert_close(vectors.candidate, expected.float(), rtol=1e-6, atol=0)
     for vector in vectors[1:]:
         assert not bool(vector.any())
-    assert len(vectors.remembered) == 2 * MEMORY * len(expected)
+    assert len(vectors.remembered) == 2 * segments.memory * len(expected)
 
 
 @pytest.mark.parametrize("themselves", [False, True])
@@ -211,7 +211,8 @@ def _numbers(segments: KernelSegments) -> list[Tensor]:
     """A look at the candidates, and what is known of the costs."""
     count = len(segments.mean_cost)
     epsilon = torch.full((count,), 2.0, dtype=torch.float64, device=DEVICE)
-    look: Look = segments.look(epsilon, torch.ones(count, dtype=torch.bool, device=DEVICE))
+    active = torch.ones(count, dtype=torch.bool, device=DEVICE)
+    look = Look.of(*segments.numbers(epsilon, active))
     costs = segments.mean_cost, segments.offset, segments.cost_spread
     return [*look, *costs, *segments.errors]
 

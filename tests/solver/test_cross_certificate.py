@@ -9,12 +9,12 @@ import reference
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.oscillation import cost_spread
+from otdd_flash.engine.evidence.primal import filled_value
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.solver.certificate import cost_spread
-from otdd_flash.solver.cross_certificate import certify
-from otdd_flash.solver.polytope import filled_value
+from otdd_flash.solver.certificate import certify
 
 EPSILON = 0.1
 
