@@ -56,6 +56,8 @@ class Limits(NamedTuple):
     trifle: float
     value_trifle: float
     most_error: float
+    least_mass: float
+    most_mass: float
     level_tolerance: float
 
 
@@ -76,7 +78,14 @@ class State(NamedTuple):
 
 
 @triton.jit
-def read_plan(p_rows, p_columns, epsilon, SELF: tl.constexpr):
+def read_plan(
+    p_rows,
+    p_columns,
+    epsilon,
+    SELF: tl.constexpr,
+    LEAST_MASS: tl.constexpr,
+    MOST_MASS: tl.constexpr,
+):
     """Two dual values, gain, three sizes, and the error of the mass.
 
     The second dual is that of exact rows; sizes are <a, |f|> + <b, |g|>, that with shifts, and that
@@ -85,9 +94,9 @@ def read_plan(p_rows, p_columns, epsilon, SELF: tl.constexpr):
     value, size, mass = tl.load(p_columns), tl.load(p_columns + 1), tl.load(p_columns + 5)
     gain = tl.load(p_columns + 8)
     if SELF:
-        shift = epsilon * tl.log(mass)
-        size = 2 * size
-        dual, excess = 2 * value - shift, tl.abs(mass - 1)
+        shift = epsilon * tl.log(tl.minimum(tl.maximum(mass, LEAST_MASS), MOST_MASS))
+        size, excess = 2 * size, tl.abs(mass - 1)
+        dual = tl.where(mass <= MOST_MASS, 2 * value - shift, -float("inf"))
         plan = dual, dual, gain + shift, size, size + tl.abs(shift), 0.0, excess
     else:
         exact, stored = tl.load(p_rows) + value, tl.load(p_rows + 1)
@@ -220,6 +229,8 @@ def segmented_decision_kernel(
     TRIFLE: tl.constexpr,
     VALUE_TRIFLE: tl.constexpr,
     MOST_ERROR: tl.constexpr,
+    LEAST_MASS: tl.constexpr,
+    MOST_MASS: tl.constexpr,
     LEVEL_TOLERANCE: tl.constexpr,
     NUMBERS: tl.constexpr,
     MEMORY: tl.constexpr,
@@ -245,7 +256,7 @@ def segmented_decision_kernel(
     gap, mean_residual = tl.load(p_columns + 4), tl.load(p_columns + 8)
 
     dual, exact, gain, size, shifted_size, stored, excess = read_plan(
-        p_rows, p_columns, epsilon, SELF
+        p_rows, p_columns, epsilon, SELF, LEAST_MASS, MOST_MASS
     )
     noise = unit * (size + 2 * tl.load(p_costs)) / epsilon + 4 * unit_of_sums
     floor, rounding = rounding_of(

@@ -62,6 +62,9 @@ TRIFLE, VALUE_TRIFLE = 2.0**-48, 2.0**-38
 # The L1 distance of two masses, at the most.
 MOST_ERROR = 2.0
 
+# The masses of a plan that a float64 tells from 0 and infinity.
+LEAST_MASS, MOST_MASS = 1e-300, 1e300
+
 
 class Shown(NamedTuple):
     """What a look tells of the plan, (S,) each.
@@ -139,12 +142,13 @@ CROSS = Form(show_cross, damping=1.0, symmetric=False)
 def show_self(costs: Costs, look: Look, epsilon: Tensor) -> Shown:
     """What a look tells of the plan of one potential, shifted to mass 1."""
     off = look.gap + (look.mass - 1).abs()
-    shift = epsilon * look.mass.log()
+    # A potential a constant away has a mass beyond the range of floats, and gains what it should.
+    shift = epsilon * look.mass.clamp(LEAST_MASS, MOST_MASS).log()
     size = 2 * look.size + shift.abs()
     # Potentials are taken as they are stored.
     floor, rounding = rounding_of(costs, Plan(torch.zeros_like(off), size, off), epsilon)
     error = (off + floor).clamp_max(MOST_ERROR)
-    dual = 2 * look.value - shift
+    dual = torch.where(look.mass <= MOST_MASS, 2 * look.value - shift, -torch.inf)
     value = dual + costs.offset
     return Shown(
         dual,

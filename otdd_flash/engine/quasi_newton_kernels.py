@@ -11,7 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import MOST_ERROR, TRIFLE, VALUE_TRIFLE, Form
+from otdd_flash.engine.evidence import (
+    LEAST_MASS,
+    MOST_ERROR,
+    MOST_MASS,
+    TRIFLE,
+    VALUE_TRIFLE,
+    Form,
+)
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels
 from otdd_flash.engine.quasi_newton import DUAL_ROUNDING, FALLEN, STALLED, STALLED_FLOORS, Progress
 from otdd_flash.engine.rule import Goal, Start
@@ -36,6 +43,8 @@ LIMITS = Limits(
     TRIFLE,
     VALUE_TRIFLE,
     MOST_ERROR,
+    LEAST_MASS,
+    MOST_MASS,
     LEVEL_TOLERANCE,
 )
 

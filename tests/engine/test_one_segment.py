@@ -132,6 +132,22 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
     assert torch.equal(segment.updated, first.g)
 
 
+@pytest.mark.parametrize("far", [1e3, -1e3, 1e4])
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_solve_may_start_from_anywhere(symmetric, constant, far) -> None:
+    """Masses of the first plans are infinite or 0."""
+    operator = problem(30, None if symmetric else 40, torch.float64)
+    epsilon, solve = 0.03 * operator.mean_cost, SOLVES[symmetric]
+    near = solve(operator, epsilon, Converged(1e-6))
+    start = far * (torch.ones_like(near.g) if constant else draw(len(near.g)))
+    term = solve(operator, epsilon, Converged(1e-6), start=start)
+    assert term.converged
+    assert term.value == pytest.approx(near.value, rel=1e-5)
+    if constant:
+        assert term.iterations <= near.iterations + 3
+
+
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("relative", [30.0, 0.3, 0.02])
 @pytest.mark.parametrize("symmetric", [False, True])
