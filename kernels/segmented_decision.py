@@ -251,7 +251,9 @@ def segmented_decision_kernel(
     loosest, max_iterations = tl.load(settings_ptr + 2), tl.load(settings_ptr + 3)
     aim = tl.load(settings_ptr + 4)
     unit, unit_of_sums = tl.load(settings_ptr + 5), tl.load(settings_ptr + 6)
-    epsilon, iterations = tl.load(level_ptr + i_segment), tl.load(p_state) + 1
+    active = tl.load(active_ptr + i_segment)
+    now = active != 0
+    epsilon, iterations = tl.load(level_ptr + i_segment), tl.load(p_state) + now.to(tl.float64)
     lowest, highest = tl.load(p_columns + 2), tl.load(p_columns + 3)
     gap, mean_residual = tl.load(p_columns + 4), tl.load(p_columns + 8)
 
@@ -283,12 +285,11 @@ def segmented_decision_kernel(
     tl.store(p_new_state + 8, tl.where(changes, -float("inf"), new_dual))
     tl.store(p_new_state + 9, tl.where(changes, 0.0, age))
     # Only the last g that was kept at this level has a residual to compare with.
-    started = tl.abs(tl.load(p_state + 1)) < float("inf")
+    started = now & (tl.abs(tl.load(p_state + 1)) < float("inf"))
     kept, plain = update_trust(
         dual, gain, gap, slack, changes, p_state + 1, p_new_state + 1, GROWTH, PATIENCE
     )
     level = tl.where(iterations + 1 >= max_iterations, final_epsilon, level)
-    active = tl.load(active_ptr + i_segment)
     tl.store(new_active_ptr + i_segment, tl.where(done, 0, active).to(tl.int8))
     tl.store(new_level_ptr + i_segment, level)
     tl.store(p_new_state, iterations)
@@ -300,7 +301,6 @@ def segmented_decision_kernel(
         spread = spread / 2
     p_terms, p_new_terms = terms_ptr + TERMS * i_segment, new_terms_ptr + TERMS * i_segment
     upper = exact + offset + error * spread + rounding
-    now = active != 0
     tl.store(p_new_terms, tl.where(now, value, tl.load(p_terms)))
     tl.store(p_new_terms + 1, tl.where(now, value - rounding, tl.load(p_terms + 1)))
     tl.store(p_new_terms + 2, tl.where(now, upper, tl.load(p_terms + 2)))

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -78,7 +77,7 @@ def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[s
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     taken = resources(ASTSource(kernel, signature, values, aligned), capability, tile.warps)
-    return {"kernel": kernel.__name__, "memory": constants.get("MEMORY"), **taken}
+    return {"kernel": kernel.__name__, **taken}
 
 
 def main() -> None:
@@ -122,7 +121,8 @@ def main() -> None:
             }
             taken.append(needs(segmented_step_kernel, constants, int(height), tile, capability))
     tile, one_warp = tile._replace(warps=4), tile._replace(warps=1)
-    for memory, merged in product((4, 8), (False, True)):
+    # Of many segments, and of a single one.
+    for memory, merged in ((4, True), (8, False)):
         width = NUMBERS + 4 * memory
         block = {"BLOCK": segmented_softmin.BLOCK}
         given = {"LN_2": 0.7, "MERGED": merged, **block}
@@ -136,9 +136,9 @@ def main() -> None:
             (segmented_move.segmented_move_kernel, move),
         ):
             taken.append(needs(kernel, constants, 0, tile, capability))
-        # Whether rows are columns.
-        constants = constants_of(memory, 0.5, merged, LIMITS)
-        taken.append(needs(segmented_decision_kernel, constants, 0, one_warp, capability))
+        for symmetric in (False, True):
+            constants = constants_of(memory, 0.5, symmetric, LIMITS)
+            taken.append(needs(segmented_decision_kernel, constants, 0, one_warp, capability))
     sys.stdout.write(json.dumps(taken) + "\n")
 
 
