@@ -1,4 +1,4 @@
-"""Steps are repeated alike one by one and as a recorded graph, and read without waiting."""
+"""Steps that are repeated one by one and as a recorded graph, and read without waiting."""
 
 from __future__ import annotations
 
@@ -6,93 +6,64 @@ from threading import Thread
 
 import pytest
 import torch
-from otdd_flash.solver.quasi_newton import begin
-from otdd_flash.solver.sweep import _overwrite, steps_between_looks, sweep
 
+from otdd_flash.engine import recording
+from otdd_flash.engine.evidence import CROSS, SELF
 from otdd_flash.engine.late_reader import LateReader
+from otdd_flash.engine.levels import Levels
+from otdd_flash.engine.recording import STEPS, Repeated
+from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver import sweep as sweep_module
-from otdd_flash.solver.alternating import alternate, solve_alternating
+from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.symmetric import average, solve_symmetric
+from otdd_flash.solver.symmetric import solve_symmetric
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def add_one(operator, epsilon, state):
-    count, _ = state
-    return count + epsilon, count
-
-
-@pytest.mark.parametrize("count", [1, 2, 7])
-def test_a_sweep_takes_that_many_steps(count):
-    masses = torch.ones(1).double()
-    operator = StoredOperator.from_cost(torch.zeros(1, 1), masses, masses)
-    start = (torch.zeros(3), torch.zeros(3))
-    after, before = sweep(operator, add_one, 0.5, start, count)
-    assert torch.equal(after, torch.full((3,), 0.5 * count))
-    assert torch.equal(before, after - 0.5)
-    assert torch.equal(start[0], torch.zeros(3))
+def labelled_cost(n, m, device="cuda"):
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(size, 20, generator=draw).to(device) for size in (n, m))
+    a, b = (torch.full((size,), 1 / size).double().to(device) for size in (n, m))
+    labels = tuple(torch.arange(size, device=device) % 3 for size in (n, m))
+    y, b, labels = (x, a, labels[:1] * 2) if n == m else (y, b, labels)
+    costs = torch.rand(3, 3, generator=draw).double().to(device)
+    return LabelledCost(
+        *(x, y, a, b),
+        labels_x=labels[0],
+        labels_y=labels[1],
+        class_costs=costs + costs.T,
+        lambda_x=0.5,
+    )
 
 
 class Replayed:
-    """Stands for a graph: does its step again on the recording's own tensors."""
+    """Stands for a graph: does again what was launched."""
 
-    def __init__(self, recording, operator):
-        self.recording, self.operator = recording, operator
-
-    def replay(self):
-        own = self.recording._state
-        _overwrite(own, self.recording._step(self.operator, self.recording._epsilon, own))
+    def __init__(self, launch):
+        self.replay = launch
 
 
-def record(recording, operator, state):
-    recording._state = tuple(tensor.clone() for tensor in state)
-    return Replayed(recording, operator)
-
-
-def test_replayed_steps_are_those_one_by_one_at_every_level(monkeypatch):
-    masses, recorded = torch.ones(1).double(), []
-    monkeypatch.setattr(StoredOperator, "short_passes", True)
+def test_replayed_steps_are_those_one_by_one(monkeypatch):
+    recorded, count = [], torch.zeros(3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(
-        sweep_module._Recording,
-        "_record",
-        lambda *arguments: recorded.append(arguments) or record(*arguments),
+        recording,
+        "_recorder",
+        lambda _: type("Recorder", (), {"record": lambda self, launch: record(launch)})(),
     )
-    operator = StoredOperator.from_cost(torch.zeros(1, 1), masses, masses)
-    state, pairs = (torch.zeros(3), torch.zeros(3)), []
-    for count, epsilon in ((3, 0.5), (1, 0.5), (2, 0.25), (1, 0.25), (4, 0.5)):
-        # From what a sweep handed out, and from elsewhere.
-        for start in (state, (torch.rand(3), torch.rand(3))):
-            expected = start
-            for _ in range(count):
-                expected = add_one(operator, epsilon, expected)
-            state = sweep(operator, add_one, epsilon, start, count)
-            pairs.append((state, expected))
-    # Only now: what was handed out is not written to any more.
-    assert all(all(map(torch.equal, *pair)) for pair in pairs)
+
+    def record(launch):
+        recorded.append(launch)
+        return Replayed(launch)
+
+    repeated = Repeated(lambda: count.add_(1))
+    for times in range(1, 6):
+        repeated.run()
+        assert count.tolist() == [float(STEPS * times)] * 3
     assert len(recorded) == 1
-
-
-def test_a_state_may_be_overwritten_by_its_own_parts():
-    old = (torch.arange(4.0), torch.arange(4.0) + 9, torch.ones(2).double())
-    new = (old[1], old[0], old[2] + 1)
-    expected = [tensor.clone() for tensor in new]
-    _overwrite(old, new)
-    assert all(map(torch.equal, old, expected))
-
-
-@pytest.mark.parametrize(
-    ("short", "taken", "steps"), [(True, 31, 1), (True, 32, 4), (False, 99, 1)]
-)
-def test_only_recorded_steps_are_looked_at_in_groups(short, taken, steps, monkeypatch):
-    masses = torch.ones(1).double()
-    monkeypatch.setattr(StoredOperator, "short_passes", short)
-    operator = StoredOperator.from_cost(torch.zeros(1, 1), masses, masses)
-    assert steps_between_looks(operator, taken) == steps
 
 
 def test_on_a_cpu_numbers_come_back_at_once():
@@ -103,69 +74,53 @@ def test_on_a_cpu_numbers_come_back_at_once():
     assert reader.last() is None
 
 
-def labelled_cost(n, m, device="cuda"):
-    draw = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(size, 20, generator=draw).to(device) for size in (n, m))
-    y = x if n == m else y
-    a, b = (torch.full((size,), 1 / size).double().to(device) for size in (n, m))
-    b = a if n == m else b
-    labels = tuple(torch.arange(size, device=device) % 3 for size in (n, m))
-    costs = torch.rand(3, 3, generator=draw).double().to(device)
-    return LabelledCost(
-        x,
-        y,
-        a,
-        b,
-        labels_x=labels[0],
-        labels_y=labels[0] if n == m else labels[1],
-        class_costs=costs + costs.T,
-        lambda_x=0.5,
-    )
+def begin(operator, top):
+    """The iterations of a term from a level on, and their segment."""
+    symmetric = operator.shape[0] == operator.shape[1]
+    segment = operator.segment(torch.zeros_like(operator.b).float(), symmetric=symmetric)
+    level = torch.full((1,), top, dtype=torch.float64, device=DEVICE)
+    start = Start(Levels.descending(level), torch.zeros_like(level))
+    goal = Goal(top / 8, 1e-3, 0.1, 100)
+    return segment, segment.iterations(goal, SELF if symmetric else CROSS, start)
 
 
-STEPS = [(alternate, 130, 70), (average, 130, 130)]
+def state(segment, rule):
+    return segment.kept, segment.updated, rule.terms.clone(), rule.active.clone()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "n", "m"), STEPS)
+@pytest.mark.parametrize(("n", "m"), [(130, 70), (130, 130)])
 @pytest.mark.parametrize("many", [1, 1 << 26])
-def test_a_step_reads_epsilon_from_the_device_alone(step, n, m, many, monkeypatch):
-    """As a recorded one must, on which the host has no more say."""
+def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
+    """As a recorded one must, on which the host has no more say: levels are on the device."""
     monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
     operator = KernelOperator(labelled_cost(n, m, DEVICE), "fast")
-    level = torch.empty((), dtype=torch.float64, device=DEVICE)
-    state = begin(*(torch.zeros(size, device=DEVICE) for size in (n, m)))
+    _, rule = begin(operator, 1.0)
+    rule.step()
 
     def refuse(tensor):
         raise AssertionError("the host waits for the device")
 
-    for epsilon in (1.0, 0.01, 1 / 3):
-        level.fill_(epsilon)
-        expected = step(operator, epsilon, state)
-        with monkeypatch.context() as patched:
-            for name in ("__float__", "__bool__", "item", "tolist"):
-                patched.setattr(torch.Tensor, name, refuse)
-            found = step(operator, level, state)
-        assert all(map(torch.equal, found, expected))
-        state = expected
+    for name in ("__float__", "__bool__", "item", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    rule.step()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("step", "n", "m"), [(alternate, 900, 700), (average, 800, 800)])
+@pytest.mark.parametrize(("n", "m"), [(900, 700), (800, 800)])
 @pytest.mark.parametrize("many", [1, 1 << 26])
-def test_a_step_recorded_at_one_level_is_right_at_another(step, n, m, many, monkeypatch):
+def test_recorded_steps_are_those_that_are_not_at_every_level(n, m, many, monkeypatch):
     monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
     operator = KernelOperator(labelled_cost(n, m), "fast")
     assert operator.short_passes
-    state = begin(*(torch.zeros(size, device="cuda") for size in (n, m)))
-    handed_out = []
-    for epsilon in (1.0, 0.05, 0.3, 1.0):
-        expected = state
-        for _ in range(4):
-            expected = step(operator, epsilon, expected)
-        state = sweep(operator, step, epsilon, state, 4)
-        handed_out.append((state, expected))
-    assert all(all(map(torch.equal, *states)) for states in handed_out)
+    segment, rule = begin(operator, 1.0)
+    for _ in range(12):
+        segment.repeat(rule.step)
+    alone, by_itself = begin(operator, 1.0)
+    for _ in range(12 * STEPS):
+        by_itself.step()
+    for one, two in zip(state(segment, rule), state(alone, by_itself), strict=True):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.gpu
@@ -183,35 +138,22 @@ def test_on_a_gpu_numbers_come_back_one_exchange_late_and_in_order():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("relative_epsilon", [1.0, 0.03])
-def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, monkeypatch):
-    recorded = KernelOperator(labelled_cost(900, 700), "high")
-    plain = KernelOperator(labelled_cost(900, 700), "high")
+@pytest.mark.parametrize("m", [700, 900])
+def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, m, monkeypatch):
+    """To the last bit, and however many steps are launched after the end."""
+    solve = solve_symmetric if m == 900 else solve_alternating
+    recorded, plain = (KernelOperator(labelled_cost(900, m), "high") for _ in range(2))
     assert recorded.short_passes
     monkeypatch.setattr(plain, "short_passes", False)
     epsilon = relative_epsilon * recorded.mean_cost
-    options = Converged(1e-4)
     again, first, expected = (
-        solve_alternating(operator, epsilon, options) for operator in (recorded, recorded, plain)
+        solve(operator, epsilon, Converged(1e-4)) for operator in (recorded, recorded, plain)
     )
     assert first.converged
-    assert again.value == first.value
-    assert torch.equal(again.g, first.g)
-    assert expected.bounds[0] <= first.value <= expected.bounds[1]
-
-
-@pytest.mark.gpu
-def test_recorded_self_terms_are_those_that_are_not_recorded(monkeypatch):
-    operator = KernelOperator(labelled_cost(800, 800), "high")
-    assert operator.short_passes
-    first = solve_symmetric(operator, 0.5, Converged(1e-4))
-    monkeypatch.setattr(kernel_operator, "MANY_SCORES", 1)
-    monkeypatch.setattr(kernel_operator, "FEW_PRODUCTS", 0)
-    halves = KernelOperator(labelled_cost(800, 800), "high")
-    assert not halves.short_passes
-    second = solve_symmetric(halves, 0.5, Converged(1e-4))
-    assert first.converged
-    assert second.converged
-    assert first.bounds[0] <= second.value <= first.bounds[1]
+    assert first.iterations == expected.iterations
+    for term in (again, expected):
+        assert term.value == first.value
+        assert torch.equal(term.g, first.g)
 
 
 @pytest.mark.gpu
@@ -234,7 +176,7 @@ def test_recordings_that_are_gone_keep_no_memory():
 @pytest.mark.gpu
 def test_what_else_happens_meanwhile_does_not_end_a_recording():
     """The garbage collector frees an older graph, another thread takes memory."""
-    recorder = sweep_module._recorder(torch.cuda.current_stream())
+    recorder = recording._recorder(torch.cuda.current_stream())
     total = torch.zeros(3, device="cuda")
     older = [recorder.record(lambda: total.add_(5))]
     taken = []
@@ -255,17 +197,16 @@ def test_what_else_happens_meanwhile_does_not_end_a_recording():
 
 @pytest.mark.gpu
 def test_after_a_recording_that_failed_the_next_one_works():
-    operator = KernelOperator(labelled_cost(900, 700), "fast")
-    state = begin(*(torch.zeros(size, device="cuda") for size in (900, 700)))
+    total = torch.zeros(3, device="cuda")
 
-    def waiting(operator, epsilon, state):
+    def waiting():
         if torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
-        return alternate(operator, epsilon, state)
 
+    failing, working = Repeated(waiting), Repeated(lambda: total.add_(1))
+    failing.run()
     with pytest.raises(RuntimeError):
-        sweep(operator, waiting, 0.5, state, 4)
-    expected = state
-    for _ in range(4):
-        expected = alternate(operator, 0.5, expected)
-    assert all(map(torch.equal, sweep(operator, alternate, 0.5, state, 4), expected))
+        failing.run()
+    for _ in range(3):
+        working.run()
+    assert total.tolist() == [3.0 * STEPS] * 3
