@@ -130,7 +130,7 @@ def prepare(name: str, operator: KernelOperator) -> tuple[Callable[[], object], 
             f = (f + operator.softmin_rows(f, epsilon, f)) / 2
         step = partial(operator.softmin_rows, f, epsilon, f)
         return step, off(step(), operator.softmin_rows(f, epsilon)) / highest / bench.ACCURACY
-    f, g = bench.ours(operator, epsilon)
+    f, g = bench.Ours(operator, epsilon)()
     f = operator.softmin_rows(g, epsilon, f)
     if name == "half_step":
         step = partial(operator.softmin_rows, g, epsilon, f)

@@ -22,7 +22,7 @@ from experiments.environment import environment, write_result
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.alternating import column_marginal, solve_alternating
+from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.certificate import Certificate, certify
 from otdd_flash.solver.problem import Problem
 
@@ -54,7 +54,8 @@ def plain(operator: Operator, epsilon: float, tolerance: float) -> tuple[int, Ce
     for passes in range(2, MOST_PASSES, 2):
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
-        columns = column_marginal(operator.b, g, updated, epsilon)
+        exponent = torch.where(operator.b > 0, (g.double() - updated.double()) / epsilon, 0)
+        columns = operator.b * exponent.exp()
         floor = rounding_floor(operator, float(magnitude(operator, f, g)), epsilon)
         if float((columns - operator.b).abs().sum()) + floor <= tolerance:
             return passes + 2, certify(operator, f, g, epsilon)

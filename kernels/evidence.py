@@ -25,6 +25,8 @@ def evaluate(
     TRIFLE: tl.constexpr,
     VALUE_TRIFLE: tl.constexpr,
     MOST_ERROR: tl.constexpr,
+    LEAST_MASS: tl.constexpr,
+    MOST_MASS: tl.constexpr,
 ):
     """Dual, gain, noise, floor, reach, value, lower, upper and error, as in `Evidence`."""
     paid, size, mass = tl.load(p_columns), tl.load(p_columns + 1), tl.load(p_columns + 5)
@@ -32,8 +34,9 @@ def evaluate(
     gain, offset = tl.load(p_columns + 8), tl.load(p_costs + 2)
     mean_cost, spread = tl.load(p_costs), tl.load(p_costs + 1)
     if SELF:
-        shift = epsilon * tl.log(mass)
-        dual, gain, off = 2 * paid - shift, gain + shift, off + tl.abs(mass - 1)
+        shift = epsilon * tl.log(tl.minimum(tl.maximum(mass, LEAST_MASS), MOST_MASS))
+        dual = tl.where(mass <= MOST_MASS, 2 * paid - shift, -float("inf"))
+        gain, off = gain + shift, off + tl.abs(mass - 1)
         highest, stored, size, moves = dual, 0.0, 2 * size, 2
         shifted_size = size + tl.abs(shift)
     else:

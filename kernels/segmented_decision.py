@@ -55,6 +55,8 @@ class Limits(NamedTuple):
     trifle: float
     value_trifle: float
     most_error: float
+    least_mass: float
+    most_mass: float
     level_tolerance: float
     far: float
 
@@ -171,6 +173,8 @@ def segmented_decision_kernel(
     TRIFLE: tl.constexpr,
     VALUE_TRIFLE: tl.constexpr,
     MOST_ERROR: tl.constexpr,
+    LEAST_MASS: tl.constexpr,
+    MOST_MASS: tl.constexpr,
     LEVEL_TOLERANCE: tl.constexpr,
     FAR: tl.constexpr,
     NUMBERS: tl.constexpr,
@@ -193,12 +197,13 @@ def segmented_decision_kernel(
     aim = tl.load(settings_ptr + 4)
     unit, unit_of_sums = tl.load(settings_ptr + 5), tl.load(settings_ptr + 6)
     active = tl.load(active_ptr + i_segment)
+    now = active != 0
     epsilon = tl.load(level_ptr + i_segment)
-    iterations = tl.load(p_state) + tl.where(active != 0, 1.0, 0.0)
+    iterations = tl.load(p_state) + now.to(tl.float64)
     gap = tl.load(p_columns + 4)
     dual, gain, noise, floor, reach, value, lower, upper, error = evaluate(
         p_rows, p_columns, p_costs, epsilon, unit, unit_of_sums, SELF,
-        TRIFLE, VALUE_TRIFLE, MOST_ERROR,
+        TRIFLE, VALUE_TRIFLE, MOST_ERROR, LEAST_MASS, MOST_MASS,
     )  # fmt: skip
     # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from its
     # marginals has larger errors than the one that it becomes.
@@ -219,7 +224,7 @@ def segmented_decision_kernel(
     tl.store(p_new_state + 8, tl.where(changes, -float("inf"), new_dual))
     tl.store(p_new_state + 9, tl.where(changes, 0.0, age))
     # Only the last g that was kept at this level has a residual to compare with.
-    started = tl.abs(tl.load(p_state + 1)) < float("inf")
+    started = now & (tl.abs(tl.load(p_state + 1)) < float("inf"))
     kept, plain = update_trust(
         dual, gain, gap, slack, changes, p_state + 1, p_new_state + 1, GROWTH, PATIENCE
     )
@@ -229,7 +234,6 @@ def segmented_decision_kernel(
     tl.store(p_new_state, iterations)
 
     p_terms, p_new_terms = terms_ptr + TERMS * i_segment, new_terms_ptr + TERMS * i_segment
-    now = active != 0
     tl.store(p_new_terms, tl.where(now, value, tl.load(p_terms)))
     tl.store(p_new_terms + 1, tl.where(now, lower, tl.load(p_terms + 1)))
     tl.store(p_new_terms + 2, tl.where(now, upper, tl.load(p_terms + 2)))

@@ -23,8 +23,8 @@ from torch import Tensor
 import otdd_flash as otdd
 from experiments.bench_divergence import marginal_error
 from experiments.convergence.problem import COST, CrossTerm
-from otdd_flash.operators.base import Epsilon, Operator
-from otdd_flash.solver.sweep import State, sweep
+from otdd_flash.engine.recording import STEPS, Repeated
+from otdd_flash.operators.base import Operator
 
 TOLERANCES = (0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3)
 
@@ -116,33 +116,38 @@ class Plain:
     def __init__(self, term: CrossTerm) -> None:
         self.term = term
         self.operator: Operator
-        self.state: State
+        self.repeated: Repeated
         self.passes = 0
 
     def begin(self) -> None:
         """Pack the points, and start from zero."""
         self.operator = operator = self.term.operator()
-        self.state = (
-            torch.zeros_like(operator.a, dtype=operator.dtype),
-            torch.zeros_like(operator.b, dtype=operator.dtype),
+        self.f, self.g = (
+            torch.zeros_like(side, dtype=operator.dtype) for side in (operator.a, operator.b)
         )
+        # Recorded steps read it from the device.
+        recorded = operator.short_passes
+        self.epsilon = operator.a.new_tensor(self.term.epsilon) if recorded else self.term.epsilon
+        self.repeated = Repeated(self.step)
         self.passes = 0
 
+    def step(self) -> None:
+        """One iteration in place: g <- T'(f), f <- T(g)."""
+        self.g.copy_(self.operator.softmin_columns(self.f, self.epsilon, self.g))
+        self.f.copy_(self.operator.softmin_rows(self.g, self.epsilon, self.f))
+
     def advance(self, steps: int) -> Solved:
-        """Update both potentials, some times."""
-        self.state = sweep(self.operator, alternate_plainly, self.term.epsilon, self.state, steps)
+        """Update both potentials, some times; a recording takes two steps at once."""
+        pairs = steps // STEPS if self.operator.short_passes else 0
+        for _ in range(pairs):
+            self.repeated.run()
+        for _ in range(steps - STEPS * pairs):
+            self.step()
         self.passes += 2 * steps
-        return Solved(self.state[0], self.state[1], self.passes)
+        return Solved(self.f.clone(), self.g.clone(), self.passes)
 
     def own_error(self, f: Tensor, g: Tensor) -> float | None:
         """On float16 points in Triton."""
         if self.operator.refined is self.operator:
             return None
         return marginal_error(self.operator, f, g, self.term.epsilon)
-
-
-def alternate_plainly(operator: Operator, epsilon: Epsilon, state: State) -> State:
-    """One iteration: g <- T'(f), f <- T(g)."""
-    f, g = state
-    g = operator.softmin_columns(f, epsilon, g)
-    return operator.softmin_rows(g, epsilon, f), g

@@ -126,7 +126,7 @@ class QuasiNewton:
         look = self._segments.look(level, active)
         shown = self._form.reading(self._segments, look, level)
         # Only the last g that was kept at this level has a residual to compare with.
-        started = self._trust.dual.isfinite()
+        started = active & self._trust.dual.isfinite()
         rounding = level * shown.noise
         slack = DUAL_ROUNDING * rounding
         kept, trust = self._trust.judge(shown.dual, shown.gain, look.gap, slack)

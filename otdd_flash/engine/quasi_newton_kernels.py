@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.dual import LEAST_MASS, MOST_MASS
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.evidence.two_passes import TRIFLE, VALUE_TRIFLE
@@ -38,6 +39,8 @@ LIMITS = Limits(
     TRIFLE,
     VALUE_TRIFLE,
     MOST_ERROR,
+    LEAST_MASS,
+    MOST_MASS,
     LEVEL_TOLERANCE,
     FAR,
 )

@@ -13,6 +13,9 @@ from functools import lru_cache
 
 import torch
 
+# Steps between two times that the device is asked how far they are.
+STEPS = 2
+
 # A graph takes about as long to record as this many steps. The first compiles their kernels, and
 # may start from tensors that are aligned otherwise than those of the others.
 STEPS_BEFORE_RECORDING = 2
@@ -30,15 +33,15 @@ class Repeated:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
-        """Take a step, or two once there is a graph."""
-        if self._taken < STEPS_BEFORE_RECORDING:
-            self._step()
-            self._taken += 1
-            return
-        if self._graph is None:
-            self._graph = _recorder(torch.cuda.current_stream()).record(self._step)
-        self._graph.replay()
-        self._graph.replay()
+        """Take `STEPS` steps."""
+        for _ in range(STEPS):
+            if self._taken < STEPS_BEFORE_RECORDING:
+                self._step()
+                self._taken += 1
+                continue
+            if self._graph is None:
+                self._graph = _recorder(torch.cuda.current_stream()).record(self._step)
+            self._graph.replay()
 
 
 class _Recorder:  # pragma: gpu

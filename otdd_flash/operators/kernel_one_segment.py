@@ -29,6 +29,7 @@ class KernelSegment(OneSegment):
         masses = operator.a, operator.b
         first = candidate.to(operator.dtype).clone().contiguous()
         self._vectors = KernelVectors(masses, layouts, first, self.memory)
+        self._vectors.columns.kept.copy_(first)
 
     def change(self, operator: Operator) -> None:
         """Take another form of the cost."""

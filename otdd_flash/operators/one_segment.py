@@ -46,12 +46,15 @@ class OneSegment(ABC):
     @property
     @abstractmethod
     def kept(self) -> Tensor:
-        """The g (m,) that was kept last; after the end, that of the last evaluation."""
+        """The g (m,) that was kept last, the first candidate before any evaluation.
+
+        After the end, that of the last evaluation.
+        """
 
     @property
     @abstractmethod
     def updated(self) -> Tensor:
-        """T'(T(g)) (m,) of that, or T(g) of a cloud with itself."""
+        """T'(T(g)) (m,) of that, or T(g) of a cloud with itself; g before any evaluation."""
 
     @abstractmethod
     def go_on_from(self, candidate: Tensor) -> None:
@@ -102,6 +105,7 @@ class TorchSegment(OneSegment):
         self._candidate = candidate.to(operator.dtype)
         self._rows = torch.zeros_like(operator.a, dtype=operator.dtype)
         self._vectors = PaddedVectors(operator.b[None], self.memory)
+        self._vectors.kept = self._candidate.double()[None]
 
     def go_on_from(self, candidate: Tensor) -> None:
         """Evaluate another g (m,) next."""

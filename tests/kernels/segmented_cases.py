@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.engine.segments import MEMORY, WeightedPoints
+from otdd_flash.engine.segments import Look, WeightedPoints
 from otdd_flash.kernels.segmented_step import DIGITS, RANGE_COLUMNS
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, is_small
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON = 0.3
+MEMORY = KernelSegments.memory
 # Sizes of classes, dimension, and pairs of them. The second has a class of several ranges, the
 # third only small tiles; in the others small classes meet large ones.
 CASES = [
@@ -39,9 +40,12 @@ def classes(sizes, dim):
 
 
 class Case:
-    """The segments of a case, and what they compute with, dense and in float64."""
+    """The segments of a case, and what they compute with, dense and in float64.
 
-    def __init__(self, sizes, dim, pairs, *, coarse=False, themselves=False):
+    With `zeros` every third mass is taken for 0 by what reads potentials.
+    """
+
+    def __init__(self, sizes, dim, pairs, *, coarse=False, themselves=False, zeros=False):
         self.clouds, self.sizes, self.pairs = classes(sizes, dim), sizes, pairs
         self.pool = ClassPool(self.clouds)
         index = torch.tensor(pairs, device=DEVICE)
@@ -49,12 +53,15 @@ class Case:
         rows = index[:, 0].contiguous()
         columns = rows if themselves else index[:, 1].contiguous()
         self.segments = KernelSegments(self.pool, rows, columns, small=small)
-        self.whole = self.segments
+        # Those of the coarse form are the same.
+        self.vectors = self.segments._vectors
         if coarse:
             self.segments = self.segments.coarse(1e-3)
+        if zeros:
+            self.pool.pool.masses[::3] = 0
         self.digits = slice(0, 1) if coarse else slice(1, DIGITS)
         draw = torch.Generator().manual_seed(7)
-        potential = self.whole._vectors.candidate
+        potential = self.vectors.columns.candidate
         noise = torch.randn(len(potential), generator=draw).to(DEVICE)
         potential.copy_(potential * 0.3 + noise)
 
@@ -66,7 +73,7 @@ class Case:
 
     def potentials(self, side):
         counts = [self.sizes[pair[side]] for pair in self.pairs]
-        potential = self.whole._vectors.candidate if side else self.whole._rows
+        potential = self.vectors.columns.candidate if side else self.vectors.rows
         return [part.double() for part in torch.split(potential, counts)]
 
     def softmin(self, segment, side, other):
@@ -81,25 +88,31 @@ class Case:
         count = len(self.pairs)
         epsilon = torch.full((count,), EPSILON, dtype=torch.float64, device=DEVICE)
         active = torch.ones(count, dtype=torch.bool, device=DEVICE) if active is None else active
-        return self.segments.look(epsilon, active)
+        return Look.of(*self.segments.numbers(epsilon, active))
 
     def fill_vectors(self):
         """Numbers for what was kept and remembered before, of the size of differences."""
         draw = torch.Generator().manual_seed(11)
-        vectors = self.segments._vectors
+        vectors = self.vectors.columns
         for k, vector in enumerate(vectors[1:]):
             noise = torch.randn(len(vector), generator=draw).to(DEVICE) * EPSILON
             vector.copy_(noise + vectors.candidate if k == 1 else noise)
+
+    def copy_vectors(self, other, segment):
+        """Take those of one segment of another case as those of the only one of this."""
+        for name, vector in self.vectors.columns._asdict().items():
+            vector.copy_(other.columns(name)[segment].flatten())
 
     def columns(self, name):
         """A vector of the columns of every segment, (m,) or (2 MEMORY, m) float64."""
         rows = 2 * MEMORY if name == "remembered" else 1
         counts = [rows * self.sizes[pair[1]] for pair in self.pairs]
-        parts = torch.split(getattr(self.segments._vectors, name).double(), counts)
+        parts = torch.split(getattr(self.vectors.columns, name).double(), counts)
         return [part.view(rows, -1) if rows > 1 else part for part in parts]
 
     def masses(self, segment, side):
-        return self.clouds[self.pairs[segment][side]].masses
+        k = self.pairs[segment][side]
+        return self.pool.pool.masses[int(self.pool.starts[k]) :][: self.sizes[k]]
 
 
 def close(case, segment, actual, expected):

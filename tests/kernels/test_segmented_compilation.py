@@ -35,45 +35,39 @@ def test_kernels_compile_and_fit(name):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     for taken in json.loads(done.stdout.splitlines()[-1]):
-        assert taken["shared"] <= shared
-        assert taken["stack"] == 0
+        assert taken["shared"] <= shared, taken
+        assert taken["stack"] == 0, taken
 
 
-def argument_type(name: str, height: int, tile: Tile) -> str:
+def argument_type(kernel: str, name: str, height: int, tile: Tile) -> str:
     if name in ("x", "y"):
         rows = height if name == "x" else tile.columns
         return f"tensordesc<fp16[{rows}, {tile.depth}]>" if tile.descriptors else "*fp16"
-    types = {
-        "programs_ptr": "*i32",
-        "segments_ptr": "*i64",
-        "active_ptr": "*i8",
-        "done_ptr": "*i8",
-        "n": "i32",
-        "count": "i32",
-        "row_stride": "i32",
+    numbers = {"n": "i32", "count": "i32", "row_stride": "i32"}
+    if name in numbers:
+        return numbers[name]
+    kinds = {
+        "*i32": ("programs", "blocks"),
+        "*i64": ("segments", "row_blocks", "column_blocks"),
+        "*i8": ("active",),
+        # Vectors of points, and maxima of scores.
+        "*fp32": ("candidate", "fresh", "kept", "residual", "remembered", "potential", "highest"),
     }
-    doubles = ("epsilon", "factors", "masses", "seen", "move", "rows", "columns", "costs")
-    doubles += (
-        "log2_masses",
-        "sums",
-        "settings",
-        "level",
-        "state",
-        "terms",
-        "new_level",
-        "new_state",
-    )
-    types |= {f"{double}_ptr": "*fp64" for double in doubles}
-    return types.get(name, "*fp32")
+    stem = name.removesuffix("_ptr").removeprefix("new_")
+    # A level of epsilon where decisions are made, and a vector where candidates are.
+    kinds["*fp32"] += ("level",) * (kernel == "segmented_move_kernel")
+    return next((kind for kind, stems in kinds.items() if stem in stems), "*fp64")
 
 
-def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[str, int]:
+def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[str, object]:
     from compile_kernels import resources
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
     signature = {
-        name: "constexpr" if name in constants else argument_type(name, height, tile)
+        name: "constexpr"
+        if name in constants
+        else argument_type(kernel.__name__, name, height, tile)
         for name in names
     }
     aligned = {
@@ -82,15 +76,20 @@ def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[s
         if signature[name].startswith("*")
     }
     values = {(names.index(name),): value for name, value in constants.items()}
-    return resources(ASTSource(kernel, signature, values, aligned), capability, tile.warps)
+    taken = resources(ASTSource(kernel, signature, values, aligned), capability, tile.warps)
+    return {"kernel": kernel.__name__, **taken}
 
 
 def main() -> None:
-    from otdd_flash.solver.segmented_kernels import LIMITS
-
-    from otdd_flash.engine.segments import MEMORY
-    from otdd_flash.kernels import segmented_look, segmented_move, segmented_softmin
+    from otdd_flash.engine.quasi_newton_kernels import LIMITS
+    from otdd_flash.kernels import (
+        segmented_look,
+        segmented_move,
+        segmented_softmin,
+        segmented_totals,
+    )
     from otdd_flash.kernels.segmented_decision import constants_of, segmented_decision_kernel
+    from otdd_flash.kernels.segmented_look import NUMBERS
     from otdd_flash.kernels.segmented_step import (
         CHAIN_PRODUCTS,
         PARTS,
@@ -121,23 +120,25 @@ def main() -> None:
                 "DESCRIPTORS": tile.descriptors,
             }
             taken.append(needs(segmented_step_kernel, constants, int(height), tile, capability))
-    vectors = {"VECTORS": 2 * MEMORY}
-    for kernel, constants in (
-        (
-            segmented_softmin.segmented_softmin_kernel,
-            {"LN_2": 0.7, "BLOCK": segmented_softmin.BLOCK},
-        ),
-        (
-            segmented_look.segmented_look_kernel,
-            {"LN_2": 0.7, "NUMBERS": 14, "BLOCK": segmented_look.BLOCK} | vectors,
-        ),
-        (segmented_move.segmented_move_kernel, {"BLOCK": segmented_move.BLOCK} | vectors),
-    ):
-        taken.append(needs(kernel, constants, 0, tile._replace(warps=4), capability))
-    for symmetric in (False, True):
-        constants = constants_of(MEMORY, 0.5, symmetric, LIMITS)
-        one_warp = tile._replace(warps=1)
-        taken.append(needs(segmented_decision_kernel, constants, 0, one_warp, capability))
+    tile, one_warp = tile._replace(warps=4), tile._replace(warps=1)
+    # Of many segments, and of a single one.
+    for memory, merged in ((4, True), (8, False)):
+        width = NUMBERS + 4 * memory
+        block = {"BLOCK": segmented_softmin.BLOCK}
+        given = {"LN_2": 0.7, "MERGED": merged, **block}
+        vectors = {"VECTORS": 2 * memory}
+        totals = {"WIDTH": width, "LANES": 64, "ROWS": merged, "BLOCK": segmented_totals.BLOCK}
+        move = {"MOVE": segmented_move.MOVE} | vectors | block
+        for kernel, constants in (
+            (segmented_softmin.segmented_softmin_kernel, given),
+            (segmented_look.segmented_look_kernel, {"NUMBERS": NUMBERS} | given | vectors),
+            (segmented_totals.segmented_totals_kernel, totals),
+            (segmented_move.segmented_move_kernel, move),
+        ):
+            taken.append(needs(kernel, constants, 0, tile, capability))
+        for symmetric in (False, True):
+            constants = constants_of(memory, 0.5, symmetric, LIMITS)
+            taken.append(needs(segmented_decision_kernel, constants, 0, one_warp, capability))
     sys.stdout.write(json.dumps(taken) + "\n")
 
 

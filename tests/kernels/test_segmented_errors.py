@@ -25,12 +25,13 @@ def wrong(clouds, epsilon, noise):
     pool = ClassPool(clouds)
     rows, columns = (torch.tensor([k], device=DEVICE) for k in (0, 1))
     segments = KernelSegments(pool, rows, columns, small=False)
-    candidate = segments._vectors.candidate
+    vectors = segments._vectors
+    candidate = vectors.columns.candidate
     draw = torch.Generator().manual_seed(3)
     candidate.copy_(noise * torch.randn(len(candidate), generator=draw).to(DEVICE))
     level = torch.tensor([epsilon], dtype=torch.float64, device=DEVICE)
-    segments.look(level, torch.ones(1, dtype=torch.bool, device=DEVICE))
-    f, g = segments._rows.double(), candidate.double()
+    segments.numbers(level, torch.ones(1, dtype=torch.bool, device=DEVICE))
+    f, g = vectors.rows.double(), candidate.double()
     error = (f - exact_softmin(*clouds, g, epsilon)).abs()
     errors = segments.errors
     bound = errors.largest + epsilon * errors.sums + UNIT * f.abs()

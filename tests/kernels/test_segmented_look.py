@@ -6,6 +6,11 @@ import pytest
 import torch
 from segmented_cases import CASES, DEVICE, EPSILON, LARGE, Case
 
+from otdd_flash.engine.segments import Look
+from otdd_flash.kernels.segmented_look import segmented_look
+from otdd_flash.kernels.segmented_totals import segmented_totals
+from otdd_flash.operators.kernel_vectors import whole_layout
+
 
 def seen(case, segment):
     """From the vectors as they are, in the order of `Look` without rows."""
@@ -14,12 +19,12 @@ def seen(case, segment):
         for name in ("candidate", "fresh", "kept", "residual", "remembered")
     )
     b, step, fall = case.masses(segment, 1), g - kept, residual - fresh
-    change = (-fresh / EPSILON).exp()
+    change, support = (-fresh / EPSILON).exp(), b > 0
     return (
         b @ g,
         b @ g.abs(),
-        g.min(),
-        g.max(),
+        g[support].min(),
+        g[support].max(),
         b @ (change - 1).abs(),
         b @ change,
         b @ step,
@@ -35,14 +40,20 @@ def seen(case, segment):
     )
 
 
+def case_near_a_solution(*what, **how):
+    case = Case(*what, **how)
+    # Near the marginals, where exponentials do not drown each other.
+    case.look()
+    case.vectors.columns.candidate.add_(case.vectors.columns.fresh)
+    case.fill_vectors()
+    return case
+
+
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), [*CASES, *LARGE[:2]])
 def test_what_a_look_has_seen(sizes, dim, pairs):
-    case = Case(sizes, dim, pairs)
-    case.look()
-    # Near the marginals, where exponentials do not drown each other.
-    case.segments._vectors.candidate.add_(case.segments._vectors.fresh)
-    case.fill_vectors()
+    # A class of one point keeps its mass.
+    case = case_near_a_solution(sizes, dim, pairs, zeros=1 not in sizes)
     look = case.look()
     for segment in range(len(pairs)):
         for found, expected in zip(look[2:], seen(case, segment), strict=True):
@@ -50,16 +61,30 @@ def test_what_a_look_has_seen(sizes, dim, pairs):
 
 
 @pytest.mark.slow
+def test_a_softmin_that_is_there_is_seen_as_well():
+    sizes, dim, pairs = CASES[3].values
+    case = case_near_a_solution(sizes, dim, pairs, zeros=True)
+    expected, vectors = case.look(), case.vectors.columns
+    softmin, own = vectors.candidate + vectors.fresh, whole_layout(sizes[pairs[0][1]], 1, DEVICE)
+    active = torch.ones(1, dtype=torch.bool, device=DEVICE)
+    epsilon = torch.full((1,), EPSILON, dtype=torch.float64, device=DEVICE)
+    masses = case.masses(0, 1)
+    partial = segmented_look(softmin, masses, own.blocks, own.table, active, epsilon, vectors)
+    numbers = segmented_totals(None, partial, own.first_blocks, own.first_blocks, active)
+    for found, number in zip(Look.of(*numbers)[2:], expected[2:], strict=True):
+        torch.testing.assert_close(found, number, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_segments_do_not_see_each_other():
     """To the last bit: alone, and among others that come and go."""
-    sizes, pairs = [33, 130, 5, 70], [(1, 0), (1, 2), (3, 0), (1, 3)]
+    sizes, pairs = [33, 300, 5, 70], [(1, 0), (0, 1), (3, 0), (1, 3)]
     together = Case(sizes, 3, pairs)
     together.fill_vectors()
     order, expected = [3, 1], []
     for segment in order:
         alone = Case(sizes, 3, [pairs[segment]])
-        for name, vector in alone.segments._vectors._asdict().items():
-            vector.copy_(together.columns(name)[segment].flatten())
+        alone.copy_vectors(together, segment)
         expected.append([number[0] for number in alone.look()])
     together.segments.keep(torch.tensor(order, device=DEVICE))
     together.pairs = [pairs[segment] for segment in order]

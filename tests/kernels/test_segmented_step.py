@@ -55,7 +55,7 @@ def test_segments_that_are_not_active_keep_their_potentials():
     case = Case([33, 130, 5], 3, [(1, 0), (1, 2), (0, 2)])
     case.look()
     before = [*case.potentials(0), *case.columns("fresh")]
-    case.segments._vectors.candidate.mul_(0.9)
+    case.vectors.columns.candidate.mul_(0.9)
     case.look(torch.tensor([True, False, True], device=DEVICE))
     after = [*case.potentials(0), *case.columns("fresh")]
     same = [torch.equal(one, two) for one, two in zip(before, after, strict=True)]

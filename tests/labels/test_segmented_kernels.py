@@ -102,7 +102,8 @@ def test_memory_counts_all_vectors():
     pool = ClassPool([WeightedPoints(cloud.points, cloud.masses) for cloud in clouds])
     rows, columns = torch.tensor([[0, 2, 1], [2, 0, 0]], device=DEVICE)
     segments = KernelSegments(pool, rows, columns, small=False)
-    held = (*segments._vectors, *segments._sums, segments._rows)
+    vectors = segments._vectors
+    held = (*vectors.columns, *segments._sums, vectors.rows)
     taken = sum(values.numel() * values.element_size() for values in held)
     counted = bytes_of(pool.sizes[torch.stack((rows, columns), 1)])
     assert taken < int(counted.sum()) - 3 * BYTES_PER_SEGMENT < 3 * taken

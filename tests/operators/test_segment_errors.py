@@ -153,7 +153,8 @@ def test_the_coarse_form_is_off_by_one_rounding() -> None:
     segments = in_kernels()
     errors, none = segments.coarse(1e-3).errors, torch.zeros(len(PAIRS)).double().to(DEVICE)
     unit = none + UNIT
-    expected = segments.mean_cost * UNIT, segments.mean_cost * UNIT, none, 2 * unit, unit, *3 * (none,)
+    rounded = segments.mean_cost * UNIT
+    expected = rounded, rounded, none, 2 * unit, unit, *3 * (none,)
     for found, one in zip(errors, expected, strict=True):
         assert torch.equal(found, one)
 

@@ -10,6 +10,7 @@ import reference
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.evaluated import CROSS
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -17,7 +18,7 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.solver import approach
-from otdd_flash.solver.alternating import alternate, solve_alternating
+from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.approach import draw_sample
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.iteration import Iteration
@@ -176,7 +177,7 @@ def test_in_any_unit_a_potential_extends_by_the_columns_of_its_sample_alone(
     held = sample.columns.unique()
     assert int(held.min()) >= 280
     epsilon = relative * operator.mean_cost
-    solve = Iteration("xy", alternate, epsilon, Converged(), None)
+    solve = Iteration("xy", CROSS, epsilon, Converged(), None)
     g, _ = approach._of_sample(solve, operator, sample, epsilon)
     found = operator.softmin_rows(g, epsilon).double().cpu() / unit**2
     whole = reference.dense_cost(*cost_in_a_unit(1.0, "cpu").points)
@@ -212,6 +213,18 @@ def test_the_budget_holds_with_a_sample(most: int) -> None:
     term = solve_alternating(operator, 0.001 * operator.mean_cost, options)
     assert term.iterations == most
     assert not term.converged
+
+
+@pytest.mark.usefixtures("small_samples")
+@pytest.mark.parametrize("options", [Converged(max_seconds=1e-9), Converged(max_iterations=2)])
+def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converged) -> None:
+    operator = StreamedOperator(labelled_cost(), torch.float64)
+    term = solve_alternating(operator, operator.mean_cost, options)
+    assert term.stopped_by in ("max_seconds", "max_iterations")
+    assert term.iterations == 2
+    once = Converged(max_iterations=1)
+    nothing = solve_alternating(operator, operator.mean_cost, once)
+    assert 3 * term.marginal_error < nothing.marginal_error
 
 
 def test_a_sample_saves_iterations(monkeypatch: pytest.MonkeyPatch) -> None:

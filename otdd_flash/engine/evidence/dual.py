@@ -10,9 +10,13 @@ All arguments and results have shape () or (S,), in units of the cost but for th
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Epsilon
+
+# The masses of a plan that a float64 tells from 0 and infinity.
+LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
 
 def dual_value(paid: Tensor, mass: Tensor, epsilon: Epsilon) -> Tensor:
@@ -29,13 +33,13 @@ def gain(mean_residual: Tensor, mass: Tensor, epsilon: Epsilon) -> Tensor:
 
 
 def self_shift(mass: Tensor, epsilon: Epsilon) -> Tensor:
-    """Epsilon log sum P: f less half of it has a plan of mass 1."""
-    return epsilon * mass.log()
+    """Epsilon log sum P: f less half of it has a plan of mass 1, if a float64 can tell the mass."""
+    return epsilon * mass.clamp(LEAST_MASS, MOST_MASS).log()
 
 
-def self_dual(paid: Tensor, shift: Tensor) -> Tensor:
-    """D of f less half the shift, where `paid` is <a, f>."""
-    return 2 * paid - shift
+def self_dual(paid: Tensor, mass: Tensor, shift: Tensor) -> Tensor:
+    """D of f less half the shift, where `paid` is <a, f>; -inf where the shift is too small."""
+    return torch.where(mass <= MOST_MASS, 2 * paid - shift, -torch.inf)
 
 
 def self_gain(mean_residual: Tensor, shift: Tensor) -> Tensor:

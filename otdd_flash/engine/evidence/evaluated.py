@@ -65,7 +65,7 @@ def evaluate_self(costs: Costs, look: Look, epsilon: Tensor) -> Evidence:
     # Potentials are taken as they are stored.
     stored, size = torch.zeros_like(off), 2 * look.size + shift.abs()
     floor, rounding = rounding_of(costs, stored, size, off, epsilon)
-    error, dual = oscillation.total_error(off, floor), self_dual(look.value, shift)
+    error, dual = oscillation.total_error(off, floor), self_dual(look.value, look.mass, shift)
     value = dual + costs.offset
     upper = oscillation.self_bound(value, error, look.highest - look.lowest, costs.cost_spread)
     step = self_gain(look.mean_residual, shift)

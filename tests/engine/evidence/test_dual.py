@@ -63,7 +63,7 @@ def test_the_gain_of_a_self_term_is_attained_between_points_far_apart() -> None:
     f, epsilon = torch.sin(torch.arange(5).double()), 0.5
     mass = reference.plan(cost, a, a, f, f, epsilon).sum()
     shift = self_shift(mass, epsilon)
-    dual, softmin = self_dual(a @ f, shift), reference.softmin_rows(cost, a, f, epsilon)
+    dual, softmin = self_dual(a @ f, mass, shift), reference.softmin_rows(cost, a, f, epsilon)
     lowered = f - shift / 2
     torch.testing.assert_close(dual, reference.dual_value(cost, a, a, lowered, lowered, epsilon))
     updated = (lowered + softmin + shift / 2) / 2
@@ -78,8 +78,10 @@ def test_an_averaged_update_adds_at_least_its_gain(epsilon: float) -> None:
     cost, a, _ = drawn(8, 8)
     cost = cost + cost.T
     f = torch.sin(torch.arange(8).double())
-    shift = self_shift(reference.plan(cost, a, a, f, f, epsilon).sum(), epsilon)
+    mass = reference.plan(cost, a, a, f, f, epsilon).sum()
+    shift = self_shift(mass, epsilon)
     softmin = reference.softmin_rows(cost, a, f, epsilon)
     updated = (f + softmin) / 2
-    added = reference.dual_value(cost, a, a, updated, updated, epsilon) - self_dual(a @ f, shift)
+    before = self_dual(a @ f, mass, shift)
+    added = reference.dual_value(cost, a, a, updated, updated, epsilon) - before
     assert added >= self_gain(a @ (softmin - f), shift) > 0

@@ -1,0 +1,260 @@
+"""What one kernel decides for many problems is what the PyTorch reference decides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from otdd_flash.engine import quasi_newton, quasi_newton_kernels, trust
+from otdd_flash.engine.evidence.evaluated import CROSS, SELF
+from otdd_flash.engine.evidence.oscillation import MOST_ERROR
+from otdd_flash.engine.levels import Levels
+from otdd_flash.engine.quasi_newton import QuasiNewton
+from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
+from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.segments import Look, PassErrors
+from otdd_flash.kernels import segmented_decision
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STEPS, RESTART, MEMORY = 16, 10, 4
+GOAL = Goal(0.1, 1e-3, 1e-3, max_iterations=STEPS - 1)
+# Its tolerance gives way to rounding, and more is asked for than that.
+LOOSE = GOAL._replace(loosest=0.1, aim=0.5)
+# Where the dual falls, where a level is never done, where the dual cannot tell, where rounding is
+# hopeless, where nothing gets better, where there are numbers that are none, where a try is given
+# up and where it is not, and where levels end at once.
+WORSE, SLOW, UNDECIDED, HOPELESS, STUCK, SPOILT, NONE, TRIED, STAYED, FAST, COUNT = range(1, 12)
+# Marginal errors that leave a level early, and that stay, fall and grow.
+WORSE_GAPS = (0.5, 0.5, 0.5, 0.5, 0.01)
+UNDECIDED_GAPS = (0.4, 0.8, 0.8, 0.8, 0.3, 3.0, 0.6)
+
+
+class Drawn:
+    """Problems whose looks are drawn at random; they write down all levels and moves."""
+
+    dtype = sum_dtype = torch.float32
+    memory = MEMORY
+
+    def __init__(self, form):
+        self.draw = torch.Generator().manual_seed(3)
+        costs = self.random(11, COUNT).abs().to(DEVICE)
+        self.mean_cost, self.cost_spread, self.offset, *errors = costs
+        sizes = (1e-7, 3e-7, 1.0, 1e-6, 6e-8, 1e-7, 1e-7, 1e-7)
+        self.errors = PassErrors(*(size * one for size, one in zip(sizes, errors, strict=True)))
+        # The floor of one that stalls is between a tenth and a half of the tolerance.
+        for segment, error in ((HOPELESS, 1e-3), (STUCK, 1e-5)):
+            self.errors.mean[segment] = self.errors.largest[segment] = error
+        self.looks = [self.drawn(form, step) for step in range(STEPS)]
+        self.levels, self.moves = [], []
+
+    def random(self, *size):
+        return torch.randn(*size, generator=self.draw, dtype=torch.float64)
+
+    def drawn(self, form, step):
+        columns, rows = self.random(COUNT, 14 + 4 * MEMORY) / 8, self.random(COUNT, 2)
+        rows[:, 1], columns[:, 1] = rows[:, 1].abs(), columns[:, 1].abs()
+        columns[:, 0] += step / 8
+        columns[:, 3] = columns[:, 2] + columns[:, 3].abs()
+        columns[:, 4] = 10 ** (-1.5 + 8 * columns[:, 4])
+        columns[:, 5] = 1 + columns[:, 5] / 100
+        # Squares of vectors are those of their means and more, curvatures mostly positive.
+        mean_step, mean_fall, more = columns[:, 6], columns[:, 7], columns[:, 9:12].clone()
+        columns[:, 9] = mean_step.square() + more[:, 0].abs()
+        columns[:, 10] = mean_step * mean_fall + more[:, 1] + 0.08
+        columns[:, 11] = mean_fall.square() + more[:, 2].abs() + 0.1
+        rows[UNDECIDED, 0] = columns[UNDECIDED, 0] = columns[UNDECIDED, 8] = 0
+        columns[UNDECIDED, 5] = 1
+        columns[SLOW, 4], columns[STUCK, 4] = 0.5, 1e-3
+        # What makes no progress, in its dual either.
+        rows[STUCK, 0] = columns[STUCK, 0] = 0
+        columns[STUCK, 5] = 1
+        rows[WORSE, 0] = columns[WORSE, 0] = -step
+        columns[TRIED, 4], columns[STAYED, 4], columns[FAST, 4] = 0.3, 2 * 0.3**step, 1e-4
+        for segment, gaps in ((WORSE, WORSE_GAPS), (UNDECIDED, UNDECIDED_GAPS)):
+            columns[segment, 4] = gaps[step % len(gaps)]
+        if step == 6:
+            columns[SPOILT, -1] = rows[NONE, 0] = columns[NONE, 0] = math.nan
+        if form is SELF:
+            # A constant away from the solution, either way.
+            columns[0, 5] = (0.0, math.inf, 1.0)[min(step, 2)]
+        columns, rows = columns.to(DEVICE), rows.to(DEVICE)
+        return columns[:, :2] if form is SELF else rows, columns
+
+    def numbers(self, epsilon, active):
+        self.levels.append(epsilon.clone())
+        return self.looks[len(self.levels) - 1]
+
+    def look(self, epsilon, active):
+        return Look.of(*self.numbers(epsilon, active))
+
+    def move_by(self, numbers, active):
+        self.moves.append(numbers)
+
+    def move(self, move, active):
+        self.move_by(move.numbers, active)
+
+    def keep(self, order):
+        for name in ("mean_cost", "cost_spread", "offset"):
+            setattr(self, name, getattr(self, name)[order])
+        self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
+        self.looks = [(rows[order], columns[order]) for rows, columns in self.looks]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """After two iterations without a lower error it counts, and after five they end."""
+    limits = quasi_newton_kernels.LIMITS._replace(patience=2.0, stalled=5.0)
+    monkeypatch.setattr(quasi_newton_kernels, "LIMITS", limits)
+    monkeypatch.setattr(trust, "PATIENCE", 2)
+    monkeypatch.setattr(quasi_newton, "STALLED", 5)
+
+
+def begin(rule, form, order=None, goal=GOAL):
+    """The iterations of all drawn problems, or of those in an order."""
+    segments = Drawn(form)
+    exponents = torch.arange(COUNT, device=DEVICE) % (6 if form is CROSS else 1)
+    exponents[STUCK] = exponents[HOPELESS] = 0
+    top = goal.epsilon * torch.ones_like(segments.mean_cost) * 2**exponents
+    levels, tries = Levels.descending(top), Levels.trying(goal.epsilon, top)
+    trying = torch.arange(COUNT, device=DEVICE) >= TRIED
+    trying &= torch.arange(COUNT, device=DEVICE) < FAST
+    levels = Levels(*(torch.where(trying, *two) for two in zip(tries, levels, strict=True)))
+    # Some have had iterations before.
+    before = (torch.arange(COUNT, device=DEVICE) == 0).double()
+    if order is not None:
+        segments.keep(order)
+        levels, before = Levels(*(numbers[order] for numbers in levels)), before[order]
+    return segments, rule(segments, goal, form, Start(levels, before))
+
+
+def all_steps(segments, rule, steps=STEPS):
+    """active (steps, S), terms (steps, S, 6), levels (steps, S) and moves (steps, S, .)."""
+    active, terms = [], []
+    for _ in range(steps):
+        if len(segments.levels) == RESTART:
+            rule.restart(0.7)
+        rule.step()
+        active.append(rule.active.clone())
+        terms.append(rule.terms.clone())
+    seen = active, terms, segments.levels, segments.moves
+    return tuple(torch.stack(values) for values in seen)
+
+
+FORMS = pytest.mark.parametrize("form", [CROSS, SELF], ids=["cross", "self"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("goal", [GOAL, LOOSE], ids=["fixed", "loose"])
+@FORMS
+def test_decisions_are_those_of_the_reference(form, goal):
+    found = all_steps(*begin(QuasiNewtonKernels, form, goal=goal))
+    expected = all_steps(*begin(QuasiNewton, form, goal=goal))
+    assert torch.equal(found[0], expected[0])
+    for one, two, rounding in zip(found[1:], expected[1:], (1e-13, 0, 1e-8), strict=True):
+        torch.testing.assert_close(one, two, rtol=rounding, atol=rounding, equal_nan=True)
+
+
+@FORMS
+def test_what_is_drawn_leads_to_every_decision(form):
+    """Or the test above would compare too little."""
+    active, terms, levels, moves = all_steps(*begin(QuasiNewton, form))
+    for decision in (active[:-2], moves[:, :, 0], moves[:, :, 1]):
+        assert 0 < int(decision.sum()) < decision.numel()
+    kept = moves[:, UNDECIDED, 0]
+    assert 0 < int(kept.sum()) < STEPS
+    assert bool((moves[:, :, 9:] != 0).any(2).sum() > STEPS)
+    assert float(moves[:, :, 2].max()) == MEMORY - 1
+    stalled = terms[:, STUCK, 3] == terms[:, STUCK, 4]
+    assert 0 < int(stalled.sum()) < STEPS
+    assert not bool(active[RESTART - 1, HOPELESS])
+    assert float(terms[RESTART - 1, HOPELESS, 3]) > GOAL.tolerance
+    # Restarted ones go on, and the last iteration ends all.
+    assert bool((active[RESTART] & ~active[RESTART - 1]).any())
+    last = terms[:, :, 5] >= GOAL.max_iterations
+    assert bool(last.any())
+    assert not bool(active[last].any())
+    loose_active, loose_terms, *_ = all_steps(*begin(QuasiNewton, form, goal=LOOSE))
+    ended = loose_terms[~loose_active]
+    assert bool(((ended[:, 3] > GOAL.tolerance) & (ended[:, 3] < LOOSE.loosest)).any())
+    if form is SELF:
+        assert bool(terms[0, 0].isfinite().all())
+        assert terms[1, 0, [0, 3]].tolist() == [-math.inf, MOST_ERROR]
+        assert bool(terms[2:, 0].isfinite().all())
+        return
+    assert bool((levels[:RESTART, SLOW] > GOAL.epsilon).all())
+    assert float(levels[GOAL.max_iterations - 1, SLOW]) == GOAL.epsilon
+    # Levels halve where they end, and candidates go ahead from the second end on.
+    ends, ahead = moves[:RESTART, :, 7].bool(), moves[:RESTART, :, 8]
+    falls = levels[1:RESTART] < levels[: RESTART - 1]
+    assert bool((falls <= ends[:-1]).all())
+    assert bool(falls[:, FAST].any())
+    assert sorted(ahead.unique().tolist()) == [0.0, 0.5]
+    assert bool((ahead[:, FAST] > 0).any())
+    # A try that goes nowhere is given up for the levels.
+    assert bool((levels[1:RESTART, TRIED] > levels[: RESTART - 1, TRIED]).any())
+    assert bool((levels[:RESTART, STAYED] == GOAL.epsilon).all())
+
+
+@pytest.mark.slow
+@FORMS
+def test_segments_do_not_see_each_other(form):
+    """To the last bit: among others, and alone."""
+    together = all_steps(*begin(QuasiNewtonKernels, form))
+    for segment in (UNDECIDED, COUNT - 1):
+        order = torch.tensor([segment], device=DEVICE)
+        alone = all_steps(*begin(QuasiNewtonKernels, form, order))
+        for one, two in zip(together, alone, strict=True):
+            assert torch.equal(one[:, order].double().nan_to_num(7.0), two.double().nan_to_num(7.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [QuasiNewton, QuasiNewtonKernels])
+def test_segments_that_stay_keep_what_they_know(rule):
+    order = torch.tensor([STAYED, 0, UNDECIDED], device=DEVICE)
+    together = all_steps(*begin(rule, CROSS))
+    segments, iterations = begin(rule, CROSS)
+    all_steps(segments, iterations, 8)
+    iterations.keep(order)
+    segments.keep(order)
+    for step in range(8, STEPS):
+        if step == RESTART:
+            iterations.restart(0.7)
+        iterations.step()
+        for found, whole in zip((iterations.active, iterations.terms), together, strict=False):
+            assert torch.equal(found, whole[step, order])
+        for found, whole in zip((segments.levels, segments.moves), together[2:], strict=True):
+            assert torch.equal(found[-1], whole[step, order])
+
+
+class Count(TorchDispatchMode):
+    """Notes PyTorch's operations, without views and fresh memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name not in ("detach", "view", "empty", "empty_like", "new_empty"):
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class Idle:
+    """A kernel that does nothing, of which the interpreter makes many operations otherwise."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: None
+
+
+def test_pytorch_has_nothing_to_do_between_look_and_move(monkeypatch):
+    """Launches, not work, are what iterations on small problems take."""
+    monkeypatch.setattr(segmented_decision, "segmented_decision_kernel", Idle())
+    segments, rule = begin(QuasiNewtonKernels, CROSS)
+    monkeypatch.setattr(segments, "numbers", lambda *_: segments.looks[0])
+    with Count() as count:
+        rule.step()
+    assert count.names == []

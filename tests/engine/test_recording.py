@@ -1,0 +1,212 @@
+"""Steps that are repeated one by one and as a recorded graph, and read without waiting."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+import torch
+
+from otdd_flash.engine import recording
+from otdd_flash.engine.evidence.evaluated import CROSS, SELF
+from otdd_flash.engine.late_reader import LateReader
+from otdd_flash.engine.levels import Levels
+from otdd_flash.engine.recording import STEPS, Repeated
+from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.operators import kernel as kernel_operator
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.solver.alternating import solve_alternating
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.symmetric import solve_symmetric
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def labelled_cost(n, m, device="cuda"):
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(size, 20, generator=draw).to(device) for size in (n, m))
+    a, b = (torch.full((size,), 1 / size).double().to(device) for size in (n, m))
+    labels = tuple(torch.arange(size, device=device) % 3 for size in (n, m))
+    y, b, labels = (x, a, labels[:1] * 2) if n == m else (y, b, labels)
+    costs = torch.rand(3, 3, generator=draw).double().to(device)
+    return LabelledCost(
+        *(x, y, a, b),
+        labels_x=labels[0],
+        labels_y=labels[1],
+        class_costs=costs + costs.T,
+        lambda_x=0.5,
+    )
+
+
+class Replayed:
+    """Stands for a graph: does again what was launched."""
+
+    def __init__(self, launch):
+        self.replay = launch
+
+
+def test_replayed_steps_are_those_one_by_one(monkeypatch):
+    recorded, count = [], torch.zeros(3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(
+        recording,
+        "_recorder",
+        lambda _: type("Recorder", (), {"record": lambda self, launch: record(launch)})(),
+    )
+
+    def record(launch):
+        recorded.append(launch)
+        return Replayed(launch)
+
+    repeated = Repeated(lambda: count.add_(1))
+    for times in range(1, 6):
+        repeated.run()
+        assert count.tolist() == [float(STEPS * times)] * 3
+    assert len(recorded) == 1
+
+
+def test_on_a_cpu_numbers_come_back_at_once():
+    reader: LateReader[str] = LateReader()
+    reading = reader.exchange(torch.tensor([1.0, 2.0]), "kept")
+    assert reading is not None
+    assert (reading.numbers, reading.kept) == ([1.0, 2.0], "kept")
+    assert reader.last() is None
+
+
+def begin(operator, top):
+    """The iterations of a term from a level on, and their segment."""
+    symmetric = operator.shape[0] == operator.shape[1]
+    segment = operator.segment(torch.zeros_like(operator.b).float(), symmetric=symmetric)
+    level = torch.full((1,), top, dtype=torch.float64, device=DEVICE)
+    start = Start(Levels.descending(level), torch.zeros_like(level))
+    goal = Goal(top / 8, 1e-3, 0.1, 100)
+    return segment, segment.iterations(goal, SELF if symmetric else CROSS, start)
+
+
+def state(segment, rule):
+    return segment.kept, segment.updated, rule.terms.clone(), rule.active.clone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "m"), [(130, 70), (130, 130)])
+@pytest.mark.parametrize("many", [1, 1 << 26])
+def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
+    """As a recorded one must, on which the host has no more say: levels are on the device."""
+    monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
+    operator = KernelOperator(labelled_cost(n, m, DEVICE), "fast")
+    _, rule = begin(operator, 1.0)
+    rule.step()
+
+    def refuse(tensor):
+        raise AssertionError("the host waits for the device")
+
+    for name in ("__float__", "__bool__", "item", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    rule.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "m"), [(900, 700), (800, 800)])
+@pytest.mark.parametrize("many", [1, 1 << 26])
+def test_recorded_steps_are_those_that_are_not_at_every_level(n, m, many, monkeypatch):
+    monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
+    operator = KernelOperator(labelled_cost(n, m), "fast")
+    assert operator.short_passes
+    segment, rule = begin(operator, 1.0)
+    for _ in range(12):
+        segment.repeat(rule.step)
+    alone, by_itself = begin(operator, 1.0)
+    for _ in range(12 * STEPS):
+        by_itself.step()
+    for one, two in zip(state(segment, rule), state(alone, by_itself), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_numbers_come_back_one_exchange_late_and_in_order():
+    reader: LateReader[int] = LateReader()
+    sent = [torch.full((2,), float(i), device="cuda") for i in range(5)]
+    received = [reader.exchange(numbers, i) for i, numbers in enumerate(sent)]
+    received.append(reader.last())
+    assert received[0] is None
+    assert [(reading.numbers, reading.kept) for reading in received[1:]] == [
+        ([float(i)] * 2, i) for i in range(5)
+    ]
+    assert reader.last() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("relative_epsilon", [1.0, 0.03])
+@pytest.mark.parametrize("m", [700, 900])
+def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, m, monkeypatch):
+    """To the last bit, and however many steps are launched after the end."""
+    solve = solve_symmetric if m == 900 else solve_alternating
+    recorded, plain = (KernelOperator(labelled_cost(900, m), "high") for _ in range(2))
+    assert recorded.short_passes
+    monkeypatch.setattr(plain, "short_passes", False)
+    epsilon = relative_epsilon * recorded.mean_cost
+    again, first, expected = (
+        solve(operator, epsilon, Converged(1e-4)) for operator in (recorded, recorded, plain)
+    )
+    assert first.converged
+    assert first.iterations == expected.iterations
+    for term in (again, expected):
+        assert term.value == first.value
+        assert torch.equal(term.g, first.g)
+
+
+@pytest.mark.gpu
+def test_recordings_that_are_gone_keep_no_memory():
+    cost = labelled_cost(900, 700)
+
+    def solve():
+        operator = KernelOperator(cost, "fast")
+        assert operator.short_passes
+        return solve_alternating(operator, 0.03 * operator.mean_cost, Converged(1e-3))
+
+    for _ in range(5):
+        solve()
+    kept = torch.cuda.memory_reserved()
+    for _ in range(20):
+        solve()
+    assert torch.cuda.memory_reserved() <= kept
+
+
+@pytest.mark.gpu
+def test_what_else_happens_meanwhile_does_not_end_a_recording():
+    """The garbage collector frees an older graph, another thread takes memory."""
+    recorder = recording._recorder(torch.cuda.current_stream())
+    total = torch.zeros(3, device="cuda")
+    older = [recorder.record(lambda: total.add_(5))]
+    taken = []
+
+    def launch():
+        older.clear()
+        thread = Thread(target=lambda: taken.append(torch.empty(1 << 28, device="cuda")))
+        thread.start()
+        thread.join()
+        total.add_(1)
+
+    graph = recorder.record(launch)
+    assert taken
+    for _ in range(3):
+        graph.replay()
+    assert total.tolist() == [3.0] * 3
+
+
+@pytest.mark.gpu
+def test_after_a_recording_that_failed_the_next_one_works():
+    total = torch.zeros(3, device="cuda")
+
+    def waiting():
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+
+    failing, working = Repeated(waiting), Repeated(lambda: total.add_(1))
+    failing.run()
+    with pytest.raises(RuntimeError):
+        failing.run()
+    for _ in range(3):
+        working.run()
+    assert total.tolist() == [3.0 * STEPS] * 3
