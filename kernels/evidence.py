@@ -37,7 +37,8 @@ def evaluate(
         shift = epsilon * tl.log(tl.minimum(tl.maximum(mass, LEAST_MASS), MOST_MASS))
         dual = tl.where(mass <= MOST_MASS, 2 * paid - shift, -float("inf"))
         gain, off = gain + shift, off + tl.abs(mass - 1)
-        highest, stored, size, moves = dual, 0.0, 2 * size, 2
+        highest, moves = tl.where(dual == -float("inf"), float("inf"), dual), 2
+        stored, size = 0.0, 2 * size
         shifted_size = size + tl.abs(shift)
     else:
         exact, stored = tl.load(p_rows) + paid, tl.load(p_rows + 1)

@@ -40,8 +40,9 @@ def test_levels_halve_where_they_end_and_stop_at_epsilon() -> None:
     ("errors", "hopeless"),
     [
         ([0.5], False),
+        ([0.51], True),
         # A tenth each time: three more to 1e-3.
-        ([1.0, 0.1], False),
+        ([0.5, 0.05], False),
         # Halved each time: eight more.
         ([0.5, 0.25], True),
         ([0.1, 0.1], True),

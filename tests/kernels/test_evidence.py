@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from kernel_cases import DEVICE
 
+from otdd_flash.engine.evidence.dual import LEAST_MASS, MOST_MASS
 from otdd_flash.engine.evidence.evaluated import Evidence, evaluate_cross, evaluate_self
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.evidence.two_passes import TRIFLE, VALUE_TRIFLE
-from otdd_flash.engine.segments import MEMORY, Look, PassErrors
+from otdd_flash.engine.segments import Look, PassErrors
 from otdd_flash.kernels.evidence import COSTS, evaluate
 
 COUNT, NUMBERS = 64, 14
@@ -27,13 +28,15 @@ def evaluate_kernel(
     columns_ptr,  # (COUNT, NUMBERS)
     costs_ptr,  # (COUNT, COSTS)
     epsilon_ptr,  # (COUNT,)
-    out_ptr,  # (8, COUNT)
+    out_ptr,  # (9, COUNT)
     unit: tl.float64,
     unit_of_sums: tl.float64,
     SELF: tl.constexpr,
     TRIFLE: tl.constexpr,
     VALUE_TRIFLE: tl.constexpr,
     MOST_ERROR: tl.constexpr,
+    LEAST_MASS: tl.constexpr,
+    MOST_MASS: tl.constexpr,
     NUMBERS: tl.constexpr,
     COSTS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -50,8 +53,10 @@ def evaluate_kernel(
         TRIFLE,
         VALUE_TRIFLE,
         MOST_ERROR,
+        LEAST_MASS,
+        MOST_MASS,
     )
-    for k in tl.static_range(8):
+    for k in tl.static_range(9):
         tl.store(out_ptr + k * COUNT + i_problem, numbers[k])
 
 
@@ -64,6 +69,7 @@ def drawn():
     rows[:, 1], columns[:, 1] = rows[:, 1].abs(), columns[:, 1].abs()
     columns[:, 3] = columns[:, 2] + columns[:, 3].abs()
     columns[:, 4], columns[:, 5] = columns[:, 4].abs(), (columns[:, 5] / 4).exp()
+    columns[0, 5], columns[1, 5] = torch.inf, 0.0
     costs = torch.rand(COUNT, COSTS, generator=draw, dtype=torch.float64)
     costs[:, 2] -= 0.5
     costs[:, 3:] *= 10 ** (-8 * torch.rand(COUNT, 1, generator=draw, dtype=torch.float64))
@@ -75,9 +81,10 @@ def drawn():
 @pytest.mark.parametrize("own", [False, True])
 def test_a_kernel_evaluates_like_pytorch(own):
     rows, columns, costs, epsilon = drawn()
-    out = torch.full((8, COUNT), torch.nan, dtype=torch.float64, device=DEVICE)
+    out = torch.full((9, COUNT), torch.nan, dtype=torch.float64, device=DEVICE)
     units = (torch.finfo(dtype).eps / 2 for dtype in DTYPES)
-    constants = own, TRIFLE, VALUE_TRIFLE, MOST_ERROR, NUMBERS, COSTS, COUNT
+    limits = TRIFLE, VALUE_TRIFLE, MOST_ERROR, LEAST_MASS, MOST_MASS
+    constants = own, *limits, NUMBERS, COSTS, COUNT
     evaluate_kernel[(1,)](rows, columns, costs, epsilon, out, *units, *constants)
 
     mean_cost, spread, offset, *errors = costs.unbind(1)
@@ -89,7 +96,7 @@ def test_a_kernel_evaluates_like_pytorch(own):
         offset=offset,
         errors=PassErrors(*errors),
     )
-    products = columns.new_zeros(COUNT, 4 * MEMORY)
+    products = columns.new_zeros(COUNT, 16)
     look = Look.of(rows, torch.cat((columns, products), 1))
     expected = (evaluate_self if own else evaluate_cross)(segments, look, epsilon)
     for name, found, true in zip(Evidence._fields, out, expected, strict=True):

@@ -67,7 +67,9 @@ def evaluate_self(costs: Costs, look: Look, epsilon: Tensor) -> Evidence:
     floor, rounding = rounding_of(costs, stored, size, off, epsilon)
     error, dual = oscillation.total_error(off, floor), self_dual(look.value, look.mass, shift)
     value = dual + costs.offset
-    upper = oscillation.self_bound(value, error, look.highest - look.lowest, costs.cost_spread)
+    # Nothing is known of a plan whose mass is not.
+    highest = torch.where(dual == -torch.inf, torch.inf, value)
+    upper = oscillation.self_bound(highest, error, look.highest - look.lowest, costs.cost_spread)
     step = self_gain(look.mean_residual, shift)
     noise = rounding_noise(costs, 2 * look.size, epsilon)
     reach, ends = floor + costs.errors.reach / epsilon, (value - rounding, upper + rounding)

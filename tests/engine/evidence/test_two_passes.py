@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from attained import assert_nearly_attained
-from otdd_flash.operators.segments import PassErrors
 from torch import Tensor
 
 from otdd_flash.engine.evidence.two_passes import Rounding, rounding_of
+from otdd_flash.engine.segments import PassErrors
 
 EPSILON, COST = 0.5, 3.0
 
