@@ -87,31 +87,33 @@ def update_progress(gap, dual, slack, p_progress, FALLEN: tl.constexpr):
 
 
 @triton.jit
-def update_trust(
-    dual,
-    gain,
-    gap,
-    slack,
-    restarted,  # whether trust starts afresh afterwards
-    p_trust,  # (6,) dual, gain, lowest, stale, plain, penalty
-    p_new_trust,  # (6,), overwritten
-    GROWTH: tl.constexpr,
-    PATIENCE: tl.constexpr,
-):
-    """Whether the potentials are kept, and plain updates to come."""
-    last_dual, last_gain = tl.load(p_trust), tl.load(p_trust + 1)
-    kept, lowest, stale, plain, penalty = judge(
-        dual, gap, slack, last_dual, last_gain,
+def judge_step(dual, gap, slack, p_trust, GROWTH: tl.constexpr, PATIENCE: tl.constexpr):
+    """Whether the potentials are kept; lowest error, its age, plain updates to come, penalty."""
+    return judge(
+        dual, gap, slack, tl.load(p_trust), tl.load(p_trust + 1),
         tl.load(p_trust + 2), tl.load(p_trust + 3), tl.load(p_trust + 4), tl.load(p_trust + 5),
         GROWTH, PATIENCE,
     )  # fmt: skip
-    tl.store(p_new_trust, tl.where(restarted, -float("inf"), tl.where(kept, dual, last_dual)))
-    tl.store(p_new_trust + 1, tl.where(restarted, 0.0, tl.where(kept, gain, last_gain)))
+
+
+@triton.jit
+def update_trust(
+    dual,
+    gain,
+    judged,  # of `judge_step`
+    restarted,  # whether trust starts afresh afterwards
+    p_trust,  # (6,) dual, gain, lowest, stale, plain, penalty
+    p_new_trust,  # (6,), overwritten
+):
+    """Trust after a step."""
+    kept, lowest, stale, plain, penalty = judged
+    dual, gain = tl.where(kept, dual, tl.load(p_trust)), tl.where(kept, gain, tl.load(p_trust + 1))
+    tl.store(p_new_trust, tl.where(restarted, -float("inf"), dual))
+    tl.store(p_new_trust + 1, tl.where(restarted, 0.0, gain))
     tl.store(p_new_trust + 2, tl.where(restarted, float("inf"), lowest))
     tl.store(p_new_trust + 3, tl.where(restarted, 0.0, stale))
     tl.store(p_new_trust + 4, tl.where(restarted, 0.0, plain))
     tl.store(p_new_trust + 5, tl.where(restarted, 1.0, penalty))
-    return kept, plain
 
 
 @triton.jit
@@ -206,10 +208,13 @@ def segmented_decision_kernel(
         TRIFLE, VALUE_TRIFLE, MOST_ERROR, LEAST_MASS, MOST_MASS,
     )  # fmt: skip
     # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from its
-    # marginals has larger errors than the one that it becomes.
+    # marginals has larger errors than the one that it becomes, and so has a step too far.
     tolerance = tl.minimum(tl.maximum(2 * reach, goal), loosest)
-    hopeless = (gap <= tl.maximum(reach, LEVEL_TOLERANCE)) & (2 * reach > tolerance)
     slack = DUAL_ROUNDING * (epsilon * noise)
+    judged = judge_step(dual, gap, slack, p_state + 1, GROWTH, PATIENCE)
+    kept, plain = judged[0], judged[3]
+    near = gap <= tl.maximum(reach, LEVEL_TOLERANCE)
+    hopeless = kept & near & (2 * reach > tolerance)
     new_gap, new_dual, age = update_progress(gap, dual, slack, p_state + 7, FALLEN)
     stalled = (age >= STALLED) & (gap <= STALLED_FLOORS * floor)
     last = iterations >= max_iterations
@@ -225,9 +230,7 @@ def segmented_decision_kernel(
     tl.store(p_new_state + 9, tl.where(changes, 0.0, age))
     # Only the last g that was kept at this level has a residual to compare with.
     started = now & (tl.abs(tl.load(p_state + 1)) < float("inf"))
-    kept, plain = update_trust(
-        dual, gain, gap, slack, changes, p_state + 1, p_new_state + 1, GROWTH, PATIENCE
-    )
+    update_trust(dual, gain, judged, changes, p_state + 1, p_new_state + 1)
     level = tl.where(iterations + 1 >= max_iterations, final_epsilon, level)
     tl.store(new_active_ptr + i_segment, tl.where(done, 0, active).to(tl.int8))
     tl.store(new_level_ptr + i_segment, level)

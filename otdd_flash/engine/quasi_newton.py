@@ -134,9 +134,9 @@ class QuasiNewton:
         stalled = (progress.age >= STALLED) & (look.gap <= STALLED_FLOORS * shown.floor)
         tolerance = (2 * shown.reach).clamp(goal.tolerance, goal.loosest)
         # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from
-        # its marginals has larger errors than the one that it becomes.
+        # its marginals has larger errors than the one that it becomes, and so has a step too far.
         near = look.gap <= shown.reach.clamp_min(LEVEL_TOLERANCE)
-        hopeless = near & (2 * shown.reach > tolerance)
+        hopeless = kept & near & (2 * shown.reach > tolerance)
         final, reached = level <= goal.epsilon, shown.error <= goal.aim * tolerance
         done = final & (last | reached | hopeless | stalled)
         ends = ~final & (shown.error <= tolerance.clamp_min(LEVEL_TOLERANCE))
