@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COSTS = 11
+COSTS = 12
 
 
 @triton.jit
@@ -22,7 +22,6 @@ def evaluate(
     unit,  # unit roundoff of potentials
     unit_of_sums,
     SELF: tl.constexpr,
-    TRIFLE: tl.constexpr,
     VALUE_TRIFLE: tl.constexpr,
     MOST_ERROR: tl.constexpr,
     LEAST_MASS: tl.constexpr,
@@ -49,7 +48,7 @@ def evaluate(
 
     # As in `two_passes`.
     largest, peak, sums = tl.load(p_costs + 4), tl.load(p_costs + 5), tl.load(p_costs + 6)
-    kept, trifles = tl.load(p_costs + 7) * stored, TRIFLE * (shifted_size + spread)
+    kept, trifles = tl.load(p_costs + 7) * stored, tl.load(p_costs + 11) * (shifted_size + spread)
     whole = VALUE_TRIFLE * (shifted_size + spread + tl.abs(offset) + epsilon)
     theta = (2 * largest + kept + tl.load(p_costs + 7) * spread + trifles) / epsilon + 2 * sums
     growth = tl.exp(theta + theta * tl.exp(theta))

@@ -52,7 +52,6 @@ class Limits(NamedTuple):
     stalled: float
     stalled_floors: float
     fallen: float
-    trifle: float
     value_trifle: float
     most_error: float
     least_mass: float
@@ -172,7 +171,6 @@ def segmented_decision_kernel(
     STALLED: tl.constexpr,
     STALLED_FLOORS: tl.constexpr,
     FALLEN: tl.constexpr,
-    TRIFLE: tl.constexpr,
     VALUE_TRIFLE: tl.constexpr,
     MOST_ERROR: tl.constexpr,
     LEAST_MASS: tl.constexpr,
@@ -205,7 +203,7 @@ def segmented_decision_kernel(
     gap = tl.load(p_columns + 4)
     dual, gain, noise, floor, reach, value, lower, upper, error = evaluate(
         p_rows, p_columns, p_costs, epsilon, unit, unit_of_sums, SELF,
-        TRIFLE, VALUE_TRIFLE, MOST_ERROR, LEAST_MASS, MOST_MASS,
+        VALUE_TRIFLE, MOST_ERROR, LEAST_MASS, MOST_MASS,
     )  # fmt: skip
     # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from its
     # marginals has larger errors than the one that it becomes, and so has a step too far.

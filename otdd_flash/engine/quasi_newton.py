@@ -29,8 +29,8 @@ from otdd_flash.engine.segments import Costs, Look, Move
 from otdd_flash.engine.trust import Trust
 
 # What a difference of duals may be off by, in units of what a single softmin may be off by: over
-# the points of a cloud most of that averages out.
-DUAL_ROUNDING = 0.25
+# many points most of that averages out, over few it does not.
+DUAL_ROUNDING = 1.0
 
 # Iterations without progress after which the marginal error is rounding, if it is at most so many
 # times the floor.

@@ -14,7 +14,7 @@ from torch import Tensor
 from otdd_flash.engine.evidence.dual import LEAST_MASS, MOST_MASS
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
-from otdd_flash.engine.evidence.two_passes import TRIFLE, VALUE_TRIFLE
+from otdd_flash.engine.evidence.two_passes import VALUE_TRIFLE
 from otdd_flash.engine.levels import FAR, LEVEL_TOLERANCE, Levels
 from otdd_flash.engine.quasi_newton import DUAL_ROUNDING, FALLEN, STALLED, STALLED_FLOORS, Progress
 from otdd_flash.engine.rule import Goal, Start
@@ -36,7 +36,6 @@ LIMITS = Limits(
     STALLED,
     STALLED_FLOORS,
     FALLEN,
-    TRIFLE,
     VALUE_TRIFLE,
     MOST_ERROR,
     LEAST_MASS,

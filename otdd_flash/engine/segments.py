@@ -55,6 +55,7 @@ class PassErrors(NamedTuple):
         offset: error of `offset`, in units of the cost.
         potentials: relative error of potentials of both sides, where what certifies rounds them.
         reach: in units of the cost, what keeps steps from lower marginal errors and hides nothing.
+        exponents: what float64 loses of exponents, relative to potentials and the spread of costs.
     """
 
     mean: Tensor
@@ -65,6 +66,7 @@ class PassErrors(NamedTuple):
     offset: Tensor
     potentials: Tensor
     reach: Tensor
+    exponents: Tensor
 
 
 class Look(NamedTuple):

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.evidence.two_passes import TRIFLE
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import PassErrors
@@ -180,7 +181,7 @@ class KernelSegments:
         classes, unit = self._classes, torch.full_like(self.mean_cost, UNIT)
         if self._parts == 1:
             mean = unit * self.mean_cost
-            return PassErrors(mean, mean, 0 * unit, 2 * unit, unit, *3 * (0 * unit,))
+            return PassErrors(mean, mean, 0 * unit, 2 * unit, unit, *4 * (0 * unit,))
         terms = torch.maximum(classes.sizes[rows], classes.sizes[columns]).double()
         exponents = math.log(2) * (2 * (terms.log2() + 1) + 3)
         sums = unit * (4 + TERMS_IN_FLOAT32 - 1 + exponents) * (1 + 2.0**-8)
@@ -196,9 +197,12 @@ class KernelSegments:
         # The means of x' and y' are 0 but for rounding, and meet D in the cost.
         drift = classes.drifts[rows] + classes.drifts[columns]
         drift = drift + 2.0**-52 * (terms + 4) * (sizes[0] + sizes[1])
+        none = 0 * unit
         moments = self.mean_cost + apart.square()
         offset = 2 * drift * apart + 2.0**-52 * (terms + classes.dim + 8) * moments
-        return PassErrors(mean, largest, peaks[0] + peaks[1], sums, unit, offset, *2 * (0 * unit,))
+        return PassErrors(
+            mean, largest, peaks[0] + peaks[1], sums, unit, offset, none, none, none + TRIFLE
+        )
 
 
 def is_small(sizes: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class OneSegment(ABC):
             torch.tensor(facts, dtype=torch.float64, device=self._costs_on), 1
         )
         none = self.offset = torch.zeros_like(mean)
-        self.errors = PassErrors(mean, mean, none, sums, none, none, potentials, reach)
+        self.errors = PassErrors(mean, mean, none, sums, none, none, potentials, reach, none)
 
     def coarse(self, tolerance: float) -> None:
         """There is none."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.evidence.two_passes import TRIFLE
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.rule import Goal, Segments, Start
 from otdd_flash.engine.segments import Look, Move, PassErrors, WeightedPoints
@@ -63,8 +64,9 @@ class StoredSegments:
         facts = torch.stack([_fill(self.costs[k], *pair) for k, pair in enumerate(sides)])
         self.mean_cost, self.cost_spread, mean, largest, peak = facts.unbind(1)
         self.offset = torch.zeros_like(self.mean_cost)
-        sums = torch.full_like(self.offset, UNIT * (max(shape) + 512))
-        self.errors = PassErrors(mean, largest, peak, sums, *4 * (self.offset,))
+        none = self.offset
+        sums = torch.full_like(none, UNIT * (max(shape) + 512))
+        self.errors = PassErrors(mean, largest, peak, sums, *4 * (none,), none + TRIFLE)
         self.masses = [
             torch.stack([_padded(pair[side].masses, shape[side]) for pair in sides])
             for side in ((0,) if self.symmetric else (0, 1))

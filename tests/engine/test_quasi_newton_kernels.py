@@ -40,9 +40,9 @@ class Drawn:
 
     def __init__(self, form):
         self.draw = torch.Generator().manual_seed(3)
-        costs = self.random(11, COUNT).abs().to(DEVICE)
+        costs = self.random(12, COUNT).abs().to(DEVICE)
         self.mean_cost, self.cost_spread, self.offset, *errors = costs
-        sizes = (1e-7, 3e-7, 1.0, 1e-6, 6e-8, 1e-7, 1e-7, 1e-7)
+        sizes = (1e-7, 3e-7, 1.0, 1e-6, 6e-8, 1e-7, 1e-7, 1e-7, 4e-15)
         self.errors = PassErrors(*(size * one for size, one in zip(sizes, errors, strict=True)))
         # The floor of one that stalls is between a tenth and a half of the tolerance.
         for segment, error in ((HOPELESS, 1e-3), (STUCK, 1e-5)):

@@ -13,7 +13,7 @@ from kernel_cases import DEVICE
 from otdd_flash.engine.evidence.dual import LEAST_MASS, MOST_MASS
 from otdd_flash.engine.evidence.evaluated import Evidence, evaluate_cross, evaluate_self
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
-from otdd_flash.engine.evidence.two_passes import TRIFLE, VALUE_TRIFLE
+from otdd_flash.engine.evidence.two_passes import VALUE_TRIFLE
 from otdd_flash.engine.segments import Look, PassErrors
 from otdd_flash.kernels.evidence import COSTS, evaluate
 
@@ -32,7 +32,6 @@ def evaluate_kernel(
     unit: tl.float64,
     unit_of_sums: tl.float64,
     SELF: tl.constexpr,
-    TRIFLE: tl.constexpr,
     VALUE_TRIFLE: tl.constexpr,
     MOST_ERROR: tl.constexpr,
     LEAST_MASS: tl.constexpr,
@@ -50,7 +49,6 @@ def evaluate_kernel(
         unit,
         unit_of_sums,
         SELF,
-        TRIFLE,
         VALUE_TRIFLE,
         MOST_ERROR,
         LEAST_MASS,
@@ -83,7 +81,7 @@ def test_a_kernel_evaluates_like_pytorch(own):
     rows, columns, costs, epsilon = drawn()
     out = torch.full((9, COUNT), torch.nan, dtype=torch.float64, device=DEVICE)
     units = (torch.finfo(dtype).eps / 2 for dtype in DTYPES)
-    limits = TRIFLE, VALUE_TRIFLE, MOST_ERROR, LEAST_MASS, MOST_MASS
+    limits = VALUE_TRIFLE, MOST_ERROR, LEAST_MASS, MOST_MASS
     constants = own, *limits, NUMBERS, COSTS, COUNT
     evaluate_kernel[(1,)](rows, columns, costs, epsilon, out, *units, *constants)
 

@@ -154,7 +154,7 @@ def test_the_coarse_form_is_off_by_one_rounding() -> None:
     errors, none = segments.coarse(1e-3).errors, torch.zeros(len(PAIRS)).double().to(DEVICE)
     unit = none + UNIT
     rounded = segments.mean_cost * UNIT
-    expected = rounded, rounded, none, 2 * unit, unit, *3 * (none,)
+    expected = rounded, rounded, none, 2 * unit, unit, *4 * (none,)
     for found, one in zip(errors, expected, strict=True):
         assert torch.equal(found, one)
 

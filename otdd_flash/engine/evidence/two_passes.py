@@ -17,7 +17,7 @@ to c~. Both passes enter, each with errors of its own:
 | f as stored | stored abs f_i | f~ - f, and so c~; <a, f~> |
 | costs of the columns' pass | mean, largest | c~, the mass |
 | sums of the columns' pass, and of c~ | sums | c~, the mass |
-| float64: exponents, logarithms | TRIFLE (m + R) | f~ - f, c~, the mass |
+| float64: exponents, logarithms | exponents (m + R) | f~ - f, c~, the mass |
 | float64: <a, f>, <b, g>, offset | VALUE_TRIFLE (m + R + abs offset + epsilon) | the value |
 
 Let theta be the sum of all largest ones over epsilon: with |e^x - 1| <= |x| e^|x| twice,
@@ -70,7 +70,7 @@ def rounding_of(
     is <a, |f|> + <b, |g|>.
     """
     errors, spread = costs.errors, costs.cost_spread
-    trifles = TRIFLE * (size + spread)
+    trifles = errors.exponents * (size + spread)
     whole = VALUE_TRIFLE * (size + spread + costs.offset.abs() + epsilon)
     kept = errors.stored * stored
     # The largest |f| is that of the mean and of the spread of the cost.

@@ -1,0 +1,11 @@
+"""The iterations that solve transport problems, many side by side or one alone, and their evidence.
+
+A problem is a segment: a cost with masses, and vectors of its columns. `segments` says what an
+evaluation of its potentials tells and what a move changes, `rule` what problems and iterations look
+like from outside, `run` repeats iterations until all are done, with `late_reader` to read the
+device late and `recording` to repeat short steps as a CUDA graph. `quasi_newton` is one iteration:
+`trust` says which steps are kept, `differences` what they teach, `levels` at which epsilon;
+`quasi_newton_kernels` is the same in Triton. `evidence` has what potentials prove.
+
+A single problem is a segment of its own, whatever holds its cost (`operators.one_segment`).
+"""
