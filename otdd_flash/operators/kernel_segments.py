@@ -200,9 +200,8 @@ class KernelSegments:
         none = 0 * unit
         moments = self.mean_cost + apart.square()
         offset = 2 * drift * apart + 2.0**-52 * (terms + classes.dim + 8) * moments
-        return PassErrors(
-            mean, largest, peaks[0] + peaks[1], sums, unit, offset, none, none, none + TRIFLE
-        )
+        others = none, none, none + TRIFLE
+        return PassErrors(mean, largest, peaks[0] + peaks[1], sums, unit, offset, *others)
 
 
 def is_small(sizes: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from attained import assert_nearly_attained
 from torch import Tensor
 
-from otdd_flash.engine.evidence.two_passes import Rounding, rounding_of
+from otdd_flash.engine.evidence.two_passes import TRIFLE, Rounding, rounding_of
 from otdd_flash.engine.segments import PassErrors
 
 EPSILON, COST = 0.5, 3.0
@@ -25,6 +25,7 @@ def real(*values: float) -> Tensor:
 def rounding(errors: dict[str, float], stored: float = 0.0, off: float = 0.0) -> Rounding:
     """What is said of one problem whose costs have these errors, 0 where nothing is said."""
     named = {name: real(errors.get(name, 0.0)) for name in PassErrors._fields}
+    named["exponents"] += TRIFLE
     segments = SimpleNamespace(
         errors=PassErrors(**named), cost_spread=real(0.0), offset=real(0.0), mean_cost=real(COST)
     )
