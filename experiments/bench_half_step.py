@@ -79,7 +79,7 @@ class Ours:
         self.operator = operator
         self.epsilon = operator.a.new_tensor(epsilon)
         self.f, self.g = (torch.zeros(size, device="cuda") for size in operator.shape)
-        self.repeated = Repeated(self.step)
+        self.repeated = Repeated()
 
     def step(self) -> None:
         """One iteration, in place."""
@@ -92,7 +92,7 @@ class Ours:
         self.g.zero_()
         for _ in range(ITERATIONS // STEPS if self.operator.short_passes else ITERATIONS):
             if self.operator.short_passes:
-                self.repeated.run()
+                self.repeated.run(self.step)
             else:
                 self.step()
         return self.f, self.g

@@ -128,7 +128,7 @@ class Plain:
         # Recorded steps read it from the device.
         recorded = operator.short_passes
         self.epsilon = operator.a.new_tensor(self.term.epsilon) if recorded else self.term.epsilon
-        self.repeated = Repeated(self.step)
+        self.repeated = Repeated()
         self.passes = 0
 
     def step(self) -> None:
@@ -140,7 +140,7 @@ class Plain:
         """Update both potentials, some times; a recording takes two steps at once."""
         pairs = steps // STEPS if self.operator.short_passes else 0
         for _ in range(pairs):
-            self.repeated.run()
+            self.repeated.run(self.step)
         for _ in range(steps - STEPS * pairs):
             self.step()
         self.passes += 2 * steps

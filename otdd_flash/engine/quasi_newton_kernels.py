@@ -16,7 +16,14 @@ from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.evidence.two_passes import VALUE_TRIFLE
 from otdd_flash.engine.levels import FAR, LEVEL_TOLERANCE, Levels
-from otdd_flash.engine.quasi_newton import DUAL_ROUNDING, FALLEN, STALLED, STALLED_FLOORS, Progress
+from otdd_flash.engine.quasi_newton import (
+    DUAL_RISE,
+    DUAL_ROUNDING,
+    FALLEN,
+    STALLED,
+    STALLED_FLOORS,
+    Progress,
+)
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import Costs
 from otdd_flash.engine.trust import GROWTH, PATIENCE, Trust
@@ -31,6 +38,7 @@ from otdd_flash.kernels.segmented_decision import (
 
 LIMITS = Limits(
     DUAL_ROUNDING,
+    DUAL_RISE,
     GROWTH,
     PATIENCE,
     STALLED,

@@ -24,23 +24,27 @@ STEPS_BEFORE_RECORDING = 2
 class Repeated:
     """A step that becomes a CUDA graph after a few times.
 
-    Args:
-        step: changes tensors in place without waiting for the device.
+    It does not hold the step, which may hold it: memory is freed when a solve ends, not when the
+    garbage collector finds the circle.
     """
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step, self._taken = step, 0
+    def __init__(self) -> None:
+        self._taken = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def run(self) -> None:
-        """Take `STEPS` steps."""
+    def run(self, step: Callable[[], None]) -> None:
+        """Take `STEPS` steps, of one that changes tensors in place without waiting for the device.
+
+        Args:
+            step: the same every time.
+        """
         for _ in range(STEPS):
             if self._taken < STEPS_BEFORE_RECORDING:
-                self._step()
+                step()
                 self._taken += 1
                 continue
             if self._graph is None:
-                self._graph = _recorder(torch.cuda.current_stream()).record(self._step)
+                self._graph = _recorder(torch.cuda.current_stream()).record(step)
             self._graph.replay()
 
 

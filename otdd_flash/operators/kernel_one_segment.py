@@ -66,8 +66,8 @@ class KernelSegment(OneSegment):
             step()
             return
         if self._repeated is None:
-            self._repeated = Repeated(step)
-        self._repeated.run()
+            self._repeated = Repeated()
+        self._repeated.run(step)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of a look."""

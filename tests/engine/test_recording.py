@@ -59,9 +59,9 @@ def test_replayed_steps_are_those_one_by_one(monkeypatch):
         recorded.append(launch)
         return Replayed(launch)
 
-    repeated = Repeated(lambda: count.add_(1))
+    repeated = Repeated()
     for times in range(1, 6):
-        repeated.run()
+        repeated.run(lambda: count.add_(1))
         assert count.tolist() == [float(STEPS * times)] * 3
     assert len(recorded) == 1
 
@@ -203,10 +203,10 @@ def test_after_a_recording_that_failed_the_next_one_works():
         if torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
 
-    failing, working = Repeated(waiting), Repeated(lambda: total.add_(1))
-    failing.run()
+    failing, working = Repeated(), Repeated()
+    failing.run(waiting)
     with pytest.raises(RuntimeError):
-        failing.run()
+        failing.run(waiting)
     for _ in range(3):
-        working.run()
+        working.run(lambda: total.add_(1))
     assert total.tolist() == [3.0 * STEPS] * 3
