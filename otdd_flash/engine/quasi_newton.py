@@ -36,7 +36,7 @@ DUAL_RISE = 0.25
 
 # Iterations without progress after which the marginal error is rounding, if it is at most so many
 # times the floor.
-STALLED, STALLED_FLOORS, FALLEN = 10, 10.0, 0.9
+STALLED, STALLED_FLOORS, FALLEN = 20, 10.0, 0.9
 
 
 class Progress(NamedTuple):
