@@ -13,6 +13,7 @@ from otdd_flash.operators import cost_tiles as tiles
 from otdd_flash.operators import whole_points
 from otdd_flash.operators.cost_tiles import CentredProducts, Products, cost_tiles
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.whole_points import WholeProducts, whole_products
 
 LAMBDA_X = 0.7
@@ -146,3 +147,15 @@ def test_lattices_on_which_products_are_exact(
 ) -> None:
     cost = cost_between(change(grey(1100, 0)), change(grey(1100, 1)))
     assert (whole_products(cost) is not None) is found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_costs_kept_in_float64_are_not_those_of_rounded_points(dtype: torch.dtype) -> None:
+    """Grey values over 255 in float32 lie beside their lattice: what float32 costs lose anyway."""
+    cost = cost_between(grey(1100, 0, dim=4), grey(1000, 1, dim=4))
+    truth = exact(cost)
+    stored = torch.cat(
+        [block.clone() for _, block in StoredOperator.keep(cost, dtype).negative_costs()]
+    )
+    unit = torch.finfo(dtype).eps / 2
+    assert float((stored.double() + truth).abs().max()) <= 8 * unit * float(truth.max())
