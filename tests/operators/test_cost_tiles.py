@@ -137,6 +137,7 @@ def test_lattice_points_lose_what_their_distance_costs() -> None:
         pytest.param(lambda x: x + 1e-4 * torch.rand(x.shape), False, id="beside the lattice"),
         pytest.param(lambda x: torch.cat([x[:-1], x[-1:] + 1e-4]), False, id="the last one beside"),
         pytest.param(lambda x: x[:, :1] * 255 + 300, True, id="far from 0"),
+        pytest.param(lambda x: (x[:, :1] * 255 + 400) / 255, True, id="grey values far from 0"),
         pytest.param(lambda x: (x * 255).round() * 8, False, id="too large for bfloat16"),
         pytest.param(lambda x: x.repeat(1, 60), False, id="products too large"),
         pytest.param(lambda x: x[: whole_points.LEAST_POINTS - 1], False, id="few"),
