@@ -226,6 +226,17 @@ def test_the_first_entry_of_a_pair_stays(tmp_path):
     assert not len(cache.find("another", classes(4), pairs)[0])
 
 
+def test_the_sign_of_zero_is_no_damage():
+    """SQLite gives 0.0 back for -0.0."""
+    classes, pairs = [bytes(range(8)), bytes(range(8, 16))], np.array([[1, 0]])
+    numbers = np.array([[0.5, -0.0, 1.0]])
+    kept = pair_database.checksums("method", classes, pairs, numbers)
+    assert kept == pair_database.checksums("method", classes, pairs, np.abs(numbers))
+    for change in (0.25, 1e-20):
+        changed = numbers + np.array([[0, change, 0]])
+        assert kept != pair_database.checksums("method", classes, pairs, changed)
+
+
 def test_numbers_that_are_not_finite_are_not_kept(tmp_path):
     values = torch.tensor([1.0, torch.nan, torch.inf], dtype=torch.float64)
     cache = PairCache(tmp_path)

@@ -13,6 +13,7 @@ from otdd_flash.operators import cost_tiles as tiles
 from otdd_flash.operators import whole_points
 from otdd_flash.operators.cost_tiles import CentredProducts, Products, cost_tiles
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.whole_points import WholeProducts, whole_products
 
 LAMBDA_X = 0.7
@@ -136,6 +137,7 @@ def test_lattice_points_lose_what_their_distance_costs() -> None:
         pytest.param(lambda x: x + 1e-4 * torch.rand(x.shape), False, id="beside the lattice"),
         pytest.param(lambda x: torch.cat([x[:-1], x[-1:] + 1e-4]), False, id="the last one beside"),
         pytest.param(lambda x: x[:, :1] * 255 + 300, True, id="far from 0"),
+        pytest.param(lambda x: (x[:, :1] * 255 + 400) / 255, True, id="grey values far from 0"),
         pytest.param(lambda x: (x * 255).round() * 8, False, id="too large for bfloat16"),
         pytest.param(lambda x: x.repeat(1, 60), False, id="products too large"),
         pytest.param(lambda x: x[: whole_points.LEAST_POINTS - 1], False, id="few"),
@@ -146,3 +148,15 @@ def test_lattices_on_which_products_are_exact(
 ) -> None:
     cost = cost_between(change(grey(1100, 0)), change(grey(1100, 1)))
     assert (whole_products(cost) is not None) is found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_costs_kept_in_float64_are_not_those_of_rounded_points(dtype: torch.dtype) -> None:
+    """Grey values over 255 in float32 lie beside their lattice: what float32 costs lose anyway."""
+    cost = cost_between(grey(1100, 0, dim=4), grey(1000, 1, dim=4))
+    truth = exact(cost)
+    stored = torch.cat(
+        [block.clone() for _, block in StoredOperator.keep(cost, dtype).negative_costs()]
+    )
+    unit = torch.finfo(dtype).eps / 2
+    assert float((stored.double() + truth).abs().max()) <= 8 * unit * float(truth.max())
