@@ -23,6 +23,8 @@ SOLVES = {False: solve_alternating, True: solve_symmetric}
 # A block of the kernels has 256 points.
 SIZES = [(1, 1), (1, 2), (2, 1), (7, 129), (129, 7), (300, 1000), (1, None), (2, None), (600, None)]
 
+LARGE = [pytest.param(size, marks=pytest.mark.gpu) for size in [(333, 150_000), (70_001, 333)]]
+
 
 def random_move(draws: int) -> Move:
     """Every third is not kept, every fourth teaches nothing, every fifth ends a level."""
@@ -81,7 +83,7 @@ class Vectors:
 
 
 @pytest.mark.slow(after=6)
-@pairwise(size=SIZES, zeros=[False, True], kind=["float32", "float64", "triton"])
+@pairwise(size=[*SIZES, *LARGE], zeros=[False, True], kind=["float32", "float64", "triton"])
 def test_evaluations_and_moves_are_their_formulas(size, zeros, kind) -> None:
     """At a level of epsilon each, with the oldest differences overwritten in the end."""
     n, m = size

@@ -10,7 +10,7 @@ from sinkhorn_cases import cost_of, make_clouds
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.stored_terms import padded_size, solve_in_float64
-from otdd_flash.operators import anchored_segments, stored_segments
+from otdd_flash.operators import anchored_segments, segment_tiles, stored_segments
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver.alternating import solve_alternating
@@ -270,7 +270,7 @@ def test_padding_follows_from_the_size_and_is_moderate(size):
 def test_tiles_smaller_than_one_problem_change_nothing(clouds, monkeypatch):
     points, pairs = weighted_points(clouds), all_pairs(4)
     expected = solve_in_float64(points, pairs, 0.1, Converged())
-    monkeypatch.setattr(stored_segments, "TILE_ELEMENTS_CPU", 100)
+    monkeypatch.setattr(segment_tiles, "TILE_ELEMENTS_CPU", 100)
     found = solve_in_float64(points, pairs, 0.1, Converged())
     for one, two in zip(found, expected, strict=True):
         assert torch.equal(one, two)
