@@ -5,7 +5,10 @@ PyTorch; `streamed` scores computed again in every pass; `stored` scores kept in
 the passes in Triton on a GPU, `lattice` the points that they need not round; `build` the choice
 between them; `footprint` and `memory` what they take and what there is.
 
-Many problems side by side, one per pair of classes, have an interface of their own: `segments`;
-`stored_segments` and `anchored_segments` keep their scores in PyTorch, and their vectors as
-`padded_vectors`; `kernel_segments` computes scores in Triton on the points of a `class_pool`.
+`request` has the datasets of a comparison, checked, moved and seen by the `ground` cost once.
+
+Iterations run on segments (`engine.rule.Segments`). `one_segment` is the problem of an operator,
+`kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and
+`anchored_segments` keep their scores in PyTorch, `kernel_segments` computes them in Triton on the
+points of a `class_pool`. Vectors are `padded_vectors` or, in Triton, `kernel_vectors`.
 """
