@@ -171,9 +171,9 @@ def ages(gaps: list[float], duals: list[float]) -> list[float]:
 
 
 def test_a_plateau_ages_and_so_does_noise_about_it() -> None:
-    assert ages([2 * FLOOR] * 20, [1.0] * 20)[STALLED] == STALLED
-    noisy = [FLOOR * (2 + k % 3) for k in range(20)]
-    assert ages(noisy, [1.0] * 20)[STALLED] == STALLED
+    assert ages([2 * FLOOR] * 40, [1.0] * 40)[STALLED] == STALLED
+    noisy = [FLOOR * (2 + k % 3) for k in range(40)]
+    assert ages(noisy, [1.0] * 40)[STALLED] == STALLED
 
 
 def test_an_error_that_falls_or_a_dual_that_rises_does_not_age() -> None:
