@@ -1,4 +1,4 @@
-"""What an iteration of `solver.segmented_quasi_newton` decides for every segment, in one launch.
+"""What an iteration of `engine.quasi_newton` decides for every segment, in one launch.
 
 From the numbers of a look: the dual value and its certified bounds, whether the potentials are
 kept, whether their differences are remembered, whether the segment falls to the next level of
@@ -6,17 +6,17 @@ epsilon or is done, and the move
 
     g + scale r + shift + sum_k weights_k remembered_k
 
-to the next candidate. The rules are those of `trust` and `segmented_differences`.
+to the next candidate. The rules are those of `engine.trust` and `engine.differences`.
 
-Shapes: looks (S, 2) and (S, 14 + 4 memory) as in `operators.segments.Look`, moves (S, 9 + 2 memory)
-as in `Move`, terms (S, 6) as in `solver.segmented.SegmentTerms`, all float64. A segment is at its
+Shapes: looks (S, 2) and (S, 14 + 4 memory) as in `engine.segments.Look`, moves (S, 9 + 2 memory)
+as in `Move`, terms (S, 6) as in `engine.run.SegmentTerms`, all float64. A segment is at its
 level of epsilon and at `state_width` numbers,
 
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
     top, allowed, error, descended,   slot, R^-1, Y^T Y, D,
 
 six of trust, three of progress and four of levels. What rounding may have done is as
-`solver.segmented` derives it, from numbers of the passes that come with the costs.
+`engine.evidence` derives it, from numbers of the passes that come with the costs.
 
 One lane per segment, as all of them do the same with few numbers.
 """
@@ -373,8 +373,8 @@ def segmented_decision(
     Args:
         seen: the numbers of a look, (S, 2) of rows and (S, 14 + 4 memory) of columns.
         costs: (S, `COSTS`) float64, mean, spread, offset and errors of
-            `operators.segments.Segments`.
-        settings: (7,) float64, `solver.segmented_quasi_newton.Goal` and the unit roundoffs of
+            `engine.segments.Costs`.
+        settings: (7,) float64, `engine.rule.Goal` and the unit roundoffs of
             potentials and of sums.
         before: the look.
         after: it, overwritten.
