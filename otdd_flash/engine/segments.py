@@ -44,7 +44,7 @@ class PassErrors(NamedTuple):
     """What rounding may do to one pass over the scores of each segment, (S,) float64 each.
 
     The sums of a pass are those of some perturbed cost C^ times 1 + rho, |rho| <= `sums`, another
-    C^ for rows than for columns. `solver.segmented` makes bounds of them.
+    C^ for rows than for columns. `evidence` makes bounds of them.
 
     Attributes:
         mean: bound on sum_ij P_ij |C^_ij - C_ij| over a plan P with the masses as marginals.
