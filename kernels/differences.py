@@ -1,4 +1,4 @@
-"""What `solver.segmented_differences` does for a block of problems, as part of a kernel.
+"""What `engine.differences` does for a block of problems, as part of a kernel.
 
 What is remembered of a problem are the slot that comes next, R^-1, Y^T Y and D, in `memory_width`
 numbers. Shapes: (BLOCK,) problems, (BLOCK, MEMORY) and (BLOCK, MEMORY, MEMORY) their slots.

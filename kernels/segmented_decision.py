@@ -6,7 +6,7 @@ epsilon or is done, and the move
 
     g + scale r + shift + sum_k weights_k remembered_k
 
-to the next candidate. The rules are those of `trust` and `differences`.
+to the next candidate. The rules are those of `engine.trust` and `engine.differences`.
 
 Shapes: looks (S, 2) and (S, 14 + 4 memory) as in `engine.segments.Look`, moves (S, 9 + 2 memory)
 as in `Move`, terms (S, 6) as in `engine.run.SegmentTerms`, all float64. A segment is at its
@@ -308,7 +308,7 @@ def segmented_decision(
     Args:
         seen: the numbers of a look, (S, 2) of rows and (S, 14 + 4 memory) of columns.
         costs: (S, `COSTS`) float64, mean, spread, offset and errors of
-            `engine.segments.Segments`.
+            `engine.segments.Costs`.
         settings: (7,) float64, `engine.rule.Goal` and the unit roundoffs of
             potentials and of sums.
         before: the look.

@@ -1,4 +1,4 @@
-"""What `solver.trust` decides, as part of a kernel: for one problem, or a block of them."""
+"""What `engine.trust` decides, as part of a kernel: for one problem, or a block of them."""
 
 from __future__ import annotations
 
