@@ -78,16 +78,14 @@ class PaddedVectors:
     def move(self, potential: Tensor, move: Move, active: Tensor) -> Tensor:
         """The candidates (S, m) after those that were looked at."""
         support = self._masses > 0
-        step = potential - self.kept - move.mean_step[:, None]
-        fall = self.residual - self.fresh - move.mean_fall[:, None]
-        learnt, kept = move.learnt & active, (move.kept & active)[:, None]
-        self._remember(torch.where(support, step, 0), move.slot, learnt)
-        self._remember(torch.where(support, fall, 0), move.slot + self.memory, learnt)
+        newest = torch.stack((potential - self.kept, self.residual - self.fresh), 1)
+        newest = newest - torch.stack((move.mean_step, move.mean_fall), 1)[:, :, None]
+        kept = (move.kept & active)[:, None]
+        self._remember(torch.where(support[:, None], newest, 0), move.slot, move.learnt & active)
         self.kept = torch.where(kept, potential, self.kept)
         self.residual = torch.where(kept, self.fresh, self.residual)
         moved = self.kept + move.scale[:, None] * self.residual + move.shift[:, None]
-        for weight, vector in zip(move.weights.unbind(1), self._remembered.unbind(1), strict=True):
-            moved = moved + weight[:, None] * vector
+        moved = moved + _halved(move.weights[:, :, None] * self._remembered)
         moved = torch.where(support, moved, self.kept + self.residual)
         ahead = moved + move.extrapolation[:, None] * (moved - self._level)
         self._level = torch.where((move.ends & active)[:, None], moved, self._level)
@@ -99,9 +97,19 @@ class PaddedVectors:
         self.kept, self.residual = self.kept[order], self.residual[order]
         self._remembered, self._level = self._remembered[order], self._level[order]
 
-    def _remember(self, vector: Tensor, slot: Tensor, where: Tensor) -> None:
-        place = torch.arange(len(slot), device=slot.device), slot
-        self._remembered[place] = torch.where(where[:, None], vector, self._remembered[place])
+    def _remember(self, newest: Tensor, slot: Tensor, where: Tensor) -> None:
+        """Put vectors (S, 2, m), a step and its fall, into their slots."""
+        segments = torch.arange(len(slot), device=slot.device)[:, None]
+        place = segments, torch.stack((slot, slot + self.memory), 1)
+        self._remembered[place] = torch.where(where[:, None, None], newest, self._remembered[place])
+
+
+def _halved(values: Tensor) -> Tensor:
+    """Sums over the middle dimension (S, 2^k, m), one half added to the other k times."""
+    while values.shape[1] > 1:
+        one, other = values.chunk(2, 1)
+        values = one + other
+    return values.squeeze(1)
 
 
 def totals(values: Tensor) -> Tensor:
