@@ -47,7 +47,6 @@ class Limits(NamedTuple):
     """Constants of the rules, as they are called in the solver."""
 
     dual_rounding: float
-    dual_rise: float
     growth: float
     patience: float
     stalled: float
@@ -167,7 +166,6 @@ def segmented_decision_kernel(
     SELF: tl.constexpr,
     DAMPING: tl.constexpr,
     DUAL_ROUNDING: tl.constexpr,
-    DUAL_RISE: tl.constexpr,
     GROWTH: tl.constexpr,
     PATIENCE: tl.constexpr,
     STALLED: tl.constexpr,
@@ -215,9 +213,7 @@ def segmented_decision_kernel(
     kept, plain = judged[0], judged[3]
     near = gap <= tl.maximum(reach, LEVEL_TOLERANCE)
     hopeless = kept & near & (2 * reach > tolerance)
-    new_gap, new_dual, age = update_progress(
-        gap, dual, DUAL_RISE * (epsilon * noise), p_state + 7, FALLEN
-    )
+    new_gap, new_dual, age = update_progress(gap, dual, slack, p_state + 7, FALLEN)
     stalled = (age >= STALLED) & (gap <= STALLED_FLOORS * floor)
     last = iterations >= max_iterations
     reached = error <= aim * tolerance

@@ -29,10 +29,8 @@ from otdd_flash.engine.segments import Costs, Look, Move
 from otdd_flash.engine.trust import Trust
 
 # What a difference of duals may be off by, in units of what a single softmin may be off by: over
-# many points most of that averages out, over few it does not.
-DUAL_ROUNDING = 1.0
-# What it has to rise by, likewise, for iterations to get somewhere.
-DUAL_RISE = 0.25
+# the points of a cloud most of that averages out.
+DUAL_ROUNDING = 0.25
 
 # Iterations without progress after which the marginal error is rounding, if it is at most so many
 # times the floor.
@@ -132,7 +130,7 @@ class QuasiNewton:
         rounding = level * shown.noise
         slack = DUAL_ROUNDING * rounding
         kept, trust = self._trust.judge(shown.dual, shown.gain, look.gap, slack)
-        progress = self._progress.after(look.gap, shown.dual, DUAL_RISE * rounding)
+        progress = self._progress.after(look.gap, shown.dual, slack)
         stalled = (progress.age >= STALLED) & (look.gap <= STALLED_FLOORS * shown.floor)
         tolerance = (2 * shown.reach).clamp(goal.tolerance, goal.loosest)
         # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from

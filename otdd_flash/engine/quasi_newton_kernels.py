@@ -17,7 +17,6 @@ from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.evidence.two_passes import VALUE_TRIFLE
 from otdd_flash.engine.levels import FAR, LEVEL_TOLERANCE, Levels
 from otdd_flash.engine.quasi_newton import (
-    DUAL_RISE,
     DUAL_ROUNDING,
     FALLEN,
     STALLED,
@@ -38,7 +37,6 @@ from otdd_flash.kernels.segmented_decision import (
 
 LIMITS = Limits(
     DUAL_ROUNDING,
-    DUAL_RISE,
     GROWTH,
     PATIENCE,
     STALLED,
