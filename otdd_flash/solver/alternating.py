@@ -9,6 +9,8 @@ g comes from `approach`, the next ones from `quasi_newton`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,12 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.approach import approach
 from otdd_flash.solver.certificate import Certificate, certify
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.iteration import Iteration
 from otdd_flash.solver.schedule import Progress
 from otdd_flash.solver.term import TransportTerm
+
+if TYPE_CHECKING:
+    from otdd_flash.solver.converged import Converged
 
 
 def solve_alternating(

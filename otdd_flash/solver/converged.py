@@ -10,7 +10,9 @@ from torch import Tensor
 from otdd_flash.arguments import count, positive
 from otdd_flash.checks import Declaration, optional
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.alternating import solve_alternating
 from otdd_flash.solver.schedule import Progress, Schedule
+from otdd_flash.solver.symmetric import solve_symmetric
 
 if TYPE_CHECKING:
     from otdd_flash.solver.term import TransportTerm
@@ -73,10 +75,6 @@ class Converged(Schedule):
         progress: Progress | None,
     ) -> TransportTerm:
         """See the base class."""
-        # They stop by this type, which therefore cannot import them first.
-        from otdd_flash.solver.alternating import solve_alternating
-        from otdd_flash.solver.symmetric import solve_symmetric
-
         if name == "xy":
             return solve_alternating(operator, epsilon, self, start=start, progress=progress)
         return solve_symmetric(operator, epsilon, self, name=name, start=start, progress=progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from otdd_flash.engine.run import run
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.certificate import Certificate
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.schedule import LOOSEST_DEFAULT, Progress, StoppedBy
 from otdd_flash.solver.term import reachable_tolerance
+
+if TYPE_CHECKING:
+    from otdd_flash.solver.converged import Converged
 
 # (segment, polished): what its potentials prove, if asked for as well as they can.
 Certify = Callable[[OneSegment, bool], Certificate]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from torch import Tensor
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.errors import InputError
 from otdd_flash.solver.certificate import Certificate
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.epsilon import EpsilonOutOfRange, or_double
 from otdd_flash.solver.schedule import LOOSEST_DEFAULT, StoppedBy
+
+if TYPE_CHECKING:
+    from otdd_flash.solver.converged import Converged
 
 # The marginal error that an advised epsilon should have, half of the most that is accepted.
 AMPLE = LOOSEST_DEFAULT / 2
