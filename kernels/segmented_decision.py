@@ -218,6 +218,8 @@ def segmented_decision_kernel(
     last = iterations >= max_iterations
     reached = error <= aim * tolerance
     done = (epsilon <= final_epsilon) & (last | reached | hopeless | stalled)
+    # What the last iteration ends may be a step too far.
+    near_enough = (epsilon <= final_epsilon) & (reached | stalled)
     ends, gives_up, level, extrapolation = update_levels(
         iterations, epsilon, error, tolerance, done, p_state + 10, p_new_state + 10,
         final_epsilon, LEVEL_TOLERANCE, FAR,
@@ -251,7 +253,7 @@ def segmented_decision_kernel(
     usable = (plain <= 0) & ((done | changes) == 0) & (largest < float("inf"))
     p_move = move_ptr + (MOVE + 2 * MEMORY) * i_segment
     p_weights = p_move[:, None] + (MOVE + tl.arange(0, MEMORY))[None, :]
-    tl.store(p_move, (kept | done | changes).to(tl.float64))
+    tl.store(p_move, (kept | near_enough | changes).to(tl.float64))
     tl.store(p_move + 1, sound.to(tl.float64))
     tl.store(p_move + 2, tl.load(p_state + TRUST))
     tl.store(p_move + 3, tl.load(p_columns + 6))

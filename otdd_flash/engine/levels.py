@@ -25,7 +25,7 @@ TOP = 0.1
 
 # The marginal error that ends a level, and the iterations that this takes, about.
 LEVEL_TOLERANCE = 0.02
-ITERATIONS_PER_LEVEL = 3
+ITERATIONS_PER_LEVEL = 4
 
 # The marginal error after the first evaluation of a try from which on it is given up at once.
 FAR = 0.5

@@ -139,13 +139,15 @@ class QuasiNewton:
         hopeless = kept & near & (2 * shown.reach > tolerance)
         final, reached = level <= goal.epsilon, shown.error <= goal.aim * tolerance
         done = final & (last | reached | hopeless | stalled)
+        # What the last iteration ends may be a step too far.
+        near_enough = final & (reached | stalled)
         ends = ~final & (shown.error <= tolerance.clamp_min(LEVEL_TOLERANCE))
         gives_up = ~done & before.hopeless(self._iterations, shown.error, tolerance)
         changes = ends | gives_up
         plain = done | changes | (trust.plain > 0)
         sound = started & _sound(look, rounding)
         extrapolation = torch.where(ends, before.descended / 2, 0)
-        move = self._move(look, kept | done | changes, sound, plain, changes, extrapolation)
+        move = self._move(look, kept | near_enough | changes, sound, plain, changes, extrapolation)
         self._segments.move(move, active)
         self._trust, self._progress = trust.restarted(changes), progress.restarted(changes)
         self._levels = before.after(shown.error, ends, gives_up, goal.epsilon)

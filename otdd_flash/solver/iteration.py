@@ -153,7 +153,7 @@ class Iteration:
 
         wait = not segment.operator.short_passes
         run(segment, rule, watch=watch, wait=wait)
-        if self._timed_out:
+        if self._timed_out or (self.left() <= 0 and error > LOOSEST_DEFAULT):
             return
         operator = segment.operator
         f = segment.kept if segment.symmetric else segment.rows
