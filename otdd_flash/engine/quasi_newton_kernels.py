@@ -122,7 +122,8 @@ class QuasiNewtonKernels:
     def restart(self, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from another candidate."""
         self._goal = self._goal._replace(aim=aim)
-        self._costs, self._settings = _constants(self._segments, self._goal)
+        # A recorded step reads them where they are.
+        torch._foreach_copy_((self._costs, self._settings), _constants(self._segments, self._goal))
         taken = self._state.numbers[:, 0].cpu()
         self._begin(Start(Levels.descending(torch.full_like(taken, self._goal.epsilon)), taken))
         self._state.active[:] = True

@@ -258,3 +258,22 @@ def test_pytorch_only_puts_the_state_back_between_look_and_move(monkeypatch):
     with Count() as count:
         rule.step()
     assert count.names == ["_foreach_copy_", "copy_"]
+
+
+def test_a_step_that_was_recorded_before_a_restart_reads_the_new_aim(monkeypatch):
+    """In the same memory."""
+    seen = []
+
+    class Noted(Idle):
+        def __getitem__(self, grid):
+            return lambda *args, **constants: seen.append(args[4:6])
+
+    monkeypatch.setattr(segmented_decision, "segmented_decision_kernel", Noted())
+    segments, rule = begin(QuasiNewtonKernels, CROSS)
+    monkeypatch.setattr(segments, "numbers", lambda *_: segments.looks[0])
+    rule.step()
+    rule.restart(0.5)
+    rule.step()
+    for before, after in zip(*seen, strict=True):
+        assert before.data_ptr() == after.data_ptr()
+    assert 0.5 in seen[0][1].tolist()
