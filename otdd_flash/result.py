@@ -89,7 +89,7 @@ class DistanceResult:
 
     @property
     def potentials(self) -> tuple[Tensor, Tensor]:
-        """F (n,) and g (m,) of the cross term, in units of the cost.
+        """The cross term's f (n,) and g (m,), in units of the cost.
 
         With `ground=inner`, for the squared distances that it comes to: without terms of one side.
         """
