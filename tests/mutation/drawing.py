@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDERS = ("solver", "labels", "operators")
+FOLDERS = ("engine", "solver", "labels", "operators")
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
