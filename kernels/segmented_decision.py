@@ -39,8 +39,9 @@ from otdd_flash.kernels.trust import judge
 # Numbers of a state before those remembered, and of terms.
 TRUST, TERMS = 14, 6
 
-# Segments of a program.
-BLOCK = 8
+# Segments of a program: one lane takes the time of many on a GPU, and one program that of many in
+# the interpreter.
+BLOCK_ON_GPU, BLOCK_IN_INTERPRETER = 1, 8
 
 
 class Limits(NamedTuple):
@@ -272,7 +273,9 @@ def state_width(memory: int) -> int:
     return TRUST + memory_width(memory)
 
 
-def constants_of(memory: int, damping: float, symmetric: bool, limits: Limits) -> dict[str, float]:
+def constants_of(
+    memory: int, damping: float, symmetric: bool, limits: Limits, block: int
+) -> dict[str, float]:
     """What the kernel is compiled for; arguments as for `segmented_decision`."""
     return {
         "SELF": symmetric,
@@ -285,7 +288,7 @@ def constants_of(memory: int, damping: float, symmetric: bool, limits: Limits) -
         "TERMS": TERMS,
         "MOVE": MOVE,
         "COSTS": COSTS,
-        "BLOCK": BLOCK,
+        "BLOCK": block,
     }
 
 
@@ -323,7 +326,8 @@ def segmented_decision(
         (state.active.view(torch.int8), state.level, state.numbers, state.terms)
         for state in (before, after)
     )
-    segmented_decision_kernel[(triton.cdiv(count, BLOCK),)](
+    block = BLOCK_ON_GPU if costs.is_cuda else BLOCK_IN_INTERPRETER
+    segmented_decision_kernel[(triton.cdiv(count, block),)](
         count,
         rows,
         rows.stride(0),
@@ -333,7 +337,7 @@ def segmented_decision(
         *next(states),
         *next(states),
         move,
-        **constants_of(memory, damping, symmetric, limits),
+        **constants_of(memory, damping, symmetric, limits, block),
         num_warps=1,
     )
     return move

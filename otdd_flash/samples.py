@@ -197,8 +197,12 @@ def check_squares(*sides: LabeledSamples) -> None:
 
     Samples are finite when they are made; what shares their memory may have changed since.
     """
-    for side in dict.fromkeys(sides):
-        largest = _largest(side.features)
+    different = list(dict.fromkeys(sides))
+    found = [_largest(side.features) for side in different]
+    together = len({number.device for number in found}) == 1
+    # Of one device, the host waits once.
+    numbers = torch.stack(found).tolist() if together else map(float, found)
+    for side, largest in zip(different, numbers, strict=True):
         if not math.isfinite(largest):
             raise prefixed(side.name, _not_finite(side.features))
         # The largest squared distance there can be, with room for sums over points and classes.
@@ -217,14 +221,15 @@ def _as_features(values: Any) -> Tensor:
         raise InputError(f"features must be a matrix (n, d), got shape {tuple(features.shape)}")
     if features.shape[0] == 0 or features.shape[1] == 0:
         raise InputError(f"the dataset is empty: features have shape {tuple(features.shape)}")
-    if not math.isfinite(_largest(features)):
+    if not math.isfinite(float(_largest(features))):
         raise _not_finite(features)
     return features
 
 
-def _largest(features: Tensor) -> float:
-    """The largest of all absolute values; NaN where there is one. Reads them once."""
-    return float(torch.stack(torch.aminmax(features.detach())).abs().amax())
+def _largest(features: Tensor) -> Tensor:
+    """The largest of all absolute values (), float64; NaN where there is one. Reads them once."""
+    largest: Tensor = torch.linalg.vector_norm(features.detach(), ord=math.inf)
+    return largest.double()
 
 
 def _not_finite(features: Tensor) -> InputError:

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.operators.base import Epsilon
+
 # The first level over the mean cost, about. Above it a solve takes a few steps from anywhere.
 TOP = 0.1
 
@@ -34,7 +36,7 @@ FAR = 0.5
 MOST_LEVELS = 62
 
 
-def first_level(epsilon: float, mean_cost: Tensor, share: float = TOP) -> Tensor:
+def first_level(epsilon: Epsilon, mean_cost: Tensor, share: float = TOP) -> Tensor:
     """The level epsilon 2^k, k >= 0, within a factor of 2 below a share of the mean cost (S,)."""
     _, exponent = torch.frexp(share * mean_cost / epsilon)
     exponent = (exponent - 1).clamp(0, MOST_LEVELS).to(torch.int64)
@@ -59,12 +61,12 @@ class Levels(NamedTuple):
     descended: Tensor
 
     @classmethod
-    def trying(cls, epsilon: float, top: Tensor) -> Levels:
+    def trying(cls, epsilon: Epsilon, top: Tensor) -> Levels:
         """A try at the final epsilon, before the levels (S,) from `top` on if there are any."""
         _, ratio = torch.frexp(top / epsilon)
         allowed = ITERATIONS_PER_LEVEL * (ratio - 1).double()
-        level, zero = torch.full_like(top, epsilon), torch.zeros_like(top)
-        return cls(level, top, allowed, torch.full_like(top, torch.inf), zero)
+        zero = torch.zeros_like(top)
+        return cls(zero + epsilon, top, allowed, torch.full_like(top, torch.inf), zero)
 
     @classmethod
     def descending(cls, top: Tensor) -> Levels:

@@ -78,7 +78,7 @@ class QuasiNewtonKernels:
 
     def __init__(self, segments: KernelProblems, goal: Goal, form: Form, start: Start) -> None:
         self._segments, self._goal, self._form = segments, goal, form
-        self._costs, self._settings = _constants(segments, goal)
+        self._costs, self._settings = _costs(segments), settings_of(goal, segments)
         count, device = len(self._costs), segments.device
         self._state, self._other = (
             State(
@@ -88,7 +88,7 @@ class QuasiNewtonKernels:
             for _ in range(2)
         )
         self._state.numbers[:, 0] = start.iterations
-        self._begin(start)
+        self._begin(start, goal.epsilon, goal.max_iterations)
 
     @property
     def active(self) -> Tensor:
@@ -101,7 +101,10 @@ class QuasiNewtonKernels:
         return self._state.terms
 
     def step(self) -> None:
-        """Look at the candidates and choose the next."""
+        """Look at the candidates and choose the next.
+
+        After an even number of steps the state is where it was, so that they may be recorded.
+        """
         before, after = self._state, self._other
         move = segmented_decision(
             self._segments.numbers(before.level, before.active),
@@ -115,18 +118,32 @@ class QuasiNewtonKernels:
             limits=LIMITS,
         )
         self._segments.move_by(move, before.active)
-        # A recorded step finds its state where it was.
-        torch._foreach_copy_(before[1:], after[1:])
-        before.active.copy_(after.active)
+        self._state, self._other = after, before
 
     def restart(self, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from another candidate."""
-        self._goal = self._goal._replace(aim=aim)
+        goal = self._goal = self._goal._replace(aim=aim)
         # A recorded step reads them where they are.
-        torch._foreach_copy_((self._costs, self._settings), _constants(self._segments, self._goal))
+        known = _costs(self._segments), settings_of(goal, self._segments)
+        torch._foreach_copy_((self._costs, self._settings), known)
         taken = self._state.numbers[:, 0].cpu()
-        self._begin(Start(Levels.descending(torch.full_like(taken, self._goal.epsilon)), taken))
+        start = Start(Levels.descending(torch.full_like(taken, goal.epsilon)), taken)
+        self._begin(start, goal.epsilon, goal.max_iterations)
         self._state.active[:] = True
+
+    def begin(self, settings: Tensor, start: Start) -> None:
+        """Begin afresh with other problems, without asking the device anything.
+
+        Args:
+            settings: (7,) float64 on the device, of `settings_of`.
+            start: where to, on the device.
+        """
+        torch._foreach_copy_((self._costs, self._settings), (_costs(self._segments), settings))
+        active, _, numbers, terms = self._state
+        active.fill_(True)
+        torch._foreach_zero_((numbers, terms))
+        numbers[:, 0] = start.iterations
+        self._begin(start, settings[0], settings[3])
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments."""
@@ -134,12 +151,11 @@ class QuasiNewtonKernels:
         self._state = State(*(part[order] for part in self._state))
         self._other = State(*map(torch.empty_like, self._state))
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: Start, epsilon: float | Tensor, max_iterations: int | Tensor) -> None:
         """Begin at some levels, with the differences that are there."""
         level, *levels = start.levels
         known = (*Trust.fresh(level), *Progress.none(level), *levels)
-        last = start.iterations + 1 >= self._goal.max_iterations
-        first = torch.where(last, self._goal.epsilon, level)
+        first = torch.where(start.iterations + 1 >= max_iterations, epsilon, level)
         # Where problems start is often known on the host: it is sent at once.
         numbers = torch.stack((*known, first), 1).to(self._costs.device)
         self._state.numbers[:, 1:TRUST] = numbers[:, :-1]
@@ -151,9 +167,13 @@ def _sizes(count: int, memory: int) -> tuple[tuple[int, ...], ...]:
     return (count,), (count, state_width(memory)), (count, TERMS)
 
 
-def _constants(segments: KernelProblems, goal: Goal) -> tuple[Tensor, Tensor]:
-    """What is known of costs, and what is asked for, as the kernel reads them."""
+def _costs(segments: KernelProblems) -> Tensor:
+    """What is known of costs (S, 12), as the kernel reads it."""
     costs = segments.mean_cost, segments.cost_spread, segments.offset, *segments.errors
+    return torch.stack(costs, 1).to(segments.device)
+
+
+def settings_of(goal: Goal, segments: KernelProblems) -> Tensor:
+    """What is asked for (7,), as the kernel reads it."""
     units = (torch.finfo(dtype).eps / 2 for dtype in (segments.dtype, segments.sum_dtype))
-    settings = torch.tensor((*goal, *units), dtype=torch.float64)
-    return torch.stack(costs, 1).to(segments.device), settings.to(segments.device)
+    return torch.tensor((*goal, *units), dtype=torch.float64).to(segments.device)

@@ -16,7 +16,7 @@ from otdd_flash.checks import check_fields, takes
 from otdd_flash.errors import InputError
 from otdd_flash.labels.npz_file import read_arrays, write_arrays
 from otdd_flash.samples import real_tensor
-from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
+from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
 
 # Distances between classes that coincide are rounding alone and have no larger entry to compare
 # with: what is this far below zero, or differs this much from the transpose, is rounding as well.
@@ -75,7 +75,7 @@ class ClassDistances:
         _check_shapes(self.xx, self.xy, self.yy)
         for key in ("xx", "yy"):
             block: Tensor = getattr(self, key)
-            symmetric = symmetrized(f"class distances {key}", block, _rounding(block))
+            symmetric = symmetrized(f"class distances {key}", block, absolute=ABSOLUTE_ROUNDING)
             object.__setattr__(self, key, symmetric)
         for key, size in zip(("names_x", "names_y"), self.xy.shape, strict=True):
             object.__setattr__(self, key, _as_names(key, getattr(self, key), size))
@@ -252,7 +252,7 @@ def _as_names(key: str, names: Sequence[str] | None, size: int) -> tuple[str, ..
 
 
 def _rounding(block: Tensor) -> float:
-    return ROUNDING * largest_entry(block) + ABSOLUTE_ROUNDING
+    return ROUNDING * float(block.abs().max()) + ABSOLUTE_ROUNDING
 
 
 def _listing(names: Sequence[str], most: int = 12) -> str:

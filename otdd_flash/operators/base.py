@@ -11,7 +11,7 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
 # what runs in Triton records steps.
 Epsilon = float | Tensor
+
+# What formulas are for: a number that the host knows, or tensors.
+Number = TypeVar("Number", float, Tensor)
 
 
 class CostRange(NamedTuple):
@@ -70,8 +73,8 @@ class Marginals(NamedTuple):
     lost: float
 
 
-class Operator(Protocol):
-    """A ground cost C (n, m) with masses a (n,) and b (m,)."""
+class Costs(Protocol):
+    """What the host knows of a cost C (n, m) between masses a (n,) and b (m,)."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,23 +82,8 @@ class Operator(Protocol):
         ...
 
     @property
-    def a(self) -> Tensor:
-        """Row masses (n,), float64, summing to 1."""
-        ...
-
-    @property
-    def b(self) -> Tensor:
-        """Column masses (m,), float64, summing to 1."""
-        ...
-
-    @property
     def dtype(self) -> torch.dtype:
         """The type of the potentials."""
-        ...
-
-    @property
-    def backend(self) -> str:
-        """How a pass runs, for reports."""
         ...
 
     @property
@@ -114,6 +102,25 @@ class Operator(Protocol):
 
         In units of the cost, and without what the potentials add to it.
         """
+        ...
+
+
+class Operator(Costs, Protocol):
+    """A ground cost C (n, m) with masses a (n,) and b (m,)."""
+
+    @property
+    def a(self) -> Tensor:
+        """Row masses (n,), float64, summing to 1."""
+        ...
+
+    @property
+    def b(self) -> Tensor:
+        """Column masses (m,), float64, summing to 1."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """How a pass runs, for reports."""
         ...
 
     @property
@@ -148,7 +155,7 @@ class Operator(Protocol):
         ...
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = False
+        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,), with bounds on their errors.
 

@@ -102,7 +102,7 @@ def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
     cost, compute = labelled_cost(inputs), inputs.compute
     device = cost.a.device
     _check_range(cost, compute)
-    if _use_triton(compute, device):
+    if uses_triton(compute, device):
         from otdd_flash.operators.kernel import KernelOperator
 
         return KernelOperator(cost, compute.precision)
@@ -118,7 +118,7 @@ def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device
     Raises:
         InputError: the backend cannot run on the device or in the precision.
     """
-    if _use_triton(compute, device):
+    if uses_triton(compute, device):
         return kernel_bytes(size)
     return streamed_bytes(size, compute.dtype, device)
 
@@ -181,7 +181,7 @@ def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
         )
 
 
-def _use_triton(compute: ComputeOptions, device: torch.device) -> bool:
+def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
     """Whether half-steps run in Triton; an impossible request is refused, never replaced."""
     cuda, double = device.type == "cuda", compute.precision == "double"
     fitting = cuda and not is_amd(device) and not double

@@ -114,10 +114,10 @@ class KernelOperator:
         return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = False
+        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,)."""
-        return self._fixed_point.marginals(f, g, epsilon, accurate=accurate)
+        return self._fixed_point.marginals(f, g, float(epsilon), accurate=accurate)
 
     def apply_plan(
         self,

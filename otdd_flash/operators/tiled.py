@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -77,8 +78,14 @@ class TiledOperator(ABC):
         self.mean_cost = mean_cost
         self.magnitudes = magnitudes
         self.cost_errors, self.cost_rounding = cost_errors, cost_rounding
-        self._log2_a = _log2_masses(a, row_offset.dtype)
-        self._log2_b = _log2_masses(b, row_offset.dtype)
+
+    @cached_property
+    def _log2_a(self) -> Tensor:
+        return _log2_masses(self.a, self.dtype)
+
+    @cached_property
+    def _log2_b(self) -> Tensor:
+        return _log2_masses(self.b, self.dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -145,18 +152,24 @@ class TiledOperator(ABC):
         """Yield (first row, -C[first row : first row + rows]), accurate to `cost_rounding`."""
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = False
+        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
-        # Points without mass take none, whatever their potential is.
-        f, g = (
-            torch.where(masses > 0, potential.double(), ABSENT)
-            for masses, potential in ((self.a, f), (self.b, g))
-        )
+        f, g = self._present(f, g)
         rows, columns = torch.empty_like(self.a), torch.zeros_like(self.b)
-        for part, plan in self._exact_tiles(f, g, epsilon):
+        for part, plan in self._exact_tiles(f, g, float(epsilon)):
             rows[part] = plan @ self.b
             columns += self.a[part] @ plan
+        return self._measured(f, g, self.a * rows, self.b * columns)
+
+    def _present(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Potentials in float64 with which points without mass take none, whatever theirs are."""
+        sides = (self.a, f), (self.b, g)
+        f, g = (torch.where(masses > 0, value.double(), ABSENT) for masses, value in sides)
+        return f, g
+
+    def _measured(self, f: Tensor, g: Tensor, rows: Tensor, columns: Tensor) -> Marginals:
+        """Sums in float64 throughout, with what they may be off."""
         # Three operations on numbers of these sizes make an exponent.
         of_rows, of_columns = (
             errors + EVALUATION * DOUBLE_UNIT * (magnitudes + potential.abs())
@@ -165,8 +178,8 @@ class TiledOperator(ABC):
             )
         )
         return Marginals(
-            self.a * rows,
-            self.b * columns,
+            rows,
+            columns,
             of_rows,
             of_columns,
             cost_rounding=self.cost_rounding,

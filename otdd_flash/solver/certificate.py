@@ -16,7 +16,7 @@ from torch import Tensor
 from otdd_flash.engine.evidence import oscillation, primal
 from otdd_flash.engine.evidence.dual import dual_value
 from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, hidden_mass, outwards
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Costs, Epsilon, Marginals, Operator
 from otdd_flash.solver import plans
 
 # By how many units in its last place a column potential is lowered, so that roundings of the
@@ -64,29 +64,100 @@ def certify(
     if updated is None:
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
-    a, b, unit = operator.a, operator.b, torch.finfo(operator.dtype).eps / 2
-    g = torch.where(b > 0, torch.minimum(g, updated), updated)
+    if not polished:
+        seen = see_cross(operator, f, g, updated, epsilon)
+        if not shows_rounding(operator, seen, epsilon):
+            return conclude(operator, seen, epsilon)
+    seen = see_cross(operator, f, g, updated, epsilon, polished=True, accurate=polished)
+    return conclude(operator, seen, epsilon)
+
+
+def see_cross(
+    operator: Operator,
+    f: Tensor,
+    g: Tensor,
+    updated: Tensor,
+    epsilon: Epsilon,
+    *,
+    polished: bool = False,
+    accurate: bool = False,
+) -> Seen:
+    """What `certify` computes, which asks the device nothing; arguments as there."""
+    plan = _lowered(operator, f, g, updated, epsilon, accurate=accurate)
+    lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
+    if polished:
+        plan = _polished(operator, plan, lost, epsilon, accurate=accurate)
+    return _seen(operator, plan, lost, epsilon)
+
+
+def shows_rounding(costs: Costs, seen: Seen, epsilon: float) -> bool:
+    """Whether the rounding of the updates shows in what a plan proves; the host reads the device.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    numbers: list[float] = seen.numbers.tolist()
+    kappa, mass, hidden = numbers[:3]
+    plans.check_mass(costs, mass, epsilon)
+    unit = torch.finfo(costs.dtype).eps / 2
+    return hidden > 0 or 1 - kappa > MOST_SCALED * (1 - mass) + SCALED_UNITS * unit
+
+
+def _lowered(
+    operator: Operator,
+    f: Tensor,
+    g: Tensor,
+    updated: Tensor,
+    epsilon: Epsilon,
+    *,
+    accurate: bool,
+) -> plans.Plan:
+    """The plan of f (n,) and the lesser of g (m,) and its update, which leaves no column too much.
+
+    Points without mass take the update.
+    """
+    unit = torch.finfo(operator.dtype).eps / 2
+    g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
     g = (g - MARGIN * unit * g.abs()).double()
-    plan = plans.evaluate(operator, f.double(), g, epsilon, accurate=polished)
-    lost = plans.find_lost(plan, (a, b), epsilon)
-    kappa, mass, hidden = torch.stack(
-        (primal.fitting_scale(plan.sums, a, b), plan.sums.columns.sum(), lost.hidden)
-    ).tolist()
-    enough = 1 - kappa <= MOST_SCALED * (1 - mass) + SCALED_UNITS * unit
-    if polished or hidden > 0 or not enough:
-        # Both updates once more, by exact sums. Lost points, whose factors are 1, get potentials
-        # so low that errors cannot make up for it.
-        f = plan.f + epsilon * plans.row_factors(operator, plan, lost).log()
-        f = plans.lowered(f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
-        g = plans.lowered(plan.g, lost.columns, plan.column_errors, plan.sums.columns, b, epsilon)
-        plan = plans.evaluate(operator, f, g, epsilon, accurate=polished)
-        g = g - epsilon * plans.excess(plan.sums.columns, b)
-        plan = plans.evaluate(operator, f, g, epsilon, accurate=polished)._replace(passes=3)
-    return _proved(operator, plan, lost, epsilon)
+    return plans.evaluate(operator, f.double(), g, epsilon, accurate=accurate)
 
 
-def _proved(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: float) -> Certificate:
-    """What the plan of a cross term proves, after a row update of all rows but the lost ones."""
+def _polished(
+    operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon, *, accurate: bool
+) -> plans.Plan:
+    """Both updates once more, by exact sums.
+
+    Lost points, whose factors are 1, get potentials so low that errors cannot make up for it.
+    """
+    a, b = operator.a, operator.b
+    f = plan.f + epsilon * plans.row_factors(operator, plan, lost).log()
+    f = plans.lowered(f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
+    g = plans.lowered(plan.g, lost.columns, plan.column_errors, plan.sums.columns, b, epsilon)
+    plan = plans.evaluate(operator, f, g, epsilon, accurate=accurate)
+    g = g - epsilon * plans.excess(plan.sums.columns, b)
+    return plans.evaluate(operator, f, g, epsilon, accurate=accurate)._replace(passes=3)
+
+
+class Seen(NamedTuple):
+    """What was computed of a plan where it is; the host has not asked for it yet.
+
+    Attributes:
+        f: (n,) potential of rows, in the operator's type.
+        g: (m,) potential of columns, likewise.
+        numbers: float64, of which `conclude` or `conclude_self` makes a certificate.
+        sums: of the plan.
+        passes: evaluations of `Operator.marginals`.
+    """
+
+    f: Tensor
+    g: Tensor
+    numbers: Tensor
+    sums: Marginals
+    passes: int
+
+
+def _seen(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon) -> Seen:
+    """Of the plan of a cross term, after a row update of all rows but the lost ones."""
     a, b, sums, g = operator.a, operator.b, plan.sums, plan.g
     factors = plans.row_factors(operator, plan, lost)
     f, rows = plan.f + epsilon * factors.log(), sums.rows * factors
@@ -102,6 +173,9 @@ def _proved(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: flo
     held = _where_mass(f, a), _where_mass(g, b)
     cost_errors = _where_mass(sums.row_errors, a), _where_mass(sums.column_errors, b)
     numbers = (
+        kappa,
+        sums.columns.sum(),
+        lost.hidden,
         torch.minimum(*gaps),
         torch.where(factors == 1, (rows - a).abs(), 0).sum(),
         hidden + hidden_after_update(sums, factors, column_errors, epsilon),
@@ -113,19 +187,29 @@ def _proved(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: flo
         a @ cost_errors[0] + b @ cost_errors[1],
         cost_errors[0].max() + cost_errors[1].max(),
     )
-    # The host reads the device once.
+    return Seen(*returned, torch.stack(numbers), sums, plan.passes)
+
+
+def conclude(costs: Costs, seen: Seen, epsilon: float) -> Certificate:
+    """What the plan of a cross term proves; the host reads the device once.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
     gap, row_gap, noise, dual, swing, row_swing, filled, size, mean_error, largest = (
-        torch.stack(numbers).cpu().unbind()
+        seen.numbers.tolist()[3:]
     )
-    relative, spread = sums.relative_error, oscillation.perturbed_spread(operator, sums, largest)
+    plans.check_mass(costs, dual, epsilon)
+    sums, relative = seen.sums, seen.sums.relative_error
+    spread = oscillation.perturbed_spread(costs, sums, largest)
     upper = filled + primal.filled_slack(relative, size, spread, epsilon)
     if row_gap == 0:
         slack = oscillation.slack(relative, swing + row_swing, spread)
         upper = min(upper, oscillation.bound(dual, gap, swing, spread) + slack)
-    bounds = outwards(operator, sums, (dual, upper), mean_error, size, epsilon)
-    lost_to_rounding = float(noise) + 2 * relative
-    error = float(max(gap, row_gap)) + lost_to_rounding
-    return Certificate(*returned, float(dual), bounds, error, lost_to_rounding, plan.passes)
+    bounds = outwards(costs, sums, (dual, upper), mean_error, size, epsilon)
+    hidden = noise + 2 * relative
+    error = max(gap, row_gap) + hidden
+    return Certificate(seen.f, seen.g, dual, bounds, error, hidden, seen.passes)
 
 
 def certify_self(
@@ -144,7 +228,12 @@ def certify_self(
     if bool(lost.hidden > 0):
         low = plans.lowered(plan.f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
         plan = plans.evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
-    sums, f, rows = plan.sums, plan.f, plan.sums.rows
+    return conclude_self(operator, see_self(operator, plan, lost, epsilon), epsilon)
+
+
+def see_self(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon) -> Seen:
+    """Of the plan of one potential, of mass 1."""
+    a, sums, f, rows = operator.a, plan.sums, plan.f, plan.sums.rows
     returned, relative = f.to(operator.dtype), sums.relative_error
     errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned).abs()
     own_errors = 4 * (sums.row_errors + sums.cost_rounding * operator.own_costs().abs())
@@ -165,18 +254,27 @@ def certify_self(
         2 * (a @ cost_errors),
         2 * cost_errors.max(),
     )
-    gap, mass, noise, dual, swing, upper, size, mean_error, largest = (
-        torch.stack(numbers).cpu().unbind()
-    )
-    spread = oscillation.perturbed_spread(operator, sums, largest)
+    return Seen(returned, returned, torch.stack(numbers), sums, plan.passes)
+
+
+def conclude_self(costs: Costs, seen: Seen, epsilon: float) -> Certificate:
+    """What the plan of one potential proves; the host reads the device once.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    gap, mass, noise, dual, swing, upper, size, mean_error, largest = seen.numbers.tolist()
+    plans.check_mass(costs, dual, epsilon)
+    sums, relative = seen.sums, seen.sums.relative_error
+    spread = oscillation.perturbed_spread(costs, sums, largest)
     if mass > 0.5:
         # Both marginals have mass 1.
         slack = oscillation.slack(relative, 2 * swing, spread)
         upper = min(upper, oscillation.self_bound(dual, gap, swing, spread) + slack)
-    bounds = outwards(operator, sums, (dual, upper), mean_error, size, epsilon)
-    hidden = float(noise) + 2 * relative
-    error = float(gap) + hidden
-    return Certificate(returned, returned, float(dual), bounds, error, hidden, plan.passes)
+    bounds = outwards(costs, sums, (dual, upper), mean_error, size, epsilon)
+    hidden = noise + 2 * relative
+    error = gap + hidden
+    return Certificate(seen.f, seen.g, dual, bounds, error, hidden, seen.passes)
 
 
 def _where_mass(values: Tensor, masses: Tensor) -> Tensor:

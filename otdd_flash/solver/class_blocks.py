@@ -8,6 +8,7 @@ bounds that prove nothing. What rounding leaves of an asymmetry is averaged out:
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
@@ -17,27 +18,23 @@ from otdd_flash.errors import InputError
 ROUNDING = 1e-5
 
 
-def symmetrized(name: str, block: Tensor, rounding: float, way_out: str = "") -> Tensor:
+def symmetrized(name: str, block: Tensor, *, absolute: float = 0.0, way_out: str = "") -> Tensor:
     """(W + W^T) / 2 of a block of class distances that is symmetric but for rounding.
 
     Args:
         name: what an error calls the block.
         block: W (V, V), finite.
-        rounding: how much an entry may differ from its mirror image, in units of W.
+        absolute: what an entry may differ from its mirror image besides rounding, in units of W.
         way_out: ends the sentence of the error.
 
     Raises:
         InputError: entries differ by more.
     """
-    gap = float((block - block.T).abs().max())
-    if gap > rounding:
+    numbers = (block - block.T).abs().max(), block.abs().max()
+    gap, largest = torch.stack(numbers).tolist()
+    if gap > ROUNDING * largest + absolute:
         raise InputError(
             f"{name} must be symmetric, but differ by {gap:.6g} from their transpose{way_out}"
         )
     # Halved first, so that the sum cannot overflow.
     return block / 2 + block.T / 2
-
-
-def largest_entry(block: Tensor) -> float:
-    """The largest |W_kl|."""
-    return float(block.abs().max())

@@ -47,6 +47,18 @@ class Divergence:
     schedule: str = "converged"
     offset: Offset = NO_OFFSET
 
+    @classmethod
+    def of_terms(
+        cls, terms: Mapping[str, TransportTerm], options: Schedule, offset: Offset, backend: str
+    ) -> Divergence:
+        """Of terms that were all solved at once on stored scores."""
+        xy, xx, yy = (terms.get(name) for name in ("xy", "xx", "yy"))
+        assert xy is not None
+        cells = {"xy": len(xy.f) * len(xy.g), "xx": len(xy.f) ** 2, "yy": len(xy.g) ** 2}
+        swept = sum(term.passes * cells[name] for name, term in terms.items())
+        found = (backend, str(xy.f.device), swept / cells["xy"])
+        return cls(xy, xx, yy, *found, schedule=options.name, offset=offset)
+
     @property
     def terms(self) -> dict[str, TransportTerm]:
         """The terms that were solved, by name."""

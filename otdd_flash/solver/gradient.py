@@ -28,6 +28,7 @@ stored.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -134,6 +135,17 @@ class DivergenceGradient:
         here: dict[Input, Input] = {seen: key for key, seen in own.items()}
         gradient = {here.get(key, key): part for key, part in gradient.items()}
         self._add(name, self._by_given(gradient, name), -0.5)
+
+    @property
+    def pulled(self) -> Callable[[Tensor, Tensor], None] | None:
+        """What takes the gradient by the points (n, d) and (m, d); None if more is needed."""
+        plain = self._problem.request.cost.ground == "sqeuclidean"
+        return self._take if plain and self._needs <= {"x", "y"} else None
+
+    def _take(self, x: Tensor, y: Tensor) -> None:
+        for key, part, side in zip(POINTS, (x, y), self._problem.request.given, strict=True):
+            if key in self._needs:
+                self.total[key] = part.to(side.features.dtype)
 
     def _by_given(self, gradient: Gradient, name: str) -> Gradient:
         """By the points and weights that the ground cost was given, from those that it made."""

@@ -97,7 +97,8 @@ class Iteration:
         """
         segment = operator.segment(candidate, symmetric=self.form.symmetric)
         taken = torch.full((1,), self.iterations, dtype=torch.float64)
-        rule = segment.iterations(self._goal(), self.form, Start(levels, taken))
+        goal = goal_of(self.options, self.epsilon, self._aim)
+        rule = segment.iterations(goal, self.form, Start(levels, taken))
 
         def iterate(operator: Operator, candidate: Tensor) -> None:
             if operator is not segment.operator:
@@ -124,14 +125,6 @@ class Iteration:
         if certificate.marginal_error > self.tolerance:
             self.budget = "rounding"
         return certificate
-
-    def _goal(self) -> Goal:
-        options, asked = self.options, self.options.asked_tolerance
-        gives_way = options.tolerance is None or options.bound_width is not None
-        most = LOOSEST_DEFAULT if options.bound_width is None else MOST_ERROR
-        # The certificate is the last iteration.
-        last = options.max_iterations - 1
-        return Goal(self.epsilon, asked, max(asked, most) if gives_way else asked, last, self._aim)
 
     def _run(self, segment: OneSegment, rule: Rule) -> None:
         """Iterate until the term has converged or is out of budget.
@@ -189,3 +182,12 @@ class Iteration:
             self.budget = "max_seconds"
             return 0
         return self.options.max_iterations - 1 - self.iterations
+
+
+def goal_of(options: Converged, epsilon: float, aim: float) -> Goal:
+    """When the iterations of a term end; the certificate is the last one."""
+    asked = options.asked_tolerance
+    gives_way = options.tolerance is None or options.bound_width is not None
+    most = LOOSEST_DEFAULT if options.bound_width is None else MOST_ERROR
+    loosest = max(asked, most) if gives_way else asked
+    return Goal(epsilon, asked, loosest, options.max_iterations - 1, aim)

@@ -112,7 +112,11 @@ def sinkhorn_loss(
         problem = Problem.between(source, target, epsilon, table, weights, compute, debias=debias)
         gradient = DivergenceGradient(problem, needs, debias=debias)
         divergence = problem.solve(
-            options, debias=debias, start=start, solved=gradient if needs else None
+            options,
+            debias=debias,
+            start=start,
+            solved=gradient if needs else None,
+            pulled=gradient.pulled if needs else None,
         )
     report_convergence(divergence, options)
     value = torch.tensor(divergence.value, dtype=dtype, device=x.device)

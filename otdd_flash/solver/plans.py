@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Marginals, Operator
+from otdd_flash.operators.base import Costs, Epsilon, Marginals, Operator
 from otdd_flash.solver.epsilon import EpsilonOutOfRange, or_double
 
 # A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
@@ -26,25 +26,29 @@ class Plan(NamedTuple):
     passes: int = 1
 
 
-def evaluate(operator: Operator, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool) -> Plan:
-    """Evaluate the plan of f (n,) and g (m,), float64.
+def check_mass(costs: Costs, mass: float, epsilon: float) -> None:
+    """Refuse a plan with a mass, or a dual value, that is not finite.
 
     Raises:
-        EpsilonOutOfRange: its mass overflows.
+        EpsilonOutOfRange: it overflows.
     """
-    sums = operator.marginals(f, g, epsilon, accurate=accurate)
-    if not math.isfinite(float(sums.rows.sum())):
+    if not math.isfinite(mass):
         raise EpsilonOutOfRange(
             "some costs are too far above the mean at {given}: rounding alone makes the plan's "
-            f"mass overflow; raise {{name}}{or_double(operator.dtype)} or leave out points that "
+            f"mass overflow; raise {{name}}{or_double(costs.dtype)} or leave out points that "
             "are far from all others",
             epsilon,
         )
+
+
+def evaluate(operator: Operator, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
+    """Evaluate the plan of f (n,) and g (m,), float64."""
+    sums = operator.marginals(f, g, epsilon, accurate=accurate)
     row_errors = errors_of_rows(operator, sums, f, sums.rows, epsilon)
     return Plan(f, g, sums, row_errors, _errors_of_columns(operator, sums, g, epsilon))
 
 
-def evaluate_self(operator: Operator, f: Tensor, epsilon: float, *, accurate: bool) -> Plan:
+def evaluate_self(operator: Operator, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
     """The plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
 
     It keeps its mass if that is so small that all of it may be lost.
@@ -64,7 +68,7 @@ def evaluate_self(operator: Operator, f: Tensor, epsilon: float, *, accurate: bo
 
 
 def errors_of_rows(
-    operator: Operator, sums: Marginals, f: Tensor, rows: Tensor, epsilon: float
+    operator: Operator, sums: Marginals, f: Tensor, rows: Tensor, epsilon: Epsilon
 ) -> Tensor:
     """A (n,) of a plan with row sums `rows` (n,), whose entries are those of f (n,).
 
@@ -77,7 +81,7 @@ def errors_of_rows(
     return sums.row_errors + sums.cost_rounding * (f.abs() + epsilon * above)
 
 
-def _errors_of_columns(operator: Operator, sums: Marginals, g: Tensor, epsilon: float) -> Tensor:
+def _errors_of_columns(operator: Operator, sums: Marginals, g: Tensor, epsilon: Epsilon) -> Tensor:
     """B (m,) likewise."""
     if not sums.cost_rounding:
         return sums.column_errors
@@ -96,7 +100,7 @@ class Lost(NamedTuple):
     hidden: Tensor
 
 
-def find_lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: float) -> Lost:
+def find_lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: Epsilon) -> Lost:
     """The points with mass and 2 A_i > epsilon."""
     rows = (masses[0] > 0) & (plan.row_errors > epsilon / 2)
     columns = (masses[1] > 0) & (plan.column_errors > epsilon / 2)
@@ -111,7 +115,7 @@ def row_factors(operator: Operator, plan: Plan, lost: Lost) -> Tensor:
 
 
 def lowered(
-    potential: Tensor, lost: Tensor, errors: Tensor, part: Tensor, masses: Tensor, epsilon: float
+    potential: Tensor, lost: Tensor, errors: Tensor, part: Tensor, masses: Tensor, epsilon: Epsilon
 ) -> Tensor:
     """A potential (n,) with which lost points have at most a_i exp(-2 A_i / epsilon)."""
     drop = 4 * errors + epsilon * excess(part, masses)

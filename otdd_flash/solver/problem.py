@@ -13,14 +13,17 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
+from otdd_flash.operators.pooled_operator import BACKEND
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.samples import LabeledSamples, real_tensor, same_content
-from otdd_flash.solver.class_blocks import ROUNDING, largest_entry, symmetrized
+from otdd_flash.solver.class_blocks import symmetrized
+from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
 from otdd_flash.solver.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.schedule import Progress, Schedule
+from otdd_flash.solver.small import is_small, solve_small
 from otdd_flash.solver.term import TransportTerm
-from otdd_flash.solver.term_solves import Known, Solved, Start
+from otdd_flash.solver.term_solves import Known, Pulled, Solved, Start
 
 Cloud = LabeledSamples | Tensor
 
@@ -144,11 +147,13 @@ class Problem:
         known: Known | None = None,
         progress: Progress | None = None,
         solved: Solved | None = None,
+        pulled: Pulled | None = None,
     ) -> Divergence:
         """The divergence, or without `debias` the cross term alone.
 
         Clouds of equal fingerprint are one cloud: a single self term. `known` holds self terms that
-        need no solve: the caller answers for their being of these clouds at this cost.
+        need no solve: the caller answers for their being of these clouds at this cost. A solve that
+        has the gradient by the points at hand tells it to `pulled`, and `solved` nothing.
 
         Raises:
             InputError: the block of W of a self term is not symmetric, or an allocation fails.
@@ -158,10 +163,26 @@ class Problem:
         options = options.between(x.features, y.features)
         identical = debias and self.identical
         terms = ("xx",) if identical else ("xy", "xx", "yy") if debias else ("xy",)
-        for term in terms:
-            self.block(term)
 
         def solve() -> Divergence:
+            offset = NO_OFFSET if debias else request.cost.offset(*request.given)
+            nothing_else = not (identical or known or progress)
+            if nothing_else and isinstance(options, Converged) and is_small(request, options):
+                small = solve_small(
+                    request,
+                    self.table,
+                    self.epsilon,
+                    options,
+                    debias=debias,
+                    start=start,
+                    solved=solved,
+                    pulled=pulled,
+                )
+                if small is not None:
+                    return Divergence.of_terms(small, options, offset, BACKEND)
+            # All of them, before the first takes its time.
+            for term in terms:
+                self.block(term)
             if identical:
                 return solve_identical(
                     self.operator("xx"),
@@ -176,7 +197,7 @@ class Problem:
                 self.epsilon,
                 options,
                 debias=debias,
-                offset=NO_OFFSET if debias else request.cost.offset(*request.given),
+                offset=offset,
                 start=start,
                 known=known,
                 progress=progress,
@@ -210,8 +231,7 @@ class Problem:
             blocks[term] = symmetrized(
                 f"the entries [{term[0]}, {term[1]}] of class_table",
                 given,
-                ROUNDING * largest_entry(given),
-                "; squared distances are the same both ways: give W with W == W.T, or set "
+                way_out="; squared distances are the same both ways: give W with W == W.T, or set "
                 "debias=False, which reads the block [x, y] alone",
             )
         return blocks

@@ -22,6 +22,9 @@ Known = Mapping[str, TransportTerm]
 # solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
 Solved = Callable[[str, Operator, TransportTerm], None]
 
+# pulled(x, y): the gradient of the divergence by points as the ground cost sees them.
+Pulled = Callable[[Tensor, Tensor], None]
+
 
 class TermSolves:
     """Solves terms one after the other, and goes on with those that it has solved.

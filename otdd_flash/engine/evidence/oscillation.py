@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Marginals, Operator
+from otdd_flash.operators.base import Costs, Marginals, Number
 
 # The L1 distance of two masses, at the most.
 MOST_ERROR = 2.0
@@ -32,28 +32,28 @@ def swing(potential: Tensor, support: Tensor) -> Tensor:
     return (torch.where(support, potential, -torch.inf).max() - lowest).double()
 
 
-def cost_spread(operator: Operator) -> float:
+def cost_spread(costs: Costs) -> float:
     """R >= max C - min C over the support."""
-    return operator.cost_range.highest - operator.cost_range.lowest
+    return costs.cost_range.highest - costs.cost_range.lowest
 
 
-def perturbed_spread(operator: Operator, sums: Marginals, largest: Tensor) -> Tensor:
+def perturbed_spread(costs: Costs, sums: Marginals, largest: Number) -> Number:
     """R of the perturbed costs, whose errors are at most `largest` () and a share of themselves."""
-    shares = sums.cost_rounding * max(map(abs, operator.cost_range))
-    return cost_spread(operator) + 2 * (largest + shares)
+    shares = sums.cost_rounding * max(map(abs, costs.cost_range))
+    return cost_spread(costs) + 2 * (largest + shares)
 
 
-def bound(dual: Tensor, error: Tensor, osc: Tensor, spread: Tensor) -> Tensor:
+def bound(dual: Number, error: Number, osc: Number, spread: Number) -> Number:
     """D + ||c - b||_1 (osc g + R) / 2, with R in `spread`."""
     return dual + error * ((osc + spread) / 2)
 
 
-def self_bound(dual: Tensor, error: Tensor, osc: Tensor, spread: Tensor) -> Tensor:
+def self_bound(dual: Number, error: Number, osc: Number, spread: Number) -> Number:
     """D + ||r - a||_1 (osc f + R), of a plan of mass 1."""
     return bound(dual, 2 * error, osc, spread)
 
 
-def slack(relative: float, osc: Tensor, spread: Tensor) -> Tensor:
+def slack(relative: float, osc: Number, spread: Number) -> Number:
     """What to add to the bounds if every sum is off by this share; `osc` is osc f + osc g."""
     return 2 * relative * (osc + 2 * spread)
 

@@ -51,18 +51,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Marginals, Operator
+from otdd_flash.operators.base import Costs, Epsilon, Marginals, Number
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
 
 
-def hidden_mass(sums: Tensor, errors: Tensor, epsilon: float) -> Tensor:
+def hidden_mass(sums: Tensor, errors: Tensor, epsilon: Epsilon) -> Tensor:
     """One side of (2), (): of sums r (n,) and A (n,), sum_i r_i expm1(2 A_i / epsilon) / 2."""
     return torch.where(sums > 0, sums * torch.expm1(2 * errors / epsilon), 0).sum() / 2
 
 
-def hidden_after_update(sums: Marginals, factors: Tensor, errors: Tensor, epsilon: float) -> Tensor:
+def hidden_after_update(
+    sums: Marginals, factors: Tensor, errors: Tensor, epsilon: Epsilon
+) -> Tensor:
     """`hidden_mass` of the columns, B (m,), once rows are scaled by `factors` (n,), ().
 
     No column grows by more than the largest factor, nor all of them by more than the rows do.
@@ -73,20 +75,20 @@ def hidden_after_update(sums: Marginals, factors: Tensor, errors: Tensor, epsilo
     return torch.minimum(before * factors.max(), before + moved * most)
 
 
-def share_of_costs(rounding: float, upper: Tensor, lowest: float) -> Tensor:
+def share_of_costs(rounding: float, upper: Number, lowest: float) -> Number:
     """Bound on rho <|C|, P*>, (): as KL >= 0, <C, P*> is OT at the most, which is below `upper`.
 
     What costs are below 0, at most -`lowest`, counts twice more. The factor 2 is for another plan.
     """
-    return rounding * 2 * (upper.abs() - min(0.0, lowest))
+    return rounding * 2 * (abs(upper) - min(0.0, lowest))
 
 
 def outwards(
-    operator: Operator,
+    costs: Costs,
     sums: Marginals,
-    ends: tuple[Tensor, Tensor],
-    mean_error: Tensor,
-    size: Tensor,
+    ends: tuple[Number, Number],
+    mean_error: Number,
+    size: Number,
     epsilon: float,
 ) -> tuple[float, float]:
     """Bounds for C from the dual value and an upper bound for the perturbed costs, () each.
@@ -95,7 +97,7 @@ def outwards(
     potentials, and by rounding of sums over points, whose `size` is <a, |f|> + <b, |g|>.
     """
     dual, upper = ends[0], max(ends)
-    shares = share_of_costs(sums.cost_rounding, upper, operator.cost_range.lowest)
-    additions = (sum(operator.shape) + 16) * DOUBLE_UNIT * (size + epsilon)
+    shares = share_of_costs(sums.cost_rounding, upper, costs.cost_range.lowest)
+    additions = (sum(costs.shape) + 16) * DOUBLE_UNIT * (size + epsilon)
     rounding = mean_error + shares + sums.relative_error * epsilon + additions
     return float(dual - rounding), float(upper + rounding)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Marginals, Operator
+from otdd_flash.operators.base import Epsilon, Marginals, Number, Operator
 
 # Keeps quotients and logarithms finite where there is no mass.
 TINY = torch.finfo(torch.float64).tiny
@@ -26,7 +26,7 @@ def filled_value(
     operator: Operator,
     potentials: tuple[Tensor, Tensor],
     marginals: tuple[Tensor, Tensor],
-    epsilon: float,
+    epsilon: Epsilon,
 ) -> Tensor:
     """Primal value () of the plan of f (n,), g (m,), which misses some mass, filled with a product.
 
@@ -58,7 +58,7 @@ def fitting_scale(sums: Marginals, a: Tensor, b: Tensor) -> Tensor:
     return (torch.minimum(ratios[0], ratios[1]) / (1 + sums.relative_error)).clamp_max(1)
 
 
-def filled_slack(relative: float, size: Tensor, spread: Tensor, epsilon: float) -> Tensor:
+def filled_slack(relative: float, size: Number, spread: Number, epsilon: float) -> Number:
     """What to add to `filled_value`, (), if every sum is off by this share.
 
     What P pays changes by that share of <a, |f|> + <b, |g|>, in `size`; filling by at most that
@@ -74,7 +74,7 @@ class RowSums(NamedTuple):
     highest: Tensor
 
 
-def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float) -> Tensor:
+def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: Epsilon) -> Tensor:
     """Primal value () of the plan of f (n,) and f, balanced on its diagonal; no pass.
 
     A symmetric plan P whose row sums without the diagonal are z, in `sums`, gets the marginals a if
@@ -108,7 +108,7 @@ def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float)
     return torch.where(support, worst, 0).sum()
 
 
-def diagonal_of(operator: Operator, f: Tensor, errors: Tensor, epsilon: float) -> RowSums:
+def diagonal_of(operator: Operator, f: Tensor, errors: Tensor, epsilon: Epsilon) -> RowSums:
     """The diagonal (n,) of the plan of f and f, whose costs are off by at most `errors`."""
     support = operator.a > 0
     logs = torch.where(support, 2 * operator.a.log(), 0) + (2 * f - operator.own_costs()) / epsilon

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.segments import Costs
+from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 
 
@@ -19,20 +20,20 @@ def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
     return operator.a @ f.abs().double() + operator.b @ g.abs().double()
 
 
-def hidden_error(operator: Operator, size: float, epsilon: float) -> float:
+def hidden_error(costs: base.Costs, size: float, epsilon: float) -> float:
     """What a certificate will call hidden, with m = `magnitude` of the potentials in `size`."""
-    unit = torch.finfo(operator.dtype).eps / 2
-    return (operator.cost_error + unit * size) / epsilon + unit
+    unit = torch.finfo(costs.dtype).eps / 2
+    return (costs.cost_error + unit * size) / epsilon + unit
 
 
-def rounding_floor(operator: Operator, size: float, epsilon: float) -> float:
+def rounding_floor(costs: base.Costs, size: float, epsilon: float) -> float:
     """Marginal error that rounding causes: what is hidden, and what half-steps cannot mend.
 
     Their exponents are of the size of a cost, in the type of the potentials.
     """
-    unit = torch.finfo(operator.dtype).eps / 2
-    cost = operator.mean_cost - 2 * min(0.0, operator.cost_range.lowest)
-    return hidden_error(operator, size, epsilon) + unit * cost / epsilon
+    unit = torch.finfo(costs.dtype).eps / 2
+    cost = costs.mean_cost - 2 * min(0.0, costs.cost_range.lowest)
+    return hidden_error(costs, size, epsilon) + unit * cost / epsilon
 
 
 def rounding_noise(costs: Costs, size: Tensor, epsilon: Tensor) -> Tensor:

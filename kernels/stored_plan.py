@@ -1,0 +1,210 @@
+"""Plans over stored scores: their row sums in float64, those of costs, and their entries.
+
+    sum_j b_j exp((f_i + g_j + S_ij) / epsilon),        sum_j S_ij q_j
+
+Columns without mass are never read, whatever stands there.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_ROWS, BLOCK_COLUMNS = 8, 256
+
+
+@triton.jit
+def stored_plan_kernel(
+    scores_ptr,  # float32, rows of this stride
+    stride,
+    rows,
+    columns,
+    row_potential_ptr,  # (rows,) float64
+    column_potential_ptr,  # (columns,) float64
+    masses_ptr,  # (columns,) float64
+    epsilon_ptr,  # () float64
+    out_ptr,  # (rows,) float64
+    LEAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per block of rows."""
+    o_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_row = o_row < rows
+    epsilon = tl.load(epsilon_ptr)
+    f = tl.load(row_potential_ptr + o_row, mask=m_row, other=0.0)
+    p_row = scores_ptr + o_row.to(tl.int64) * stride
+    sums = tl.zeros((BLOCK_M,), tl.float64)
+    for column in range(0, columns, BLOCK_N):
+        o_column = column + tl.arange(0, BLOCK_N)
+        m_column = o_column < columns
+        masses = tl.load(masses_ptr + o_column, mask=m_column, other=0.0)
+        m_column = masses > 0
+        g = tl.load(column_potential_ptr + o_column, mask=m_column, other=0.0)
+        m_tile = m_row[:, None] & m_column[None, :]
+        scores = tl.load(p_row[:, None] + o_column[None, :], mask=m_tile, other=0.0)
+        exponents = ((f[:, None] + g[None, :]) + scores.to(tl.float64)) / epsilon
+        entries = tl.exp(tl.maximum(exponents, LEAST))
+        sums += tl.sum(tl.where(m_tile, masses[None, :] * entries, 0.0), 1)
+    tl.store(out_ptr + o_row, sums, mask=m_row)
+
+
+@triton.jit
+def stored_product_kernel(
+    scores_ptr,  # float32, rows of this stride
+    stride,
+    rows,
+    columns,
+    masses_ptr,  # (columns,) float64
+    out_ptr,  # (rows,) float64
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per block of rows."""
+    o_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_row = o_row < rows
+    p_row = scores_ptr + o_row.to(tl.int64) * stride
+    sums = tl.zeros((BLOCK_M,), tl.float64)
+    for column in range(0, columns, BLOCK_N):
+        o_column = column + tl.arange(0, BLOCK_N)
+        masses = tl.load(masses_ptr + o_column, mask=o_column < columns, other=0.0)
+        m_tile = m_row[:, None] & (masses != 0)[None, :]
+        scores = tl.load(p_row[:, None] + o_column[None, :], mask=m_tile, other=0.0)
+        sums += tl.sum(scores.to(tl.float64) * masses[None, :], 1)
+    tl.store(out_ptr + o_row, sums, mask=m_row)
+
+
+@triton.jit
+def signed_plan_kernel(
+    scores_ptr,  # (points, points) float32
+    cross_ptr,  # (points,) float32
+    own_ptr,  # (points,) float32, read if OWN
+    masses_ptr,  # (points,) float64
+    epsilon_ptr,  # () float64
+    out_ptr,  # (rows, points) float32
+    first,
+    rows,
+    points,
+    n,
+    OWN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per tile."""
+    o_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i_row, o_column = first + o_row, tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_row, m_column = o_row < rows, o_column < points
+    within = (i_row < n)[:, None] == (o_column < n)[None, :]
+    a = tl.load(masses_ptr + i_row, mask=m_row, other=0.0)
+    b = tl.load(masses_ptr + o_column, mask=m_column, other=0.0)
+    f = tl.load(cross_ptr + i_row, mask=m_row, other=0.0).to(tl.float64)
+    g = tl.load(cross_ptr + o_column, mask=m_column, other=0.0).to(tl.float64)
+    potentials = f[:, None] + g[None, :]
+    if OWN:
+        f = tl.load(own_ptr + i_row, mask=m_row, other=0.0).to(tl.float64)
+        g = tl.load(own_ptr + o_column, mask=m_column, other=0.0).to(tl.float64)
+        potentials = tl.where(within, f[:, None] + g[None, :], potentials)
+    m_tile = m_row[:, None] & m_column[None, :]
+    p_scores = scores_ptr + i_row[:, None].to(tl.int64) * points + o_column[None, :]
+    scores = tl.load(p_scores, mask=m_tile, other=0.0).to(tl.float64)
+    m_plan = (a > 0)[:, None] & (b > 0)[None, :]
+    exponents = tl.where(m_plan, (potentials + scores) / tl.load(epsilon_ptr), 0.0)
+    entries = (a[:, None] * b[None, :]).to(tl.float32) * tl.exp(exponents.to(tl.float32))
+    sign = tl.where(within, -1.0 if OWN else 0.0, 1.0)
+    p_out = out_ptr + o_row[:, None].to(tl.int64) * points + o_column[None, :]
+    tl.store(p_out, tl.where(m_plan, sign * entries, 0.0), mask=m_tile)
+
+
+def signed_plan(
+    scores: Tensor,
+    cross: Tensor,
+    own: Tensor | None,
+    masses: Tensor,
+    epsilon: Tensor,
+    rows: slice,
+    n: int,
+) -> Tensor:
+    """Rows of the plans of a problem, those of self terms negative, (r, points) float32.
+
+    Args:
+        scores: (points, points) float32, between the first n points, x, and all others, y.
+        cross: (points,) float32, potentials of the cross term.
+        own: (points,) float32, of the self terms; None leaves their plans 0.
+        masses: (points,) float64, of both sides.
+        epsilon: () float64.
+        rows: which.
+        n: points of x.
+    """
+    points, count = len(scores), rows.stop - rows.start
+    out = torch.empty((count, points), dtype=torch.float32, device=scores.device)
+    grid = (triton.cdiv(count, BLOCK_ROWS), triton.cdiv(points, BLOCK_COLUMNS))
+    signed_plan_kernel[grid](
+        scores,
+        cross,
+        cross if own is None else own,
+        masses,
+        epsilon,
+        out,
+        rows.start,
+        count,
+        points,
+        n,
+        OWN=own is not None,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=BLOCK_COLUMNS,
+        num_warps=4,
+    )
+    return out
+
+
+def stored_plan(
+    scores: Tensor, f: Tensor, g: Tensor, masses: Tensor, epsilon: Tensor, least: float
+) -> Tensor:
+    """Row sums (n,) float64 of exp((f_i + g_j + S_ij) / epsilon) b_j.
+
+    Args:
+        scores: (n, m) float32, rows contiguous.
+        f: (n,) float64.
+        g: (m,) float64; not read where there is no mass.
+        masses: (m,) float64, b.
+        epsilon: () float64.
+        least: exponents below it count as it.
+    """
+    out = torch.empty_like(f)
+    rows, columns = scores.shape
+    stored_plan_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+        scores,
+        scores.stride(0),
+        rows,
+        columns,
+        f,
+        g,
+        masses,
+        epsilon,
+        out,
+        LEAST=least,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=BLOCK_COLUMNS,
+        num_warps=4,
+    )
+    return out
+
+
+def stored_product(scores: Tensor, masses: Tensor) -> Tensor:
+    """S q (n,) float64, for scores (n, m) float32 and q (m,) float64."""
+    rows, columns = scores.shape
+    out = masses.new_empty(rows)
+    stored_product_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+        scores,
+        scores.stride(0),
+        rows,
+        columns,
+        masses,
+        out,
+        BLOCK_M=BLOCK_ROWS,
+        BLOCK_N=BLOCK_COLUMNS,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,217 @@
+"""Whether a divergence is small enough for `pooled_solve`, and what its terms are."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import gt
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.evidence.scale import rounding_floor
+from otdd_flash.kernels.adder import UNIT
+from otdd_flash.operators.base import CostRange
+from otdd_flash.operators.build import uses_triton
+from otdd_flash.operators.pooled_operator import PooledOperator
+from otdd_flash.operators.request import Request
+from otdd_flash.operators.score_pool import Room
+from otdd_flash.solver.certificate import conclude, conclude_self, shows_rounding
+from otdd_flash.solver.class_blocks import ROUNDING
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.iteration import goal_of
+from otdd_flash.solver.pooled_solve import TERMS, PooledSolve, TermRead
+from otdd_flash.solver.term import TransportTerm, reachable_tolerance
+from otdd_flash.solver.term_solves import Pulled, Solved, Start
+
+# Scores of a cross term, and coordinates of a point, up to which stored scores pay.
+MOST_SCORES, MOST_DIM = 1 << 27, 1 << 12
+
+# Solves that are kept, and bytes that they may take.
+MOST_KEPT, MOST_BYTES = 16, 1 << 32
+
+
+class HostCosts(NamedTuple):
+    """`operators.base.Costs` of a term, read from the device."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    cost_range: CostRange
+    mean_cost: float
+    cost_error: float
+
+    @classmethod
+    def of(cls, read: TermRead, shape: tuple[int, int]) -> HostCosts:
+        """Of what was read."""
+        mean, lowest, highest = map(float, read.costs)
+        # Nearly all of it is the rounding of what is stored.
+        error = UNIT * (1 + 2.0**-8) * (mean - 2 * min(0.0, lowest))
+        return cls(shape, torch.float32, CostRange(lowest, highest), mean, error)
+
+
+def is_small(request: Request, options: Converged) -> bool:
+    """Whether a problem is one for stored scores on a GPU, with nothing that needs another way."""
+    if options.bound_width is not None or options.max_seconds is not None:
+        return False
+    on_gpu = request.device.type == "cuda" and uses_triton(request.compute, request.device)
+    return on_gpu and fits(room_for(request))
+
+
+def fits(room: Room) -> bool:
+    """Whether stored scores of a problem pay."""
+    most = max(room.n, room.m)
+    return most * most <= MOST_SCORES and room.dim <= MOST_DIM
+
+
+def room_for(request: Request) -> Room:
+    """A room for a problem, with sizes rounded up so that few are needed."""
+    x, y = request.seen
+    labelled = x.labels is not None or y.labels is not None
+    classes = padded(x.class_total + y.class_total) if labelled else 1
+    dtype = torch.promote_types(x.features.dtype, y.features.dtype)
+    return Room(1, padded(len(x)), padded(len(y)), x.dim, classes, dtype, request.device)
+
+
+def padded(count: int) -> int:
+    """The next multiple of 16, or of an eighth of the power of two below it if that is more."""
+    step = max(16, 1 << max(0, count.bit_length() - 4))
+    return -(-count // step) * step
+
+
+def solve_small(
+    request: Request,
+    table: Tensor,
+    epsilon: float,
+    options: Converged,
+    *,
+    debias: bool,
+    start: Start | None = None,
+    solved: Solved | None = None,
+    pulled: Pulled | None = None,
+) -> dict[str, TransportTerm] | None:
+    """The terms of a divergence, or None where one of them needs another solve.
+
+    Args:
+        request: for which `is_small` holds.
+        table: W (V_x + V_y, V_x + V_y), finite.
+        epsilon: regularisation, in units of the cost.
+        options: when to stop.
+        debias: whether there are self terms.
+        start: potentials to start from, by term.
+        solved: called after each term, as solved(name, operator, term).
+        pulled: called instead with the gradient by the points.
+
+    Raises:
+        InputError: rounding alone exceeds the tolerance at this epsilon and precision.
+    """
+    x, y = request.seen
+    labelled = x.labels is not None or y.labels is not None
+    weights = request.cost.squared.lambda_x, request.cost.lambda_y
+    goal = goal_of(options, epsilon, 1.0)
+    with kept(room_for(request), debias) as solve:
+        solve.begin((x, y), table if labelled else None, weights, goal, start or {})
+        done = False
+        while not done:
+            solve.iterate()
+            done, asymmetry, reads = solve.read()
+            # Costs that are not finite end nowhere.
+            done |= any(math.isnan(read.error) for read in reads)
+        if debias and any(map(gt, asymmetry[:2], (ROUNDING * most for most in asymmetry[2:]))):
+            return None
+        sizes = len(x), len(y)
+        f, *others = solve.potentials(sizes)
+        terms: dict[str, TransportTerm] = {}
+        for name, read, g in zip(TERMS, reads, others, strict=False):
+            term = _concluded(name, read, (f if name == "xy" else g, g), epsilon, options)
+            if term is None:
+                return None
+            terms[name] = term
+        if pulled is not None:
+            first = solve.room.n
+            gradient = solve.gradient()
+            pulled(gradient[: len(x)], gradient[first : first + len(y)])
+        elif solved is not None:
+            for name in ("xx", "yy", "xy") if debias else ("xy",):
+                costs = HostCosts.of(reads[TERMS.index(name)], (0, 0))
+                operator = PooledOperator(
+                    solve.pool, name, sizes, mean_cost=costs.mean_cost, cost_range=costs.cost_range
+                )
+                solved(name, operator, terms[name])
+    return terms
+
+
+def _concluded(
+    name: str,
+    read: TermRead,
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    options: Converged,
+) -> TransportTerm | None:
+    """The term, or None where iterations should go on."""
+    f, g = potentials
+    costs = HostCosts.of(read, (len(f), len(g)))
+    seen = read.seen._replace(f=f, g=g)
+    if name == "xy" and shows_rounding(costs, seen, epsilon):
+        return None
+    certificate = (conclude if name == "xy" else conclude_self)(costs, seen, epsilon)
+    size = float(seen.numbers[10 if name == "xy" else 6])
+    floor = rounding_floor(costs, size, epsilon)
+    tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
+    exhausted = read.iterations >= options.max_iterations - 1
+    if (certificate.marginal_error > tolerance and not exhausted) or read.lost > 0:
+        return None
+    # Of a cross term that had come to its end the last iteration has taken the certificate's.
+    settled = name == "xy" and not (exhausted and certificate.marginal_error > tolerance)
+    iterations = read.iterations + (not settled)
+    return TransportTerm.from_certificate(
+        certificate,
+        epsilon,
+        iterations=iterations,
+        passes=certificate.passes + (2 * iterations if name == "xy" else iterations - 1),
+        tolerance=tolerance,
+        asked=options.asked_tolerance,
+        unless_converged="max_iterations",
+    )
+
+
+_kept: OrderedDict[tuple[Room, bool], list[PooledSolve]] = OrderedDict()
+_changing = Lock()
+
+
+@contextmanager
+def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
+    """A solve that nobody else uses meanwhile, kept for the next problem of its size."""
+    key = room, debias
+    with _changing:
+        solve = _taken(key)
+    if solve is None:
+        solve = PooledSolve(room, debias=debias)
+    solve.wait()
+    yield solve
+    # One that failed is not kept.
+    solve.leave()
+    with _changing:
+        _kept.setdefault(key, []).append(solve)
+        _kept.move_to_end(key)
+        while _too_many():
+            _taken(next(iter(_kept)))
+
+
+def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
+    """A solve that is no longer kept."""
+    if key not in _kept:
+        return None
+    solve = _kept[key].pop()
+    if not _kept[key]:
+        del _kept[key]
+    return solve
+
+
+def _too_many() -> bool:
+    counts = [len(solves) for solves in _kept.values()]
+    taken = sum(room.bytes * count for (room, _), count in zip(_kept, counts, strict=True))
+    return sum(counts) > MOST_KEPT or taken > MOST_BYTES
