@@ -198,7 +198,7 @@ def check_squares(*sides: LabeledSamples) -> None:
     Samples are finite when they are made; what shares their memory may have changed since.
     """
     different = list(dict.fromkeys(sides))
-    found = [_largest(side.features) for side in different]
+    found = [largest_entry(side.features) for side in different]
     together = len({number.device for number in found}) == 1
     # Of one device, the host waits once.
     numbers = torch.stack(found).tolist() if together else map(float, found)
@@ -221,12 +221,12 @@ def _as_features(values: Any) -> Tensor:
         raise InputError(f"features must be a matrix (n, d), got shape {tuple(features.shape)}")
     if features.shape[0] == 0 or features.shape[1] == 0:
         raise InputError(f"the dataset is empty: features have shape {tuple(features.shape)}")
-    if not math.isfinite(float(_largest(features))):
+    if not math.isfinite(float(largest_entry(features))):
         raise _not_finite(features)
     return features
 
 
-def _largest(features: Tensor) -> Tensor:
+def largest_entry(features: Tensor) -> Tensor:
     """The largest of all absolute values (), float64; NaN where there is one. Reads them once."""
     largest: Tensor = torch.linalg.vector_norm(features.detach(), ord=math.inf)
     return largest.double()

@@ -95,7 +95,7 @@ class KernelSegments:
         self._parts = PARTS if coarse_of is None else 1
         self._set_costs(rows, columns)
         sides = ((rows, columns),) if self._symmetric else ((rows, columns), (columns, rows))
-        self._tables = [_table(classes, *side) for side in sides]
+        self._tables = [table_of(classes, *side) for side in sides]
         self._programs = [programs_of(table, small) for table in self._tables]
         if coarse_of is None:
             candidate = _first_potentials(classes, columns)
@@ -216,7 +216,7 @@ def bytes_of(sizes: Tensor) -> Tensor:
     return vectors + 12 * partial.amax(1) + BYTES_PER_SEGMENT
 
 
-def _table(classes: ClassPool, rows: Tensor, columns: Tensor) -> Tensor:
+def table_of(classes: ClassPool, rows: Tensor, columns: Tensor) -> Tensor:
     """Where the kernels find segments (S, 8), as `segmented_step` names its columns."""
     sizes = classes.sizes[rows], classes.sizes[columns]
     ranges = ranges_of(sizes[1])

@@ -130,6 +130,13 @@ def test_lattice_points_lose_what_their_distance_costs() -> None:
     assert float((off - rounding[0][:, None] - rounding[1]).max()) > 0
 
 
+def mostly_white(x: Tensor) -> Tensor:
+    """Whole numbers from 320 below their mean to 10 above."""
+    white = torch.full((len(x), 1), 330.0)
+    white[0] = 0.0
+    return white
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -139,6 +146,7 @@ def test_lattice_points_lose_what_their_distance_costs() -> None:
         pytest.param(lambda x: x[:, :1] * 255 + 300, True, id="far from 0"),
         pytest.param(lambda x: (x[:, :1] * 255 + 400) / 255, True, id="grey values far from 0"),
         pytest.param(lambda x: (x * 255).round() * 8, False, id="too large for bfloat16"),
+        pytest.param(mostly_white, False, id="too far below the mean for bfloat16"),
         pytest.param(lambda x: x.repeat(1, 60), False, id="products too large"),
         pytest.param(lambda x: x[: whole_points.LEAST_POINTS - 1], False, id="few"),
     ],

@@ -8,11 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.two_passes import TRIFLE
 from otdd_flash.engine.segments import Look, WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
-from otdd_flash.kernels.segmented_step import CHAIN_PRODUCTS, DIGITS, PARTS, RANGE_COLUMNS
+from otdd_flash.kernels.segmented_look import Vectors
+from otdd_flash.kernels.segmented_step import (
+    CHAIN_PRODUCTS,
+    DIGITS,
+    PARTIAL,
+    PARTS,
+    RANGE_COLUMNS,
+    RANGES,
+    ROWS,
+)
+from otdd_flash.operators import kernel_segments
 from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.kernel_segments import KernelSegments
+from otdd_flash.operators.kernel_segments import KernelSegments, table_of
 from otdd_flash.operators.stored_segments import StoredSegments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -257,3 +268,22 @@ def test_points_in_one_place_have_no_errors_of_costs() -> None:
     errors = StoredSegments([(cloud, cloud)], (16, 16)).errors
     for numbers in (errors.mean, errors.largest, errors.peak):
         assert float(numbers) == 0
+
+
+def test_exponents_of_kernels_lose_what_float64_loses() -> None:
+    assert_near(in_kernels().errors.exponents, [TRIFLE] * len(PAIRS))
+
+
+def test_sums_of_segments_do_not_overlap() -> None:
+    """Of more rows than columns too."""
+    pool = ClassPool(CLOUDS)
+    rows, columns = torch.tensor([(2, 1), (3, 2), (1, 2)], device=DEVICE).T
+    for table in (table_of(pool, rows, columns), table_of(pool, columns, rows)):
+        partial = (table[:, ROWS] * table[:, RANGES]).cumsum(0).tolist()
+        assert table[:, PARTIAL].tolist() == [0, *partial[:-1]]
+
+
+def test_what_a_column_takes_is_what_its_vectors_take() -> None:
+    vectors = Vectors.at(torch.zeros(10), kernel_segments.MEMORY)
+    taken = sum(part.nbytes for part in vectors)
+    assert taken == 10 * kernel_segments.BYTES_PER_COLUMN
