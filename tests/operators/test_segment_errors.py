@@ -25,6 +25,8 @@ from otdd_flash.operators import kernel_segments
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, table_of
 from otdd_flash.operators.stored_segments import StoredSegments
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.segmented import solve_cross_terms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES, DIM = (1, 20, 33, 7), 5
@@ -287,3 +289,17 @@ def test_what_a_column_takes_is_what_its_vectors_take() -> None:
     vectors = Vectors.at(torch.zeros(10), kernel_segments.MEMORY)
     taken = sum(part.nbytes for part in vectors)
     assert taken == 10 * kernel_segments.BYTES_PER_COLUMN
+
+
+def test_problems_that_go_on_keep_their_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others end before them, without a coarse form that does nearly all of it."""
+    monkeypatch.setattr(StoredSegments, "coarse", lambda *_: None)
+    pairs = [(0, 2), (1, 2), (3, 2), (2, 1)]
+
+    def solved(chosen: list[tuple[int, int]]) -> Tensor:
+        return torch.stack(solve_cross_terms(stored(chosen), 0.5, Converged()), 1)
+
+    together = solved(pairs)
+    assert len(set(together[:, -1].tolist())) > 2
+    for pair, found in zip(pairs, together, strict=True):
+        assert torch.equal(solved([pair])[0], found)
