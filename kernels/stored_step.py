@@ -75,8 +75,11 @@ def stored_step_kernel(
         scores = tl.load(p_row[:, None] + o_column[None, :], mask=m_tile, other=0.0)
         scores += bias[None, :]
         raised = tl.maximum(highest, tl.ceil(scores * scale))
-        terms = tl.exp2(tl.fma(scores, rest, tl.fma(scores, scale, -raised)))
-        sums = sums * tl.exp2(highest - raised) + tl.where(scores > -float("inf"), terms, 0.0)
+        # Above 0 by rounding alone, and far above it where logits exceed 2^24.
+        logits = tl.minimum(tl.fma(scores, rest, tl.fma(scores, scale, -raised)), 1.0)
+        sums = sums * tl.exp2(highest - raised) + tl.where(
+            scores > -float("inf"), tl.exp2(logits), 0.0
+        )
         highest = raised
     top = tl.max(highest, 1)
     total = tl.sum((sums * tl.exp2(highest - top[:, None])).to(tl.float64), 1)

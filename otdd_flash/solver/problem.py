@@ -152,8 +152,9 @@ class Problem:
         """The divergence, or without `debias` the cross term alone.
 
         Clouds of equal fingerprint are one cloud: a single self term. `known` holds self terms that
-        need no solve: the caller answers for their being of these clouds at this cost. A solve that
-        has the gradient by the points at hand tells it to `pulled`, and `solved` nothing.
+        need no solve, though small ones get one with the others: the caller answers for their being
+        of these clouds at this cost. A solve that has the gradient by the points at hand tells it
+        to `pulled`, and `solved` nothing.
 
         Raises:
             InputError: the block of W of a self term is not symmetric, or an allocation fails.
@@ -166,8 +167,7 @@ class Problem:
 
         def solve() -> Divergence:
             offset = NO_OFFSET if debias else request.cost.offset(*request.given)
-            nothing_else = not (identical or known or progress)
-            if nothing_else and isinstance(options, Converged) and is_small(request, options):
+            if not identical and isinstance(options, Converged) and is_small(request, options):
                 small = solve_small(
                     request,
                     self.table,
@@ -175,6 +175,7 @@ class Problem:
                     options,
                     debias=debias,
                     start=start,
+                    progress=progress,
                     solved=solved,
                     pulled=pulled,
                 )

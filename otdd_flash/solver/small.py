@@ -25,6 +25,7 @@ from otdd_flash.solver.class_blocks import ROUNDING
 from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.iteration import goal_of
 from otdd_flash.solver.pooled_solve import TERMS, PooledSolve, TermRead
+from otdd_flash.solver.schedule import Progress
 from otdd_flash.solver.term import TransportTerm, reachable_tolerance
 from otdd_flash.solver.term_solves import Pulled, Solved, Start
 
@@ -90,6 +91,7 @@ def solve_small(
     *,
     debias: bool,
     start: Start | None = None,
+    progress: Progress | None = None,
     solved: Solved | None = None,
     pulled: Pulled | None = None,
 ) -> dict[str, TransportTerm] | None:
@@ -102,6 +104,7 @@ def solve_small(
         options: when to stop.
         debias: whether there are self terms.
         start: potentials to start from, by term.
+        progress: called whenever the device was asked, for every term.
         solved: called after each term, as solved(name, operator, term).
         pulled: called instead with the gradient by the points.
 
@@ -118,6 +121,13 @@ def solve_small(
         while not done:
             solve.iterate()
             done, asymmetry, reads = solve.read()
+            for name, read in zip(TERMS, reads, strict=False):
+                # As before a single term: most hopeless tolerances show by the costs alone.
+                costs = HostCosts.of(read, (0, 0))
+                floor = rounding_floor(costs, 0.0, epsilon)
+                reachable_tolerance(options, floor, epsilon, costs.dtype)
+                if progress is not None:
+                    progress(name, read.iterations, read.error)
             # Costs that are not finite end nowhere.
             done |= any(math.isnan(read.error) for read in reads)
         if debias and any(map(gt, asymmetry[:2], (ROUNDING * most for most in asymmetry[2:]))):
@@ -199,6 +209,12 @@ def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
         _kept.move_to_end(key)
         while _too_many():
             _taken(next(iter(_kept)))
+
+
+def forget() -> None:
+    """Keep nothing: all memory of solves goes back to PyTorch."""
+    with _changing:
+        _kept.clear()
 
 
 def _taken(key: tuple[Room, bool]) -> PooledSolve | None:

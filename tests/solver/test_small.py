@@ -1,0 +1,344 @@
+"""Small divergences, whose terms are solved side by side on stored scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver import small
+from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.term import TransportTerm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
+IN_DOUBLE = ComputeOptions(device=DEVICE, backend="torch", precision="double")
+CLASSES = 3
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    small.forget()
+    yield
+    small.forget()
+
+
+def side(n: int, seed: int, *, labels: bool = True, weights: bool = False) -> LabeledSamples:
+    draw = torch.Generator().manual_seed(seed)
+    points = torch.randn(n, 4, generator=draw) + seed / 4
+    masses = torch.rand(n, generator=draw) + 0.1 if weights else None
+    if masses is not None:
+        masses[n // 2] = 0.0
+    known = torch.arange(n) % CLASSES if labels else None
+    names = tuple("abc") if labels else ()
+    return LabeledSamples(points, known, names, masses)
+
+
+def table() -> Tensor:
+    means = torch.randn(2 * CLASSES, 3, generator=torch.Generator().manual_seed(9)).double()
+    return torch.cdist(means, means).square()
+
+
+def problem(
+    x: LabeledSamples,
+    y: LabeledSamples,
+    epsilon: float,
+    compute: ComputeOptions = IN_TRITON,
+    *,
+    ground: str = "sqeuclidean",
+    debias: bool = True,
+) -> Problem:
+    distances = None if x.labels is None else table()
+    cost = GroundCost(0.5, 0.5, ground)
+    return Problem.between(x, y, epsilon, distances, cost, compute, debias=debias)
+
+
+def solved(given: Problem, options: Converged | None = None, **other: Any) -> Any:
+    other = {"debias": True, **other}
+    return small.solve_small(
+        given.request, given.table, given.epsilon, options or Converged(), **other
+    )
+
+
+def assert_proved(found: dict[str, TransportTerm], given: Problem, *, debias: bool = True) -> None:
+    """Every interval and marginal error holds, and intervals are narrow."""
+    for name, term in found.items():
+        inputs = given.inputs(name)
+        cost = reference.dense_cost(
+            inputs.source.features,
+            inputs.target.features,
+            inputs.cost.squared.lambda_x,
+            inputs.cost.lambda_y * inputs.class_distances,
+            *(
+                torch.zeros(len(one), dtype=torch.int64) if one.labels is None else one.labels
+                for one in (inputs.source, inputs.target)
+            ),
+        )
+        a, b = inputs.source.masses, inputs.target.masses
+        rows, columns = a > 0, b > 0
+        truth, *_ = reference.entropic_transport(
+            cost[rows][:, columns], a[rows], b[columns], given.epsilon
+        )
+        low, high = term.bounds
+        assert low <= truth <= high, name
+        assert high - low < 3e-3 * abs(truth) + 1e-6
+        plan = reference.plan(cost, a, b, term.f, term.g, given.epsilon)
+        errors = (plan.sum(1) - a).abs().sum(), (plan.sum(0) - b).abs().sum()
+        assert float(max(errors)) <= term.marginal_error + 1e-9
+        assert term.converged
+    assert set(found) == ({"xy", "xx", "yy"} if debias else {"xy"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("epsilon", "labels", "weights", "debias", "ground"),
+    [
+        (1.0, True, False, True, "sqeuclidean"),
+        (0.05, False, True, True, "sqeuclidean"),
+        (0.1, True, True, False, "sqeuclidean"),
+        (0.1, True, False, True, "cosine"),
+        (100.0, False, False, True, "inner"),
+    ],
+)
+def test_terms_are_proved(
+    epsilon: float, labels: bool, weights: bool, debias: bool, ground: str
+) -> None:
+    x = side(40, 0, labels=labels, weights=weights)
+    y = side(29, 1, labels=labels)
+    given = problem(x, y, epsilon, ground=ground, debias=debias)
+    found = solved(given, debias=debias)
+    assert_proved(
+        found, problem(x, y, epsilon, ComputeOptions("cpu"), ground=ground), debias=debias
+    )
+
+
+@pytest.mark.slow
+def test_what_stood_there_before_changes_nothing() -> None:
+    """A room that served a larger problem, with masses and more classes, to the last bit."""
+    given = problem(side(33, 2), side(34, 3), 0.5)
+    fresh = solved(given)
+    small.forget()
+    solved(problem(side(48, 4, weights=True), side(48, 5), 0.2))
+    again = solved(given)
+    for name, term in fresh.items():
+        assert torch.equal(term.f, again[name].f)
+        assert torch.equal(term.g, again[name].g)
+        assert (term.value, term.bounds) == (again[name].value, again[name].bounds)
+
+
+@pytest.mark.slow
+def test_potentials_to_start_from_are_taken() -> None:
+    given = problem(side(40, 0), side(29, 1), 0.05)
+    first = solved(given)
+    start = {name: term.g for name, term in first.items()}
+    again = solved(given, start=start)
+    assert first["xy"].iterations > 10
+    assert all(term.iterations <= 3 for term in again.values())
+    assert_proved(again, problem(side(40, 0), side(29, 1), 0.05, ComputeOptions("cpu")))
+
+
+@pytest.mark.slow
+def test_a_solve_out_of_iterations_says_so_and_is_proved_all_the_same() -> None:
+    given = problem(side(40, 0), side(29, 1), 0.02)
+    told: list[tuple[str, int]] = []
+    found = solved(
+        given,
+        Converged(max_iterations=3),
+        progress=lambda name, count, _: told.append((name, count)),
+    )
+    term = found["xy"]
+    assert (term.iterations, term.converged, term.stopped_by) == (3, False, "max_iterations")
+    assert {name for name, _ in told} == {"xy", "xx", "yy"}
+    truth = problem(side(40, 0), side(29, 1), 0.02, IN_DOUBLE).solve(Converged(tolerance=1e-8))
+    assert term.bounds[0] <= truth.xy.value <= term.bounds[1]
+
+
+@pytest.mark.slow
+def test_what_rounding_hides_is_refused() -> None:
+    for epsilon in (1e-6, 1e-30):
+        given = problem(side(40, 0, labels=False), side(29, 1, labels=False), epsilon)
+        with pytest.raises(InputError, match="too small for float32: rounding"):
+            solved(given)
+    with pytest.raises(InputError, match="rounding alone moves the marginals"):
+        solved(problem(side(40, 0), side(29, 1), 0.5), Converged(tolerance=1e-8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("debias", [False, True])
+def test_gradients_by_points(labels: bool, debias: bool) -> None:
+    x, y = side(40, 0, labels=labels, weights=True), side(29, 1, labels=labels)
+    given = problem(x, y, 0.5, debias=debias)
+    found: list[Tensor] = []
+    solved(given, debias=debias, pulled=lambda *parts: found.extend(parts))
+    points = [one.features.double().requires_grad_() for one in (x, y)]
+    labelled = {"labels_x": x.labels, "labels_y": y.labels, "class_table": table()}
+    loss = otdd.sinkhorn_loss(
+        *points,
+        x.masses,
+        y.masses,
+        epsilon=0.5,
+        debias=debias,
+        options=Converged(tolerance=1e-9),
+        compute=ComputeOptions("cpu", precision="double"),
+        **(labelled if labels else {}),
+    )
+    for part, expected in zip(found, torch.autograd.grad(loss, points), strict=True):
+        off = (part.double().cpu() - expected).abs().max()
+        assert float(off) < 1e-3 * float(expected.abs().max())
+
+
+@pytest.mark.slow
+def test_a_table_that_is_not_symmetric_is_left_to_who_names_it() -> None:
+    given = problem(side(40, 0), side(29, 1), 0.5)
+    given.table[0, 1] += 0.5
+    assert solved(given) is None
+    assert solved(given, debias=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("count", "room"), [(1, 16), (16, 16), (17, 32), (100, 112), (1000, 1024), (5000, 5120)]
+)
+def test_rooms_are_a_little_larger_than_what_they_hold(count: int, room: int) -> None:
+    assert small.padded(count) == room
+    assert small.padded(room) == room
+
+
+def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ones used last; one in use twice is there twice, and one that failed is gone."""
+
+    class Empty:
+        def __init__(self, room: Any, *, debias: bool) -> None:
+            made.append(room)
+
+        def wait(self) -> None: ...
+        def leave(self) -> None: ...
+
+    made: list[Any] = []
+    monkeypatch.setattr(small, "PooledSolve", Empty)
+    monkeypatch.setattr(small, "MOST_KEPT", 2)
+    rooms = [
+        small.Room(1, size, size, 2, 1, torch.float32, torch.device("cpu")) for size in (16, 32, 48)
+    ]
+    for room in rooms:
+        with small.kept(room, True) as one, small.kept(room, True) as other:
+            assert one is not other
+    assert made == [room for room in rooms for _ in range(2)]
+    with small.kept(rooms[2], True):
+        assert len(made) == 6
+    with small.kept(rooms[0], True):
+        assert len(made) == 7
+    small.forget()
+    with pytest.raises(ValueError, match="lost"), small.kept(rooms[0], True):
+        raise ValueError("lost")
+    with small.kept(rooms[0], True):
+        assert len(made) == 9
+
+
+def test_large_problems_go_elsewhere() -> None:
+    here = torch.device("cpu")
+    assert small.fits(small.Room(1, 5120, 5120, 512, 1, torch.float32, here))
+    assert not small.fits(small.Room(1, 20_480, 20_480, 64, 1, torch.float32, here))
+    assert not small.fits(small.Room(1, 16, 16, 100_000, 1, torch.float32, here))
+
+
+# On a GPU, where kernels are recorded.
+
+
+def loss_of(seed: int, n: int = 300) -> tuple[float, Tensor]:
+    draw = torch.Generator(device="cuda").manual_seed(seed)
+    x, y = (torch.randn(n, 8, device="cuda", generator=draw) for _ in range(2))
+    x.requires_grad_()
+    loss = otdd.sinkhorn_loss(x, y, epsilon=0.3)
+    (gradient,) = torch.autograd.grad(loss, x)
+    return float(loss), gradient
+
+
+@pytest.mark.gpu
+def test_recordings_repeat_what_was_launched_one_by_one() -> None:
+    """The first solve launches, the second records, others replay: the same to the last bit."""
+    results = [loss_of(0) for _ in range(4)]
+    for value, gradient in results[1:]:
+        assert value == results[0][0]
+        assert torch.equal(gradient, results[0][1])
+
+
+@pytest.mark.gpu
+def test_results_are_no_part_of_a_recording() -> None:
+    first = otdd.sinkhorn_divergence(side(300, 0), side(280, 1), epsilon=0.3, class_table=table())
+    kept = {name: (term.f.clone(), term.g.clone()) for name, term in first.terms.items()}
+    for seed in range(2, 6):
+        otdd.sinkhorn_divergence(side(300, seed), side(280, 7), epsilon=0.3, class_table=table())
+    for name, (f, g) in kept.items():
+        assert torch.equal(first.terms[name].f, f)
+        assert torch.equal(first.terms[name].g, g)
+
+
+@pytest.mark.gpu
+def test_threads_and_streams_get_their_own_results() -> None:
+    expected = [loss_of(seed) for seed in range(8)]
+
+    def on_a_stream(seed: int) -> tuple[float, Tensor]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = loss_of(seed)
+        stream.synchronize()
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(on_a_stream, [*range(8)] * 4))
+    for k, (value, gradient) in enumerate(found):
+        assert value == expected[k % 8][0]
+        assert torch.equal(gradient, expected[k % 8][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_small_solve_is_few_launches_and_waits(labels: bool) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    sides = [side(1000, seed, labels=labels).to("cuda") for seed in range(4)]
+    distances = table().cuda() if labels else None
+
+    def solve(x: LabeledSamples, y: LabeledSamples) -> None:
+        otdd.sinkhorn_divergence(x, y, epsilon=0.5, class_table=distances)
+
+    for _ in range(3):
+        solve(*sides[:2])
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        solve(*sides[:2])
+    counts = {event.key: event.count for event in found.key_averages()}
+    launches = sum(counts.get(name, 0) for name in ("cudaLaunchKernel", "cuLaunchKernel"))
+    assert launches <= 40, counts
+    assert counts.get("cudaStreamSynchronize", 0) <= 5, counts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [100, 1000, 5000])
+@pytest.mark.parametrize("relative", [0.1, 0.01])
+def test_intervals_meet_those_of_streamed_kernels(
+    n: int, relative: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = side(n, 0, weights=True).to("cuda"), side(n - 7, 1).to("cuda")
+    given = {"epsilon": 4 * relative, "class_table": table().cuda()}
+    one = otdd.sinkhorn_divergence(x, y, **given)
+    monkeypatch.setattr(small, "MOST_SCORES", 0)
+    other = otdd.sinkhorn_divergence(x, y, **given)
+    assert (one.backend, other.backend != one.backend) == ("triton, scores kept", True)
+    for name, term in one.terms.items():
+        low, high = other.terms[name].bounds
+        assert term.bounds[0] <= high
+        assert low <= term.bounds[1]
+    assert math.isclose(one.value, other.value, rel_tol=2e-3, abs_tol=1e-5)
