@@ -8,9 +8,9 @@ recording serves all levels of epsilon.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from threading import Lock
+from threading import RLock
 from typing import Any, TypeVar
 
 import torch
@@ -70,7 +70,7 @@ class Recorded:
         Args:
             launch: the same every time; it asks the device nothing.
         """
-        if not self._called or self._pool.side is None:
+        if not self._called or self._pool.handle is None:
             launch()
             self._called = True
             return
@@ -83,49 +83,42 @@ class RecordingPool:
     """Memory that several recordings compute in, on a device; on a CPU nothing is recorded.
 
     Attributes:
-        side: the stream that records.
+        handle: of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.side: torch.cuda.Stream | None = None
-        self._handle: object = None
+        self._device, self.handle = device, None
         if device.type == "cuda":
-            self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._handle = torch.cuda.graph_pool_handle()
+            self.handle = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:  # pragma: gpu
         """What a function launches."""
-        assert self.side is not None
-        with _recording:
-            return _record(launch, self.side, self._handle)
+        return _record(launch, self._device, self.handle)
 
 
-class Branches:
-    """What can run side by side on a device, in a recording too; on a CPU one after the other."""
+def run_branches(device: torch.device, *launches: Callable[[], T]) -> list[T]:
+    """What each of them returns; in a recording they run side by side, and end with the first.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams: list[torch.cuda.Stream] = []
-
-    def run(self, *launches: Callable[[], T]) -> list[T]:
-        """What each of them returns; the first runs on the current stream, and all end with it."""
-        if self._device.type != "cuda":
-            return [launch() for launch in launches]
-        while len(self._streams) < len(launches) - 1:
-            self._streams.append(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
-        current, found = torch.cuda.current_stream(self._device), []
-        for stream, launch in zip(self._streams, launches[1:], strict=False):
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                found.append(launch())
-        found.insert(0, launches[0]())
-        for stream, _ in zip(self._streams, launches[1:], strict=False):
-            current.wait_stream(stream)
-        return found
+    Elsewhere they run one after the other: streams of which one may be recording are for that.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return [launch() for launch in launches]
+    return _run_on_streams(device, launches)
 
 
-# One recording at a time, of all threads.
-_recording = Lock()
+def _run_on_streams(  # pragma: gpu
+    device: torch.device, launches: Sequence[Callable[[], T]]
+) -> list[T]:
+    current, found = torch.cuda.current_stream(device), []
+    streams = _streams(device)[1 : len(launches)]
+    for stream, launch in zip(streams, launches[1:], strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            found.append(launch())
+    found.insert(0, launches[0]())
+    for stream in streams:
+        current.wait_stream(stream)
+    return found
 
 
 class _Recorder:  # pragma: gpu
@@ -133,39 +126,59 @@ class _Recorder:  # pragma: gpu
 
     They run one after another and leave results in tensors that are not in there. With memory of
     its own every graph would take new memory from the device, which PyTorch keeps when the graph is
-    gone; what one side stream has used it gives to no other.
+    gone.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._side = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
+        self._device = stream.device
         self._first: torch.cuda.CUDAGraph | None = None
         self._first = self.record(lambda: torch.zeros((), device=stream.device))
 
     def record(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """What a function launches."""
+        pool = None if self._first is None else self._first.pool()
         try:
-            return _record(launch, self._side, None if self._first is None else self._first.pool())
+            return _record(launch, self._device, pool)
         except BaseException:
             # The pool may count as in use by this recording for ever.
             _recorder.cache_clear()
             raise
 
 
+# The stream that records, and others for what is to run side by side.
+STREAMS = 4
+
+# One recording at a time, of all threads: they share these streams.
+_recording = RLock()
+
+
+@lru_cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:  # pragma: gpu
+    """Streams that nothing but recordings uses.
+
+    PyTorch hands out few streams, in turns; what others launch on one that records would become
+    part of the recording. Those of high priority hardly anybody asks for.
+    """
+    return [torch.cuda.Stream(device, priority=-1) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
+
+
 def _record(  # pragma: gpu
-    launch: Callable[[], object], side: torch.cuda.Stream, pool: Any
+    launch: Callable[[], object], device: torch.device, pool: Any
 ) -> torch.cuda.CUDAGraph:
     """What a function launches, recorded on a stream of its own."""
     graph = torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        # In any other mode what is not recorded is forbidden meanwhile, and ends the recording: a
-        # graph that the garbage collector frees, memory that another thread asks for.
-        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
-        try:
-            launch()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(side)
+    with _recording:
+        side = _streams(device)[0]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            # In any other mode what is not recorded is forbidden meanwhile, and ends the recording:
+            # a graph that the garbage collector frees, memory that another thread asks for.
+            graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
     return graph
 
 

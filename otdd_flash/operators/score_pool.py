@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.recording import Branches
+from otdd_flash.engine.recording import run_branches
 from otdd_flash.kernels.stored_scores import no_scores, stored_scores
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 
@@ -139,7 +139,7 @@ class ScorePool:
         """The weight of squared distances (1,)."""
         return self.weights[:1]
 
-    def prepare(self, branches: Branches, *, own: bool) -> None:
+    def prepare(self, *, own: bool) -> None:
         """Compute scores and everything that is known of them, of self terms too if `own`."""
         self._symmetrize()
         x, y = self.room.sides
@@ -153,7 +153,8 @@ class ScorePool:
         self.centre.copy_(centre)
         own_squares, squares = (part.square().sum(-1) for part in (about_mean, about_centre))
         apart = ((means[0] - centre) * (means[1] - centre)).sum((1, 2))
-        branches.run(
+        run_branches(
+            self.room.device,
             partial(self._learn, squares, own_squares, apart),
             partial(self._store, about_centre, squares, x, y),
             *(partial(self._store, about_mean, own_squares, side, side) for side in (x, y) if own),

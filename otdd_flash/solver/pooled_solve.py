@@ -19,7 +19,7 @@ from torch import Tensor
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.levels import Levels, first_level
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.recording import Branches, Recorded, RecordingPool
+from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.stored_plan import signed_plan
 from otdd_flash.operators.pooled_operator import PooledOperator
@@ -133,22 +133,10 @@ class PooledSolve:
         self._beginning, self._iterating, self._ending, self._pulling = (
             Recorded(recordings) for _ in range(4)
         )
-        self._branches = Branches(device)
-        self._left: torch.cuda.Event | None = None
         self._replays = FIRST_REPLAYS
         self._seen: list[Seen] = []
         self._found = self._numbers[:0]
         self._potentials = self._gradient = self._starts[:0]
-
-    def wait(self) -> None:
-        """Let this stream wait for the one that used the memory last."""
-        if self._left is not None:
-            torch.cuda.current_stream(self.room.device).wait_event(self._left)
-
-    def leave(self) -> None:
-        """Nothing more is to come from this stream."""
-        if self.room.device.type == "cuda":
-            self._left = torch.cuda.current_stream(self.room.device).record_event()
 
     def begin(
         self,
@@ -216,7 +204,7 @@ class PooledSolve:
     def _prepare(self) -> None:
         """Scores, first potentials and first levels."""
         inputs, room, pool = self._inputs, self.room, self.pool
-        pool.prepare(self._branches, own=len(self.terms) > 1)
+        pool.prepare(own=len(self.terms) > 1)
         epsilon, started = inputs.cross[0], inputs.started > 0
         of_cross, *of_own = torch.split(self._starts, [room.m, room.n, room.m])
         cross = self._segments[0]
@@ -240,7 +228,7 @@ class PooledSolve:
 
     def _iterate(self) -> None:
         """Some iterations."""
-        self._branches.run(*(partial(_repeat, rule) for rule in self._rules))
+        run_branches(self.room.device, *(partial(_repeat, rule) for rule in self._rules))
 
     def read(self) -> Read:
         """Certify, and ask the device."""
@@ -263,8 +251,10 @@ class PooledSolve:
 
     def _certify(self) -> None:
         """Everything that `read` reads, and the potentials that are certified."""
-        (of_cross, *rest) = self._branches.run(
-            self._certify_cross, *(partial(self._certify_own, term) for term in self.terms[1:])
+        (of_cross, *rest) = run_branches(
+            self.room.device,
+            self._certify_cross,
+            *(partial(self._certify_own, term) for term in self.terms[1:]),
         )
         seen, lost = zip(of_cross, *rest, strict=True)
         facts = [torch.stack(segments.facts, 1) for segments in self._segments]

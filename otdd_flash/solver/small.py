@@ -6,8 +6,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from operator import gt
-from threading import Lock
+from threading import Lock, RLock
 from typing import NamedTuple
 
 import torch
@@ -192,24 +193,45 @@ def _concluded(
 _kept: OrderedDict[tuple[Room, bool], list[PooledSolve]] = OrderedDict()
 _changing = Lock()
 
+# What the last solve on a device launched last.
+_left: dict[torch.device, torch.cuda.Event] = {}
+
+
+@lru_cache
+def _turn(device: torch.device) -> RLock:
+    """Whose turn it is on a device."""
+    return RLock()
+
 
 @contextmanager
 def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
-    """A solve that nobody else uses meanwhile, kept for the next problem of its size."""
+    """A solve that nobody else uses meanwhile, kept for the next problem of its size.
+
+    On a device they take turns, whatever threads and streams they are of: recordings share the
+    memory in which cuBLAS computes.
+    """
     key = room, debias
-    with _changing:
-        solve = _taken(key)
-    if solve is None:
-        solve = PooledSolve(room, debias=debias)
-    solve.wait()
-    yield solve
-    # One that failed is not kept.
-    solve.leave()
-    with _changing:
-        _kept.setdefault(key, []).append(solve)
-        _kept.move_to_end(key)
-        while _too_many():
-            _taken(next(iter(_kept)))
+    with _turn(room.device):
+        with _changing:
+            solve = _taken(key)
+        if room.device in _left:
+            torch.cuda.current_stream(room.device).wait_event(_left[room.device])
+        if solve is None:
+            solve = PooledSolve(room, debias=debias)
+        try:
+            yield solve
+        finally:
+            if room.device.type == "cuda":
+                _left[room.device] = torch.cuda.current_stream(room.device).record_event()
+        # One that failed is not kept.
+        with _changing:
+            _kept.setdefault(key, []).append(solve)
+            _kept.move_to_end(key)
+            while _too_many():
+                # Whatever stream used it last.
+                if room.device in _left:
+                    _left[room.device].synchronize()
+                _taken(next(iter(_kept)))
 
 
 def forget() -> None:

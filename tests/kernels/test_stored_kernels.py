@@ -9,7 +9,6 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.recording import Branches
 from otdd_flash.kernels.segmented_step import Sums
 from otdd_flash.kernels.stored_plan import signed_plan, stored_plan, stored_product
 from otdd_flash.kernels.stored_step import stored_programs, stored_step
@@ -67,7 +66,7 @@ class Clouds:
         pool.class_distances[0, :5, :5] = given.nan_to_num(0.25)
         weights = (self.lambda_x, self.lambda_y, 3.0)
         pool.weights.copy_(torch.tensor(weights, dtype=torch.float64))
-        pool.prepare(Branches(DEVICE), own=own)
+        pool.prepare(own=own)
         return pool
 
 
