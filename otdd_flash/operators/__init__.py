@@ -10,5 +10,7 @@ between them; `footprint` and `memory` what they take and what there is.
 Iterations run on segments (`engine.rule.Segments`). `one_segment` is the problem of an operator,
 `kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and
 `anchored_segments` keep their scores in PyTorch, `kernel_segments` computes them in Triton on the
-points of a `class_pool`. Vectors are `padded_vectors` or, in Triton, `kernel_vectors`.
+points of a `class_pool`. The terms of a small divergence are `pooled_segments` of a `score_pool`,
+whose scores are stored on a GPU, and each of them a `pooled_operator` for its certificate. Vectors
+are `padded_vectors` or, in Triton, `kernel_vectors`.
 """

@@ -8,6 +8,7 @@ iterations themselves are those of `engine`; `segmented` solves many problems by
 `certificate` proves what potentials are worth, after evaluating `plans`; `term` is what a solve
 returns; `term_solves` all terms within one budget, `bound_width` until their bounds are narrow,
 `shortfall` what to say when they are not; `divergence` the debiased combination; `problem` two
-clouds and their three terms; `gradient` derivatives of a solved term and of the divergence; and
-`clouds` and, for autograd, `loss` the entry points.
+clouds and their three terms; `small` says which of them are small enough for a GPU to solve all
+terms side by side, as `pooled_solve` does in recordings that it keeps; `gradient` derivatives of a
+solved term and of the divergence; and `clouds` and, for autograd, `loss` the entry points.
 """
