@@ -150,7 +150,7 @@ class PooledSolve:
 
         Args:
             sides: x and y, on the device, no more of them than there is room for.
-            table: W (V_x + V_y, V_x + V_y), None if no points have labels.
+            table: W (V_x + V_y, V_x + V_y); None is 0.
             weights: lambda_x and lambda_y.
             goal: of all terms.
             starts: column potentials to start from, by term.

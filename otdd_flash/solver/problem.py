@@ -62,6 +62,7 @@ class Problem:
         self._check_epsilon()
         first, second = (side.class_total for side in request.seen)
         self.table = _checked_table(class_table, (first, second), request.device)
+        self._given = None if class_table is None else self.table
         self.classes = {"x": slice(0, first), "y": slice(first, first + second)}
 
     @classmethod
@@ -170,7 +171,7 @@ class Problem:
             if not identical and isinstance(options, Converged) and is_small(request, options):
                 small = solve_small(
                     request,
-                    self.table,
+                    self._given,
                     self.epsilon,
                     options,
                     debias=debias,

@@ -18,6 +18,7 @@ from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.kernels.adder import UNIT
 from otdd_flash.operators.base import CostRange
 from otdd_flash.operators.build import uses_triton
+from otdd_flash.operators.memory import UNASKED, free_memory
 from otdd_flash.operators.pooled_operator import PooledOperator
 from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room
@@ -30,8 +31,10 @@ from otdd_flash.solver.schedule import Progress
 from otdd_flash.solver.term import TransportTerm, reachable_tolerance
 from otdd_flash.solver.term_solves import Pulled, Solved, Start
 
-# Scores of a cross term, and coordinates of a point, up to which stored scores pay.
-MOST_SCORES, MOST_DIM = 1 << 27, 1 << 12
+# Scores of a cross term up to which storing them pays, and products of coordinates on cards that
+# compute as fast in float64 as in float32, and on others.
+MOST_SCORES = 1 << 27
+FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
 
 # Solves that are kept, and bytes that they may take.
 MOST_KEPT, MOST_BYTES = 16, 1 << 32
@@ -60,20 +63,29 @@ def is_small(request: Request, options: Converged) -> bool:
     if options.bound_width is not None or options.max_seconds is not None:
         return False
     on_gpu = request.device.type == "cuda" and uses_triton(request.compute, request.device)
-    return on_gpu and fits(room_for(request))
+    return on_gpu and pays(room := room_for(request, None)) and _has_memory(room)
 
 
-def fits(room: Room) -> bool:
-    """Whether stored scores of a problem pay."""
-    most = max(room.n, room.m)
-    return most * most <= MOST_SCORES and room.dim <= MOST_DIM
+def pays(room: Room) -> bool:
+    """Whether stored scores of a problem take less time than others."""
+    most = max(room.n, room.m) ** 2
+    fast = room.device.type == "cuda" and (
+        torch.cuda.get_device_capability(room.device) in FAST_IN_DOUBLE
+    )
+    return most <= MOST_SCORES and most * room.dim <= MOST_PRODUCTS[0 if fast else 1]
 
 
-def room_for(request: Request) -> Room:
+def _has_memory(room: Room) -> bool:
+    """Whether at most half of what is free is needed, unless a room like it is there already."""
+    if room.bytes <= UNASKED or any(key[0]._replace(classes=1) == room for key in list(_kept)):
+        return True
+    return room.bytes <= free_memory(room.device) // 2
+
+
+def room_for(request: Request, table: Tensor | None) -> Room:
     """A room for a problem, with sizes rounded up so that few are needed."""
     x, y = request.seen
-    labelled = x.labels is not None or y.labels is not None
-    classes = padded(x.class_total + y.class_total) if labelled else 1
+    classes = 1 if table is None else padded(len(table))
     dtype = torch.promote_types(x.features.dtype, y.features.dtype)
     return Room(1, padded(len(x)), padded(len(y)), x.dim, classes, dtype, request.device)
 
@@ -86,7 +98,7 @@ def padded(count: int) -> int:
 
 def solve_small(
     request: Request,
-    table: Tensor,
+    table: Tensor | None,
     epsilon: float,
     options: Converged,
     *,
@@ -100,7 +112,7 @@ def solve_small(
 
     Args:
         request: for which `is_small` holds.
-        table: W (V_x + V_y, V_x + V_y), finite.
+        table: W (V_x + V_y, V_x + V_y), finite; None is 0.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         debias: whether there are self terms.
@@ -113,12 +125,11 @@ def solve_small(
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
     x, y = request.seen
-    labelled = x.labels is not None or y.labels is not None
     weights = request.cost.squared.lambda_x, request.cost.lambda_y
     # A certificate finds a little more than the iterations: it lowers g for rounding.
     goal = goal_of(options, epsilon, AIM)
-    with kept(room_for(request), debias) as solve:
-        solve.begin((x, y), table if labelled else None, weights, goal, start or {})
+    with kept(room_for(request, table), debias) as solve:
+        solve.begin((x, y), table, weights, goal, start or {})
         done = False
         while not done:
             solve.iterate()
@@ -126,6 +137,8 @@ def solve_small(
             for name, read in zip(TERMS, reads, strict=False):
                 # As before a single term: most hopeless tolerances show by the costs alone.
                 costs = HostCosts.of(read, (0, 0))
+                if not max(map(abs, costs.cost_range)) < torch.finfo(costs.dtype).max / 4:
+                    return None
                 floor = rounding_floor(costs, 0.0, epsilon)
                 reachable_tolerance(options, floor, epsilon, costs.dtype)
                 if progress is not None:

@@ -66,9 +66,10 @@ def problem(
 
 
 def solved(given: Problem, options: Converged | None = None, **other: Any) -> Any:
-    other = {"debias": True, **other}
+    labelled = any(one.labels is not None for one in given.request.seen)
+    other = {"debias": True, "table": given.table if labelled else None, **other}
     return small.solve_small(
-        given.request, given.table, given.epsilon, options or Converged(), **other
+        given.request, epsilon=given.epsilon, options=options or Converged(), **other
     )
 
 
@@ -246,9 +247,26 @@ def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_large_problems_go_elsewhere() -> None:
     here = torch.device("cpu")
-    assert small.fits(small.Room(1, 5120, 5120, 512, 1, torch.float32, here))
-    assert not small.fits(small.Room(1, 20_480, 20_480, 64, 1, torch.float32, here))
-    assert not small.fits(small.Room(1, 16, 16, 100_000, 1, torch.float32, here))
+    assert small.pays(small.Room(1, 5120, 5120, 64, 1, torch.float32, here))
+    assert not small.pays(small.Room(1, 20_480, 20_480, 1, 1, torch.float32, here))
+    assert not small.pays(small.Room(1, 5120, 5120, 512, 1, torch.float32, here))
+
+
+@pytest.mark.slow
+def test_a_table_between_points_without_labels_counts() -> None:
+    x, y = side(20, 0, labels=False), side(17, 1, labels=False)
+    none = solved(problem(x, y, 0.5))
+    table = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
+    given = Problem.between(x, y, 0.5, table, GroundCost(0.5, 0.5), IN_TRITON)
+    found = solved(given, table=given.table)
+    for name, more in (("xy", 1.0), ("xx", 0.0), ("yy", 0.0)):
+        assert math.isclose(found[name].value, none[name].value + more, rel_tol=1e-5)
+
+
+@pytest.mark.slow
+def test_costs_that_overflow_are_left_to_who_says_so() -> None:
+    x, y = (LabeledSamples(torch.tensor([[0.0], [far]]), None, ()) for far in (3e19, 1.0))
+    assert solved(Problem.between(x, y, 1.0, None, GroundCost(), IN_TRITON)) is None
 
 
 # On a GPU, where kernels are recorded.
