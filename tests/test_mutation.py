@@ -26,7 +26,8 @@ def test_a_failing_test_kills(tmp_path: Path, new: str, status: str) -> None:
     package = tmp_path / "small"
     package.mkdir()
     (package / "__init__.py").write_text("SIZE = 1 << 26\n")
-    (tmp_path / "test_small.py").write_text(
+    # A name that no test of the suite has: the fork inherits the modules of those that ran.
+    (tmp_path / "test_of_a_mutant.py").write_text(
         "import sys\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "import small\n"
@@ -34,5 +35,5 @@ def test_a_failing_test_kills(tmp_path: Path, new: str, status: str) -> None:
         "    assert small.SIZE == 1 << 26\n"
     )
     mutant = Mutant("small/__init__.py", 1, 1, None, 7, 14, "1 << 26", new)
-    verdict = run(tmp_path, mutant, [str(tmp_path / "test_small.py")], 60.0, {})
+    verdict = run(tmp_path, mutant, [str(tmp_path / "test_of_a_mutant.py")], 60.0, {})
     assert verdict.status == status

@@ -88,7 +88,11 @@ def main() -> None:
         segmented_softmin,
         segmented_totals,
     )
-    from otdd_flash.kernels.segmented_decision import constants_of, segmented_decision_kernel
+    from otdd_flash.kernels.segmented_decision import (
+        BLOCK_ON_GPU,
+        constants_of,
+        segmented_decision_kernel,
+    )
     from otdd_flash.kernels.segmented_look import NUMBERS
     from otdd_flash.kernels.segmented_step import (
         CHAIN_PRODUCTS,
@@ -137,7 +141,7 @@ def main() -> None:
         ):
             taken.append(needs(kernel, constants, 0, tile, capability))
         for symmetric in (False, True):
-            constants = constants_of(memory, 0.5, symmetric, LIMITS)
+            constants = constants_of(memory, 0.5, symmetric, LIMITS, BLOCK_ON_GPU)
             taken.append(needs(segmented_decision_kernel, constants, 0, one_warp, capability))
     sys.stdout.write(json.dumps(taken) + "\n")
 
