@@ -28,8 +28,7 @@ import torch
 import otdd_flash as otdd
 from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
-from otdd_flash.engine.evidence.oscillation import cost_spread
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs, labelled_cost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.certificate import certify, certify_self
@@ -51,7 +50,7 @@ def simple_bounds(terms: dict[str, TransportTerm], problem: Problem) -> tuple[fl
     for name, term in terms.items():
         operator = problem.operator(name)
         support = term.g[operator.b > 0]
-        reach = float(support.max() - support.min()) + cost_spread(operator)
+        reach = float(support.max() - support.min()) + operator.costs.spread
         share = 0.5 if name == "xy" else 1.0
         lower = term.bounds[0]
         upper = term.value + share * term.marginal_error * reach + (term.value - lower)
@@ -78,7 +77,7 @@ def interval_seconds(terms: dict[str, TransportTerm], problem: Problem) -> float
     """Time of the certificates of all terms over that of the passes without an interval."""
     total = 0.0
     for name, term in terms.items():
-        operator: Operator = problem.operator(name).refined
+        operator: Operator = refined(problem.operator(name))
 
         def passes(operator: Operator = operator, term: TransportTerm = term) -> None:
             f = operator.softmin_rows(term.g, term.epsilon, term.f)

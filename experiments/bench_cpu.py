@@ -65,7 +65,7 @@ def operator_of(problem: Problem, memory_budget: str) -> Operator:
 
 def ours(operator: Operator, epsilon: float, iterations: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Alternating updates from zero potentials, columns first as in POT."""
-    f = torch.zeros(operator.shape[0])
+    f = torch.zeros(len(operator.a))
     for _ in range(iterations):
         g = operator.softmin_columns(f, epsilon)
         f = operator.softmin_rows(g, epsilon)
@@ -142,7 +142,7 @@ def bench_kept(root: str, samples: int) -> list[dict[str, Any]]:
     cost = problem.matrix(torch.float32)
     geomloss_error = refuse_unless(_geomloss_error(root), "geomloss")
     rows = []
-    for epsilon in (0.1, 0.1 * kept.mean_cost):
+    for epsilon in (0.1, 0.1 * kept.costs.mean):
         pot_error = relative(ours(kept, epsilon, 10)[1], pot(problem, cost, epsilon, 10))
         errors = {
             "pot_potential": refuse_unless(pot_error, "POT"),
@@ -159,8 +159,8 @@ def bench_kept(root: str, samples: int) -> list[dict[str, Any]]:
                 "m": samples,
                 "d": problem.source.dim,
                 "epsilon": epsilon,
-                "epsilon_relative": epsilon / kept.mean_cost,
-                "backend": kept.backend,
+                "epsilon_relative": epsilon / kept.costs.mean,
+                "backend": kept.execution.backend,
                 "seconds_per_iteration": seconds,
                 "times_faster_than_geomloss": seconds["geomloss"] / seconds["ours"],
                 "times_faster_than_pot": seconds["pot"] / seconds["ours"],
@@ -173,7 +173,7 @@ def bench_kept(root: str, samples: int) -> list[dict[str, Any]]:
 def _geomloss_error(root: str) -> float:
     """Geomloss's converged divergence against ours on a smaller problem of the same kind."""
     problem = make_problem(root, 500)
-    epsilon = 0.05 * operator_of(problem, "1GiB").mean_cost
+    epsilon = 0.05 * operator_of(problem, "1GiB").costs.mean
     ours_value = otdd.sinkhorn_divergence(
         problem.source,
         problem.target,
@@ -208,7 +208,7 @@ def bench_streamed(root: str, samples: int) -> dict[str, Any]:
         "m": samples,
         "d": problem.source.dim,
         "epsilon": epsilon,
-        "backend": streamed.backend,
+        "backend": streamed.execution.backend,
         "seconds_per_iteration": seconds,
         "over_two_matrix_products": seconds["ours"] / seconds["two_matrix_products"],
         "relative_error": {"kept_potential": refuse_unless(error, "streaming")},

@@ -36,6 +36,7 @@ from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, extra_mib, milliseconds
 from otdd_flash.engine.recording import STEPS, Repeated
+from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 
@@ -90,8 +91,8 @@ class Ours:
         """The potentials, which the next call overwrites."""
         self.f.zero_()
         self.g.zero_()
-        for _ in range(ITERATIONS // STEPS if self.operator.short_passes else ITERATIONS):
-            if self.operator.short_passes:
+        for _ in range(ITERATIONS // STEPS if self.operator.execution.recorded else ITERATIONS):
+            if self.operator.execution.recorded:
                 self.repeated.run(self.step)
             else:
                 self.step()
@@ -152,7 +153,7 @@ def half_step_error(operator: KernelOperator, epsilon: float, *, rounded: bool) 
 def bench(n: int, d: int) -> dict[str, Any]:
     """One row of the table."""
     labelled, plain = (make_operator(n, d, classes, "fast") for classes in (CLASSES, 1))
-    epsilon = RELATIVE_EPSILON * labelled.mean_cost
+    epsilon = RELATIVE_EPSILON * labelled.costs.mean
     error = half_step_error(labelled, epsilon, rounded=True)
     if not error <= ACCURACY:
         raise SystemExit(f"d={d}: our half-step is off by {error:.1e}: nothing is timed")
@@ -176,11 +177,11 @@ def bench(n: int, d: int) -> dict[str, Any]:
             limit = cublas_tflops(100)
         if name in ("ours_labels", "flash_sinkhorn"):
             from_idle[name] = milliseconds(run, warm_ups=0, pause=0.5) / half_steps[name]
-    high = labelled.refined
+    high = KernelOperator(labelled.cost, "high", labelled)
     start = torch.zeros(n, device="cuda")
     taken["ours_labels_high"] = milliseconds(partial(high.softmin_rows, start, epsilon))
-    refined = dict.fromkeys(runs, plain.refined) | {"ours_labels": high}
-    errors = {name: marginal_error(refined[name], *run(), epsilon) for name, run in runs.items()}
+    exact = dict.fromkeys(runs, refined(plain)) | {"ours_labels": high}
+    errors = {name: marginal_error(exact[name], *run(), epsilon) for name, run in runs.items()}
     rate = 2 * n * n * d / taken["ours_labels"] / 1e9
     return {
         "n": n,

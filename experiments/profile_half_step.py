@@ -122,7 +122,7 @@ def count(name: str, operator: KernelOperator) -> Counts:
 
 def prepare(name: str, operator: KernelOperator) -> tuple[Callable[[], object], float]:
     """A call as the solver makes it after ten iterations, and its error over what is allowed."""
-    epsilon, highest = bench.RELATIVE_EPSILON * operator.mean_cost, operator.cost_range.highest
+    epsilon, highest = bench.RELATIVE_EPSILON * operator.costs.mean, operator.costs.highest
     if name == "symmetric_step":
         operator = with_itself(operator)
         f = torch.zeros(operator.shape[0], device=operator.a.device)

@@ -49,14 +49,14 @@ def make_operator(root: str, source: str, target: str, samples: int) -> Operator
 
 def plain(operator: Operator, epsilon: float, tolerance: float) -> tuple[int, Certificate]:
     """Passes of alternating updates from zero, and what they prove."""
-    f = torch.zeros_like(operator.a, dtype=operator.dtype)
-    g = torch.zeros_like(operator.b, dtype=operator.dtype)
+    f = torch.zeros_like(operator.a, dtype=operator.costs.dtype)
+    g = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
     for passes in range(2, MOST_PASSES, 2):
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
         exponent = torch.where(operator.b > 0, (g.double() - updated.double()) / epsilon, 0)
         columns = operator.b * exponent.exp()
-        floor = rounding_floor(operator, float(magnitude(operator, f, g)), epsilon)
+        floor = rounding_floor(operator.costs, float(magnitude(operator, f, g)), epsilon)
         if float((columns - operator.b).abs().sum()) + floor <= tolerance:
             return passes + 2, certify(operator, f, g, epsilon)
         g = updated
@@ -65,7 +65,7 @@ def plain(operator: Operator, epsilon: float, tolerance: float) -> tuple[int, Ce
 
 def measure(operator: Operator, relative: float, tolerance: float) -> dict[str, Any]:
     """One epsilon, solved both ways."""
-    epsilon = relative * operator.mean_cost
+    epsilon = relative * operator.costs.mean
     started = time.perf_counter()
     passes, proof = plain(operator, epsilon, tolerance)
     between = time.perf_counter()

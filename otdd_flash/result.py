@@ -17,7 +17,7 @@ from otdd_flash.checks import takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.labels import ClassDistances
-from otdd_flash.operators.base import Applied, Operator
+from otdd_flash.operators.base import Applied, Operator, refined
 from otdd_flash.operators.build import Compute, ComputeOptions, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.operators.request import Request
@@ -131,7 +131,7 @@ class DistanceResult:
 
         def means(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
             points = self._prepared.given[1].features
-            origin = origin_near([(points, operator.b)], operator.dtype)
+            origin = origin_near([(points, operator.b)], operator.costs.dtype)
             return conditional_means(operator, f, g, self.epsilon, points, origin).add_(origin)
 
         return self._with_plan(means, weighted=False)
@@ -246,7 +246,7 @@ class DistanceResult:
         if not weighted:
             inputs = replace(inputs, source=replace(inputs.source, weights=None))
         # The potentials belong to the original points.
-        return build_operator(inputs, keep_scores=False).refined
+        return refined(build_operator(inputs, keep_scores=False))
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
         if samples.labels is None:

@@ -123,10 +123,10 @@ class Plain:
         """Pack the points, and start from zero."""
         self.operator = operator = self.term.operator()
         self.f, self.g = (
-            torch.zeros_like(side, dtype=operator.dtype) for side in (operator.a, operator.b)
+            torch.zeros_like(side, dtype=operator.costs.dtype) for side in (operator.a, operator.b)
         )
         # Recorded steps read it from the device.
-        recorded = operator.short_passes
+        recorded = operator.execution.recorded
         self.epsilon = operator.a.new_tensor(self.term.epsilon) if recorded else self.term.epsilon
         self.repeated = Repeated()
         self.passes = 0
@@ -138,7 +138,7 @@ class Plain:
 
     def advance(self, steps: int) -> Solved:
         """Update both potentials, some times; a recording takes two steps at once."""
-        pairs = steps // STEPS if self.operator.short_passes else 0
+        pairs = steps // STEPS if self.operator.execution.recorded else 0
         for _ in range(pairs):
             self.repeated.run(self.step)
         for _ in range(steps - STEPS * pairs):
@@ -148,6 +148,6 @@ class Plain:
 
     def own_error(self, f: Tensor, g: Tensor) -> float | None:
         """On float16 points in Triton."""
-        if self.operator.refined is self.operator:
+        if self.operator.execution.refined is None:
             return None
         return marginal_error(self.operator, f, g, self.term.epsilon)

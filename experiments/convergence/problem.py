@@ -78,7 +78,7 @@ class CrossTerm:
     def look(self, f: Tensor, g: Tensor, *, certified: bool) -> Look:
         """Measure f (n,) and g (m,); a certificate takes three passes more."""
         exact = self.exact
-        f, g = (potential.to(exact.a.device, exact.dtype) for potential in (f, g))
+        f, g = (potential.to(exact.a.device, exact.costs.dtype) for potential in (f, g))
         error = marginal_error(exact, f, g, self.epsilon)
         if not math.isfinite(error):
             return Look(None, None)

@@ -1,8 +1,9 @@
-"""What the solver asks of a cost: eight operations, whatever holds the matrix.
+"""What the solver asks of a cost: ten members, whatever holds the matrix.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
-only in how they carry out the operations below; the solver never sees the difference.
+only in how they carry out the operations below; the solver never sees the difference. How they run
+is chosen where an operator is built, and stands in its `execution`.
 
 Notation: f (n,) and g (m,) are potentials in units of the cost and
 
@@ -11,6 +12,7 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -32,6 +34,45 @@ class CostRange(NamedTuple):
 
     lowest: float
     highest: float
+
+
+class CostFacts(NamedTuple):
+    """What the host knows of a cost C between masses a and b, in units of the cost.
+
+    Attributes:
+        dtype: the type of the potentials.
+        mean: sum_ij a_i b_j C_ij.
+        lowest: no C_ij with a_i b_j > 0 is below it.
+        highest: none is above it.
+        error: bound on the mean error of the costs of `Operator.marginals` over any plan between a
+            and b, without what the potentials add to it.
+    """
+
+    dtype: torch.dtype
+    mean: float
+    lowest: float
+    highest: float
+    error: float
+
+    @property
+    def spread(self) -> float:
+        """R >= max C - min C over the support."""
+        return self.highest - self.lowest
+
+    @property
+    def above_lowest(self) -> float:
+        """The mean cost, above the lowest one where that is negative."""
+        return self.mean - min(0.0, self.lowest)
+
+    @property
+    def magnitude(self) -> float:
+        """Bound on the mean of |C|."""
+        return self.mean - 2 * min(0.0, self.lowest)
+
+    @property
+    def largest(self) -> float:
+        """Bound on |C| over the support."""
+        return max(abs(self.lowest), abs(self.highest))
 
 
 class Applied(NamedTuple):
@@ -73,40 +114,40 @@ class Marginals(NamedTuple):
     lost: float
 
 
-class Costs(Protocol):
-    """What the host knows of a cost C (n, m) between masses a (n,) and b (m,)."""
+class Execution(NamedTuple):
+    """How the operations of an operator run: chosen once, where it is built.
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, m)."""
-        ...
+    Attributes:
+        backend: how a pass runs, for reports.
+        segment: makes the operator the only problem of the engine, as segment(operator, g,
+            symmetric=...) with the column potential g (m,) to evaluate first; its steps run where
+            passes do.
+        recorded: whether steps are recorded, as a pass takes less time than launching it, or not
+            much more. Such a pass has no use for a sample.
+        refined: makes the same cost to the full accuracy of the potentials, to end a solve on; None
+            where the operator is that already.
+        sampled: the cost between some rows (k,) and columns (l,), int64, each side of equal masses.
+    """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the potentials."""
-        ...
-
-    @property
-    def cost_range(self) -> CostRange:
-        """An interval that holds every C_ij with a_i b_j > 0."""
-        ...
-
-    @property
-    def mean_cost(self) -> float:
-        """sum_ij a_i b_j C_ij."""
-        ...
-
-    @property
-    def cost_error(self) -> float:
-        """Bound on the mean error of the costs of `marginals` over any plan between a and b.
-
-        In units of the cost, and without what the potentials add to it.
-        """
-        ...
+    backend: str
+    segment: Callable[..., OneSegment]
+    sampled: Callable[[Tensor, Tensor], Operator]
+    refined: Callable[[], Operator] | None = None
+    recorded: bool = False
 
 
-class Operator(Costs, Protocol):
+class Operator(Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
+
+    @property
+    def costs(self) -> CostFacts:
+        """What is known of C."""
+        ...
+
+    @property
+    def execution(self) -> Execution:
+        """How passes run."""
+        ...
 
     @property
     def a(self) -> Tensor:
@@ -116,30 +157,6 @@ class Operator(Costs, Protocol):
     @property
     def b(self) -> Tensor:
         """Column masses (m,), float64, summing to 1."""
-        ...
-
-    @property
-    def backend(self) -> str:
-        """How a pass runs, for reports."""
-        ...
-
-    @property
-    def short_passes(self) -> bool:
-        """Whether a pass runs on a GPU and takes less time than launching it, or not much more."""
-        ...
-
-    def segment(self, candidate: Tensor, *, symmetric: bool) -> OneSegment:
-        """This problem as the only one of the engine, whose steps run where passes do.
-
-        Args:
-            candidate: (m,) column potential to evaluate first.
-            symmetric: whether rows are columns.
-        """
-        ...
-
-    @property
-    def refined(self) -> Operator:
-        """The same cost to the full accuracy of `dtype`, to end a solve on; often itself."""
         ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
@@ -172,16 +189,13 @@ class Operator(Costs, Protocol):
         epsilon: float,
         values: Tensor,
         *,
-        row_factor: Tensor | None = None,
-        column_factor: Tensor | None = None,
+        transposed: bool = False,
+        factors: tuple[Tensor, Tensor] | None = None,
     ) -> Applied:
-        """P V (n, k) for V (m, k); with A (n, r), B (m, r) given, (P o A B^T) V. And P 1 (n,)."""
-        ...
+        """P V (n, k) for V (m, k), and P 1 (n,); with `factors` A (n, r), B (m, r), (P o A B^T) V.
 
-    def apply_plan_transposed(
-        self, f: Tensor, g: Tensor, epsilon: float, values: Tensor
-    ) -> Applied:
-        """P^T U (m, k) for U (n, k), and P^T 1 (m,)."""
+        If `transposed`, P^T U (m, k) for U (n, k), and P^T 1 (m,).
+        """
         ...
 
     def expected_costs(self, masses: Tensor) -> Tensor:
@@ -192,6 +206,8 @@ class Operator(Costs, Protocol):
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         ...
 
-    def sample(self, rows: Tensor, columns: Tensor) -> Operator:
-        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
-        ...
+
+def refined(operator: Operator) -> Operator:
+    """The same cost to the full accuracy of the potentials; often the operator itself."""
+    refine = operator.execution.refined
+    return operator if refine is None else refine()

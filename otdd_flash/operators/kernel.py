@@ -9,6 +9,8 @@ then are one.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from otdd_flash.kernels.half_step import Scores, Side, half_step
 from otdd_flash.kernels.packed_points import PackedPoints, arrange, pack, power_of_two_scale
 from otdd_flash.kernels.plan_application import ROW_RANGE, apply_plan_blocks
 from otdd_flash.kernels.symmetric_step import symmetric_step
-from otdd_flash.operators.base import Applied, Epsilon, Marginals
+from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Execution, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -49,7 +51,6 @@ class KernelOperator:
         # Kernels read masses by their pointers.
         self.a, self.b = cost.a.contiguous(), cost.b.contiguous()
         self.shape, self.dtype = cost.shape, torch.float32
-        self.mean_cost, self.cost_range = cost.mean_cost, cost.cost_range
         self._lattice: Lattice | None = lattice_of(cost) if coarse is None else coarse._lattice
         self._packed: tuple[PackedPoints, PackedPoints] = (
             _pack_both(cost, self._lattice) if coarse is None else coarse._packed
@@ -72,27 +73,27 @@ class KernelOperator:
         self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
         products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
-        self.short_passes = self.a.is_cuda and products <= FEW_PRODUCTS
+        self.recorded = self.a.is_cuda and products <= FEW_PRODUCTS
 
     @property
-    def backend(self) -> str:
-        """How a pass runs."""
-        return f"triton, scores streamed, {self._precision}"
+    def costs(self) -> CostFacts:
+        """What is known of the costs."""
+        cost = self.cost
+        return CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, self._fixed_point.cost_error)
 
     @property
-    def cost_error(self) -> float:
-        """Bound on the mean error of the costs of `marginals`."""
-        return self._fixed_point.cost_error
+    def execution(self) -> Execution:
+        """In Triton; recorded where there is little to compute."""
+        return Execution(
+            f"triton, scores streamed, {self._precision}",
+            partial(KernelSegment, self),
+            self.sample,
+            None if self._precision == "high" or self._lattice else self._refine,
+            self.recorded,
+        )
 
-    def segment(self, candidate: Tensor, *, symmetric: bool) -> KernelSegment:
-        """This problem as the only one of the engine, in Triton."""
-        return KernelSegment(self, candidate, symmetric=symmetric)
-
-    @property
-    def refined(self) -> KernelOperator:
+    def _refine(self) -> KernelOperator:
         """The cost of the original points, to float32 accuracy."""
-        if self._precision == "high" or self._lattice:
-            return self
         return KernelOperator(self.cost, "high", self)
 
     def seen_points(self) -> tuple[Tensor, Tensor]:
@@ -126,27 +127,21 @@ class KernelOperator:
         epsilon: float,
         values: Tensor,
         *,
-        row_factor: Tensor | None = None,
-        column_factor: Tensor | None = None,
+        transposed: bool = False,
+        factors: tuple[Tensor, Tensor] | None = None,
     ) -> Applied:
-        """P V (n, k), or (P o A B^T) V, and P 1 (n,)."""
-        factors = None
-        if row_factor is not None and column_factor is not None:
-            factors = (
-                _packed_matrix(row_factor, self._rows),
-                _packed_matrix(column_factor, self._columns),
-            )
+        """P V (n, k) and P 1 (n,), or (P o A B^T) V, or P^T U (m, k) and P^T 1 (m,)."""
+        if transposed:
+            scores = self._transposed._replace(parts=self._plan_parts)
+            sides = self._columns, self._rows, scores
+            return _applied(*sides, self.b, (g, f), epsilon, values, None)
+        packed = None
+        if factors is not None:
+            left, right = factors
+            packed = _packed_matrix(left, self._rows), _packed_matrix(right, self._columns)
         scores = self._scores._replace(parts=self._plan_parts)
         sides = self._rows, self._columns, scores
-        return _applied(*sides, self.a, (f, g), epsilon, values, factors)
-
-    def apply_plan_transposed(
-        self, f: Tensor, g: Tensor, epsilon: float, values: Tensor
-    ) -> Applied:
-        """P^T U (m, k) for U (n, k), and P^T 1 (m,)."""
-        scores = self._transposed._replace(parts=self._plan_parts)
-        sides = self._columns, self._rows, scores
-        return _applied(*sides, self.b, (g, f), epsilon, values, None)
+        return _applied(*sides, self.a, (f, g), epsilon, values, packed)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""

@@ -22,12 +22,12 @@ class KernelSegment(OneSegment):
     def __init__(self, operator: Operator, candidate: Tensor, *, symmetric: bool) -> None:
         super().__init__(operator, symmetric=symmetric, costs_on=torch.device("cpu"))
         self.device = operator.a.device
-        n, m = operator.shape
+        n, m = len(operator.a), len(operator.b)
         layouts = [whole_layout(m, n, candidate.device)]
         if not symmetric:
             layouts.insert(0, whole_layout(n, m, candidate.device))
         masses = operator.a, operator.b
-        first = candidate.to(operator.dtype).clone().contiguous()
+        first = candidate.to(self.dtype).clone().contiguous()
         self._vectors = KernelVectors(masses, layouts, first, self.memory)
         self._vectors.columns.kept.copy_(first)
 
@@ -62,7 +62,7 @@ class KernelSegment(OneSegment):
 
     def repeat(self, step: Callable[[], None]) -> None:
         """Once, or as often as a recording does where passes are short."""
-        if not self.operator.short_passes:
+        if self.waits:
             step()
             return
         if self._repeated is None:

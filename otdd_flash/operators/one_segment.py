@@ -30,6 +30,8 @@ class OneSegment(ABC):
     Attributes:
         operator: as given, or as changed.
         symmetric: likewise.
+        waits: whether to ask the device after every step, as one takes longer than to launch the
+            next.
     """
 
     memory = MEMORY
@@ -71,16 +73,17 @@ class OneSegment(ABC):
     def change(self, operator: Operator) -> None:
         """Take another form of the cost; its errors are those of the certificate, about."""
         self.operator = operator
-        self.dtype = self.sum_dtype = operator.dtype
-        lowest, highest = operator.cost_range
-        negative, unit = min(0.0, lowest), torch.finfo(operator.dtype).eps / 2
+        self.waits = not operator.execution.recorded
+        costs = operator.costs
+        self.dtype = self.sum_dtype = costs.dtype
+        unit = torch.finfo(costs.dtype).eps / 2
         facts = (
-            operator.mean_cost - negative,
-            highest - lowest,
-            operator.cost_error / 2,
+            costs.above_lowest,
+            costs.spread,
+            costs.error / 2,
             unit / 2,
             unit,
-            unit * (operator.mean_cost - 2 * negative),
+            unit * costs.magnitude,
         )
         self.mean_cost, self.cost_spread, mean, sums, potentials, reach = torch.split(
             torch.tensor(facts, dtype=torch.float64, device=self._costs_on), 1
@@ -102,8 +105,8 @@ class TorchSegment(OneSegment):
 
     def __init__(self, operator: Operator, candidate: Tensor, *, symmetric: bool) -> None:
         super().__init__(operator, symmetric=symmetric, costs_on=operator.a.device)
-        self._candidate = candidate.to(operator.dtype)
-        self._rows = torch.zeros_like(operator.a, dtype=operator.dtype)
+        self._candidate = candidate.to(self.dtype)
+        self._rows = torch.zeros_like(operator.a, dtype=self.dtype)
         self._vectors = PaddedVectors(operator.b[None], self.memory)
         self._vectors.kept = self._candidate.double()[None]
 

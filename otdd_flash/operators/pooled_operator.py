@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.stored_plan import stored_plan, stored_product
-from otdd_flash.operators.base import CostRange, Epsilon, Marginals
+from otdd_flash.operators.base import CostFacts, CostRange, Epsilon, Execution, Marginals
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.score_pool import ScorePool
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.tiled import LEAST_EXPONENT
 
-UNKNOWN = CostRange(0.0, 0.0)
+# Where the host does not know anything yet.
+UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
 
 BACKEND = "triton, scores kept"
 
@@ -30,8 +31,7 @@ class PooledOperator(StoredOperator):
         pool: as `prepare` left it.
         term: "xy", "xx" or "yy".
         sizes: points of x and of y; by default as many as there is room for.
-        mean_cost: sum_ij a_i b_j C_ij, where the host knows it.
-        cost_range: an interval that holds C on the support, likewise.
+        costs: what is known of them, where the host knows it.
     """
 
     def __init__(
@@ -39,9 +39,7 @@ class PooledOperator(StoredOperator):
         pool: ScorePool,
         term: str,
         sizes: tuple[int, int] | None = None,
-        *,
-        mean_cost: float = 0.0,
-        cost_range: CostRange = UNKNOWN,
+        costs: CostFacts = UNKNOWN,
     ) -> None:
         room, (one, two) = pool.room, SIDES[term]
         n, m = (room.n, room.m) if sizes is None else sizes
@@ -53,22 +51,24 @@ class PooledOperator(StoredOperator):
             pool.scores[0, rows, columns],
             pool.masses[0, rows],
             pool.masses[0, columns],
-            cost_range=cost_range,
-            mean_cost=mean_cost,
+            cost_range=CostRange(costs.lowest, costs.highest),
+            mean_cost=costs.mean,
             magnitudes=both,
             cost_errors=(pool.error_share * both[0], pool.error_share * both[1]),
             cost_rounding=UNIT,
         )
+        self._known = costs
         self._transposed = pool.scores[0, columns, rows]
 
     @property
-    def backend(self) -> str:
-        """How a pass runs."""
-        return BACKEND
+    def costs(self) -> CostFacts:
+        """What the host knows."""
+        return self._known
 
-    def segment(self, candidate: Tensor, *, symmetric: bool) -> KernelSegment:  # type: ignore[override]
-        """This problem as the only one of the engine, its vectors in Triton."""
-        return KernelSegment(self, candidate, symmetric=symmetric)
+    @property
+    def execution(self) -> Execution:
+        """Passes in PyTorch, and vectors in Triton."""
+        return Execution(BACKEND, partial(KernelSegment, self), self.sample)
 
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False

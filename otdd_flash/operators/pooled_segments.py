@@ -17,7 +17,7 @@ from otdd_flash.kernels.segmented_step import Sums
 from otdd_flash.kernels.stored_step import stored_programs, stored_step
 from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
 from otdd_flash.operators.one_segment import MEMORY
-from otdd_flash.operators.score_pool import CostFacts, Room, ScorePool
+from otdd_flash.operators.score_pool import PooledCosts, Room, ScorePool
 
 
 class PooledSegments:
@@ -90,10 +90,10 @@ class PooledSegments:
         )
 
     @property
-    def facts(self) -> CostFacts:
+    def facts(self) -> PooledCosts:
         """Of the costs, (S,) each."""
         known = self._pool.own if self._symmetric else self._pool.cross
-        return CostFacts(*(number.reshape(-1) for number in known))
+        return PooledCosts(*(number.reshape(-1) for number in known))
 
     @property
     def mean_cost(self) -> Tensor:

@@ -63,7 +63,7 @@ class Room(NamedTuple):
         return 4 * points * self.points + 2 * products + 32 * points * self.dim
 
 
-class CostFacts(NamedTuple):
+class PooledCosts(NamedTuple):
     """What is known of the costs of some terms, each of one shape, float64, in units of the cost.
 
     Attributes:
@@ -125,9 +125,9 @@ class ScorePool:
         self.weights = torch.zeros(3, dtype=torch.float64, device=device)
         self.scores = no_scores(count, room.points, device)
         self.own_magnitudes, self.cross_magnitudes = zeros(room.points), zeros(room.points)
-        facts = len(CostFacts._fields)
-        self.cross = CostFacts(*zeros(facts).unbind(1))
-        self.own = CostFacts(*zeros(facts, 2).unbind(1))
+        facts = len(PooledCosts._fields)
+        self.cross = PooledCosts(*zeros(facts).unbind(1))
+        self.own = PooledCosts(*zeros(facts, 2).unbind(1))
 
     @property
     def error_share(self) -> float:
@@ -236,7 +236,7 @@ class ScorePool:
         _keep(self.cross, self.lambda_x * squared + between, low, reach + high)
 
 
-def _keep(into: CostFacts, *numbers: Tensor) -> None:
+def _keep(into: PooledCosts, *numbers: Tensor) -> None:
     for known, number in zip(into, numbers, strict=True):
         known.copy_(number)
 

@@ -109,7 +109,7 @@ class StoredOperator(TiledOperator):
             scores,
             equal_masses(rows),
             equal_masses(columns),
-            cost_range=self.cost_range,
+            cost_range=self._cost_range,
             mean_cost=-float(scores.double().mean()),
             magnitudes=(x[rows], y[columns]),
             cost_errors=(of_x[rows], of_y[columns]),

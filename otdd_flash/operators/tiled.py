@@ -16,12 +16,19 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, CostRange, Epsilon, Marginals
+from otdd_flash.operators.base import (
+    Applied,
+    CostFacts,
+    CostRange,
+    Epsilon,
+    Execution,
+    Marginals,
+)
 from otdd_flash.operators.one_segment import TorchSegment
 
 LOG2_E = math.log2(math.e)
@@ -74,8 +81,7 @@ class TiledOperator(ABC):
     ) -> None:
         self.a, self.b = a, b
         self.row_offset = row_offset
-        self.cost_range = cost_range
-        self.mean_cost = mean_cost
+        self._cost_range, self._mean_cost = cost_range, mean_cost
         self.magnitudes = magnitudes
         self.cost_errors, self.cost_rounding = cost_errors, cost_rounding
 
@@ -103,33 +109,29 @@ class TiledOperator(ABC):
         return self.row_offset.device
 
     @property
-    @abstractmethod
-    def backend(self) -> str:
-        """How the scores are held."""
+    def costs(self) -> CostFacts:
+        """What is known of the costs."""
+        return self._costs
 
-    @property
-    def cost_error(self) -> float:
-        """Mean error of the costs of `marginals` over any plan between a and b."""
+    @cached_property
+    def _costs(self) -> CostFacts:
         of_rows, of_columns = (
             errors + EVALUATION * DOUBLE_UNIT * magnitudes
             for errors, magnitudes in zip(self.cost_errors, self.magnitudes, strict=True)
         )
-        size = self.mean_cost - 2 * min(0.0, self.cost_range.lowest)
-        return self.cost_rounding * size + float(self.a @ of_rows + self.b @ of_columns)
+        facts = CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
+        error = self.cost_rounding * facts.magnitude + float(self.a @ of_rows + self.b @ of_columns)
+        return facts._replace(error=error)
 
     @property
-    def short_passes(self) -> bool:
-        """False: tiles are launched one by one."""
-        return False
-
-    def segment(self, candidate: Tensor, *, symmetric: bool) -> TorchSegment:
-        """This problem as the only one of the engine, in PyTorch."""
-        return TorchSegment(self, candidate, symmetric=symmetric)
+    def execution(self) -> Execution:
+        """In PyTorch, scores in the precision of the potentials."""
+        return Execution(self.backend, partial(TorchSegment, self), self.sample)
 
     @property
-    def refined(self) -> TiledOperator:
-        """Itself: scores are computed in the precision of the potentials."""
-        return self
+    @abstractmethod
+    def backend(self) -> str:
+        """How the scores are held."""
 
     @abstractmethod
     def expected_costs(self, masses: Tensor) -> Tensor:
@@ -240,31 +242,24 @@ class TiledOperator(ABC):
         epsilon: float,
         values: Tensor,
         *,
-        row_factor: Tensor | None = None,
-        column_factor: Tensor | None = None,
+        transposed: bool = False,
+        factors: tuple[Tensor, Tensor] | None = None,
     ) -> Applied:
-        """P V (n, k) for V (m, k); with A (n, r), B (m, r) given, (P o A B^T) V. And P 1 (n,)."""
+        """P V (n, k) and P 1 (n,), or (P o A B^T) V, or P^T U (m, k) and P^T 1 (m,)."""
         values = values.to(self.dtype)
-        out = torch.empty((self.shape[0], values.shape[1]), dtype=self.dtype, device=self.device)
-        masses = torch.empty_like(self.a)
+        sums = torch.zeros_like(self.b if transposed else self.a)
+        out = torch.zeros((len(sums), values.shape[1]), dtype=self.dtype, device=self.device)
         for rows, plan in self._plan_tiles(f, g, epsilon):
-            masses[rows] = plan.sum(1).double()
-            if row_factor is not None and column_factor is not None:
-                plan.mul_(row_factor[rows].to(self.dtype) @ column_factor.to(self.dtype).T)
+            if transposed:
+                sums += plan.sum(0)
+                out.addmm_(plan.T, values[rows])
+                continue
+            sums[rows] = plan.sum(1).double()
+            if factors is not None:
+                left, right = (factor.to(self.dtype) for factor in factors)
+                plan.mul_(left[rows] @ right.T)
             torch.mm(plan, values, out=out[rows])
-        return Applied(out, masses)
-
-    def apply_plan_transposed(
-        self, f: Tensor, g: Tensor, epsilon: float, values: Tensor
-    ) -> Applied:
-        """P^T U (m, k) for U (n, k), and P^T 1 (m,)."""
-        values = values.to(self.dtype)
-        out = torch.zeros((self.shape[1], values.shape[1]), dtype=self.dtype, device=self.device)
-        masses = torch.zeros_like(self.b)
-        for rows, plan in self._plan_tiles(f, g, epsilon):
-            masses += plan.sum(0)
-            out.addmm_(plan.T, values[rows])
-        return Applied(out, masses)
+        return Applied(out, sums)
 
     def _plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         scale = LOG2_E / epsilon

@@ -54,11 +54,11 @@ def solve_alternating(
     """
     solve = Iteration("xy", CROSS, epsilon, options, progress)
     # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
-    solve.admit(operator, rounding_floor(operator, 0.0, epsilon))
+    solve.admit(operator, rounding_floor(operator.costs, 0.0, epsilon))
     if start is None:
         candidate, levels, passes = approach(solve, operator)
     else:
-        candidate, passes = start.to(operator.dtype), 0.0
+        candidate, passes = start.to(operator.costs.dtype), 0.0
         levels = Levels.descending(torch.full((1,), epsilon, dtype=torch.float64))
 
     def prove(segment: OneSegment, polished: bool) -> Certificate:

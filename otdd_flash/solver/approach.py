@@ -78,7 +78,7 @@ def approach(solve: Iteration, operator: Operator) -> Approach:
     """
     sample = draw_sample(operator) if solve.left() > 0 else None
     if sample is None:
-        nothing = torch.zeros_like(operator.b, dtype=operator.dtype)
+        nothing = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
         top = first_level(solve.epsilon, _scale(operator))
         return Approach(nothing, Levels.trying(solve.epsilon, top), 0.0)
     top = first_level(solve.epsilon, _scale(operator), SAMPLED_TOP)
@@ -90,9 +90,9 @@ def approach(solve: Iteration, operator: Operator) -> Approach:
 
 def draw_sample(operator: Operator) -> Sample | None:
     """One point of each equal share of the mass, on both sides; None if that does not pay."""
-    n, m = operator.shape
+    n, m = len(operator.a), len(operator.b)
     rows, columns = (min(size, max(FEWEST, size // POINTS_PER_SAMPLED)) for size in (n, m))
-    if operator.short_passes or SCORES_PER_SAMPLED * rows * columns > n * m:
+    if operator.execution.recorded or SCORES_PER_SAMPLED * rows * columns > n * m:
         return None
     draw = torch.Generator().manual_seed(0)
     return Sample(_drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw))
@@ -108,24 +108,23 @@ def _of_sample(
     solve: Iteration, operator: Operator, sample: Sample, level: float
 ) -> tuple[Tensor, float]:
     """The column potential (m,) of a sample, absent elsewhere, and the passes that took."""
-    sampled = operator.sample(*sample)
+    sampled = operator.execution.sampled(*sample)
     # Rounding in a sample, where nothing is proved, is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
-    segment = sampled.segment(torch.zeros_like(sampled.b), symmetric=False)
+    segment = sampled.execution.segment(torch.zeros_like(sampled.b), symmetric=False)
     levels = Levels.descending(first_level(level, _scale(sampled)))
     rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
-    terms = run(segment, rule, watch=lambda *_: solve.late(), wait=not sampled.short_passes)
+    terms = run(segment, rule, watch=lambda *_: solve.late(), wait=segment.waits)
     iterations, updated = float(terms.iterations), segment.updated
     g = _absent(operator, level, updated).expand(len(operator.b)).clone()
     g[sample.columns] = updated
-    part = len(sample.rows) * len(sample.columns) / (operator.shape[0] * operator.shape[1])
+    part = len(sample.rows) * len(sample.columns) / (len(operator.a) * len(operator.b))
     return g, 2 * iterations * part
 
 
 def _scale(operator: Operator) -> Tensor:
     """The mean cost (1,), above the lowest one if that is negative."""
-    mean = operator.mean_cost - min(0.0, operator.cost_range.lowest)
-    return torch.tensor([mean], dtype=torch.float64)
+    return torch.tensor([operator.costs.above_lowest], dtype=torch.float64)
 
 
 def _absent(operator: Operator, level: float, present: Tensor) -> Tensor:
@@ -135,6 +134,6 @@ def _absent(operator: Operator, level: float, present: Tensor) -> Tensor:
     highest of these potentials. The size of costs and level is all that this goes by: in any other
     unit the potential could be out of the range of floats, or one that counts.
     """
-    lowest, highest = operator.cost_range
-    most = torch.finfo(operator.dtype).max / 2
-    return present.max() - min(highest - lowest + UNSEEN * level, most)
+    costs = operator.costs
+    most = torch.finfo(costs.dtype).max / 2
+    return present.max() - min(costs.spread + UNSEEN * level, most)

@@ -16,7 +16,7 @@ from torch import Tensor
 from otdd_flash.engine.evidence import oscillation, primal
 from otdd_flash.engine.evidence.dual import dual_value
 from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, hidden_mass, outwards
-from otdd_flash.operators.base import Costs, Epsilon, Marginals, Operator
+from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Operator
 from otdd_flash.solver import plans
 
 # By how many units in its last place a column potential is lowered, so that roundings of the
@@ -66,10 +66,10 @@ def certify(
         updated = operator.softmin_columns(f, epsilon, g)
     if not polished:
         seen = see_cross(operator, f, g, updated, epsilon)
-        if not shows_rounding(operator, seen, epsilon):
-            return conclude(operator, seen, epsilon)
+        if not shows_rounding(operator.costs, seen, epsilon):
+            return conclude(operator.costs, seen, epsilon)
     seen = see_cross(operator, f, g, updated, epsilon, polished=True, accurate=polished)
-    return conclude(operator, seen, epsilon)
+    return conclude(operator.costs, seen, epsilon)
 
 
 def see_cross(
@@ -90,7 +90,7 @@ def see_cross(
     return _seen(operator, plan, lost, epsilon)
 
 
-def shows_rounding(costs: Costs, seen: Seen, epsilon: float) -> bool:
+def shows_rounding(costs: CostFacts, seen: Seen, epsilon: float) -> bool:
     """Whether the rounding of the updates shows in what a plan proves; the host reads the device.
 
     Raises:
@@ -116,7 +116,7 @@ def _lowered(
 
     Points without mass take the update.
     """
-    unit = torch.finfo(operator.dtype).eps / 2
+    unit = torch.finfo(operator.costs.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
     g = (g - MARGIN * unit * g.abs()).double()
     return plans.evaluate(operator, f.double(), g, epsilon, accurate=accurate)
@@ -161,7 +161,7 @@ def _seen(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsil
     a, b, sums, g = operator.a, operator.b, plan.sums, plan.g
     factors = plans.row_factors(operator, plan, lost)
     f, rows = plan.f + epsilon * factors.log(), sums.rows * factors
-    returned = f.to(operator.dtype), g.to(operator.dtype)
+    returned = f.to(operator.costs.dtype), g.to(operator.costs.dtype)
     of_rows = plans.errors_of_rows(operator, sums, f, rows, epsilon)
     row_errors = torch.where(lost.rows, 0, of_rows) + (f - returned[0]).abs()
     column_errors = torch.where(lost.columns, 0, plan.column_errors) + (g - returned[1]).abs()
@@ -190,7 +190,7 @@ def _seen(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsil
     return Seen(*returned, torch.stack(numbers), sums, plan.passes)
 
 
-def conclude(costs: Costs, seen: Seen, epsilon: float) -> Certificate:
+def conclude(costs: CostFacts, seen: Seen, epsilon: float) -> Certificate:
     """What the plan of a cross term proves; the host reads the device once.
 
     Raises:
@@ -228,13 +228,13 @@ def certify_self(
     if bool(lost.hidden > 0):
         low = plans.lowered(plan.f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
         plan = plans.evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
-    return conclude_self(operator, see_self(operator, plan, lost, epsilon), epsilon)
+    return conclude_self(operator.costs, see_self(operator, plan, lost, epsilon), epsilon)
 
 
 def see_self(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon) -> Seen:
     """Of the plan of one potential, of mass 1."""
     a, sums, f, rows = operator.a, plan.sums, plan.f, plan.sums.rows
-    returned, relative = f.to(operator.dtype), sums.relative_error
+    returned, relative = f.to(operator.costs.dtype), sums.relative_error
     errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned).abs()
     own_errors = 4 * (sums.row_errors + sums.cost_rounding * operator.own_costs().abs())
     diagonal = primal.diagonal_of(operator, f, own_errors, epsilon)
@@ -257,7 +257,7 @@ def see_self(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Ep
     return Seen(returned, returned, torch.stack(numbers), sums, plan.passes)
 
 
-def conclude_self(costs: Costs, seen: Seen, epsilon: float) -> Certificate:
+def conclude_self(costs: CostFacts, seen: Seen, epsilon: float) -> Certificate:
     """What the plan of one potential proves; the host reads the device once.
 
     Raises:

@@ -238,7 +238,7 @@ def solve_identical(
         term,
         term,
         term,
-        operator.backend,
+        operator.execution.backend,
         device,
         passes,
         identical=True,

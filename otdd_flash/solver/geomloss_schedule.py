@@ -31,6 +31,7 @@ from torch import Tensor
 from otdd_flash.arguments import positive, share
 from otdd_flash.checks import Declaration, optional
 from otdd_flash.errors import InputError
+from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.schedule import Progress, Schedule
@@ -81,7 +82,7 @@ class GeomlossSchedule(Schedule):
         `progress` is called once, at the end.
         """
         assert self.diameter is not None
-        refined = operator.refined
+        refined = base.refined(operator)
         epsilons = schedule(epsilon, self.diameter, self.scaling)
         if name == "xy":
             f, g = _cross(refined, epsilons)
@@ -135,8 +136,8 @@ def box_diagonal(x: Tensor, y: Tensor) -> float:
 
 def _cross(operator: Operator, epsilons: list[float]) -> tuple[Tensor, Tensor]:
     """The last f (n,) and g (m,)."""
-    f = torch.zeros_like(operator.a, dtype=operator.dtype)
-    g = torch.zeros_like(operator.b, dtype=operator.dtype)
+    f = torch.zeros_like(operator.a, dtype=operator.costs.dtype)
+    g = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
     f, g = _updates(operator, f, g, epsilons[0])
     for epsilon in epsilons:
         new_f, new_g = _updates(operator, f, g, epsilon)
@@ -151,7 +152,7 @@ def _updates(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> tuple[
 
 def _self(operator: Operator, epsilons: list[float]) -> Tensor:
     """The last f (n,)."""
-    f = torch.zeros_like(operator.a, dtype=operator.dtype)
+    f = torch.zeros_like(operator.a, dtype=operator.costs.dtype)
     f = operator.softmin_rows(f, epsilons[0], f)
     for epsilon in epsilons:
         f = (f + operator.softmin_rows(f, epsilon, f)) / 2

@@ -34,7 +34,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs, class_indices
 from otdd_flash.operators.ground import SHARES
 from otdd_flash.operators.labelled_cost import squared_norms
@@ -196,13 +196,13 @@ class _Plan:
 
     def __init__(self, operator: Operator, term: TransportTerm, inputs: CostInputs) -> None:
         # The potentials belong to the cost of the original points.
-        self.operator = operator.refined
+        self.operator = refined(operator)
         self.term, self.weights = term, inputs.cost.squared
         sides = inputs.source, inputs.target
         self.points = [side.features for side in sides]
         # One origin for both, near both: r x - P y then loses nothing to their distance from 0.
         clouds = zip(self.points, (operator.a, operator.b), strict=True)
-        self.origin = origin_near(clouds, operator.dtype)
+        self.origin = origin_near(clouds, operator.costs.dtype)
         self.labels = [class_indices(side) for side in sides]
         self.class_distances = inputs.class_distances
 
@@ -216,7 +216,7 @@ class _Plan:
         if needs & {"classes", "lambda_y"}:
             classes = self.class_distances.shape[1]
             one_hot = torch.nn.functional.one_hot(self.labels[1], classes)
-            columns["classes"] = one_hot.to(self.operator.dtype)
+            columns["classes"] = one_hot.to(self.operator.costs.dtype)
         if not columns:
             return {}
         images, r = self._apply(columns)
@@ -245,7 +245,7 @@ class _Plan:
     def from_columns(self) -> Tensor:
         """2 lambda_x (c y - P^T x), shape (m, d)."""
         f, g, epsilon = self.term.f, self.term.g, self.term.epsilon
-        image, c = self.operator.apply_plan_transposed(f, g, epsilon, self._centred(0))
+        image, c = self.operator.apply_plan(f, g, epsilon, self._centred(0), transposed=True)
         return self._pull(1, c, image)
 
     def row_masses(self) -> Tensor:

@@ -15,6 +15,7 @@ from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.rule import Goal, Rule, Start
 from otdd_flash.engine.run import run
+from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.certificate import Certificate
@@ -77,7 +78,9 @@ class Iteration:
         Raises:
             InputError: rounding alone exceeds the tolerance.
         """
-        self.tolerance = reachable_tolerance(self.options, floor, self.epsilon, operator.dtype)
+        self.tolerance = reachable_tolerance(
+            self.options, floor, self.epsilon, operator.costs.dtype
+        )
 
     def solve(
         self,
@@ -95,7 +98,7 @@ class Iteration:
         accurate: then it takes exact updates, and if these do not suffice iterations go on, aiming
         lower.
         """
-        segment = operator.segment(candidate, symmetric=self.form.symmetric)
+        segment = operator.execution.segment(candidate, symmetric=self.form.symmetric)
         taken = torch.full((1,), self.iterations, dtype=torch.float64)
         goal = goal_of(self.options, self.epsilon, self._aim)
         rule = segment.iterations(goal, self.form, Start(levels, taken))
@@ -108,7 +111,7 @@ class Iteration:
             self._run(segment, rule)
 
         self._run(segment, rule)
-        refined = operator.refined
+        refined = base.refined(operator)
         if refined is not operator and (refine or not self.converged):
             iterate(refined, segment.kept)
         segment.operator = refined
@@ -144,14 +147,13 @@ class Iteration:
                 self.progress(self.name, self.iterations, error)
             return self.left() <= 0
 
-        wait = not segment.operator.short_passes
-        run(segment, rule, watch=watch, wait=wait)
+        run(segment, rule, watch=watch, wait=segment.waits)
         if self._timed_out or (self.left() <= 0 and error > LOOSEST_DEFAULT):
             return
         operator = segment.operator
         f = segment.kept if segment.symmetric else segment.rows
         size = float(magnitude(operator, f, segment.kept))
-        self.admit(operator, rounding_floor(operator, size, self.epsilon))
+        self.admit(operator, rounding_floor(operator.costs, size, self.epsilon))
         self.converged = error <= self._aim * self.tolerance
         if not self.converged and self.left() > 0:
             self.budget = "rounding"

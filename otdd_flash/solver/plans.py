@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Costs, Epsilon, Marginals, Operator
+from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Operator
 from otdd_flash.solver.epsilon import EpsilonOutOfRange, or_double
 
 # A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     passes: int = 1
 
 
-def check_mass(costs: Costs, mass: float, epsilon: float) -> None:
+def check_mass(costs: CostFacts, mass: float, epsilon: float) -> None:
     """Refuse a plan with a mass, or a dual value, that is not finite.
 
     Raises:

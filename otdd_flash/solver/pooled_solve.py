@@ -24,7 +24,7 @@ from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.stored_plan import signed_plan
 from otdd_flash.operators.pooled_operator import PooledOperator
 from otdd_flash.operators.pooled_segments import PooledSegments, tables_of
-from otdd_flash.operators.score_pool import CostFacts, Room, ScorePool
+from otdd_flash.operators.score_pool import PooledCosts, Room, ScorePool
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import plans
 from otdd_flash.solver.certificate import Seen, see_cross, see_self
@@ -73,14 +73,14 @@ class TermRead(NamedTuple):
     Attributes:
         error: the marginal error that iterations ended at.
         iterations: how many there were.
-        costs: of `CostFacts`.
+        costs: what is known of them.
         lost: mass of which errors may hide all, and for which a self term has to be lowered.
         seen: for `conclude` or `conclude_self`, with numbers on the host.
     """
 
     error: float
     iterations: int
-    costs: CostFacts
+    costs: PooledCosts
     lost: float
     seen: Seen
 
@@ -237,11 +237,11 @@ class PooledSolve:
         (active, *asymmetry), rest = found[:5].tolist(), found[5:]
         reads = []
         for seen in self._seen:
-            error, iterations, lost, *costs = rest[: 3 + len(CostFacts._fields)].tolist()
+            error, iterations, lost, *costs = rest[: 3 + len(PooledCosts._fields)].tolist()
             rest = rest[3 + len(costs) :]
             count = len(seen.numbers)
             numbers, rest = rest[:count], rest[count:]
-            facts = CostFacts(*costs)
+            facts = PooledCosts(*costs)
             found_of = TermRead(error, int(iterations), facts, lost, seen._replace(numbers=numbers))
             reads.append(found_of)
         most = max(read.iterations for read in reads)

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from functools import lru_cache
 from operator import gt
 from threading import Lock, RLock
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.kernels.adder import UNIT
-from otdd_flash.operators.base import CostRange
+from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.build import uses_triton
 from otdd_flash.operators.memory import UNASKED, free_memory
 from otdd_flash.operators.pooled_operator import PooledOperator
@@ -40,22 +39,12 @@ FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
 MOST_KEPT, MOST_BYTES = 16, 1 << 32
 
 
-class HostCosts(NamedTuple):
-    """`operators.base.Costs` of a term, read from the device."""
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    cost_range: CostRange
-    mean_cost: float
-    cost_error: float
-
-    @classmethod
-    def of(cls, read: TermRead, shape: tuple[int, int]) -> HostCosts:
-        """Of what was read."""
-        mean, lowest, highest = map(float, read.costs)
-        # Nearly all of it is the rounding of what is stored.
-        error = UNIT * (1 + 2.0**-8) * (mean - 2 * min(0.0, lowest))
-        return cls(shape, torch.float32, CostRange(lowest, highest), mean, error)
+def facts_of(read: TermRead) -> CostFacts:
+    """What was read of the costs of a term."""
+    mean, lowest, highest = map(float, read.costs)
+    facts = CostFacts(torch.float32, mean, lowest, highest, error=0.0)
+    # Nearly all of it is the rounding of what is stored.
+    return facts._replace(error=UNIT * (1 + 2.0**-8) * facts.magnitude)
 
 
 def is_small(request: Request, options: Converged) -> bool:
@@ -136,8 +125,8 @@ def solve_small(
             done, asymmetry, reads = solve.read()
             for name, read in zip(TERMS, reads, strict=False):
                 # As before a single term: most hopeless tolerances show by the costs alone.
-                costs = HostCosts.of(read, (0, 0))
-                if not max(map(abs, costs.cost_range)) < torch.finfo(costs.dtype).max / 4:
+                costs = facts_of(read)
+                if not costs.largest < torch.finfo(costs.dtype).max / 4:
                     return None
                 floor = rounding_floor(costs, 0.0, epsilon)
                 reachable_tolerance(options, floor, epsilon, costs.dtype)
@@ -161,10 +150,8 @@ def solve_small(
             pulled(gradient[: len(x)], gradient[first : first + len(y)])
         elif solved is not None:
             for name in ("xx", "yy", "xy") if debias else ("xy",):
-                costs = HostCosts.of(reads[TERMS.index(name)], (0, 0))
-                operator = PooledOperator(
-                    solve.pool, name, sizes, mean_cost=costs.mean_cost, cost_range=costs.cost_range
-                )
+                costs = facts_of(reads[TERMS.index(name)])
+                operator = PooledOperator(solve.pool, name, sizes, costs)
                 solved(name, operator, terms[name])
     return terms
 
@@ -178,7 +165,7 @@ def _concluded(
 ) -> TransportTerm | None:
     """The term, or None where iterations should go on."""
     f, g = potentials
-    costs = HostCosts.of(read, (len(f), len(g)))
+    costs = facts_of(read)
     seen = read.seen._replace(f=f, g=g)
     if name == "xy" and shows_rounding(costs, seen, epsilon):
         return None

@@ -60,10 +60,10 @@ def solve_symmetric(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    f = (_constant(operator, epsilon) if start is None else start).to(operator.dtype)
+    f = (_constant(operator, epsilon) if start is None else start).to(operator.costs.dtype)
     # The certificate evaluates one update more, which at least halves the marginal error as a rule.
     solve = Iteration(name, SELF, epsilon, options, progress, aim=2.0)
-    solve.admit(operator, rounding_floor(operator, 0.0, epsilon))
+    solve.admit(operator, rounding_floor(operator.costs, 0.0, epsilon))
 
     passes = 0
 
@@ -95,5 +95,5 @@ def _constant(operator: Operator, epsilon: float) -> Tensor:
     above the costs, nor less than that of the diagonal, sum_i a_i^2 exp(-C_ii / epsilon), all
     there is far below them.
     """
-    highest = min(operator.mean_cost, -epsilon * float(operator.a.square().sum().log()))
+    highest = min(operator.costs.mean, -epsilon * float(operator.a.square().sum().log()))
     return torch.full_like(operator.a, highest / 2)

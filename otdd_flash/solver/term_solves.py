@@ -92,8 +92,8 @@ class TermSolves:
         term = options.solve_term(
             operator, self.epsilon, name=name, start=start, progress=self._progress
         )
-        self.backends[name] = operator.backend
-        self._cells[name] = operator.shape[0] * operator.shape[1]
+        self.backends[name] = operator.execution.backend
+        self._cells[name] = len(operator.a) * len(operator.b)
         self._swept += term.passes * self._cells[name]
         self.iterations[name] += term.iterations
         if before is not None:

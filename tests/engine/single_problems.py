@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import reference
 import torch
 from torch import Tensor
 
+from otdd_flash.operators.base import Execution
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.stored import StoredOperator
 
@@ -17,13 +20,13 @@ class InTriton:
 
     def __init__(self, operator: StoredOperator) -> None:
         self.inner = operator
-        self.refined = self
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def segment(self, candidate: Tensor, *, symmetric: bool) -> KernelSegment:
-        return KernelSegment(self, candidate, symmetric=symmetric)
+    @property
+    def execution(self) -> Execution:
+        return self.inner.execution._replace(segment=partial(KernelSegment, self))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -91,12 +91,12 @@ def test_evaluations_and_moves_are_their_formulas(size, zeros, kind) -> None:
     operator = problem(n, m, torch.float32 if single else torch.float64, zeros=zeros)
     whole = InTriton(operator) if kind == "triton" else operator
     candidate = draw(operator.shape[1], seed=3).to(operator.dtype)
-    segment = whole.segment(candidate, symmetric=symmetric)
+    segment = whole.execution.segment(candidate, symmetric=symmetric)
     expected = Vectors(operator, candidate, symmetric)
     expected.kept = expected.candidate
     active = torch.ones(1, dtype=torch.bool, device=DEVICE)
     for step in range(1, MEMORY + 4 if 129 in size else 4):
-        level = operator.mean_cost / 2**step + 0.1
+        level = operator.costs.mean / 2**step + 0.1
         epsilon = torch.full((1,), level, dtype=torch.float64, device=DEVICE)
         numbers = expected.look(level)
         move = random_move(step)
@@ -129,7 +129,7 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
     again = solve(whole, 0.5, Converged(1e-4, max_iterations=1), start=first.g)
     assert again.iterations == 1
     assert again.marginal_error <= first.marginal_error * (1 + 1e-9)
-    segment = whole.segment(first.g, symmetric=symmetric)
+    segment = whole.execution.segment(first.g, symmetric=symmetric)
     assert torch.equal(segment.kept, first.g)
     assert torch.equal(segment.updated, first.g)
 
@@ -140,7 +140,7 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
 def test_a_solve_may_start_from_anywhere(symmetric, constant, far) -> None:
     """Masses of the first plans are infinite or 0."""
     operator = problem(30, None if symmetric else 40, torch.float64)
-    epsilon, solve = 0.03 * operator.mean_cost, SOLVES[symmetric]
+    epsilon, solve = 0.03 * operator.costs.mean, SOLVES[symmetric]
     near = solve(operator, epsilon, Converged(1e-6))
     start = far * (torch.ones_like(near.g) if constant else draw(len(near.g)))
     term = solve(operator, epsilon, Converged(1e-6), start=start)
@@ -155,7 +155,7 @@ def test_a_solve_may_start_from_anywhere(symmetric, constant, far) -> None:
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_whole_solves_in_triton_are_those_of_the_reference(symmetric, relative) -> None:
     operator = problem(40, None if symmetric else 33, zeros=True)
-    solve, epsilon = SOLVES[symmetric], relative * operator.mean_cost
+    solve, epsilon = SOLVES[symmetric], relative * operator.costs.mean
     expected = solve(operator, epsilon, Converged(1e-3))
     found = solve(InTriton(operator), epsilon, Converged(1e-3))
     assert found.converged
@@ -167,7 +167,7 @@ def test_whole_solves_in_triton_are_those_of_the_reference(symmetric, relative) 
 def test_points_without_mass_end_with_their_softmin(in_triton) -> None:
     operator = problem(40, 33, torch.float32, zeros=True)
     whole = InTriton(operator) if in_triton else operator
-    epsilon = 0.1 * operator.mean_cost
+    epsilon = 0.1 * operator.costs.mean
     term = solve_alternating(whole, epsilon, Converged(1e-3))
     for found, softmin, side in (
         (term.f, operator.softmin_rows(term.g, epsilon), operator.a),

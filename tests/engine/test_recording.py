@@ -77,7 +77,7 @@ def test_on_a_cpu_numbers_come_back_at_once():
 def begin(operator, top):
     """The iterations of a term from a level on, and their segment."""
     symmetric = operator.shape[0] == operator.shape[1]
-    segment = operator.segment(torch.zeros_like(operator.b).float(), symmetric=symmetric)
+    segment = operator.execution.segment(torch.zeros_like(operator.b).float(), symmetric=symmetric)
     level = torch.full((1,), top, dtype=torch.float64, device=DEVICE)
     start = Start(Levels.descending(level), torch.zeros_like(level))
     goal = Goal(top / 8, 1e-3, 0.1, 100)
@@ -112,7 +112,7 @@ def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
 def test_recorded_steps_are_those_that_are_not_at_every_level(n, m, many, monkeypatch):
     monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
     operator = KernelOperator(labelled_cost(n, m), "fast")
-    assert operator.short_passes
+    assert operator.execution.recorded
     segment, rule = begin(operator, 1.0)
     for _ in range(12):
         segment.repeat(rule.step)
@@ -143,9 +143,9 @@ def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, m, mo
     """To the last bit, and however many steps are launched after the end."""
     solve = solve_symmetric if m == 900 else solve_alternating
     recorded, plain = (KernelOperator(labelled_cost(900, m), "high") for _ in range(2))
-    assert recorded.short_passes
-    monkeypatch.setattr(plain, "short_passes", False)
-    epsilon = relative_epsilon * recorded.mean_cost
+    assert recorded.execution.recorded
+    monkeypatch.setattr(plain, "recorded", False)
+    epsilon = relative_epsilon * recorded.costs.mean
     again, first, expected = (
         solve(operator, epsilon, Converged(1e-4)) for operator in (recorded, recorded, plain)
     )
@@ -162,8 +162,8 @@ def test_recordings_that_are_gone_keep_no_memory():
 
     def solve():
         operator = KernelOperator(cost, "fast")
-        assert operator.short_passes
-        return solve_alternating(operator, 0.03 * operator.mean_cost, Converged(1e-3))
+        assert operator.execution.recorded
+        return solve_alternating(operator, 0.03 * operator.costs.mean, Converged(1e-3))
 
     for _ in range(5):
         solve()

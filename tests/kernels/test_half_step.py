@@ -23,6 +23,7 @@ from pairwise import pairwise
 from otdd_flash.kernels.packed_points import MOST_PADDING, arrange, pack, power_of_two_scale
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS, BLOCK_ROWS
 from otdd_flash.operators import kernel as kernel_operator
+from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.kernel import KernelOperator
@@ -84,15 +85,15 @@ def test_refined_half_steps_are_those_of_the_original_points(case, precision):
     )
     g = torch.randn(case[1], generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = streamed.softmin_rows(g, EPSILON)
-    refined = operator.refined.softmin_rows(g, EPSILON)
-    atol = 2 * largest_error(operator.refined)
-    torch.testing.assert_close(refined, expected, rtol=0, atol=atol)
-    assert operator.refined.refined.backend == operator.refined.backend
+    exact = refined(operator).softmin_rows(g, EPSILON)
+    atol = 2 * largest_error(refined(operator))
+    torch.testing.assert_close(exact, expected, rtol=0, atol=atol)
+    assert refined(operator).execution.refined is None
     if precision == "fast" and case != SMALL[0]:
         # The rounded points are another cloud, or this test could not tell the two apart.
         fast = operator.softmin_rows(g, EPSILON)
         assert float((fast - expected).abs().max()) > atol
-        assert operator.backend != operator.refined.backend
+        assert operator.execution.backend != refined(operator).execution.backend
 
 
 def test_rounding_keeps_eleven_bits_and_the_second_part_the_next_eleven():
@@ -100,7 +101,7 @@ def test_rounding_keeps_eleven_bits_and_the_second_part_the_next_eleven():
     x, _ = operator.cost.centred(torch.float64)
     largest = operator.cost.largest
     assert float((operator.seen_points()[0] - x).abs().max()) <= 2**-11 * largest
-    assert float((operator.refined.seen_points()[0] - x).abs().max()) <= 2**-22 * largest
+    assert float((refined(operator).seen_points()[0] - x).abs().max()) <= 2**-22 * largest
     assert float((operator.seen_points()[0] - x).abs().max()) > 2**-16 * largest
 
 

@@ -96,7 +96,7 @@ def test_distances_are_those_of_points_of_any_strides(columns: int) -> None:
 def test_a_pass_is_that_of_the_points_as_given(precision: str, scale: float) -> None:
     cost = cost_between(grey(70, 0) / scale, grey(50, 1) / scale, LAMBDA_X * (scale / 255) ** 2)
     operator = KernelOperator(cost, precision)
-    assert operator.refined is operator
+    assert operator.execution.refined is None
     dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
     g = torch.randn(50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = reference.softmin_rows(dense, cost.b, g.double(), EPSILON)
@@ -106,7 +106,7 @@ def test_a_pass_is_that_of_the_points_as_given(precision: str, scale: float) -> 
     rounded = KernelOperator(
         cost_between(cost.points[0] + 0.3 / scale, cost.points[1], cost.lambda_x), "fast"
     )
-    assert rounded.refined is not rounded
+    assert rounded.execution.refined is not None
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_plan_is_applied_as_in_high_precision(factors: bool) -> None:
     plan = reference.plan(dense, cost.a, cost.b, f, g, EPSILON)
     if factors:
         plan = plan * (sides[0] @ sides[1].T)
-    options = {"row_factor": sides[0], "column_factor": sides[1]} if factors else {}
+    options = {"factors": sides} if factors else {}
     got = operator.apply_plan(f, g, EPSILON, values, **options).values.double()
     expected = plan @ values.double()
     assert float((got - expected).abs().max()) < 2e-5 * float(expected.abs().max())

@@ -19,6 +19,7 @@ from kernel_cases import (
 from pairwise import pairwise
 
 from otdd_flash.kernels import plan_application
+from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 
 # Of the largest value that a row could have: float16 keeps 11 bits, two of them 22.
@@ -85,7 +86,7 @@ def test_the_refined_plan_is_that_of_the_original_points():
     carried = fast.a > 0
     expected = (plan @ values)[carried] / fast.a[carried, None]
     errors = []
-    for operator in (fast.refined, fast):
+    for operator in (refined(fast), fast):
         got = operator.apply_plan(f, g, epsilon, values).values[carried] / fast.a[carried, None]
         errors.append(float((got - expected).abs().max()))
     assert errors[0] < 2e-3 < errors[1]
@@ -97,7 +98,7 @@ def test_transposed_plan_times_matrix(case, precision, near):
     applied = Applied(case, precision, near)
     draw = torch.Generator().manual_seed(2)
     values = torch.randn(case[0], 3, generator=draw).to(DEVICE)
-    got = applied.operator.apply_plan_transposed(applied.f, applied.g, EPSILON, values)
+    got = applied.operator.apply_plan(applied.f, applied.g, EPSILON, values, transposed=True)
     applied.check(got.values, applied.plan.T, values.double())
     applied.check_masses(got.masses, applied.plan.T)
 
@@ -111,7 +112,7 @@ def test_hadamard_weighted_plan_times_matrix(case, precision, rank, near):
     left, right = (torch.randn(size, rank, generator=draw).to(DEVICE) for size in (n, m))
     values = torch.rand(m, 2, generator=draw).to(DEVICE)
     got = applied.operator.apply_plan(
-        applied.f, applied.g, EPSILON, values, row_factor=left * 1e3, column_factor=right
+        applied.f, applied.g, EPSILON, values, factors=(left * 1e3, right)
     )
     weights = applied.plan * (left.double() * 1e3 @ right.double().T)
     # Entries of A B^T are rounded relative to the largest that its norms allow.

@@ -88,7 +88,7 @@ def test_cards_without_descriptors_compute_the_same(case, monkeypatch):
                 monkeypatch.setattr(module, name, lambda *_: older)
     operator = KernelOperator(cost_of(case), "high")
     # Either side computes its costs with this error, and a plan is their exponential.
-    error = 2 * (largest_error(operator) + 1e-6 * (operator.cost_range.highest + EPSILON))
+    error = 2 * (largest_error(operator) + 1e-6 * (operator.costs.highest + EPSILON))
     for name, got, wanted in zip(expected._fields, passes(), expected, strict=True):
         if name in ("values", "masses"):
             atol = 4e-6 * float(wanted.abs().max())

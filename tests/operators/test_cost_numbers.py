@@ -48,7 +48,7 @@ def squares() -> torch.Tensor:
 def test_stored_costs_of_any_sign_are_off_by_their_share(value: float) -> None:
     """Of a constant cost every plan pays the same, so that the bound is attained."""
     cost = torch.full((4, 4), value, dtype=torch.float64)
-    assert stored(cost, rounding=0.125).cost_error == pytest.approx(0.125)
+    assert stored(cost, rounding=0.125).costs.error == pytest.approx(0.125)
 
 
 def test_products_of_d_coordinates_are_off_by_so_many_roundings() -> None:

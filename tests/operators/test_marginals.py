@@ -244,7 +244,7 @@ def test_errors_of_rows_and_of_columns_count_alike() -> None:
             magnitudes=(torch.zeros_like(a), torch.zeros_like(b)),
             cost_errors=(of_rows, of_columns),
             cost_rounding=0.125,
-        ).cost_error
+        ).costs.error
         for matrix, (a, b), (of_rows, of_columns) in (
             (costs, masses, errors),
             (costs.T, masses[::-1], errors[::-1]),

@@ -144,7 +144,7 @@ def test_plan_application(case: Case) -> None:
 
 def test_transposed_plan_application(case: Case) -> None:
     values = torch.rand(case.a.shape[0], 2, dtype=torch.float64) + 0.5
-    got = case.operator.apply_plan_transposed(case.f, case.g, EPSILON, values)
+    got = case.operator.apply_plan(case.f, case.g, EPSILON, values, transposed=True)
     assert_near(got, case.plan.T, values, relative(case))
 
 
@@ -152,9 +152,7 @@ def test_hadamard_weighted_plan_application(case: Case) -> None:
     (n, m) = case.operator.shape
     values = torch.rand(m, 2, dtype=torch.float64) + 0.5
     left, right = torch.rand(n, 4).double() + 0.5, torch.rand(m, 4).double() + 0.5
-    got = case.operator.apply_plan(
-        case.f, case.g, EPSILON, values, row_factor=left, column_factor=right
-    )
+    got = case.operator.apply_plan(case.f, case.g, EPSILON, values, factors=(left, right))
     expected = (case.plan * (left @ right.T)) @ values
     rtol = relative(case)
     torch.testing.assert_close(got.values.double(), expected, rtol=rtol, atol=1e-30)
@@ -163,11 +161,11 @@ def test_hadamard_weighted_plan_application(case: Case) -> None:
 
 def test_mean_cost_and_range(case: Case) -> None:
     expected = float(case.a @ case.cost @ case.b)
-    assert case.operator.mean_cost == pytest.approx(expected, abs=case.atol)
+    assert case.operator.costs.mean == pytest.approx(expected, abs=case.atol)
     carried = case.cost[case.a > 0][:, case.b > 0]
-    lowest, highest = case.operator.cost_range
-    assert lowest <= float(carried.min()) + case.atol
-    assert highest >= float(carried.max()) - case.atol
+    costs = case.operator.costs
+    assert costs.lowest <= float(carried.min()) + case.atol
+    assert costs.highest >= float(carried.max()) - case.atol
 
 
 def test_computed_costs_are_within_the_stated_error(case: Case) -> None:

@@ -84,7 +84,7 @@ def test_the_fixed_point_is_that_of_dense_newton(
     make: Callable[[torch.Generator], Case], relative: float
 ) -> None:
     operator = operator_of(case := case_of(make))
-    epsilon = relative * operator.mean_cost
+    epsilon = relative * operator.costs.mean
     term = solve_alternating(operator, epsilon, Converged(1e-9))
     value, f, _ = reference.entropic_transport(*case, epsilon)
     assert term.converged
@@ -103,10 +103,10 @@ def test_no_solve_takes_much_longer_than_a_plain_one(
 ) -> None:
     for seed in range(3):
         operator = operator_of(case := case_of(make, seed))
-        epsilon = relative * operator.mean_cost
+        epsilon = relative * operator.costs.mean
         plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
         term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
-        top = first_level(epsilon, operator.a.new_tensor([operator.mean_cost]))
+        top = first_level(epsilon, operator.a.new_tensor([operator.costs.mean]))
         descent = ITERATIONS_PER_LEVEL * int((top / epsilon).log2())
         assert term.converged
         assert term.iterations <= plain + descent
@@ -115,7 +115,7 @@ def test_no_solve_takes_much_longer_than_a_plain_one(
 def test_a_small_epsilon_takes_a_fraction_of_the_plain_iterations() -> None:
     for make in (random_clouds, nearly_decoupled, no_geometry):
         operator = operator_of(case := case_of(make))
-        epsilon = 3e-3 * operator.mean_cost
+        epsilon = 3e-3 * operator.costs.mean
         plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
         term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
         assert 3 * term.iterations < plain
@@ -139,7 +139,7 @@ def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
 ) -> None:
     case = case_of(random_clouds)
     operator = operator_of(case, dtype)
-    epsilon = 0.01 * operator.mean_cost
+    epsilon = 0.01 * operator.costs.mean
     plain = reference.plain_iterations(*case, epsilon, TOLERANCE)
     assert plain > 100
 
@@ -164,9 +164,9 @@ def test_float32_does_not_stall_near_its_floor(
     make: Callable[[torch.Generator], Case], relative: float
 ) -> None:
     operator = operator_of(case_of(make), torch.float32)
-    epsilon = relative * operator.mean_cost
+    epsilon = relative * operator.costs.mean
     coarse = solve_alternating(operator, epsilon, Converged(0.02))
-    floor = rounding_floor(operator, float(magnitude(operator, coarse.f, coarse.g)), epsilon)
+    floor = rounding_floor(operator.costs, float(magnitude(operator, coarse.f, coarse.g)), epsilon)
     term = solve_alternating(operator, epsilon, Converged(2.5 * floor, max_iterations=2000))
     assert term.converged
 
@@ -196,7 +196,7 @@ def averaged_iterations(cost: Tensor, a: Tensor, epsilon: float) -> int:
 def test_self_terms_take_no_more_than_averaging(scale: float, relative: float) -> None:
     cost, a = indefinite(scale)
     operator = StoredOperator.from_cost(cost, a, a)
-    epsilon = relative * operator.mean_cost
+    epsilon = relative * operator.costs.mean
     term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
     assert term.converged
     assert term.iterations <= averaged_iterations(cost, a, epsilon) + 2
@@ -205,7 +205,7 @@ def test_self_terms_take_no_more_than_averaging(scale: float, relative: float) -
 def test_an_indefinite_self_term_takes_a_fraction_of_averaging() -> None:
     cost, a = indefinite(30.0)
     operator = StoredOperator.from_cost(cost, a, a)
-    epsilon = 0.01 * operator.mean_cost
+    epsilon = 0.01 * operator.costs.mean
     term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
     value, _, _ = reference.entropic_transport(cost, a, a, epsilon)
     assert term.bounds[0] <= value <= term.bounds[1]

@@ -66,7 +66,7 @@ def operators(dtype: torch.dtype) -> list[TiledOperator]:
 def test_a_sampled_operator_is_the_cost_of_its_points(dtype: torch.dtype, kind: int) -> None:
     operator = operators(dtype)[kind]
     rows, columns = torch.tensor([5, 399, 0, 5]), torch.tensor([2, 332, 7])
-    sampled = operator.sample(rows, columns)
+    sampled = operator.execution.sampled(rows, columns)
     cost = dense(labelled_cost())[rows][:, columns]
     g = torch.tensor([0.3, -1.0, 2.0], dtype=dtype)
     even = torch.full((3,), 1 / 3, dtype=torch.float64)
@@ -77,9 +77,9 @@ def test_a_sampled_operator_is_the_cost_of_its_points(dtype: torch.dtype, kind: 
     )
     torch.testing.assert_close(sampled.b, even)
     assert sampled.shape == (4, 3)
-    assert sampled.mean_cost == pytest.approx(float(cost.mean()), rel=tolerance)
-    assert sampled.cost_range.lowest <= cost.min()
-    assert sampled.cost_range.highest >= cost.max()
+    assert sampled.costs.mean == pytest.approx(float(cost.mean()), rel=tolerance)
+    assert sampled.costs.lowest <= cost.min()
+    assert sampled.costs.highest >= cost.max()
 
 
 @pytest.mark.usefixtures("small_samples")
@@ -102,7 +102,8 @@ def test_small_problems_and_short_passes_have_none(monkeypatch: pytest.MonkeyPat
     assert draw_sample(operator) is None
     monkeypatch.setattr(approach, "FEWEST", 24)
     assert draw_sample(operator) is not None
-    monkeypatch.setattr(StoredOperator, "short_passes", True)
+    short = operator.execution._replace(recorded=True)
+    monkeypatch.setattr(StoredOperator, "execution", short)
     assert draw_sample(operator) is None
 
 
@@ -113,7 +114,7 @@ def test_small_problems_and_short_passes_have_none(monkeypatch: pytest.MonkeyPat
 def test_the_solution_is_that_of_dense_newton(relative: float, uniform: bool) -> None:
     cost = labelled_cost(uniform=uniform)
     operator = StreamedOperator(cost, torch.float64)
-    epsilon = relative * operator.mean_cost
+    epsilon = relative * operator.costs.mean
     term = solve_alternating(operator, epsilon, Converged(1e-8))
     value, _, _ = reference.entropic_transport(dense(cost), cost.a, cost.b, epsilon)
     assert term.converged
@@ -128,7 +129,7 @@ def test_the_first_error_is_small_where_a_sample_knows_the_potential(uniform: bo
     errors: list[float] = []
     solve_alternating(
         operator,
-        0.3 * operator.mean_cost,
+        0.3 * operator.costs.mean,
         Converged(1e-4),
         progress=lambda _, iteration, error: errors.append(error),
     )
@@ -176,7 +177,7 @@ def test_in_any_unit_a_potential_extends_by_the_columns_of_its_sample_alone(
     assert sample is not None
     held = sample.columns.unique()
     assert int(held.min()) >= 280
-    epsilon = relative * operator.mean_cost
+    epsilon = relative * operator.costs.mean
     solve = Iteration("xy", CROSS, epsilon, Converged(), None)
     g, _ = approach._of_sample(solve, operator, sample, epsilon)
     found = operator.softmin_rows(g, epsilon).double().cpu() / unit**2
@@ -200,7 +201,7 @@ def test_every_pass_is_counted(relative: float, monkeypatch: pytest.MonkeyPatch)
             return run(self, *arguments, **named)
 
         monkeypatch.setattr(StreamedOperator, name, counted)
-    term = solve_alternating(operator, relative * operator.mean_cost, Converged(1e-4))
+    term = solve_alternating(operator, relative * operator.costs.mean, Converged(1e-4))
     assert min(scores) < N * M == max(scores)
     assert term.passes == pytest.approx(sum(scores) / (N * M))
 
@@ -210,7 +211,7 @@ def test_every_pass_is_counted(relative: float, monkeypatch: pytest.MonkeyPatch)
 def test_the_budget_holds_with_a_sample(most: int) -> None:
     operator = StreamedOperator(labelled_cost(), torch.float64)
     options = Converged(1e-9, max_iterations=most)
-    term = solve_alternating(operator, 0.001 * operator.mean_cost, options)
+    term = solve_alternating(operator, 0.001 * operator.costs.mean, options)
     assert term.iterations == most
     assert not term.converged
 
@@ -219,11 +220,11 @@ def test_the_budget_holds_with_a_sample(most: int) -> None:
 @pytest.mark.parametrize("options", [Converged(max_seconds=1e-9), Converged(max_iterations=2)])
 def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converged) -> None:
     operator = StreamedOperator(labelled_cost(), torch.float64)
-    term = solve_alternating(operator, operator.mean_cost, options)
+    term = solve_alternating(operator, operator.costs.mean, options)
     assert term.stopped_by in ("max_seconds", "max_iterations")
     assert term.iterations == 2
     once = Converged(max_iterations=1)
-    nothing = solve_alternating(operator, operator.mean_cost, once)
+    nothing = solve_alternating(operator, operator.costs.mean, once)
     assert 3 * term.marginal_error < nothing.marginal_error
 
 
@@ -245,10 +246,10 @@ def test_a_sample_saves_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = StoredOperator.keep(cost, torch.float32)
     with_sample, without = [], []
     for relative in (0.3, 0.1, 0.03):
-        epsilon = relative * operator.mean_cost
+        epsilon = relative * operator.costs.mean
         with_sample.append(solve_alternating(operator, epsilon, Converged(1e-3)).passes)
     monkeypatch.setattr(approach, "draw_sample", lambda _: None)
     for relative in (0.3, 0.1, 0.03):
-        epsilon = relative * operator.mean_cost
+        epsilon = relative * operator.costs.mean
         without.append(solve_alternating(operator, epsilon, Converged(1e-3)).passes)
     assert sum(with_sample) < 0.8 * sum(without)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from refusals import Refusals
 from torch import Tensor
 
-from otdd_flash.engine.evidence.oscillation import cost_spread
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -139,7 +138,7 @@ def is_never_wider_than_by_oscillation(
     """
     support = term.g[operator.b > 0].double()
     rounded = torch.finfo(term.g.dtype).eps * float(support.abs().max())
-    reach = float(support.max() - support.min()) + rounded + cost_spread(operator)
+    reach = float(support.max() - support.min()) + rounded + operator.costs.spread
     rounding = term.value - term.bounds[0]
     upper = term.value + share * term.marginal_error * reach + rounding
     return term.value < term.bounds[1] <= upper + 1e-12 * abs(upper)
@@ -173,7 +172,7 @@ def check_cross_term(problem: Problem, refusals: Refusals) -> None:
     x, y = problem.x, problem.y
     block = problem.table[: len(problem.table) // 2, len(problem.table) // 2 :]
     operator, cost = problem.operator(x, y, block), problem.cost(x, y, block)
-    epsilon = problem.relative_epsilon * operator.mean_cost
+    epsilon = problem.relative_epsilon * operator.costs.mean
     truth, _, optimal_g = reference.entropic_transport(cost, x.masses, y.masses, epsilon)
     start = None
     if problem.warm:
@@ -198,7 +197,7 @@ def check_self_term(problem: Problem, refusals: Refusals) -> None:
     x = problem.x
     block = problem.table[: len(problem.table) // 2, : len(problem.table) // 2]
     operator, cost = problem.operator(x, x, block), problem.cost(x, x, block)
-    epsilon = problem.relative_epsilon * max(operator.mean_cost, 1e-3)
+    epsilon = problem.relative_epsilon * max(operator.costs.mean, 1e-3)
     truth, optimal, _ = reference.entropic_transport(cost, x.masses, x.masses, epsilon)
     start = None
     if problem.warm:
@@ -275,7 +274,7 @@ def test_intervals_shrink_as_iterations_are_spent(iterations: int) -> None:
     """An interval that held the truth by being infinite would pass the tests above."""
     operator, _ = two_clouds()
     options = Converged(1e-10, max_iterations=iterations)
-    term = solve_alternating(operator, operator.mean_cost / 2, options)
+    term = solve_alternating(operator, operator.costs.mean / 2, options)
     width = term.bounds[1] - term.bounds[0]
     assert width <= {1: 20.0, 10: 1e-2, 100: 1e-8}[iterations]
 
@@ -283,10 +282,10 @@ def test_intervals_shrink_as_iterations_are_spent(iterations: int) -> None:
 @pytest.mark.parametrize("relative_epsilon", [0.01, 0.1, 0.3])
 def test_intervals_are_a_fraction_of_those_by_oscillation(relative_epsilon: float) -> None:
     operator, own = two_clouds()
-    epsilon, options = relative_epsilon * operator.mean_cost, Converged(1e-3)
+    epsilon, options = relative_epsilon * operator.costs.mean, Converged(1e-3)
     cross = solve_alternating(operator, epsilon, options)
     alone = solve_symmetric(own, epsilon, options)
     for term, cost, share, fraction in ((cross, operator, 0.5, 0.16), (alone, own, 1.0, 0.01)):
-        swing = float(term.g.max() - term.g.min()) + cost_spread(cost)
+        swing = float(term.g.max() - term.g.min()) + cost.costs.spread
         width = term.bounds[1] - term.bounds[0]
         assert width <= fraction * share * term.marginal_error * swing

@@ -11,7 +11,6 @@ import torch
 from refusals import Refusals
 from torch import Tensor
 
-from otdd_flash.engine.evidence.oscillation import cost_spread
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.alternating import solve_alternating
@@ -55,9 +54,9 @@ def one_potential(seed: int) -> tuple[StreamedOperator, Tensor, Tensor, float]:
     draw = torch.Generator().manual_seed(seed)
     x, a = few_points(draw)
     operator = StreamedOperator(cost_between(x, x, a, a), torch.float64)
-    epsilon = log_uniform(draw, -2, 2) * operator.mean_cost
+    epsilon = log_uniform(draw, -2, 2) * operator.costs.mean
     f = torch.randn(len(x), generator=draw).double() * log_uniform(draw, -2, 1)
-    return operator, a, (f * cost_spread(operator)).clamp_max(300 * epsilon), epsilon
+    return operator, a, (f * operator.costs.spread).clamp_max(300 * epsilon), epsilon
 
 
 def test_of_one_potential() -> None:
@@ -76,7 +75,7 @@ def test_above_the_costs_the_bound_by_oscillation_is_the_lesser(seed: int) -> No
     total = float(rows.sum())
     # Of the plan of mass 1.
     dual = 2 * float(a @ f) - epsilon * math.log(total)
-    swing = float(f.max() - f.min()) + cost_spread(operator)
+    swing = float(f.max() - f.min()) + operator.costs.spread
     upper = dual + float((rows / total - a).abs().sum()) * swing
     found = certify_self(operator, f, epsilon).bounds[1]
     assert found == pytest.approx(upper, rel=1e-9, abs=1e-9)
@@ -89,7 +88,7 @@ def test_of_two_potentials() -> None:
         draw = torch.Generator().manual_seed(seed)
         (x, a), (y, b) = few_points(draw), few_points(draw)
         operator = StreamedOperator(cost_between(x, y, a, b), torch.float64)
-        epsilon = log_uniform(draw, -2, 2) * operator.mean_cost
+        epsilon = log_uniform(draw, -2, 2) * operator.costs.mean
         f, g = (
             (torch.randn(n, generator=draw).double() * log_uniform(draw, -2, 1)).clamp_max(
                 300 * epsilon
@@ -113,7 +112,7 @@ def test_converged_is_a_marginal_error_within_the_tolerance(own: bool) -> None:
     a, b = (torch.full((len(side),), 1 / len(side)).double() for side in (x, y))
     operator = StreamedOperator(cost_between(x, y, a, b), torch.float64)
     solve = solve_symmetric if own else solve_alternating
-    epsilon, near = 0.05 * operator.mean_cost, 0
+    epsilon, near = 0.05 * operator.costs.mean, 0
     for iterations in range(1, 7):
         error = solve(operator, epsilon, Converged(1e-9, iterations)).marginal_error
         for tolerance in (0.4 * error, 0.9 * error, 1.1 * error):

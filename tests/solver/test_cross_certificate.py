@@ -9,7 +9,6 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.oscillation import cost_spread
 from otdd_flash.engine.evidence.primal import filled_value
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -59,7 +58,7 @@ def test_bounds_move_by_what_sums_may_be_off() -> None:
     value, f, g = reference.entropic_transport(cost, a, b, EPSILON)
     f, g = f + 2.0, g - 2.0
     found = certify(operator, f, g, EPSILON, updated=g)
-    size, spread = float(a @ f.abs() + b @ g.abs()), cost_spread(operator)
+    size, spread = float(a @ f.abs() + b @ g.abs()), operator.costs.spread
     additions = (sum(operator.shape) + 16) * 2.0**-53 * (size + EPSILON)
     rounding = relative * EPSILON + additions
     assert found.bounds[0] == pytest.approx(value - rounding, rel=1e-9)

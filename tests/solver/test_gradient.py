@@ -10,7 +10,7 @@ import torch
 from gradient_cases import ALL, EPSILON, EXACT, POINTS, Point, assert_same, gradient_of
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Execution, Operator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.gradient import (
     DivergenceGradient,
@@ -129,10 +129,6 @@ class CountingOperator:
     def __init__(self, operator: object) -> None:
         self.inner, self.passes = operator, 0
 
-    @property
-    def refined(self) -> CountingOperator:
-        return self
-
     def __getattr__(self, name: str) -> object:
         if name.startswith(("softmin", "apply")):
             self.passes += 1
@@ -158,7 +154,11 @@ class Refinable:
     """An operator and what it is refined to."""
 
     def __init__(self, operator: Operator, refined: Operator) -> None:
-        self.inner, self.refined = operator, refined
+        self.inner, self.exact = operator, refined
+
+    @property
+    def execution(self) -> Execution:
+        return self.inner.execution._replace(refined=lambda: self.exact)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)

@@ -49,7 +49,7 @@ def test_cross_terms(relative_epsilon: float) -> None:
     refusals = Refusals("too tight")
     for seed in range(40):
         single, double = operators(seed, own=False)
-        epsilon = relative_epsilon * single.mean_cost
+        epsilon = relative_epsilon * single.costs.mean
         term = refusals.outcome(
             partial(solve_alternating, single, epsilon, Converged(3e-4, max_iterations=300))
         )

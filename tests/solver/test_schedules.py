@@ -15,7 +15,7 @@ import otdd_flash as otdd
 from otdd_flash.arguments import count
 from otdd_flash.checks import Declaration
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Operator, refined
 from otdd_flash.solver.certificate import certify
 from otdd_flash.solver.schedule import Progress, Schedule
 from otdd_flash.solver.schedules import SCHEDULES
@@ -42,13 +42,13 @@ class Sweeps(Schedule):
         start: Tensor | None,
         progress: Progress | None,
     ) -> TransportTerm:
-        refined = operator.refined
-        g = torch.zeros_like(refined.b, dtype=refined.dtype) if start is None else start
-        f = refined.softmin_rows(g, epsilon)
+        exact = refined(operator)
+        g = torch.zeros_like(exact.b, dtype=exact.costs.dtype) if start is None else start
+        f = exact.softmin_rows(g, epsilon)
         for _ in range(self.updates):
-            g = refined.softmin_columns(f, epsilon)
-            f = refined.softmin_rows(g, epsilon)
-        found = certify(refined, f, g, epsilon)
+            g = exact.softmin_columns(f, epsilon)
+            f = exact.softmin_rows(g, epsilon)
+        found = certify(exact, f, g, epsilon)
         error = found.marginal_error
         return TransportTerm(
             found.f,

@@ -89,7 +89,7 @@ def test_the_value_is_a_lower_bound_of_the_dual() -> None:
 
 def test_scaling_needs_fewer_iterations_than_a_cold_start() -> None:
     operator = uniform_operator(reference.dense_cost(cloud(60, 0), cloud(60, 1, 2.0)))
-    epsilon = operator.mean_cost * 1e-3
+    epsilon = operator.costs.mean * 1e-3
     scaled = solve_alternating(operator, epsilon, Converged())
     cold = solve_alternating(operator, epsilon, Converged(), start=torch.zeros(60).double())
     assert scaled.converged
@@ -150,9 +150,9 @@ def test_a_tolerance_below_rounding_is_refused(solve: object) -> None:
 def test_every_tolerance_that_is_not_refused_is_reached(divisor: float) -> None:
     """Just above the refusal, the measured error must not stall above what is left to it."""
     operator = uniform_operator(reference.dense_cost(cloud(50, 0), cloud(50, 1)).float())
-    epsilon = operator.mean_cost / divisor
+    epsilon = operator.costs.mean / divisor
     solved = solve_alternating(operator, epsilon, Converged(1e-2))
-    floor = rounding_floor(operator, float(magnitude(operator, solved.f, solved.g)), epsilon)
+    floor = rounding_floor(operator.costs, float(magnitude(operator, solved.f, solved.g)), epsilon)
     with pytest.raises(InputError, match="too tight"):
         solve_alternating(operator, epsilon, Converged(1.9 * floor))
     assert solve_alternating(operator, epsilon, Converged(4 * floor)).converged

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Costs, Marginals, Number
+from otdd_flash.operators.base import CostFacts, Marginals, Number
 
 # The L1 distance of two masses, at the most.
 MOST_ERROR = 2.0
@@ -32,15 +32,9 @@ def swing(potential: Tensor, support: Tensor) -> Tensor:
     return (torch.where(support, potential, -torch.inf).max() - lowest).double()
 
 
-def cost_spread(costs: Costs) -> float:
-    """R >= max C - min C over the support."""
-    return costs.cost_range.highest - costs.cost_range.lowest
-
-
-def perturbed_spread(costs: Costs, sums: Marginals, largest: Number) -> Number:
+def perturbed_spread(costs: CostFacts, sums: Marginals, largest: Number) -> Number:
     """R of the perturbed costs, whose errors are at most `largest` () and a share of themselves."""
-    shares = sums.cost_rounding * max(map(abs, costs.cost_range))
-    return cost_spread(costs) + 2 * (largest + shares)
+    return costs.spread + 2 * (largest + sums.cost_rounding * costs.largest)
 
 
 def bound(dual: Number, error: Number, osc: Number, spread: Number) -> Number:

@@ -51,7 +51,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Costs, Epsilon, Marginals, Number
+from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Number
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
@@ -84,7 +84,7 @@ def share_of_costs(rounding: float, upper: Number, lowest: float) -> Number:
 
 
 def outwards(
-    costs: Costs,
+    costs: CostFacts,
     sums: Marginals,
     ends: tuple[Number, Number],
     mean_error: Number,
@@ -97,7 +97,7 @@ def outwards(
     potentials, and by rounding of sums over points, whose `size` is <a, |f|> + <b, |g|>.
     """
     dual, upper = ends[0], max(ends)
-    shares = share_of_costs(sums.cost_rounding, upper, costs.cost_range.lowest)
-    additions = (sum(costs.shape) + 16) * DOUBLE_UNIT * (size + epsilon)
+    shares = share_of_costs(sums.cost_rounding, upper, costs.lowest)
+    additions = (len(sums.rows) + len(sums.columns) + 16) * DOUBLE_UNIT * (size + epsilon)
     rounding = mean_error + shares + sums.relative_error * epsilon + additions
     return float(dual - rounding), float(upper + rounding)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.segments import Costs
-from otdd_flash.operators import base
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import CostFacts, Operator
 
 
 def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
@@ -20,20 +19,19 @@ def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
     return operator.a @ f.abs().double() + operator.b @ g.abs().double()
 
 
-def hidden_error(costs: base.Costs, size: float, epsilon: float) -> float:
+def hidden_error(costs: CostFacts, size: float, epsilon: float) -> float:
     """What a certificate will call hidden, with m = `magnitude` of the potentials in `size`."""
     unit = torch.finfo(costs.dtype).eps / 2
-    return (costs.cost_error + unit * size) / epsilon + unit
+    return (costs.error + unit * size) / epsilon + unit
 
 
-def rounding_floor(costs: base.Costs, size: float, epsilon: float) -> float:
+def rounding_floor(costs: CostFacts, size: float, epsilon: float) -> float:
     """Marginal error that rounding causes: what is hidden, and what half-steps cannot mend.
 
     Their exponents are of the size of a cost, in the type of the potentials.
     """
     unit = torch.finfo(costs.dtype).eps / 2
-    cost = costs.mean_cost - 2 * min(0.0, costs.cost_range.lowest)
-    return hidden_error(costs, size, epsilon) + unit * cost / epsilon
+    return hidden_error(costs, size, epsilon) + unit * costs.magnitude / epsilon
 
 
 def rounding_noise(costs: Costs, size: Tensor, epsilon: Tensor) -> Tensor:

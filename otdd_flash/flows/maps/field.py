@@ -41,6 +41,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.flows.maps.base import check_dimension
 from otdd_flash.flows.maps.neighbours import in_classes_of
+from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
@@ -138,7 +139,7 @@ class VelocityField:
         self, inputs: CostInputs, potential: Tensor, origin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The softmin (k,) of a cloud's potential (m,), and its plan's mean less origin (k, d)."""
-        operator = build_operator(inputs).refined
+        operator = refined(build_operator(inputs))
         potential = potential.to(operator.a.device)
         softmin = operator.softmin_rows(potential, self.epsilon)
         means = conditional_means(

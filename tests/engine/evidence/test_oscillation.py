@@ -94,9 +94,9 @@ def test_the_spread_of_perturbed_costs() -> None:
     none = torch.zeros(2, dtype=torch.float64)
     sums = Marginals(none, none, none, none, 0.125, 0.0, 0.0)
     perturbed = cost + cost.sign() * (0.25 + 0.125 * cost.abs())
-    found = oscillation.perturbed_spread(operator, sums, number(0.25))
+    found = oscillation.perturbed_spread(operator.costs, sums, number(0.25))
     assert_nearly_attained(perturbed.max() - perturbed.min(), found, 1 - 1e-6)
-    assert float(found) >= oscillation.cost_spread(operator) + 1.2
+    assert float(found) >= operator.costs.spread + 1.2
 
 
 @pytest.mark.parametrize(

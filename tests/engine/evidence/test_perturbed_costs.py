@@ -110,7 +110,7 @@ def test_ends_move_by_the_errors_of_costs(sign: int) -> None:
     mean = a @ sums.row_errors + b @ sums.column_errors
     ends = real(perturbed)[0], real(perturbed)[0]
     operator = StoredOperator.from_cost(cost, a, b)
-    low, high = outwards(operator, sums, ends, mean, a @ f.abs() + b @ g.abs(), EPSILON)
+    low, high = outwards(operator.costs, sums, ends, mean, a @ f.abs() + b @ g.abs(), EPSILON)
     moved = (perturbed - low, high - perturbed)[sign < 0]
     assert_nearly_attained(sign * (perturbed - truth), moved, 1 - 1e-6)
 
@@ -125,7 +125,7 @@ def test_ends_move_by_the_errors_of_sums() -> None:
     dual = dual_value(a @ high + b @ g, torch.ones((), dtype=torch.float64), EPSILON)
     none = torch.zeros((), dtype=torch.float64)
     operator = StoredOperator.from_cost(cost, a, b)
-    low, _ = outwards(operator, sums, (dual, dual), none, a @ f.abs() + b @ g.abs(), EPSILON)
+    low, _ = outwards(operator.costs, sums, (dual, dual), none, a @ f.abs() + b @ g.abs(), EPSILON)
     assert_nearly_attained(dual - truth, dual - low, 0.99)
 
 
@@ -134,9 +134,9 @@ def test_ends_move_by_shares_of_the_upper_one_and_by_sums_over_points() -> None:
     ends = torch.tensor(1.0).double(), torch.tensor(2.0).double()
     none, size = torch.zeros((), dtype=torch.float64), torch.tensor(2.0**30).double()
     operator = StoredOperator.from_cost(cost, a, b)
-    low, high = outwards(operator, sums_of(cost, share=0.25), ends, none, none, EPSILON)
+    low, high = outwards(operator.costs, sums_of(cost, share=0.25), ends, none, none, EPSILON)
     assert (low, high) == pytest.approx((0.0, 3.0))
-    low, high = outwards(operator, sums_of(cost), ends, none, size, EPSILON)
+    low, high = outwards(operator.costs, sums_of(cost), ends, none, size, EPSILON)
     # Twelve points: as many roundings of the largest partial sum, and sixteen more.
     assert 1 - low >= 28 * 2.0**-53 * 2.0**30
     assert high - 2 == pytest.approx(1 - low)

@@ -10,7 +10,6 @@ import torch
 from attained import assert_nearly_attained
 from torch import Tensor
 
-from otdd_flash.engine.evidence.oscillation import cost_spread
 from otdd_flash.engine.evidence.primal import (
     RowSums,
     balanced_value,
@@ -218,7 +217,7 @@ def test_the_slack_of_a_filled_plan() -> None:
         for off in (relative, 0.0)
     )
     size = a @ potentials[0].abs() + b @ potentials[1].abs()
-    spread = torch.tensor(cost_spread(operator))
+    spread = torch.tensor(operator.costs.spread)
     assert_nearly_attained(true - seen, filled_slack(relative, size, spread, epsilon))
 
 
@@ -237,5 +236,5 @@ def test_the_slack_of_a_filled_plan_holds(epsilon: float) -> None:
         )
         found = filled_value(operator, (f, g), (rows, columns), epsilon)
         size = a @ torch.where(a > 0, f, 0).abs() + b @ torch.where(b > 0, g, 0).abs()
-        spread = torch.tensor(cost_spread(operator))
+        spread = torch.tensor(operator.costs.spread)
         assert abs(float(found) - truth) <= filled_slack(relative, size, spread, epsilon)
