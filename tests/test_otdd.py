@@ -75,6 +75,7 @@ def assert_same_distance(one, two):
     assert one.bounds[1] - one.bounds[0] < 0.1 * abs(one.value)
 
 
+@pytest.mark.slow(after=5)
 @pytest.mark.parametrize("method", ["gaussian", "means", "upper_bound", "exact", "none"])
 @pytest.mark.parametrize("epsilon", [0.1, 3.0])
 def test_the_dense_divergence_lies_in_the_bounds(pair, method, epsilon):

@@ -82,7 +82,7 @@ class Vectors:
             self.level = moved
 
 
-@pytest.mark.slow(after=6)
+@pytest.mark.slow(after=3)
 @pairwise(size=[*SIZES, *LARGE], zeros=[False, True], kind=["float32", "float64", "triton"])
 def test_evaluations_and_moves_are_their_formulas(size, zeros, kind) -> None:
     """At a level of epsilon each, with the oldest differences overwritten in the end."""
@@ -134,6 +134,7 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
     assert torch.equal(segment.updated, first.g)
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("far", [1e3, -1e3, 1e4])
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize("symmetric", [False, True])

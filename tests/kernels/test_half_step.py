@@ -39,7 +39,7 @@ def softmins(cost, masses, potential, epsilon):
     return reference.softmin_rows(cost, masses, potential, epsilon)
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=2)
 @pairwise(
     case=[*SMALL_CASES, *LARGE_CASES], precision=["fast", "high"], epsilon=[0.01, EPSILON, 30.0]
 )

@@ -62,7 +62,7 @@ CASES, PRECISIONS = [*SMALL_CASES, *LARGE_CASES], ["fast", "high"]
 NEAR = [pytest.param(True, id="near"), pytest.param(False, id="far")]
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pairwise(case=CASES, near=NEAR, precision=PRECISIONS, columns=[1, 9])
 def test_plan_times_matrix(case, precision, columns, near):
     applied = Applied(case, precision, near)

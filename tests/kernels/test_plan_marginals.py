@@ -290,6 +290,7 @@ def test_exponents_at_the_ends_of_the_range(e):
     assert not bool(totals[1:].any())
 
 
+@pytest.mark.slow(after=9)
 @pytest.mark.parametrize("digits", DIGITS)
 @pytest.mark.parametrize(("n", "d", "classes"), [(1, 1, 1), (300, 70, 2), (130, 200, 60)])
 def test_digits_stand_for_the_points(n, d, classes, digits, base):

@@ -32,7 +32,7 @@ def _always_by_halves(monkeypatch):
 SEVERAL_BLOCKS = [(700, 1, 20, 1, 1), (1100, 1, 5, 2, 1)]
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pairwise(
     case=[*SMALL_CASES, *SEVERAL_BLOCKS, *LARGE_CASES],
     precision=["fast", "high"],

@@ -139,7 +139,7 @@ def test_cholesky_qr_is_a_qr_decomposition(spectrum, size, dim):
     assert bool((gap.abs() <= 1e-13 * norms).all())
 
 
-@pytest.mark.slow(after=5)
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("one", ["flat", "six decades", "thirteen decades", "half the rank"])
 @pytest.mark.parametrize("two", ["six decades", "half the rank", "one large"])
 def test_triangles_keep_all_digits_of_singular_classes(one, two):

@@ -109,7 +109,7 @@ def assert_within(
 KINDS = ["random", "grey", "beside a lattice", "one direction", "far", "offset", "equal"]
 
 
-@pytest.mark.slow(after=6)
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("own", [False, True])
@@ -122,7 +122,7 @@ def test_sums_are_within_their_errors(held: str, kind: str, own: bool) -> None:
         assert_within(operator.marginals(f, g, epsilon), matrix, cost, f, g, epsilon)
 
 
-@pytest.mark.slow(after=4)
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("classes", [3, 60])
 @pytest.mark.parametrize("own", [False, True])
@@ -167,6 +167,7 @@ def test_digits_are_as_few_as_epsilon_allows() -> None:
     assert (fixed._digits(1.001 * least, False), fixed._digits(0.999 * least, False)) == (3, 4)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", ["random", "grey"])
 @pytest.mark.parametrize("own", [False, True])
 def test_errors_of_costs_are_what_digits_lack(kind: str, own: bool) -> None:

@@ -313,6 +313,7 @@ def test_entries_that_overflow_are_refused_in_one_sentence(precision: str, sign:
             assert found.bounds[0] <= found.bounds[1]
 
 
+@pytest.mark.slow
 def test_whole_numbers_on_a_gpu_take_negative_costs() -> None:
     """Points that float16 holds are kept on a lattice, whose error model reads the mean cost."""
     x, y = (

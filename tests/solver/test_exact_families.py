@@ -131,7 +131,7 @@ def test_truths_prove_their_own_error(relative_epsilon: float) -> None:
         assert truth.value <= mean + truth.error
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     """Any route, precision, epsilon and stopping rule, at small sizes and a few of thousands."""
@@ -147,7 +147,7 @@ def test_families(family: str) -> None:
     assert undecided <= 1
 
 
-@pytest.mark.slow(after=12)
+@pytest.mark.slow(after=6)
 @pytest.mark.parametrize("precision", ["fast", "double"])
 @pytest.mark.parametrize(
     ("relative_epsilon", "n", "m", "separation", "seed"),

@@ -84,6 +84,7 @@ def by_geomloss(epsilon: float, scaling: float, debias: bool = True) -> float:
     return float(loss(SOURCE.masses, SOURCE.features, TARGET.masses, TARGET.features))
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("precision", list(RELATIVE))
 @pytest.mark.parametrize(("epsilon", "scaling"), list(PINNED))
 def test_the_value_is_the_number_that_geomloss_gave(

@@ -116,6 +116,7 @@ def test_a_point_whose_mass_rounding_hides_spoils_no_other() -> None:
     assert term.bounds[1] - term.bounds[0] <= 1e-4 * cost.mean_cost
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("epsilon", [0.5, 1.0, 20.0])
 def test_self_terms(epsilon: float) -> None:
     for seed in range(30):

@@ -83,6 +83,7 @@ def test_epsilon_falls_to_a_ten_thousandth_of_the_mean_cost(
     check_descent(digits, precision, otdd.Converged(1e-2))
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_a_width_can_be_asked_for_at_any_epsilon(digits: Problem, precision: str) -> None:
     check_descent(digits, precision, otdd.Converged(bound_width=5e-3))
