@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
-    from otdd_flash.solver.converged import Converged
-    from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
     from otdd_flash.solver.loss import sinkhorn_loss
+    from otdd_flash.solver.schedules.converged import Converged
+    from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
 __all__ = [
     "Callbacks",
@@ -96,13 +96,13 @@ _HOMES = {
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
     "ComputeOptions": "otdd_flash.operators.build",
-    "Converged": "otdd_flash.solver.converged",
+    "Converged": "otdd_flash.solver.schedules.converged",
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",
     "DistanceResult": "otdd_flash.result",
     "Flow": "otdd_flash.flows.flow",
     "FlowResult": "otdd_flash.flows.result",
-    "GeomlossSchedule": "otdd_flash.solver.geomloss_schedule",
+    "GeomlossSchedule": "otdd_flash.solver.schedules.geomloss",
     "GroundCost": "otdd_flash.operators.ground",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",

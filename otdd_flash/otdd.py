@@ -29,11 +29,12 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import report_convergence
-from otdd_flash.solver.epsilon import epsilon_given_as
 from otdd_flash.solver.problem import SIDES, Problem, terms_of
-from otdd_flash.solver.schedule import Progress, Schedule
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.epsilon import epsilon_given_as
+from otdd_flash.solver.term.result import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -32,11 +32,11 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.pairwise_result import PairwiseResult, gather
 from otdd_flash.samples import Samples
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence, joint_shortfall
-from otdd_flash.solver.epsilon import epsilon_given_as
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.schedule import Schedule
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.epsilon import epsilon_given_as
 
 
 @takes(arguments.PAIRWISE_DISTANCES)

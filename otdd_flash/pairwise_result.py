@@ -22,7 +22,7 @@ from otdd_flash.result import versions
 from otdd_flash.result_files import COMPUTE_AGAIN, SUMMARY_FILE
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.term import largest_tolerance
+from otdd_flash.solver.term.result import largest_tolerance
 from otdd_flash.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
 
 TABLE_FILE = "class_distances.npz"

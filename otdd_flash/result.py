@@ -26,7 +26,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import SIDES
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.version import __version__
 
 T = TypeVar("T")

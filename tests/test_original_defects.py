@@ -15,7 +15,7 @@ from otdd_flash.labels import Gaussian, Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 
 
 def dataset(size, seed, *, classes=3, shift=0.0):

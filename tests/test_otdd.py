@@ -12,7 +12,7 @@ from otdd_flash.labels import ClassDistances, Gaussian, Means, NoLabels, measure
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 
 TIGHT = Converged(tolerance=1e-4)
 DOUBLE = ComputeOptions(precision="double")

@@ -18,9 +18,9 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
 
 def clusters(size, seed, *, dim=3, classes=3, weights=None):

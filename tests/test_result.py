@@ -21,7 +21,7 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 
 
 def dataset(size, seed, *, classes=3, weighted=False, labelled=True, dtype=torch.float32):

@@ -33,7 +33,7 @@ from otdd_flash.report.nearest_classes import nearest_table
 from otdd_flash.report.writing import write_report
 from otdd_flash.result import DistanceResult
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 
 logger = logging.getLogger("otdd_flash.distance")
 

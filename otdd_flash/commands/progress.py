@@ -11,8 +11,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from otdd_flash.commands.messages import messages, say
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.schedule import Schedule
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
 
 # Between two lines of text, and before the first: what is shorter says nothing.
 SECONDS_APART = 1.0

@@ -14,8 +14,8 @@ from otdd_flash.labels import LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.report.class_order import ORDERS
 from otdd_flash.report.drawing import CONTENTS
-from otdd_flash.solver.schedule import Schedule
 from otdd_flash.solver.schedules import SCHEDULES
+from otdd_flash.solver.schedules.base import Schedule
 
 Schema = TypeVar("Schema")
 

@@ -9,7 +9,7 @@ from otdd_flash import arguments
 from otdd_flash.checks import check_fields
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.labels.pairs import Progress as PairProgress
-from otdd_flash.solver.schedule import Progress
+from otdd_flash.solver.term.result import Progress
 
 
 @dataclass(frozen=True)

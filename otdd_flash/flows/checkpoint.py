@@ -15,7 +15,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files import replacing
 from otdd_flash.flows.history import Moment, StepRecord
 from otdd_flash.labels import ClassDistances
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.tensor_file import warn_unchecked
 from otdd_flash.torch_file import load_torch_file
 

@@ -19,7 +19,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Needs
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term.result import TransportTerm
 
 
 class Batch(NamedTuple):

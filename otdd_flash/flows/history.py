@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.solver.schedule import StoppedBy
+from otdd_flash.solver.term.result import StoppedBy
 
 
 @dataclass(frozen=True)

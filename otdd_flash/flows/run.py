@@ -46,9 +46,9 @@ from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.samples import LabeledSamples, Samples
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.problem import SIDES
-from otdd_flash.solver.schedule import Schedule
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32

@@ -12,7 +12,8 @@ from otdd_flash.operators.build import labelled_cost
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import SIDES
-from otdd_flash.solver.schedule import Progress, Schedule
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.term.result import Progress
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,9 @@ from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.solver.schedule import Schedule
+from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.shortfall import shortfall
-from otdd_flash.solver.term import largest_tolerance
+from otdd_flash.solver.term.result import largest_tolerance
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from otdd_flash.engine.run import Finished, SegmentTerms
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, bytes_of, is_small
 from otdd_flash.operators.memory import free_memory
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
 
 

@@ -19,8 +19,8 @@ from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud, merge_identical
 from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.labels.transport_terms import TermSolver
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.epsilon import epsilon_given_as
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.epsilon import epsilon_given_as
 
 
 def sinkhorn_distances(

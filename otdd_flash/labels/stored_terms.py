@@ -17,10 +17,10 @@ from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 # Costs of one pair that are stored at most: 2.3 GiB with exponentials and scratch space.
 MOST_STORED = 100_000_000

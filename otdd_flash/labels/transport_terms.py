@@ -20,8 +20,8 @@ from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.stored_terms import solve_in_float64
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.term import rounded_away
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.tolerance import rounded_away
 
 if TYPE_CHECKING:
     # Its kernels need Triton, which is not everywhere.

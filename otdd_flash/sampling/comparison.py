@@ -24,8 +24,8 @@ from otdd_flash.operators.request import Request
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence, joint_shortfall
+from otdd_flash.solver.schedules.converged import Converged
 
 
 class Comparison:

@@ -1,14 +1,11 @@
 """Entropic optimal transport, solved to a marginal error and certified; written against `Operator`.
 
-`schedule` says what every way to solve has and `schedules` which there are: `converged` to a goal,
-`geomloss_schedule` by the fixed updates of that library, for comparisons. `alternating` solves the
-cross term, `symmetric` a self term; `approach` says where to start, from a sample of the points if
-there are many, `iteration` when to stop and what to do about a certificate that falls short. The
-iterations themselves are those of `engine`; `segmented` solves many problems by them side by side.
-`certificate` proves what potentials are worth, after evaluating `plans`; `term` is what a solve
-returns; `term_solves` all terms within one budget, `bound_width` until their bounds are narrow,
-`shortfall` what to say when they are not; `divergence` the debiased combination; `problem` two
-clouds and their three terms; `small` says which of them are small enough for a GPU to solve all
-terms side by side, as `pooled_solve` does in recordings that it keeps; `gradient` derivatives of a
-solved term and of the divergence; and `clouds` and, for autograd, `loss` the entry points.
+`problem` is two clouds and their three terms, `divergence` their debiased combination. `schedules`
+are the ways to solve a term: `converged` to a goal, or `geomloss`, the fixed updates of that
+library, for comparisons. `term` is one solve, from where it starts to its certificate; the
+iterations themselves are those of `engine`, and `segmented` solves many problems by them side by
+side. `term_solves` solves all terms within one budget, `bound_width` until their bounds are narrow,
+and `shortfall` says what to do when they are not. `small` problems are solved on a GPU with all
+terms side by side. `gradient` holds derivatives of a solved term and of the divergence; the entry
+points are `clouds` and, for autograd, `loss`.
 """

@@ -12,8 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from otdd_flash.solver.schedule import StoppedBy
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term.result import StoppedBy, TransportTerm
 from otdd_flash.solver.term_solves import TermSolves
 
 FIRST_TOLERANCE = 0.1

@@ -9,11 +9,11 @@ from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, Samples
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.schedule import Progress, Schedule
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term_solves import Start
 
 

@@ -11,10 +11,10 @@ from otdd_flash.errors import ConvergenceError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.ground import NO_OFFSET, Offset
 from otdd_flash.solver.bound_width import relative_width, solve_to_width
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.schedule import Progress, Schedule, StoppedBy
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import shortfall
-from otdd_flash.solver.term import TransportTerm, largest_tolerance
+from otdd_flash.solver.term.result import Progress, StoppedBy, TransportTerm, largest_tolerance
 from otdd_flash.solver.term_solves import Known, Solved, Start, TermSolves
 
 K = TypeVar("K")

@@ -40,7 +40,7 @@ from otdd_flash.operators.ground import SHARES
 from otdd_flash.operators.labelled_cost import squared_norms
 from otdd_flash.solver.centred import less_origin, origin_near
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term.result import TransportTerm
 
 Input = Literal["x", "y", "a", "b", "classes", "lambda_x", "lambda_y"]
 Needs = frozenset[Input]

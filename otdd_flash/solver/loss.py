@@ -13,12 +13,12 @@ from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.schedule import Schedule
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term_solves import Start
 
 # How far from 1 given masses may sum: float32 rounding of many of them, and nothing worse.

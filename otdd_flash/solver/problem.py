@@ -17,12 +17,12 @@ from otdd_flash.operators.pooled_operator import BACKEND
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.samples import LabeledSamples, real_tensor, same_content
 from otdd_flash.solver.class_blocks import symmetrized
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
-from otdd_flash.solver.epsilon import EpsilonOutOfRange
-from otdd_flash.solver.schedule import Progress, Schedule
-from otdd_flash.solver.small import is_small, solve_small
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.small.route import is_small, solve_small
+from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
+from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term_solves import Known, Pulled, Solved, Start
 
 Cloud = LabeledSamples | Tensor

@@ -12,7 +12,7 @@ from otdd_flash.engine.evidence.two_passes import rounding_of
 from otdd_flash.engine.levels import Levels, first_level
 from otdd_flash.engine.rule import Goal, Segments, Start
 from otdd_flash.engine.run import Finished, SegmentTerms, run
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 
 
 def solve_cross_terms(

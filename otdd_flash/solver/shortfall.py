@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.schedule import Schedule, StoppedBy
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.result import StoppedBy
 
 
 def shortfall(

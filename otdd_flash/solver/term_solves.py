@@ -10,8 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.schedule import Progress, Schedule
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.term.result import Progress, TransportTerm
 
 # Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
 Start = Mapping[str, Tensor]

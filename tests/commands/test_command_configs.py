@@ -13,8 +13,8 @@ from omegaconf.errors import ConfigAttributeError
 from otdd_flash.commands.compare import DistanceSettings
 from otdd_flash.commands.settings import parse
 from otdd_flash.errors import InputError
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("source", "target", "extractor", "labels", "solver")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from otdd_flash.commands import messages, progress
 from otdd_flash.commands.progress import Phases
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.segments import Look, Move
 from otdd_flash.operators.one_segment import MEMORY
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 FORMS = [CROSS, SELF]
 NAMES = ["cross", "self"]

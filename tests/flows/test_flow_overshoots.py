@@ -15,7 +15,7 @@ from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.modes.features import FeaturesMode
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term.result import TransportTerm
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
 OVERSHOOTS: dict[str, Stepping] = {

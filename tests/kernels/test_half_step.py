@@ -31,8 +31,8 @@ from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedules.converged import Converged
 
 
 def softmins(cost, masses, potential, epsilon):

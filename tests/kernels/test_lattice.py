@@ -12,8 +12,8 @@ from otdd_flash.kernels.lattice_distance import lattice_distance
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.alternating import solve_alternating
 
 
 def grey(count: int, seed: int, dim: int = 20) -> Tensor:

@@ -19,8 +19,8 @@ from pairwise import pairwise
 from otdd_flash.kernels import symmetric_step
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 
 @pytest.fixture(autouse=True)

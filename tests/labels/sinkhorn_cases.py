@@ -11,9 +11,9 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 
 def make_clouds(sizes, dim=3, seed=0, *, weighted=False, spread=1.0):

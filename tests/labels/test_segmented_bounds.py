@@ -11,7 +11,7 @@ from otdd_flash.labels import sinkhorn_pairs, transport_terms
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.stored_segments import StoredSegments
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_self_terms
 
 # The reference's own error.

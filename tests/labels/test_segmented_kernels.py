@@ -14,7 +14,7 @@ from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import BYTES_PER_SEGMENT, KernelSegments, bytes_of
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms
 
 pytestmark = pytest.mark.slow

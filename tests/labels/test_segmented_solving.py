@@ -13,10 +13,10 @@ from otdd_flash.labels.stored_terms import padded_size, solve_in_float64
 from otdd_flash.operators import anchored_segments, segment_tiles, stored_segments
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.stored_segments import StoredSegments
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 
 def weighted_points(clouds):

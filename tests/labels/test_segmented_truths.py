@@ -11,7 +11,7 @@ from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.labels.kernel_terms import solve_in_kernels
 from otdd_flash.labels.stored_terms import solve_in_float64
 from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILONS = (1e-4, 1e-2, 0.3, 1.0, 30.0, 1e4)

@@ -14,7 +14,7 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.exact import exact_distances
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import SegmentTerms
 
 

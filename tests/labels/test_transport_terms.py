@@ -9,7 +9,7 @@ from sinkhorn_cases import make_clouds
 from otdd_flash.errors import InputError
 from otdd_flash.labels import kernel_terms, transport_terms
 from otdd_flash.labels.transport_terms import TermSolver, kernels_run_on
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import SegmentTerms
 
 PAIRS = torch.tensor([[1, 0], [2, 0], [2, 1]])

@@ -16,9 +16,9 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import free_memory
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import solve_divergence
-from otdd_flash.solver.plans import SCALABLE, Lost, Plan, row_factors
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.plans import SCALABLE, Lost, Plan, row_factors
 
 UNIFORM = torch.full((4,), 0.25, dtype=torch.float64)
 

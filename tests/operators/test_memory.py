@@ -22,8 +22,8 @@ from otdd_flash.operators.labelled_cost import (
 from otdd_flash.operators.memory import check_memory, free_memory, readable_bytes, shortage
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedules.converged import Converged
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # Where Triton runs: on a GPU, else in its interpreter.

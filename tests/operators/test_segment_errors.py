@@ -25,7 +25,7 @@ from otdd_flash.operators import kernel_segments
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, table_of
 from otdd_flash.operators.stored_segments import StoredSegments
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

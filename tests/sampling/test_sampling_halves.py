@@ -11,7 +11,7 @@ from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.sampling import comparison, noise_floor
-from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.schedules.converged import Converged
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from otdd_flash.engine.differences import Differences, Direction
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, first_level
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 Case = tuple[Tensor, Tensor, Tensor]
 TOLERANCE = 1e-3

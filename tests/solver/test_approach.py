@@ -17,11 +17,11 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
-from otdd_flash.solver import approach
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.approach import draw_sample
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.iteration import Iteration
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term import approach
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.approach import draw_sample
+from otdd_flash.solver.term.iteration import Iteration
 
 N, M = 400, 333
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

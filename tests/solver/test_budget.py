@@ -12,15 +12,16 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import NotConvergedWarning
-from otdd_flash.solver import bound_width, iteration, term_solves
+from otdd_flash.solver import bound_width, term_solves
 from otdd_flash.solver.bound_width import relative_width
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.geomloss_schedule import GeomlossSchedule
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.schedule import Schedule
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 from otdd_flash.solver.shortfall import shortfall
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term import iteration
+from otdd_flash.solver.term.result import TransportTerm
 
 EPSILON = 0.05
 DOUBLE = otdd.ComputeOptions("cpu", precision="double")

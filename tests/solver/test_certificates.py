@@ -13,10 +13,10 @@ from torch import Tensor
 
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.certificate import Certificate, certify, certify_self
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.certificate import Certificate, certify, certify_self
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 TRIALS = 150
 

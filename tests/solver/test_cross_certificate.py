@@ -13,7 +13,7 @@ from otdd_flash.engine.evidence.primal import filled_value
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.solver.certificate import certify
+from otdd_flash.solver.term.certificate import certify
 
 EPSILON = 0.1
 

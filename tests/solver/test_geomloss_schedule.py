@@ -13,9 +13,9 @@ from experiments.peers import Problem, geomloss_divergence
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as problem_module
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.geomloss_schedule import GeomlossSchedule, box_diagonal, schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, box_diagonal, schedule
 
 RELATIVE = {"fast": 1e-5, "double": 1e-12}
 

@@ -19,7 +19,7 @@ from otdd_flash.solver.gradient import (
     cross_gradient,
     self_gradient,
 )
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term.result import TransportTerm
 
 SELF_INPUTS: Needs = ALL - {"y", "b"}
 

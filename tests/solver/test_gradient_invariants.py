@@ -11,9 +11,9 @@ from gradient_cases import ALL, EPSILON, EXACT, POINTS, assert_same, draw, gradi
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.gradient import DivergenceGradient
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.result import TransportTerm
 
 
 @pytest.mark.parametrize("debias", [True, False])

@@ -11,10 +11,10 @@ from refusals import Refusals
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.certificate import certify_self
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.symmetric import solve_symmetric
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.certificate import certify_self
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 DIMS = (1, 3, 30, 300)
 

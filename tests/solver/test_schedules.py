@@ -16,10 +16,10 @@ from otdd_flash.arguments import count
 from otdd_flash.checks import Declaration
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.solver.certificate import certify
-from otdd_flash.solver.schedule import Progress, Schedule
 from otdd_flash.solver.schedules import SCHEDULES
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.term.certificate import certify
+from otdd_flash.solver.term.result import Progress, TransportTerm
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "solver"
 

@@ -16,11 +16,12 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.score_pool import Room
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver import small
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.small import forget, kept_solves, route
+from otdd_flash.solver.term.result import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
@@ -30,9 +31,9 @@ CLASSES = 3
 
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> Iterator[None]:
-    small.forget()
+    forget()
     yield
-    small.forget()
+    forget()
 
 
 def side(n: int, seed: int, *, labels: bool = True, weights: bool = False) -> LabeledSamples:
@@ -68,7 +69,7 @@ def problem(
 def solved(given: Problem, options: Converged | None = None, **other: Any) -> Any:
     labelled = any(one.labels is not None for one in given.request.seen)
     other = {"debias": True, "table": given.table if labelled else None, **other}
-    return small.solve_small(
+    return route.solve_small(
         given.request, epsilon=given.epsilon, options=options or Converged(), **other
     )
 
@@ -130,7 +131,7 @@ def test_what_stood_there_before_changes_nothing() -> None:
     """A room that served a larger problem, with masses and more classes, to the last bit."""
     given = problem(side(33, 2), side(34, 3), 0.5)
     fresh = solved(given)
-    small.forget()
+    forget()
     solved(problem(side(48, 4, weights=True), side(48, 5), 0.2))
     again = solved(given)
     for name, term in fresh.items():
@@ -213,8 +214,8 @@ def test_a_table_that_is_not_symmetric_is_left_to_who_names_it() -> None:
     ("count", "room"), [(1, 16), (16, 16), (17, 32), (100, 112), (1000, 1024), (5000, 5120)]
 )
 def test_rooms_are_a_little_larger_than_what_they_hold(count: int, room: int) -> None:
-    assert small.padded(count) == room
-    assert small.padded(room) == room
+    assert route.padded(count) == room
+    assert route.padded(room) == room
 
 
 def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,31 +226,29 @@ def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append(room)
 
     made: list[Any] = []
-    monkeypatch.setattr(small, "PooledSolve", Empty)
-    monkeypatch.setattr(small, "MOST_KEPT", 2)
-    rooms = [
-        small.Room(1, size, size, 2, 1, torch.float32, torch.device("cpu")) for size in (16, 32, 48)
-    ]
+    monkeypatch.setattr(kept_solves, "PooledSolve", Empty)
+    monkeypatch.setattr(kept_solves, "MOST_KEPT", 2)
+    rooms = [Room(1, size, size, 2, 1, torch.float32, torch.device("cpu")) for size in (16, 32, 48)]
     for room in rooms:
-        with small.kept(room, True) as one, small.kept(room, True) as other:
+        with kept_solves.kept(room, True) as one, kept_solves.kept(room, True) as other:
             assert one is not other
     assert made == [room for room in rooms for _ in range(2)]
-    with small.kept(rooms[2], True):
+    with kept_solves.kept(rooms[2], True):
         assert len(made) == 6
-    with small.kept(rooms[0], True):
+    with kept_solves.kept(rooms[0], True):
         assert len(made) == 7
-    small.forget()
-    with pytest.raises(ValueError, match="lost"), small.kept(rooms[0], True):
+    forget()
+    with pytest.raises(ValueError, match="lost"), kept_solves.kept(rooms[0], True):
         raise ValueError("lost")
-    with small.kept(rooms[0], True):
+    with kept_solves.kept(rooms[0], True):
         assert len(made) == 9
 
 
 def test_large_problems_go_elsewhere() -> None:
     here = torch.device("cpu")
-    assert small.pays(small.Room(1, 5120, 5120, 64, 1, torch.float32, here))
-    assert not small.pays(small.Room(1, 20_480, 20_480, 1, 1, torch.float32, here))
-    assert not small.pays(small.Room(1, 5120, 5120, 512, 1, torch.float32, here))
+    assert route.pays(Room(1, 5120, 5120, 64, 1, torch.float32, here))
+    assert not route.pays(Room(1, 20_480, 20_480, 1, 1, torch.float32, here))
+    assert not route.pays(Room(1, 5120, 5120, 512, 1, torch.float32, here))
 
 
 @pytest.mark.slow
@@ -349,7 +348,7 @@ def test_intervals_meet_those_of_streamed_kernels(
     x, y = side(n, 0, weights=True).to("cuda"), side(n - 7, 1).to("cuda")
     given = {"epsilon": 4 * relative, "class_table": table().cuda()}
     one = otdd.sinkhorn_divergence(x, y, **given)
-    monkeypatch.setattr(small, "MOST_SCORES", 0)
+    monkeypatch.setattr(route, "MOST_SCORES", 0)
     other = otdd.sinkhorn_divergence(x, y, **given)
     assert (one.backend, other.backend != one.backend) == ("triton, scores kept", True)
     for name, term in one.terms.items():

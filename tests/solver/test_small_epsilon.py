@@ -14,9 +14,9 @@ from experiments.peers import Problem, pot_emd2
 from otdd_flash.errors import InputError
 from otdd_flash.labels import measure_classes
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.term.certificate import Certificate
+from otdd_flash.solver.term.result import TransportTerm
 
 # Over the mean cost.
 EPSILONS = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)

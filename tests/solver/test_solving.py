@@ -12,11 +12,11 @@ import otdd_flash as otdd
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.converged import Converged
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.symmetric import solve_symmetric
-from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
 EXACT = Converged(tolerance=1e-9)

@@ -26,8 +26,8 @@ from otdd_flash.operators.pooled_operator import PooledOperator
 from otdd_flash.operators.pooled_segments import PooledSegments, tables_of
 from otdd_flash.operators.score_pool import PooledCosts, Room, ScorePool
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver import plans
-from otdd_flash.solver.certificate import Seen, see_cross, see_self
+from otdd_flash.solver.term import plans
+from otdd_flash.solver.term.certificate import Seen, see_cross, see_self
 
 # Iterations of one replay.
 STEPS = 4

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
 from otdd_flash.arguments import count, positive
 from otdd_flash.checks import Declaration, optional
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.alternating import solve_alternating
-from otdd_flash.solver.schedule import Progress, Schedule
-from otdd_flash.solver.symmetric import solve_symmetric
-
-if TYPE_CHECKING:
-    from otdd_flash.solver.term import TransportTerm
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.symmetric import solve_symmetric
 
 # What is left to a term when the time is over: it then gets its one iteration.
 NO_TIME = 1e-9

@@ -17,7 +17,7 @@ from otdd_flash.engine.evidence import oscillation, primal
 from otdd_flash.engine.evidence.dual import dual_value
 from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, hidden_mass, outwards
 from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Operator
-from otdd_flash.solver import plans
+from otdd_flash.solver.term import plans
 
 # By how many units in its last place a column potential is lowered, so that roundings of the
 # softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.

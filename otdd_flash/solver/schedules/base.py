@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
 from otdd_flash.arguments import marginal_error
 from otdd_flash.checks import Declaration, check_fields, flag, optional
-
-if TYPE_CHECKING:
-    from otdd_flash.operators.base import Operator
-    from otdd_flash.solver.term import TransportTerm
-
-# progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".
-Progress = Callable[[str, int, float], None]
-
-# What ended a solve. `rounding`: at this precision the bounds cannot get narrower or the marginals
-# better; `schedule`: the fixed number of updates was done.
-StoppedBy = Literal[
-    "tolerance", "bound_width", "max_seconds", "max_iterations", "rounding", "schedule"
-]
-
-# Aimed at where no tolerance is given, and how far that gives way to rounding. With more than the
-# latter the marginals would say little of the plan.
-DEFAULT_TOLERANCE = 1e-3
-LOOSEST_DEFAULT = 0.1
+from otdd_flash.operators.base import Operator
+from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.tolerance import DEFAULT_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -59,7 +43,7 @@ class Schedule(ABC):
 
     @property
     def asked_tolerance(self) -> float:
-        """The marginal error to aim at; `term.reachable_tolerance` is what rounding makes of it."""
+        """The marginal error to aim at; `reachable_tolerance` is what rounding makes of it."""
         return DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance
 
     def between(self, x: Tensor, y: Tensor) -> Self:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Operator
-from otdd_flash.solver.epsilon import EpsilonOutOfRange, or_double
+from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
 
 # A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
 SCALABLE = 2.0**64

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
 from operator import gt
-from threading import Lock, RLock
 
 import torch
 from torch import Tensor
@@ -21,22 +16,20 @@ from otdd_flash.operators.memory import UNASKED, free_memory
 from otdd_flash.operators.pooled_operator import PooledOperator
 from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room
-from otdd_flash.solver.certificate import conclude, conclude_self, shows_rounding
 from otdd_flash.solver.class_blocks import ROUNDING
-from otdd_flash.solver.converged import Converged
-from otdd_flash.solver.iteration import AIM, goal_of
-from otdd_flash.solver.pooled_solve import TERMS, PooledSolve, TermRead
-from otdd_flash.solver.schedule import Progress
-from otdd_flash.solver.term import TransportTerm, reachable_tolerance
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.small.kept_solves import is_kept, kept
+from otdd_flash.solver.small.pooled_solve import TERMS, TermRead
+from otdd_flash.solver.term.certificate import conclude, conclude_self, shows_rounding
+from otdd_flash.solver.term.iteration import AIM
+from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
 from otdd_flash.solver.term_solves import Pulled, Solved, Start
 
 # Scores of a cross term up to which storing them pays, and products of coordinates on cards that
 # compute as fast in float64 as in float32, and on others.
 MOST_SCORES = 1 << 27
 FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
-
-# Solves that are kept, and bytes that they may take.
-MOST_KEPT, MOST_BYTES = 16, 1 << 32
 
 
 def facts_of(read: TermRead) -> CostFacts:
@@ -66,7 +59,7 @@ def pays(room: Room) -> bool:
 
 def _has_memory(room: Room) -> bool:
     """Whether at most half of what is free is needed, unless a room like it is there already."""
-    if room.bytes <= UNASKED or any(key[0]._replace(classes=1) == room for key in list(_kept)):
+    if room.bytes <= UNASKED or is_kept(room):
         return True
     return room.bytes <= free_memory(room.device) // 2
 
@@ -188,69 +181,3 @@ def _concluded(
         asked=options.asked_tolerance,
         unless_converged="max_iterations",
     )
-
-
-_kept: OrderedDict[tuple[Room, bool], list[PooledSolve]] = OrderedDict()
-_changing = Lock()
-
-# What the last solve on a device launched last.
-_left: dict[torch.device, torch.cuda.Event] = {}
-
-
-@lru_cache
-def _turn(device: torch.device) -> RLock:
-    """Whose turn it is on a device."""
-    return RLock()
-
-
-@contextmanager
-def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
-    """A solve that nobody else uses meanwhile, kept for the next problem of its size.
-
-    On a device they take turns, whatever threads and streams they are of: recordings share the
-    memory in which cuBLAS computes.
-    """
-    key = room, debias
-    with _turn(room.device):
-        with _changing:
-            solve = _taken(key)
-        if room.device in _left:
-            torch.cuda.current_stream(room.device).wait_event(_left[room.device])
-        if solve is None:
-            solve = PooledSolve(room, debias=debias)
-        try:
-            yield solve
-        finally:
-            if room.device.type == "cuda":
-                _left[room.device] = torch.cuda.current_stream(room.device).record_event()
-        # One that failed is not kept.
-        with _changing:
-            _kept.setdefault(key, []).append(solve)
-            _kept.move_to_end(key)
-            while _too_many():
-                # Whatever stream used it last.
-                if room.device in _left:
-                    _left[room.device].synchronize()
-                _taken(next(iter(_kept)))
-
-
-def forget() -> None:
-    """Keep nothing: all memory of solves goes back to PyTorch."""
-    with _changing:
-        _kept.clear()
-
-
-def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
-    """A solve that is no longer kept."""
-    if key not in _kept:
-        return None
-    solve = _kept[key].pop()
-    if not _kept[key]:
-        del _kept[key]
-    return solve
-
-
-def _too_many() -> bool:
-    counts = [len(solves) for solves in _kept.values()]
-    taken = sum(room.bytes * count for (room, _), count in zip(_kept, counts, strict=True))
-    return sum(counts) > MOST_KEPT or taken > MOST_BYTES

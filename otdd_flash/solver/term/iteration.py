@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.engine.levels import Levels
-from otdd_flash.engine.rule import Goal, Rule, Start
+from otdd_flash.engine.rule import Rule, Start
 from otdd_flash.engine.run import run
 from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
-from otdd_flash.solver.certificate import Certificate
-from otdd_flash.solver.schedule import LOOSEST_DEFAULT, Progress, StoppedBy
-from otdd_flash.solver.term import reachable_tolerance
-
-if TYPE_CHECKING:
-    from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.term.certificate import Certificate
+from otdd_flash.solver.term.result import Progress, StoppedBy
+from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, Limits, goal_of, reachable_tolerance
 
 # (segment, polished): what its potentials prove, if asked for as well as they can.
 Certify = Callable[[OneSegment, bool], Certificate]
@@ -58,7 +53,7 @@ class Iteration:
         name: str,
         form: Form,
         epsilon: float,
-        options: Converged,
+        options: Limits,
         progress: Progress | None,
         *,
         aim: float = 1.0,
@@ -184,12 +179,3 @@ class Iteration:
             self.budget = "max_seconds"
             return 0
         return self.options.max_iterations - 1 - self.iterations
-
-
-def goal_of(options: Converged, epsilon: float, aim: float) -> Goal:
-    """When the iterations of a term end; the certificate is the last one."""
-    asked = options.asked_tolerance
-    gives_way = options.tolerance is None or options.bound_width is not None
-    most = LOOSEST_DEFAULT if options.bound_width is None else MOST_ERROR
-    loosest = max(asked, most) if gives_way else asked
-    return Goal(epsilon, asked, loosest, options.max_iterations - 1, aim)

@@ -29,7 +29,7 @@ from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels, first_level
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.run import run
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.iteration import Iteration
+from otdd_flash.solver.term.iteration import Iteration
 
 # The first level over the mean cost after a sample.
 SAMPLED_TOP = 0.01

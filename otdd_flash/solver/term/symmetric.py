@@ -16,8 +16,6 @@ raises it by no less than the update of one of them would: <a, T(f) - f>.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -26,19 +24,16 @@ from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.engine.levels import Levels
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
-from otdd_flash.solver.certificate import Certificate, certify_self
-from otdd_flash.solver.iteration import Iteration
-from otdd_flash.solver.schedule import Progress
-from otdd_flash.solver.term import TransportTerm
-
-if TYPE_CHECKING:
-    from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.term.certificate import Certificate, certify_self
+from otdd_flash.solver.term.iteration import Iteration
+from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.tolerance import Limits
 
 
 def solve_symmetric(
     operator: Operator,
     epsilon: float,
-    options: Converged,
+    options: Limits,
     *,
     name: str = "xx",
     start: Tensor | None = None,

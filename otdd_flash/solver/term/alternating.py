@@ -9,8 +9,6 @@ g comes from `approach`, the next ones from `quasi_newton`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -19,20 +17,17 @@ from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.engine.levels import Levels
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
-from otdd_flash.solver.approach import approach
-from otdd_flash.solver.certificate import Certificate, certify
-from otdd_flash.solver.iteration import Iteration
-from otdd_flash.solver.schedule import Progress
-from otdd_flash.solver.term import TransportTerm
-
-if TYPE_CHECKING:
-    from otdd_flash.solver.converged import Converged
+from otdd_flash.solver.term.approach import approach
+from otdd_flash.solver.term.certificate import Certificate, certify
+from otdd_flash.solver.term.iteration import Iteration
+from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.tolerance import Limits
 
 
 def solve_alternating(
     operator: Operator,
     epsilon: float,
-    options: Converged,
+    options: Limits,
     *,
     start: Tensor | None = None,
     progress: Progress | None = None,

@@ -33,9 +33,10 @@ from otdd_flash.checks import Declaration, optional
 from otdd_flash.errors import InputError
 from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.certificate import certify, certify_self
-from otdd_flash.solver.schedule import Progress, Schedule
-from otdd_flash.solver.term import TransportTerm, check_usable
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.term.certificate import certify, certify_self
+from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.tolerance import check_usable
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,8 @@
+"""Small divergences on a GPU: `route` says which, `pooled_solve` solves them in recordings.
+
+`kept_solves` holds recordings for the next problem of a size; `forget` gives their memory back.
+"""
+
+from otdd_flash.solver.small.kept_solves import forget
+
+__all__ = ["forget"]

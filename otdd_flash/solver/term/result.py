@@ -1,0 +1,120 @@
+"""One solved entropic transport term: potentials, value, bounds, and why it stopped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from otdd_flash.solver.term.certificate import Certificate
+from otdd_flash.solver.term.tolerance import check_usable
+
+# progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".
+Progress = Callable[[str, int, float], None]
+
+# What ended a solve. `rounding`: at this precision the bounds cannot get narrower or the marginals
+# better; `schedule`: the fixed number of updates was done.
+StoppedBy = Literal[
+    "tolerance", "bound_width", "max_seconds", "max_iterations", "rounding", "schedule"
+]
+
+
+@dataclass(frozen=True, eq=False)
+class TransportTerm:
+    """OT_epsilon between two clouds, with the proof of its accuracy.
+
+    Attributes:
+        f: (n,) row potential, in units of the cost.
+        g: (m,) column potential; the same tensor as `f` for a self term.
+        epsilon: entropic regularisation, in units of the cost.
+        value: the dual value D(f, g); stopped by `schedule`, geomloss's number, which can lie
+            outside of `bounds`.
+        bounds: (lower, upper), an interval that holds OT_epsilon.
+        marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
+        tolerance: the marginal error that was enough, as asked for or as rounding allows; None
+            where the width of the bounds decided.
+        iterations: updates of both potentials, the certifying one included.
+        passes: sweeps over the n x m scores, those of samples and certification included.
+        converged: whether what the options ask for was reached.
+        stopped_by: what ended the solve.
+    """
+
+    f: Tensor
+    g: Tensor
+    epsilon: float
+    value: float
+    bounds: tuple[float, float]
+    marginal_error: float
+    tolerance: float | None
+    iterations: int
+    passes: float
+    converged: bool
+    stopped_by: StoppedBy
+
+    @classmethod
+    def from_certificate(
+        cls,
+        certificate: Certificate,
+        epsilon: float,
+        *,
+        iterations: int,
+        passes: float,
+        tolerance: float,
+        asked: float,
+        unless_converged: StoppedBy,
+    ) -> TransportTerm:
+        """The term that a certificate proves, and what it took to get there.
+
+        `asked` is the tolerance before rounding made it `tolerance`.
+
+        Raises:
+            InputError: rounding may hide more of the marginals than is of use.
+        """
+        check_usable(certificate.hidden, epsilon, certificate.f.dtype)
+        converged = certificate.marginal_error <= tolerance
+        reached: StoppedBy = "tolerance" if certificate.marginal_error <= asked else "rounding"
+        return cls(
+            certificate.f,
+            certificate.g,
+            epsilon,
+            certificate.value,
+            certificate.bounds,
+            certificate.marginal_error,
+            tolerance,
+            iterations,
+            passes,
+            converged,
+            stopped_by=reached if converged else unless_converged,
+        )
+
+    def widened(self, error: float) -> TransportTerm:
+        """The same for a cost that is off by at most `error`."""
+        low, high = self.bounds
+        # No entry of the plan changes by more than this factor, nor do its marginals.
+        growth = math.expm1(error / self.epsilon)
+        return replace(
+            self,
+            bounds=(low - error, high + error),
+            marginal_error=self.marginal_error + growth * (1 + self.marginal_error),
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What result.json says of one term."""
+        return {
+            "value": self.value,
+            "bounds": list(self.bounds),
+            "marginal_error": self.marginal_error,
+            "tolerance": self.tolerance,
+            "iterations": self.iterations,
+            "passes": self.passes,
+            "converged": self.converged,
+            "stopped_by": self.stopped_by,
+        }
+
+
+def largest_tolerance(tolerances: Iterable[float | None]) -> float | None:
+    """The largest that is there; None where the width of the bounds decided."""
+    return max((known for known in tolerances if known is not None), default=None)
