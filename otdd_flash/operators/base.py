@@ -13,13 +13,10 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from otdd_flash.operators.one_segment import OneSegment
 
 # A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
 # what runs in Triton records steps.
@@ -119,9 +116,9 @@ class Execution(NamedTuple):
 
     Attributes:
         backend: how a pass runs, for reports.
-        segment: makes the operator the only problem of the engine, as segment(operator, g,
-            symmetric=...) with the column potential g (m,) to evaluate first; its steps run where
-            passes do.
+        segment: makes the operator the only problem of the engine, a `one_segment.OneSegment` whose
+            steps run where passes do, as segment(g, symmetric=...) with the column potential g (m,)
+            to evaluate first.
         recorded: whether steps are recorded, as a pass takes less time than launching it, or not
             much more. Such a pass has no use for a sample.
         refined: makes the same cost to the full accuracy of the potentials, to end a solve on; None
@@ -130,7 +127,7 @@ class Execution(NamedTuple):
     """
 
     backend: str
-    segment: Callable[..., OneSegment]
+    segment: Callable[..., Any]
     sampled: Callable[[Tensor, Tensor], Operator]
     refined: Callable[[], Operator] | None = None
     recorded: bool = False

@@ -29,6 +29,7 @@ from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels, first_level
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.run import run
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.term.iteration import Iteration
 
 # The first level over the mean cost after a sample.
@@ -111,7 +112,8 @@ def _of_sample(
     sampled = operator.execution.sampled(*sample)
     # Rounding in a sample, where nothing is proved, is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
-    segment = sampled.execution.segment(torch.zeros_like(sampled.b), symmetric=False)
+    nothing = torch.zeros_like(sampled.b)
+    segment: OneSegment = sampled.execution.segment(nothing, symmetric=False)
     levels = Levels.descending(first_level(level, _scale(sampled)))
     rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
     terms = run(segment, rule, watch=lambda *_: solve.late(), wait=segment.waits)

@@ -93,7 +93,7 @@ class Iteration:
         accurate: then it takes exact updates, and if these do not suffice iterations go on, aiming
         lower.
         """
-        segment = operator.execution.segment(candidate, symmetric=self.form.symmetric)
+        segment: OneSegment = operator.execution.segment(candidate, symmetric=self.form.symmetric)
         taken = torch.full((1,), self.iterations, dtype=torch.float64)
         goal = goal_of(self.options, self.epsilon, self._aim)
         rule = segment.iterations(goal, self.form, Start(levels, taken))
