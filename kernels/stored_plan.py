@@ -1,4 +1,4 @@
-"""Plans over stored scores: their row sums in float64, those of costs, and their entries.
+"""Plans over the stored scores of B problems: row sums in float64, those of costs, and entries.
 
     sum_j b_j exp((f_i + g_j + S_ij) / epsilon),        sum_j S_ij q_j
 
@@ -17,73 +17,79 @@ BLOCK_ROWS, BLOCK_COLUMNS = 8, 256
 
 @triton.jit
 def stored_plan_kernel(
-    scores_ptr,  # float32, rows of this stride
+    scores_ptr,  # (B, rows, columns) float32 of these strides
+    problem_stride,
     stride,
     rows,
     columns,
-    row_potential_ptr,  # (rows,) float64
-    column_potential_ptr,  # (columns,) float64
-    masses_ptr,  # (columns,) float64
+    row_potential_ptr,  # (B, rows) float64
+    column_potential_ptr,  # (B, columns) float64
+    masses_ptr,  # (B, columns) float64, problems of this stride
+    masses_stride,
     epsilon_ptr,  # () float64
-    out_ptr,  # (rows,) float64
+    out_ptr,  # (B, rows) float64
     LEAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program per block of rows."""
+    """One program per block of rows of a problem."""
+    i_problem = tl.program_id(1).to(tl.int64)
     o_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_row = o_row < rows
     epsilon = tl.load(epsilon_ptr)
-    f = tl.load(row_potential_ptr + o_row, mask=m_row, other=0.0)
-    p_row = scores_ptr + o_row.to(tl.int64) * stride
+    o_potential, o_masses = i_problem * columns, i_problem * masses_stride
+    f = tl.load(row_potential_ptr + i_problem * rows + o_row, mask=m_row, other=0.0)
+    p_row = scores_ptr + i_problem * problem_stride + o_row.to(tl.int64) * stride
     sums = tl.zeros((BLOCK_M,), tl.float64)
     for column in range(0, columns, BLOCK_N):
         o_column = column + tl.arange(0, BLOCK_N)
         m_column = o_column < columns
-        masses = tl.load(masses_ptr + o_column, mask=m_column, other=0.0)
+        masses = tl.load(masses_ptr + o_masses + o_column, mask=m_column, other=0.0)
         m_column = masses > 0
-        g = tl.load(column_potential_ptr + o_column, mask=m_column, other=0.0)
+        g = tl.load(column_potential_ptr + o_potential + o_column, mask=m_column, other=0.0)
         m_tile = m_row[:, None] & m_column[None, :]
         scores = tl.load(p_row[:, None] + o_column[None, :], mask=m_tile, other=0.0)
         exponents = ((f[:, None] + g[None, :]) + scores.to(tl.float64)) / epsilon
         entries = tl.exp(tl.maximum(exponents, LEAST))
         sums += tl.sum(tl.where(m_tile, masses[None, :] * entries, 0.0), 1)
-    tl.store(out_ptr + o_row, sums, mask=m_row)
+    tl.store(out_ptr + i_problem * rows + o_row, sums, mask=m_row)
 
 
 @triton.jit
 def stored_product_kernel(
-    scores_ptr,  # float32, rows of this stride
+    scores_ptr,  # (B, rows, columns) float32 of these strides
+    problem_stride,
     stride,
     rows,
     columns,
-    masses_ptr,  # (columns,) float64
-    out_ptr,  # (rows,) float64
+    masses_ptr,  # (B, columns) float64
+    out_ptr,  # (B, rows) float64
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program per block of rows."""
+    """One program per block of rows of a problem."""
+    i_problem = tl.program_id(1).to(tl.int64)
     o_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_row = o_row < rows
-    p_row = scores_ptr + o_row.to(tl.int64) * stride
+    m_row, o_masses = o_row < rows, i_problem * columns
+    p_row = scores_ptr + i_problem * problem_stride + o_row.to(tl.int64) * stride
     sums = tl.zeros((BLOCK_M,), tl.float64)
     for column in range(0, columns, BLOCK_N):
         o_column = column + tl.arange(0, BLOCK_N)
-        masses = tl.load(masses_ptr + o_column, mask=o_column < columns, other=0.0)
+        masses = tl.load(masses_ptr + o_masses + o_column, mask=o_column < columns, other=0.0)
         m_tile = m_row[:, None] & (masses != 0)[None, :]
         scores = tl.load(p_row[:, None] + o_column[None, :], mask=m_tile, other=0.0)
         sums += tl.sum(scores.to(tl.float64) * masses[None, :], 1)
-    tl.store(out_ptr + o_row, sums, mask=m_row)
+    tl.store(out_ptr + i_problem * rows + o_row, sums, mask=m_row)
 
 
 @triton.jit
 def signed_plan_kernel(
-    scores_ptr,  # (points, points) float32
-    cross_ptr,  # (points,) float32
-    own_ptr,  # (points,) float32, read if OWN
-    masses_ptr,  # (points,) float64
+    scores_ptr,  # (B, points, points) float32
+    cross_ptr,  # (B, points) float32
+    own_ptr,  # (B, points) float32, read if OWN
+    masses_ptr,  # (B, points) float64
     epsilon_ptr,  # () float64
-    out_ptr,  # (rows, points) float32
+    out_ptr,  # (B, rows, points) float32
     first,
     rows,
     points,
@@ -92,28 +98,32 @@ def signed_plan_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program per tile."""
+    """One program per tile of a problem."""
+    i_problem = tl.program_id(2).to(tl.int64)
+    p_cross, p_own = cross_ptr + i_problem * points, own_ptr + i_problem * points
+    p_masses = masses_ptr + i_problem * points
     o_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     i_row, o_column = first + o_row, tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_row, m_column = o_row < rows, o_column < points
     within = (i_row < n)[:, None] == (o_column < n)[None, :]
-    a = tl.load(masses_ptr + i_row, mask=m_row, other=0.0)
-    b = tl.load(masses_ptr + o_column, mask=m_column, other=0.0)
-    f = tl.load(cross_ptr + i_row, mask=m_row, other=0.0).to(tl.float64)
-    g = tl.load(cross_ptr + o_column, mask=m_column, other=0.0).to(tl.float64)
+    a = tl.load(p_masses + i_row, mask=m_row, other=0.0)
+    b = tl.load(p_masses + o_column, mask=m_column, other=0.0)
+    f = tl.load(p_cross + i_row, mask=m_row, other=0.0).to(tl.float64)
+    g = tl.load(p_cross + o_column, mask=m_column, other=0.0).to(tl.float64)
     potentials = f[:, None] + g[None, :]
     if OWN:
-        f = tl.load(own_ptr + i_row, mask=m_row, other=0.0).to(tl.float64)
-        g = tl.load(own_ptr + o_column, mask=m_column, other=0.0).to(tl.float64)
+        f = tl.load(p_own + i_row, mask=m_row, other=0.0).to(tl.float64)
+        g = tl.load(p_own + o_column, mask=m_column, other=0.0).to(tl.float64)
         potentials = tl.where(within, f[:, None] + g[None, :], potentials)
     m_tile = m_row[:, None] & m_column[None, :]
-    p_scores = scores_ptr + i_row[:, None].to(tl.int64) * points + o_column[None, :]
+    o_scores = i_problem * points * points + i_row[:, None].to(tl.int64) * points
+    p_scores = scores_ptr + o_scores + o_column[None, :]
     scores = tl.load(p_scores, mask=m_tile, other=0.0).to(tl.float64)
     m_plan = (a > 0)[:, None] & (b > 0)[None, :]
     exponents = tl.where(m_plan, (potentials + scores) / tl.load(epsilon_ptr), 0.0)
     entries = (a[:, None] * b[None, :]).to(tl.float32) * tl.exp(exponents.to(tl.float32))
     sign = tl.where(within, -1.0 if OWN else 0.0, 1.0)
-    p_out = out_ptr + o_row[:, None].to(tl.int64) * points + o_column[None, :]
+    p_out = out_ptr + (i_problem * rows + o_row[:, None]) * points + o_column[None, :]
     tl.store(p_out, tl.where(m_plan, sign * entries, 0.0), mask=m_tile)
 
 
@@ -126,20 +136,20 @@ def signed_plan(
     rows: slice,
     n: int,
 ) -> Tensor:
-    """Rows of the plans of a problem, those of self terms negative, (r, points) float32.
+    """Rows of the plans of problems, those of self terms negative, (B, r, points) float32.
 
     Args:
-        scores: (points, points) float32, between the first n points, x, and all others, y.
-        cross: (points,) float32, potentials of the cross term.
-        own: (points,) float32, of the self terms; None leaves their plans 0.
-        masses: (points,) float64, of both sides.
+        scores: (B, points, points) float32, between the first n points, x, and all others, y.
+        cross: (B, points) float32, potentials of the cross term.
+        own: (B, points) float32, of the self terms; None leaves their plans 0.
+        masses: (B, points) float64, of both sides.
         epsilon: () float64.
         rows: which.
         n: points of x.
     """
-    points, count = len(scores), rows.stop - rows.start
-    out = torch.empty((count, points), dtype=torch.float32, device=scores.device)
-    grid = (triton.cdiv(count, BLOCK_ROWS), triton.cdiv(points, BLOCK_COLUMNS))
+    problems, points, count = *scores.shape[:2], rows.stop - rows.start
+    out = torch.empty((problems, count, points), dtype=torch.float32, device=scores.device)
+    grid = (triton.cdiv(count, BLOCK_ROWS), triton.cdiv(points, BLOCK_COLUMNS), problems)
     signed_plan_kernel[grid](
         scores,
         cross,
@@ -162,26 +172,28 @@ def signed_plan(
 def stored_plan(
     scores: Tensor, f: Tensor, g: Tensor, masses: Tensor, epsilon: Tensor, least: float
 ) -> Tensor:
-    """Row sums (n,) float64 of exp((f_i + g_j + S_ij) / epsilon) b_j.
+    """Row sums (B, n) float64 of exp((f_i + g_j + S_ij) / epsilon) b_j.
 
     Args:
-        scores: (n, m) float32, rows contiguous.
-        f: (n,) float64.
-        g: (m,) float64; not read where there is no mass.
-        masses: (m,) float64, b.
+        scores: (B, n, m) float32, rows contiguous.
+        f: (B, n) float64, contiguous.
+        g: (B, m) float64, likewise; not read where there is no mass.
+        masses: (B, m) float64, b, rows contiguous.
         epsilon: () float64.
         least: exponents below it count as it.
     """
     out = torch.empty_like(f)
-    rows, columns = scores.shape
-    stored_plan_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+    problems, rows, columns = scores.shape
+    stored_plan_kernel[(triton.cdiv(rows, BLOCK_ROWS), problems)](
         scores,
         scores.stride(0),
+        scores.stride(1),
         rows,
         columns,
         f,
         g,
         masses,
+        masses.stride(0),
         epsilon,
         out,
         LEAST=least,
@@ -193,12 +205,13 @@ def stored_plan(
 
 
 def stored_product(scores: Tensor, masses: Tensor) -> Tensor:
-    """S q (n,) float64, for scores (n, m) float32 and q (m,) float64."""
-    rows, columns = scores.shape
-    out = masses.new_empty(rows)
-    stored_product_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+    """S q (B, n) float64, for scores (B, n, m) float32 and q (B, m) float64, contiguous."""
+    problems, rows, columns = scores.shape
+    out = masses.new_empty((problems, rows))
+    stored_product_kernel[(triton.cdiv(rows, BLOCK_ROWS), problems)](
         scores,
         scores.stride(0),
+        scores.stride(1),
         rows,
         columns,
         masses,

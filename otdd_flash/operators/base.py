@@ -26,6 +26,11 @@ Epsilon = float | Tensor
 Number = TypeVar("Number", float, Tensor)
 
 
+def below_zero(value: Number) -> Number:
+    """Min(value, 0), of a number or of each of many."""
+    return (value - abs(value)) / 2
+
+
 class CostRange(NamedTuple):
     """Bounds on the cost over the support of both masses, in units of the cost."""
 
@@ -59,12 +64,12 @@ class CostFacts(NamedTuple):
     @property
     def above_lowest(self) -> float:
         """The mean cost, above the lowest one where that is negative."""
-        return self.mean - min(0.0, self.lowest)
+        return self.mean - below_zero(self.lowest)
 
     @property
     def magnitude(self) -> float:
         """Bound on the mean of |C|."""
-        return self.mean - 2 * min(0.0, self.lowest)
+        return self.mean - 2 * below_zero(self.lowest)
 
     @property
     def largest(self) -> float:
@@ -133,17 +138,15 @@ class Execution(NamedTuple):
     recorded: bool = False
 
 
-class Operator(Protocol):
-    """A ground cost C (n, m) with masses a (n,) and b (m,)."""
+class Certifiable(Protocol):
+    """What a certificate asks of a cost C (n, m) with masses a (n,) and b (m,).
+
+    Of B costs with masses (B, n) and (B, m), all tensors have that leading dimension.
+    """
 
     @property
     def costs(self) -> CostFacts:
         """What is known of C."""
-        ...
-
-    @property
-    def execution(self) -> Execution:
-        """How passes run."""
         ...
 
     @property
@@ -156,6 +159,34 @@ class Operator(Protocol):
         """Column masses (m,), float64, summing to 1."""
         ...
 
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+    ) -> Marginals:
+        """Row and column sums of the plan of f (n,) and g (m,), with bounds on their errors.
+
+        Potentials may be float32 or float64; those of points without mass are not read. The costs
+        C' that the sums belong to are the same in every call that is `accurate`, and in every one
+        that need not be.
+        """
+        ...
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64; takes less than a pass."""
+        ...
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        ...
+
+
+class Operator(Certifiable, Protocol):
+    """A ground cost C (n, m) with masses a (n,) and b (m,)."""
+
+    @property
+    def execution(self) -> Execution:
+        """How passes run."""
+        ...
+
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).
 
@@ -166,17 +197,6 @@ class Operator(Protocol):
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
-        ...
-
-    def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
-    ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,), with bounds on their errors.
-
-        Potentials may be float32 or float64; those of points without mass are not read. The costs
-        C' that the sums belong to are the same in every call that is `accurate`, and in every one
-        that need not be.
-        """
         ...
 
     def apply_plan(
@@ -193,14 +213,6 @@ class Operator(Protocol):
 
         If `transposed`, P^T U (m, k) for U (n, k), and P^T 1 (m,).
         """
-        ...
-
-    def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64; takes less than a pass."""
-        ...
-
-    def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
         ...
 
 

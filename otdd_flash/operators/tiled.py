@@ -157,37 +157,13 @@ class TiledOperator(ABC):
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
-        f, g = self._present(f, g)
+        f, g = present(self.a, f), present(self.b, g)
         rows, columns = torch.empty_like(self.a), torch.zeros_like(self.b)
         for part, plan in self._exact_tiles(f, g, float(epsilon)):
             rows[part] = plan @ self.b
             columns += self.a[part] @ plan
-        return self._measured(f, g, self.a * rows, self.b * columns)
-
-    def _present(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Potentials in float64 with which points without mass take none, whatever theirs are."""
-        sides = (self.a, f), (self.b, g)
-        f, g = (torch.where(masses > 0, value.double(), ABSENT) for masses, value in sides)
-        return f, g
-
-    def _measured(self, f: Tensor, g: Tensor, rows: Tensor, columns: Tensor) -> Marginals:
-        """Sums in float64 throughout, with what they may be off."""
-        # Three operations on numbers of these sizes make an exponent.
-        of_rows, of_columns = (
-            errors + EVALUATION * DOUBLE_UNIT * (magnitudes + potential.abs())
-            for errors, magnitudes, potential in zip(
-                self.cost_errors, self.magnitudes, (f, g), strict=True
-            )
-        )
-        return Marginals(
-            rows,
-            columns,
-            of_rows,
-            of_columns,
-            cost_rounding=self.cost_rounding,
-            relative_error=(sum(self.shape) + EVALUATION) * DOUBLE_UNIT,
-            lost=math.exp(LEAST_EXPONENT),
-        )
+        sums = self.a * rows, self.b * columns
+        return measured(sums, (f, g), self.magnitudes, self.cost_errors, self.cost_rounding)
 
     def _exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows and exp((f_i + g_j - C_ij) / epsilon) of them, in a buffer that is reused."""
@@ -280,6 +256,35 @@ class TiledOperator(ABC):
                 scores = block[first : first + height]
                 rows = slice(start + first, start + first + scores.shape[0])
                 yield rows, _Tile(scores, scratch[: scores.shape[0]])
+
+
+def present(masses: Tensor, potential: Tensor) -> Tensor:
+    """A potential in float64 with which points without mass take none, whatever theirs are."""
+    return torch.where(masses > 0, potential.double(), ABSENT)
+
+
+def measured(
+    sums: tuple[Tensor, Tensor],
+    potentials: tuple[Tensor, Tensor],
+    magnitudes: tuple[Tensor, Tensor],
+    cost_errors: tuple[Tensor, Tensor],
+    cost_rounding: float,
+) -> Marginals:
+    """Sums in float64 throughout, with what they may be off; the rest as for `TiledOperator`."""
+    # Three operations on numbers of these sizes make an exponent.
+    of_rows, of_columns = (
+        errors + EVALUATION * DOUBLE_UNIT * (magnitude + potential.abs())
+        for errors, magnitude, potential in zip(cost_errors, magnitudes, potentials, strict=True)
+    )
+    terms = sum(part.shape[-1] for part in sums)
+    return Marginals(
+        *sums,
+        of_rows,
+        of_columns,
+        cost_rounding=cost_rounding,
+        relative_error=(terms + EVALUATION) * DOUBLE_UNIT,
+        lost=math.exp(LEAST_EXPONENT),
+    )
 
 
 class _Tile:

@@ -13,7 +13,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
-from otdd_flash.operators.pooled_operator import BACKEND
+from otdd_flash.operators.pooled_term import BACKEND
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.samples import LabeledSamples, real_tensor, same_content
 from otdd_flash.solver.class_blocks import symmetrized

@@ -181,18 +181,19 @@ def test_a_segment_that_is_done_is_left_alone() -> None:
 @pytest.mark.parametrize("epsilon", [0.02, 0.4, 100.0])
 def test_sums_of_plans_in_float64(epsilon: float) -> None:
     """Of float64 potentials; what stands where there is no mass does not count."""
-    scores = CLOUDS.pool().scores[0][PLACES[0], PLACES[1]]
+    scores = CLOUDS.pool().scores[:, PLACES[0], PLACES[1]]
     f, g = numbers(SIZES[0], seed=1), numbers(SIZES[1], seed=2)
     b = CLOUDS.masses[1].clone()
     b[5], g[5] = 0.0, math.inf
     level = torch.tensor(epsilon, dtype=torch.float64, device=DEVICE)
-    sides = f.to(DEVICE), g.to(DEVICE), b.to(DEVICE)
-    found = stored_plan(scores, *sides, level, LEAST).cpu()
-    exponents = (f[:, None] + g + scores.double().cpu()) / epsilon
+    sides = [side.to(DEVICE)[None] for side in (f, g, b)]
+    found = stored_plan(scores, *sides, level, LEAST)[0].cpu()
+    exponents = (f[:, None] + g + scores[0].double().cpu()) / epsilon
     entries = torch.where(b > 0, b * exponents.clamp_min(LEAST).exp(), 0)
     torch.testing.assert_close(found, entries.sum(1), rtol=1e-13, atol=0)
-    expected = torch.where(b > 0, scores.double().cpu() * b, 0).sum(1)
-    torch.testing.assert_close(stored_product(scores, sides[2]).cpu(), expected, rtol=1e-13, atol=0)
+    expected = torch.where(b > 0, scores[0].double().cpu() * b, 0).sum(1)
+    (found,) = stored_product(scores, sides[2]).cpu()
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -200,10 +201,10 @@ def test_entries_of_plans_with_their_signs(own: bool) -> None:
     pool = CLOUDS.pool()
     cross, self_terms = (numbers(sum(ROOM), seed=seed).float() / 4 for seed in (3, 4))
     level = torch.tensor(EPSILON, dtype=torch.float64, device=DEVICE)
-    given = self_terms.to(DEVICE) if own else None
+    given = self_terms.to(DEVICE)[None] if own else None
     rows = slice(10, sum(ROOM) - 3)
-    sides = cross.to(DEVICE), given, pool.masses[0], level
-    found = signed_plan(pool.scores[0], *sides, rows, ROOM[0]).cpu()
+    sides = cross.to(DEVICE)[None], given, pool.masses, level
+    (found,) = signed_plan(pool.scores, *sides, rows, ROOM[0]).cpu()
     expected = torch.zeros(sum(ROOM), sum(ROOM), dtype=torch.float64)
     for one, two in BLOCKS:
         potential, sign = (self_terms, -1.0 if own else 0.0) if one == two else (cross, 1.0)

@@ -28,8 +28,8 @@ MOST_ERROR = 2.0
 
 def swing(potential: Tensor, support: Tensor) -> Tensor:
     """Max - min of a potential (n,) over the points that carry mass, () float64."""
-    lowest = torch.where(support, potential, torch.inf).min()
-    return (torch.where(support, potential, -torch.inf).max() - lowest).double()
+    lowest = torch.where(support, potential, torch.inf).amin(-1)
+    return (torch.where(support, potential, -torch.inf).amax(-1) - lowest).double()
 
 
 def perturbed_spread(costs: CostFacts, sums: Marginals, largest: Number) -> Number:
@@ -55,9 +55,10 @@ def slack(relative: float, osc: Number, spread: Number) -> Number:
 def updated_gap(rows: Tensor, columns: Tensor, factors: Tensor, b: Tensor, k: Tensor) -> Tensor:
     """Bound on ||P^T s - b||_1 for s in `factors` (n,), which scale the rows r of a plan P.
 
-    For any number k it is sum_i r_i |s_i - k| + ||k c - b||_1.
+    For any number k () it is sum_i r_i |s_i - k| + ||k c - b||_1.
     """
-    return (rows * (factors - k).abs()).sum() + (k * columns - b).abs().sum()
+    k = k[..., None]
+    return (rows * (factors - k).abs()).sum(-1) + (k * columns - b).abs().sum(-1)
 
 
 def gap_at_mass_one(gap: Tensor, mass: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ DOUBLE_UNIT = 2.0**-53
 
 def hidden_mass(sums: Tensor, errors: Tensor, epsilon: Epsilon) -> Tensor:
     """One side of (2), (): of sums r (n,) and A (n,), sum_i r_i expm1(2 A_i / epsilon) / 2."""
-    return torch.where(sums > 0, sums * torch.expm1(2 * errors / epsilon), 0).sum() / 2
+    return torch.where(sums > 0, sums * torch.expm1(2 * errors / epsilon), 0).sum(-1) / 2
 
 
 def hidden_after_update(
@@ -70,9 +70,9 @@ def hidden_after_update(
     No column grows by more than the largest factor, nor all of them by more than the rows do.
     """
     before = hidden_mass(sums.columns, errors, epsilon)
-    moved = (sums.rows * (factors - 1).abs()).sum()
-    most = torch.where(sums.columns > 0, torch.expm1(2 * errors / epsilon), 0).max() / 2
-    return torch.minimum(before * factors.max(), before + moved * most)
+    moved = (sums.rows * (factors - 1).abs()).sum(-1)
+    most = torch.where(sums.columns > 0, torch.expm1(2 * errors / epsilon), 0).amax(-1) / 2
+    return torch.minimum(before * factors.amax(-1), before + moved * most)
 
 
 def share_of_costs(rounding: float, upper: Number, lowest: float) -> Number:
@@ -98,6 +98,6 @@ def outwards(
     """
     dual, upper = ends[0], max(ends)
     shares = share_of_costs(sums.cost_rounding, upper, costs.lowest)
-    additions = (len(sums.rows) + len(sums.columns) + 16) * DOUBLE_UNIT * (size + epsilon)
+    additions = (sums.rows.shape[-1] + sums.columns.shape[-1] + 16) * DOUBLE_UNIT * (size + epsilon)
     rounding = mean_error + shares + sums.relative_error * epsilon + additions
     return float(dual - rounding), float(upper + rounding)

@@ -16,14 +16,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Epsilon, Marginals, Number, Operator
+from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Number
 
 # Keeps quotients and logarithms finite where there is no mass.
 TINY = torch.finfo(torch.float64).tiny
 
 
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    """<x, y> (), over points."""
+    return (x * y).sum(-1)
+
+
 def filled_value(
-    operator: Operator,
+    operator: Certifiable,
     potentials: tuple[Tensor, Tensor],
     marginals: tuple[Tensor, Tensor],
     epsilon: Epsilon,
@@ -42,17 +47,19 @@ def filled_value(
     rows, columns = marginals
     u, v = operator.a - rows, operator.b - columns
     # Both are the same number, but for rounding.
-    missing, kept = torch.maximum(u.sum(), v.sum()), torch.minimum(rows.sum(), columns.sum())
-    filling = u @ operator.expected_costs(v / v.sum().clamp_min(TINY))
+    missing = torch.maximum(u.sum(-1), v.sum(-1))
+    kept = torch.minimum(rows.sum(-1), columns.sum(-1))
+    shares = v / v.sum(-1, keepdim=True).clamp_min(TINY)
+    filling = dot(u, operator.expected_costs(shares))
     entropy = _relative(u, operator.a) + _relative(v, operator.b)
     entropy = entropy - torch.xlogy(kept, kept) - 2 * torch.xlogy(missing, missing)
-    return _paid(rows, f).sum() + _paid(columns, g).sum() + filling + epsilon * entropy
+    return _paid(rows, f).sum(-1) + _paid(columns, g).sum(-1) + filling + epsilon * entropy
 
 
 def fitting_scale(sums: Marginals, a: Tensor, b: Tensor) -> Tensor:
     """Kappa <= 1, (), by which no row and column of a plan has more than its mass."""
     ratios = [
-        torch.where(part > 0, masses / part, torch.inf).min()
+        torch.where(part > 0, masses / part, torch.inf).amin(-1)
         for part, masses in ((sums.rows, a), (sums.columns, b))
     ]
     return (torch.minimum(ratios[0], ratios[1]) / (1 + sums.relative_error)).clamp_max(1)
@@ -74,7 +81,7 @@ class RowSums(NamedTuple):
     highest: Tensor
 
 
-def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: Epsilon) -> Tensor:
+def balanced_value(operator: Certifiable, f: Tensor, sums: RowSums, epsilon: Epsilon) -> Tensor:
     """Primal value () of the plan of f (n,) and f, balanced on its diagonal; no pass.
 
     A symmetric plan P whose row sums without the diagonal are z, in `sums`, gets the marginals a if
@@ -96,7 +103,7 @@ def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: Epsilo
     diagonal = diagonal_of(operator, f, torch.zeros_like(f), epsilon).lowest
     room = a - torch.minimum(diagonal, a) / 2
     ratios = torch.where(sums.highest > 0, room / sums.highest.clamp_min(TINY), 1)
-    kappa = ratios.min().clamp_max(1)
+    kappa = ratios.amin(-1, keepdim=True).clamp_max(1)
 
     def value(moved: Tensor) -> Tensor:
         kept = kappa * moved
@@ -105,10 +112,10 @@ def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: Epsilo
         return _paid(kept, 2 * f + epsilon * kappa.log()) + own * prices
 
     worst = torch.maximum(value(sums.lowest), value(sums.highest))
-    return torch.where(support, worst, 0).sum()
+    return torch.where(support, worst, 0).sum(-1)
 
 
-def diagonal_of(operator: Operator, f: Tensor, errors: Tensor, epsilon: Epsilon) -> RowSums:
+def diagonal_of(operator: Certifiable, f: Tensor, errors: Tensor, epsilon: Epsilon) -> RowSums:
     """The diagonal (n,) of the plan of f and f, whose costs are off by at most `errors`."""
     support = operator.a > 0
     logs = torch.where(support, 2 * operator.a.log(), 0) + (2 * f - operator.own_costs()) / epsilon
@@ -124,4 +131,4 @@ def _paid(sums: Tensor, potential: Tensor) -> Tensor:
 
 def _relative(part: Tensor, masses: Tensor) -> Tensor:
     """sum_i p_i log(p_i / a_i) of a part 0 <= p <= a."""
-    return torch.xlogy(part, part / masses.clamp_min(TINY)).sum()
+    return torch.xlogy(part, part / masses.clamp_min(TINY)).sum(-1)

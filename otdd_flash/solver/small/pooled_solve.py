@@ -9,9 +9,9 @@ is asked once: how far iterations are, and what the certificate has seen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.stored_plan import signed_plan
-from otdd_flash.operators.pooled_operator import PooledOperator
 from otdd_flash.operators.pooled_segments import PooledSegments, tables_of
+from otdd_flash.operators.pooled_term import PooledTerm
 from otdd_flash.operators.score_pool import PooledCosts, Room, ScorePool
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.term import plans
@@ -44,14 +44,14 @@ UNIT = torch.finfo(torch.float32).eps / 2
 
 
 class Inputs(NamedTuple):
-    """Views of the numbers (k,) float64 that are sent to the device for every problem.
+    """Views of the numbers (k,) float64 that are sent to the device for every batch.
 
     Attributes:
         cross: (7,) settings of the cross term, of `engine.quasi_newton_kernels`.
         own: (7,) of the self terms.
         started: (3,) 1 where a term starts from given potentials, else 0.
         weights: (3,) lambda_x, lambda_y and the number of the classes of x.
-        tables: (4, 8) int64, of `tables_of`.
+        tables: (4 B, 8) int64, of `tables_of`.
     """
 
     cross: Tensor
@@ -61,49 +61,112 @@ class Inputs(NamedTuple):
     tables: Tensor
 
     @classmethod
-    def of(cls, numbers: Tensor) -> Inputs:
-        """Of all numbers."""
-        cross, own, started, weights, tables = torch.split(numbers, [GOAL, GOAL, 3, 3, 32])
-        return cls(cross, own, started, weights, tables.view(torch.int64).view(4, 8))
+    def of(cls, numbers: Tensor, problems: int) -> Inputs:
+        """Of all numbers for B problems."""
+        parts = torch.split(numbers, [GOAL, GOAL, 3, 3, 32 * problems])
+        *settings, tables = parts
+        return cls(*settings, tables.view(torch.int64).view(-1, 8))
+
+
+class Batch(NamedTuple):
+    """B problems, on the device; one is a batch of one.
+
+    Attributes:
+        points: x (B, n, d) and y (B, m, d).
+        masses: (B, n) and (B, m), 0 where a problem has no point; None is uniform.
+        labels: (B, n) and (B, m) int64, of each side; None is one class.
+        class_totals: V_x and V_y.
+        table: W (V_x + V_y, V_x + V_y), of all problems, or None: 0.
+    """
+
+    points: tuple[Tensor, Tensor]
+    masses: tuple[Tensor | None, Tensor | None]
+    labels: tuple[Tensor | None, Tensor | None]
+    class_totals: tuple[int, int]
+    table: Tensor | None
+
+    @classmethod
+    def of_one(cls, sides: tuple[LabeledSamples, LabeledSamples], table: Tensor | None) -> Batch:
+        """A single problem."""
+        x, y = sides
+
+        def first(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part[None]
+
+        return cls(
+            (x.features[None], y.features[None]),
+            (first(x.weights), first(y.weights)),
+            (first(x.labels), first(y.labels)),
+            (x.class_total, y.class_total),
+            table,
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """N and m."""
+        x, y = self.points
+        return x.shape[1], y.shape[1]
 
 
 class TermRead(NamedTuple):
-    """What was read of a term.
+    """What was read of a term: numbers of one problem, or tensors (B,).
 
     Attributes:
         error: the marginal error that iterations ended at.
         iterations: how many there were.
-        costs: what is known of them.
         lost: mass of which errors may hide all, and for which a self term has to be lowered.
-        seen: for `conclude` or `conclude_self`, with numbers on the host.
+        costs: of `PooledCosts`.
+        numbers: of `Seen`.
     """
 
-    error: float
-    iterations: int
-    costs: PooledCosts
-    lost: float
-    seen: Seen
+    error: Any
+    iterations: Any
+    lost: Any
+    costs: Any
+    numbers: Any
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> TermRead:
+        """From all of it, in this order."""
+        error, iterations, lost, *rest = values
+        known = len(PooledCosts._fields)
+        return cls(error, iterations, lost, PooledCosts(*rest[:known]), rest[known:])
 
 
 class Read(NamedTuple):
-    """What was read of a problem.
+    """What was read of a batch.
 
     Attributes:
-        done: whether iterations are.
-        asymmetry: `ScorePool.asymmetry`.
-        terms: in the order of `PooledSolve.terms`.
+        done: whether all iterations are.
+        numbers: (B, .) float64 on the host, `ScorePool.asymmetry` and then those of every term.
+        seen: what they are of, by term.
     """
 
     done: bool
-    asymmetry: list[float]
-    terms: list[TermRead]
+    numbers: Tensor
+    seen: list[Seen]
+
+    def asymmetry(self) -> Tensor:
+        """`ScorePool.asymmetry` (B, 4)."""
+        return self.numbers[:, :4]
+
+    def terms(self, problem: int | None = None) -> list[TermRead]:
+        """In the order of `PooledSolve.terms`; of one problem, or of all."""
+        numbers = self.numbers
+        rest = list(numbers.unbind(1)) if problem is None else numbers[problem].tolist()
+        reads, first = [], 4
+        for seen in self.seen:
+            last = first + 3 + len(PooledCosts._fields) + seen.numbers.shape[-1]
+            reads.append(TermRead.of(rest[first:last]))
+            first = last
+        return reads
 
 
 class PooledSolve:
-    """Room for one problem at a time, and the recordings that solve it.
+    """Room for one batch at a time, and the recordings that solve it.
 
     Args:
-        room: for the points of one problem.
+        room: for the points of a batch.
         debias: whether there are self terms.
     """
 
@@ -113,18 +176,24 @@ class PooledSolve:
         self.pool = ScorePool(room)
         # Pinned, so that it is sent without waiting; whoever fills it has read the last result.
         pinned = device.type == "cuda"
-        self._host = torch.zeros(2 * GOAL + 6 + 32, dtype=torch.float64, pin_memory=pinned)
+        numbers = 2 * GOAL + 6 + 32 * room.problems
+        self._host = torch.zeros(numbers, dtype=torch.float64, pin_memory=pinned)
         self._sizes = (0, 0)
         self._resize((room.n, room.m))
         self._numbers = self._host.to(device)
-        self._inputs = Inputs.of(self._numbers)
+        self._inputs = Inputs.of(self._numbers, room.problems)
         self.pool.weights = self._inputs.weights
-        self._starts = torch.zeros(room.m + room.points, dtype=torch.float32, device=device)
+        self._starts = [
+            torch.zeros((room.problems, size), dtype=torch.float32, device=device)
+            for size in (room.m, room.n, room.m)
+        ]
         tables = self._inputs.tables
-        cross = PooledSegments(self.pool, (tables[:1], tables[1:2]), symmetric=False)
+        count = room.problems
+        of_cross = tables[:count], tables[count : 2 * count]
+        cross = PooledSegments(self.pool, of_cross, symmetric=False)
         self._segments = [cross]
         if debias:
-            self._segments.append(PooledSegments(self.pool, (tables[2:],), symmetric=True))
+            self._segments.append(PooledSegments(self.pool, (tables[2 * count :],), symmetric=True))
         self._rules = [
             QuasiNewtonKernels(segments, Goal(1.0, 1.0, 1.0, 0), form, _nowhere(segments))
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
@@ -136,89 +205,81 @@ class PooledSolve:
         self._replays = FIRST_REPLAYS
         self._seen: list[Seen] = []
         self._found = self._numbers[:0]
-        self._potentials = self._gradient = self._starts[:0]
+        self._potentials = self._gradient = self._starts[0]
 
     def begin(
         self,
-        sides: tuple[LabeledSamples, LabeledSamples],
-        table: Tensor | None,
+        batch: Batch,
         weights: tuple[float, float],
         goal: Goal,
         starts: Mapping[str, Tensor],
     ) -> None:
-        """Load a problem and prepare it.
+        """Load a batch and prepare it.
 
         Args:
-            sides: x and y, on the device, no more of them than there is room for.
-            table: W (V_x + V_y, V_x + V_y); None is 0.
+            batch: no more problems and points than there is room for.
             weights: lambda_x and lambda_y.
             goal: of all terms.
-            starts: column potentials to start from, by term.
+            starts: column potentials (B, .) to start from, by term.
         """
         numbers = self._host.numpy()
         settings = (*goal, UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
-        numbers[: 2 * GOAL + 6] = (*settings, *settings, *flags, *weights, sides[0].class_total)
-        self._resize((len(sides[0]), len(sides[1])))
+        numbers[: 2 * GOAL + 6] = (*settings, *settings, *flags, *weights, batch.class_totals[0])
+        self._resize(batch.sizes)
         self._numbers.copy_(self._host, non_blocking=True)
-        self._load(sides, table, starts)
+        self._load(batch, starts)
         self._beginning.run(self._prepare)
 
     def _resize(self, sizes: tuple[int, int]) -> None:
         """Say how many points there are, unless it is as many as before."""
         if sizes != self._sizes:
             cross, own = (tables_of(self.room, *sizes, symmetric=own) for own in (False, True))
-            Inputs.of(self._host).tables.copy_(torch.cat((*cross, *own)))
+            Inputs.of(self._host, self.room.problems).tables.copy_(torch.cat((*cross, *own)))
             self._sizes, self._uniform = sizes, False
 
-    def _load(
-        self,
-        sides: tuple[LabeledSamples, LabeledSamples],
-        table: Tensor | None,
-        starts: Mapping[str, Tensor],
-    ) -> None:
-        pool, offsets = self.pool, (0, self.room.n)
-        uniform = all(side.weights is None for side in sides)
+    def _load(self, batch: Batch, starts: Mapping[str, Tensor]) -> None:
+        pool, table = self.pool, batch.table
+        uniform = batch.masses == (None, None)
         if not (uniform and self._uniform):
             pool.masses.zero_()
-        for side, offset, before in zip(sides, offsets, (0, sides[0].class_total), strict=True):
-            here = slice(offset, offset + len(side))
-            pool.points[0, here].copy_(side.features)
-            if side.weights is not None:
-                pool.masses[0, here].copy_(side.weights)
+        for k, (offset, size) in enumerate(zip((0, self.room.n), batch.sizes, strict=True)):
+            here, masses, labels = slice(offset, offset + size), batch.masses[k], batch.labels[k]
+            pool.points[:, here].copy_(batch.points[k])
+            if masses is not None:
+                pool.masses[:, here].copy_(masses)
             elif not (uniform and self._uniform):
-                pool.masses[0, here] = 1 / len(side)
+                pool.masses[:, here] = 1 / size
             if table is not None:
-                labels = pool.labels[0, here]
-                labels.fill_(before) if side.labels is None else torch.add(
-                    side.labels, before, out=labels
-                )
+                before, into = k * batch.class_totals[0], pool.labels[:, here]
+                into.fill_(before) if labels is None else torch.add(labels, before, out=into)
         self._uniform = uniform
         if table is not None:
-            pool.class_distances[0, : len(table), : len(table)].copy_(table)
-        n, m = self.room.m, self.room.m + self.room.n
-        for term, first in zip(TERMS, (0, n, m), strict=True):
+            pool.class_distances[:, : len(table), : len(table)].copy_(table)
+        for term, into in zip(TERMS, self._starts, strict=True):
             if term in starts:
-                self._starts[first : first + len(starts[term])].copy_(starts[term])
+                into[:, : starts[term].shape[-1]].copy_(starts[term])
 
     def _prepare(self) -> None:
         """Scores, first potentials and first levels."""
         inputs, room, pool = self._inputs, self.room, self.pool
         pool.prepare(own=len(self.terms) > 1)
         epsilon, started = inputs.cross[0], inputs.started > 0
-        of_cross, *of_own = torch.split(self._starts, [room.m, room.n, room.m])
+        of_cross, *of_own = self._starts
         cross = self._segments[0]
-        cross.restart(torch.where(started[0], of_cross, 0))
+        cross.restart(torch.where(started[0], of_cross, 0).view(-1))
         top = torch.where(started[0], epsilon, first_level(epsilon, cross.mean_cost))
         start = Start(Levels.trying(epsilon, top), torch.zeros_like(top))
         self._rules[0].begin(inputs.cross, start)
         for own, rule in zip(self._segments[1:], self._rules[1:], strict=True):
             # As in `symmetric`.
-            squares = torch.stack([pool.masses[0, side].square().sum() for side in room.sides])
-            constants = torch.minimum(own.facts.mean, -epsilon * squares.log()) / 2
-            parts = zip(started[1:], of_own, constants.float(), strict=True)
-            own.restart(torch.cat([torch.where(*part) for part in parts]))
-            level = torch.zeros_like(constants) + epsilon
+            squares = [pool.masses[:, side].square().sum(1) for side in room.sides]
+            highest = -epsilon * torch.stack(squares, 1).log()
+            constants = torch.minimum(pool.own.mean, highest) / 2
+            firsts = constants.float()[:, :1], constants.float()[:, 1:]
+            parts = zip(started[1:], of_own, firsts, strict=True)
+            own.restart(torch.cat([torch.where(*part) for part in parts], 1).view(-1))
+            level = torch.zeros_like(constants.view(-1)) + epsilon
             rule.begin(inputs.own, Start(Levels.descending(level), torch.zeros_like(level)))
 
     def iterate(self) -> None:
@@ -234,20 +295,12 @@ class PooledSolve:
         """Certify, and ask the device."""
         self._ending.run(self._certify)
         found = self._found.cpu()
-        (active, *asymmetry), rest = found[:5].tolist(), found[5:]
-        reads = []
-        for seen in self._seen:
-            error, iterations, lost, *costs = rest[: 3 + len(PooledCosts._fields)].tolist()
-            rest = rest[3 + len(costs) :]
-            count = len(seen.numbers)
-            numbers, rest = rest[:count], rest[count:]
-            facts = PooledCosts(*costs)
-            found_of = TermRead(error, int(iterations), facts, lost, seen._replace(numbers=numbers))
-            reads.append(found_of)
-        most = max(read.iterations for read in reads)
+        done = not found[0]
+        read = Read(done, found[1:].view(self.room.problems, -1), self._seen)
+        most = max(int(term.iterations.max()) for term in read.terms())
         # A replay in which nothing is active takes less time than to certify in vain.
-        self._replays = 1 if active else -(-most // STEPS) + 1
-        return Read(not active, asymmetry, reads)
+        self._replays = -(-most // STEPS) + 1 if done else 1
+        return read
 
     def _certify(self) -> None:
         """Everything that `read` reads, and the potentials that are certified."""
@@ -256,36 +309,38 @@ class PooledSolve:
             self._certify_cross,
             *(partial(self._certify_own, term) for term in self.terms[1:]),
         )
-        seen, lost = zip(of_cross, *rest, strict=True)
-        facts = [torch.stack(segments.facts, 1) for segments in self._segments]
-        terms = [rule.terms[:, 3::2] for rule in self._rules]
-        heads = torch.cat((torch.cat(terms), torch.stack(lost)[:, None], torch.cat(facts)), 1)
+        found = [self.pool.asymmetry]
+        for k, (seen, lost) in enumerate((of_cross, *rest)):
+            # Self terms of x and y are segments in turn.
+            segments, rule = self._segments[min(k, 1)], self._rules[min(k, 1)]
+            mine = slice(None) if k == 0 else slice(k - 1, None, 2)
+            facts = torch.stack(segments.facts, 1)[mine]
+            found += [rule.terms[mine, 3::2], lost[:, None], facts, seen.numbers]
         active = torch.cat([rule.active for rule in self._rules]).any().double()
-        found = [active[None], self.pool.asymmetry[0]]
-        for head, each in zip(heads, seen, strict=True):
-            found += [head, each.numbers]
-        potentials = [seen[0].f, *(each.g for each in seen)]
-        self._seen = list(seen)
-        self._found, self._potentials = torch.cat(found), torch.cat(potentials)
+        self._seen = [seen for seen, _ in (of_cross, *rest)]
+        self._found = torch.cat((active[None], torch.cat(found, 1).view(-1)))
+        self._potentials = torch.cat([self._seen[0].f, *(seen.g for seen in self._seen)], 1)
 
     def _certify_cross(self) -> tuple[Seen, Tensor]:
-        cross, epsilon = self._segments[0], self._inputs.cross[0]
-        vectors = cross.vectors
-        known = vectors.rows, vectors.columns.kept, cross.updated
-        seen = see_cross(PooledOperator(self.pool, "xy"), *known, epsilon)
-        return seen, torch.zeros_like(epsilon)
+        cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
+        known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated
+        f, g, updated = (part.view(room.problems, -1) for part in known)
+        seen = see_cross(PooledTerm(self.pool, "xy"), f, g, updated, epsilon)
+        return seen, torch.zeros_like(cross.mean_cost)
 
     def _certify_own(self, term: str) -> tuple[Seen, Tensor]:
-        own, epsilon = self._segments[1], self._inputs.cross[0]
-        side = self.room.sides[TERMS.index(term) - 1]
-        f = (own.vectors.columns.kept[side] + own.updated[side]) / 2
-        operator = PooledOperator(self.pool, term)
-        plan = plans.evaluate_self(operator, f.double(), epsilon, accurate=True)
+        own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room
+        side = room.sides[TERMS.index(term) - 1]
+        both = own.vectors.columns.kept, own.updated
+        kept, updated = (part.view(room.problems, -1)[:, side] for part in both)
+        operator = PooledTerm(self.pool, term)
+        f = ((kept + updated) / 2).double()
+        plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
         lost = plans.find_lost(plan, (operator.a, operator.a), epsilon)
         return see_self(operator, plan, lost, epsilon), lost.hidden
 
     def gradient(self) -> Tensor:
-        """Of the divergence by all points (L, d), float32, at the potentials of `potentials`.
+        """Of the divergences by all points (B, L, d), float32, at the potentials that were read.
 
             d/dz_i = 2 lambda_x sum_j Q_ij (z_i - z_j)
 
@@ -295,31 +350,26 @@ class PooledSolve:
         return self._gradient.clone()
 
     def _pull(self) -> None:
-        pool, room = self.pool, self.room
-        epsilon, (f, g, *own) = self._inputs.cross[0], self._parts(self._potentials)
-        points = (pool.points[0].double() - pool.centre[0]).float()
+        pool, room, epsilon = self.pool, self.room, self._inputs.cross[0]
+        cross = self._potentials[:, : room.points].contiguous()
+        own = self._potentials[:, room.points :].contiguous() if len(self.terms) > 1 else None
+        points = (pool.points.double() - pool.centre).float()
         # What rows of Q sum to, with the same rounding as their products.
-        columns = torch.cat((points, torch.ones_like(points[:, :1])), 1)
-        potentials = torch.cat((f, g)), torch.cat(own) if own else None
-        height, found = max(1, ENTRIES // room.points), []
+        columns = torch.cat((points, torch.ones_like(points[..., :1])), 2)
+        height, found = max(1, ENTRIES // (room.problems * room.points)), []
         for first in range(0, room.points, height):
             rows = slice(first, min(first + height, room.points))
-            scores, masses = pool.scores[0], pool.masses[0]
-            plan = signed_plan(scores, *potentials, masses, epsilon, rows, room.n)
+            plan = signed_plan(pool.scores, cross, own, pool.masses, epsilon, rows, room.n)
             images = plan @ columns
-            found.append(points[rows] * images[:, -1:] - images[:, :-1])
-        self._gradient = torch.cat(found) * (2 * pool.lambda_x).float()
+            found.append(points[:, rows] * images[..., -1:] - images[..., :-1])
+        self._gradient = torch.cat(found, 1) * (2 * pool.lambda_x).float()
 
     def potentials(self, sizes: tuple[int, int]) -> list[Tensor]:
-        """Copies of f (n,) and g (m,) of the cross term, then f of both self terms."""
-        parts = self._parts(self._potentials.clone())
+        """Copies of f (n,) and g (m,) of the first cross term, then f of both self terms."""
+        rooms = [self.room.n, self.room.m] * (1 if len(self.terms) == 1 else 2)
+        parts = torch.split(self._potentials[0].clone(), rooms)
         lengths = sizes * (len(parts) // 2)
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
-
-    def _parts(self, potentials: Tensor) -> tuple[Tensor, ...]:
-        """Those of x and of y in turn."""
-        rooms = [self.room.n, self.room.m]
-        return torch.split(potentials, rooms * (1 if len(self.terms) == 1 else 2))
 
 
 def _repeat(rule: QuasiNewtonKernels) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from operator import gt
 
 import torch
 from torch import Tensor
@@ -13,14 +12,14 @@ from otdd_flash.kernels.adder import UNIT
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.build import uses_triton
 from otdd_flash.operators.memory import UNASKED, free_memory
-from otdd_flash.operators.pooled_operator import PooledOperator
+from otdd_flash.operators.pooled_term import single_operator
 from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.class_blocks import ROUNDING
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.kept_solves import is_kept, kept
-from otdd_flash.solver.small.pooled_solve import TERMS, TermRead
-from otdd_flash.solver.term.certificate import conclude, conclude_self, shows_rounding
+from otdd_flash.solver.small.pooled_solve import TERMS, Batch, TermRead
+from otdd_flash.solver.term.certificate import Seen, conclude, conclude_self, shows_rounding
 from otdd_flash.solver.term.iteration import AIM
 from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
@@ -34,8 +33,7 @@ FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
 
 def facts_of(read: TermRead) -> CostFacts:
     """What was read of the costs of a term."""
-    mean, lowest, highest = map(float, read.costs)
-    facts = CostFacts(torch.float32, mean, lowest, highest, error=0.0)
+    facts = CostFacts(torch.float32, *read.costs, 0.0)
     # Nearly all of it is the rounding of what is stored.
     return facts._replace(error=UNIT * (1 + 2.0**-8) * facts.magnitude)
 
@@ -111,11 +109,13 @@ def solve_small(
     # A certificate finds a little more than the iterations: it lowers g for rounding.
     goal = goal_of(options, epsilon, AIM)
     with kept(room_for(request, table), debias) as solve:
-        solve.begin((x, y), table, weights, goal, start or {})
+        batch = Batch.of_one((x, y), table)
+        solve.begin(batch, weights, goal, {name: g[None] for name, g in (start or {}).items()})
         done = False
         while not done:
             solve.iterate()
-            done, asymmetry, reads = solve.read()
+            found = solve.read()
+            done, reads = found.done, found.terms(0)
             for name, read in zip(TERMS, reads, strict=False):
                 # As before a single term: most hopeless tolerances show by the costs alone.
                 costs = facts_of(read)
@@ -124,27 +124,29 @@ def solve_small(
                 floor = rounding_floor(costs, 0.0, epsilon)
                 reachable_tolerance(options, floor, epsilon, costs.dtype)
                 if progress is not None:
-                    progress(name, read.iterations, read.error)
+                    progress(name, int(read.iterations), read.error)
             # Costs that are not finite end nowhere.
             done |= any(math.isnan(read.error) for read in reads)
-        if debias and any(map(gt, asymmetry[:2], (ROUNDING * most for most in asymmetry[2:]))):
+        apart, largest = found.asymmetry()[0].view(2, 2)
+        if debias and bool((apart > ROUNDING * largest).any()):
             return None
         sizes = len(x), len(y)
         f, *others = solve.potentials(sizes)
         terms: dict[str, TransportTerm] = {}
-        for name, read, g in zip(TERMS, reads, others, strict=False):
-            term = _concluded(name, read, (f if name == "xy" else g, g), epsilon, options)
+        for name, read, seen, g in zip(TERMS, reads, found.seen, others, strict=False):
+            seen = seen._replace(f=f if name == "xy" else g, g=g)
+            term = _concluded(name, read, seen, epsilon, options)
             if term is None:
                 return None
             terms[name] = term
         if pulled is not None:
             first = solve.room.n
-            gradient = solve.gradient()
+            (gradient,) = solve.gradient()
             pulled(gradient[: len(x)], gradient[first : first + len(y)])
         elif solved is not None:
             for name in ("xx", "yy", "xy") if debias else ("xy",):
                 costs = facts_of(reads[TERMS.index(name)])
-                operator = PooledOperator(solve.pool, name, sizes, costs)
+                operator = single_operator(solve.pool, name, sizes, costs)
                 solved(name, operator, terms[name])
     return terms
 
@@ -152,18 +154,16 @@ def solve_small(
 def _concluded(
     name: str,
     read: TermRead,
-    potentials: tuple[Tensor, Tensor],
+    seen: Seen,
     epsilon: float,
     options: Converged,
 ) -> TransportTerm | None:
     """The term, or None where iterations should go on."""
-    f, g = potentials
-    costs = facts_of(read)
-    seen = read.seen._replace(f=f, g=g)
-    if name == "xy" and shows_rounding(costs, seen, epsilon):
+    costs, numbers = facts_of(read), read.numbers
+    if name == "xy" and shows_rounding(costs, numbers, epsilon):
         return None
-    certificate = (conclude if name == "xy" else conclude_self)(costs, seen, epsilon)
-    size = float(seen.numbers[10 if name == "xy" else 6])
+    certificate = (conclude if name == "xy" else conclude_self)(costs, seen, numbers, epsilon)
+    size = numbers[10 if name == "xy" else 6]
     floor = rounding_floor(costs, size, epsilon)
     tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
     exhausted = read.iterations >= options.max_iterations - 1
@@ -171,7 +171,7 @@ def _concluded(
         return None
     # Of a cross term that had come to its end the last iteration has taken the certificate's.
     settled = name == "xy" and not (exhausted and certificate.marginal_error > tolerance)
-    iterations = read.iterations + (not settled)
+    iterations = int(read.iterations) + (not settled)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,

@@ -8,6 +8,7 @@ mass 1. A self term's plan is given mass 1 by a constant, and balanced on its di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from otdd_flash.engine.evidence import oscillation, primal
 from otdd_flash.engine.evidence.dual import dual_value
 from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, hidden_mass, outwards
-from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Operator
+from otdd_flash.engine.evidence.primal import dot
+from otdd_flash.operators.base import Certifiable, CostFacts, Epsilon, Marginals, Operator
 from otdd_flash.solver.term import plans
 
 # By how many units in its last place a column potential is lowered, so that roundings of the
@@ -66,14 +68,15 @@ def certify(
         updated = operator.softmin_columns(f, epsilon, g)
     if not polished:
         seen = see_cross(operator, f, g, updated, epsilon)
-        if not shows_rounding(operator.costs, seen, epsilon):
-            return conclude(operator.costs, seen, epsilon)
+        numbers = seen.numbers.tolist()
+        if not shows_rounding(operator.costs, numbers, epsilon):
+            return conclude(operator.costs, seen, numbers, epsilon)
     seen = see_cross(operator, f, g, updated, epsilon, polished=True, accurate=polished)
-    return conclude(operator.costs, seen, epsilon)
+    return conclude(operator.costs, seen, seen.numbers.tolist(), epsilon)
 
 
 def see_cross(
-    operator: Operator,
+    operator: Certifiable,
     f: Tensor,
     g: Tensor,
     updated: Tensor,
@@ -90,13 +93,12 @@ def see_cross(
     return _seen(operator, plan, lost, epsilon)
 
 
-def shows_rounding(costs: CostFacts, seen: Seen, epsilon: float) -> bool:
-    """Whether the rounding of the updates shows in what a plan proves; the host reads the device.
+def shows_rounding(costs: CostFacts, numbers: Sequence[float], epsilon: float) -> bool:
+    """Whether the rounding of the updates shows in what a plan proves, from its `Seen.numbers`.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    numbers: list[float] = seen.numbers.tolist()
     kappa, mass, hidden = numbers[:3]
     plans.check_mass(costs, mass, epsilon)
     unit = torch.finfo(costs.dtype).eps / 2
@@ -104,7 +106,7 @@ def shows_rounding(costs: CostFacts, seen: Seen, epsilon: float) -> bool:
 
 
 def _lowered(
-    operator: Operator,
+    operator: Certifiable,
     f: Tensor,
     g: Tensor,
     updated: Tensor,
@@ -123,7 +125,7 @@ def _lowered(
 
 
 def _polished(
-    operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon, *, accurate: bool
+    operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon, *, accurate: bool
 ) -> plans.Plan:
     """Both updates once more, by exact sums.
 
@@ -156,7 +158,7 @@ class Seen(NamedTuple):
     passes: int
 
 
-def _seen(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon) -> Seen:
+def _seen(operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon) -> Seen:
     """Of the plan of a cross term, after a row update of all rows but the lost ones."""
     a, b, sums, g = operator.a, operator.b, plan.sums, plan.g
     factors = plans.row_factors(operator, plan, lost)
@@ -166,39 +168,38 @@ def _seen(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsil
     row_errors = torch.where(lost.rows, 0, of_rows) + (f - returned[0]).abs()
     column_errors = torch.where(lost.columns, 0, plan.column_errors) + (g - returned[1]).abs()
     hidden = hidden_mass(rows, row_errors, epsilon) + lost.hidden
-    kappa, total = primal.fitting_scale(sums, a, b), sums.rows.sum()
+    kappa, total = primal.fitting_scale(sums, a, b), sums.rows.sum(-1)
     scales = torch.ones_like(total), torch.where(total >= plans.SCALABLE * sums.lost, 1 / total, 1)
     gaps = [oscillation.updated_gap(sums.rows, sums.columns, factors, b, k) for k in scales]
-    scaled = (plan.f + epsilon * kappa.log(), g), (kappa * sums.rows, kappa * sums.columns)
+    scale = kappa[..., None]
+    scaled = (plan.f + epsilon * scale.log(), g), (scale * sums.rows, scale * sums.columns)
     held = _where_mass(f, a), _where_mass(g, b)
     cost_errors = _where_mass(sums.row_errors, a), _where_mass(sums.column_errors, b)
     numbers = (
         kappa,
-        sums.columns.sum(),
+        sums.columns.sum(-1),
         lost.hidden,
         torch.minimum(*gaps),
-        torch.where(factors == 1, (rows - a).abs(), 0).sum(),
+        torch.where(factors == 1, (rows - a).abs(), 0).sum(-1),
         hidden + hidden_after_update(sums, factors, column_errors, epsilon),
-        dual_value(a @ held[0] + b @ held[1], rows.sum(), epsilon),
+        dual_value(dot(a, held[0]) + dot(b, held[1]), rows.sum(-1), epsilon),
         oscillation.swing(g, b > 0),
         oscillation.swing(f, a > 0),
         primal.filled_value(operator, *scaled, epsilon),
-        a @ held[0].abs() + b @ held[1].abs(),
-        a @ cost_errors[0] + b @ cost_errors[1],
-        cost_errors[0].max() + cost_errors[1].max(),
+        dot(a, held[0].abs()) + dot(b, held[1].abs()),
+        dot(a, cost_errors[0]) + dot(b, cost_errors[1]),
+        cost_errors[0].amax(-1) + cost_errors[1].amax(-1),
     )
-    return Seen(*returned, torch.stack(numbers), sums, plan.passes)
+    return Seen(*returned, torch.stack(numbers, -1), sums, plan.passes)
 
 
-def conclude(costs: CostFacts, seen: Seen, epsilon: float) -> Certificate:
-    """What the plan of a cross term proves; the host reads the device once.
+def conclude(costs: CostFacts, seen: Seen, numbers: Sequence[float], epsilon: float) -> Certificate:
+    """What the plan of a cross term proves, with what was read of `Seen.numbers`.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    gap, row_gap, noise, dual, swing, row_swing, filled, size, mean_error, largest = (
-        seen.numbers.tolist()[3:]
-    )
+    gap, row_gap, noise, dual, swing, row_swing, filled, size, mean_error, largest = numbers[3:]
     plans.check_mass(costs, dual, epsilon)
     sums, relative = seen.sums, seen.sums.relative_error
     spread = oscillation.perturbed_spread(costs, sums, largest)
@@ -213,7 +214,7 @@ def conclude(costs: CostFacts, seen: Seen, epsilon: float) -> Certificate:
 
 
 def certify_self(
-    operator: Operator, f: Tensor, epsilon: float, *, accurate: bool = False
+    operator: Certifiable, f: Tensor, epsilon: float, *, accurate: bool = False
 ) -> Certificate:
     """The plan of one potential f (n,) between a cloud and itself: one pass.
 
@@ -228,10 +229,11 @@ def certify_self(
     if bool(lost.hidden > 0):
         low = plans.lowered(plan.f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
         plan = plans.evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
-    return conclude_self(operator.costs, see_self(operator, plan, lost, epsilon), epsilon)
+    seen = see_self(operator, plan, lost, epsilon)
+    return conclude_self(operator.costs, seen, seen.numbers.tolist(), epsilon)
 
 
-def see_self(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon) -> Seen:
+def see_self(operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon) -> Seen:
     """Of the plan of one potential, of mass 1."""
     a, sums, f, rows = operator.a, plan.sums, plan.f, plan.sums.rows
     returned, relative = f.to(operator.costs.dtype), sums.relative_error
@@ -244,26 +246,28 @@ def see_self(operator: Operator, plan: plans.Plan, lost: plans.Lost, epsilon: Ep
     )
     held, cost_errors = _where_mass(f, a), _where_mass(sums.row_errors, a)
     numbers = (
-        (rows - a).abs().sum(),
-        rows.sum(),
+        (rows - a).abs().sum(-1),
+        rows.sum(-1),
         2 * hidden_mass(rows, errors, epsilon) + lost.hidden,
-        dual_value(2 * (a @ held), rows.sum(), epsilon),
+        dual_value(2 * dot(a, held), rows.sum(-1), epsilon),
         oscillation.swing(f, a > 0),
         primal.balanced_value(operator, f, outside, epsilon),
-        2 * (a @ held.abs()),
-        2 * (a @ cost_errors),
-        2 * cost_errors.max(),
+        2 * dot(a, held.abs()),
+        2 * dot(a, cost_errors),
+        2 * cost_errors.amax(-1),
     )
-    return Seen(returned, returned, torch.stack(numbers), sums, plan.passes)
+    return Seen(returned, returned, torch.stack(numbers, -1), sums, plan.passes)
 
 
-def conclude_self(costs: CostFacts, seen: Seen, epsilon: float) -> Certificate:
-    """What the plan of one potential proves; the host reads the device once.
+def conclude_self(
+    costs: CostFacts, seen: Seen, numbers: Sequence[float], epsilon: float
+) -> Certificate:
+    """What the plan of one potential proves, likewise.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    gap, mass, noise, dual, swing, upper, size, mean_error, largest = seen.numbers.tolist()
+    gap, mass, noise, dual, swing, upper, size, mean_error, largest = numbers
     plans.check_mass(costs, dual, epsilon)
     sums, relative = seen.sums, seen.sums.relative_error
     spread = oscillation.perturbed_spread(costs, sums, largest)

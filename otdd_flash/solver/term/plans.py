@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Operator
+from otdd_flash.engine.evidence.primal import dot
+from otdd_flash.operators.base import Certifiable, CostFacts, Epsilon, Marginals
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
 
 # A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
@@ -41,14 +42,16 @@ def check_mass(costs: CostFacts, mass: float, epsilon: float) -> None:
         )
 
 
-def evaluate(operator: Operator, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
+def evaluate(
+    operator: Certifiable, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool
+) -> Plan:
     """Evaluate the plan of f (n,) and g (m,), float64."""
     sums = operator.marginals(f, g, epsilon, accurate=accurate)
     row_errors = errors_of_rows(operator, sums, f, sums.rows, epsilon)
     return Plan(f, g, sums, row_errors, _errors_of_columns(operator, sums, g, epsilon))
 
 
-def evaluate_self(operator: Operator, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
+def evaluate_self(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
     """The plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
 
     It keeps its mass if that is so small that all of it may be lost.
@@ -56,7 +59,7 @@ def evaluate_self(operator: Operator, f: Tensor, epsilon: Epsilon, *, accurate: 
     plan = evaluate(operator, f, f, epsilon, accurate=accurate)
     sums = plan.sums
     rows = (sums.rows + sums.columns) / 2
-    total = rows.sum()
+    total = rows.sum(-1, keepdim=True)
     total = torch.where(total >= SCALABLE * sums.lost, total, 1)
     f, rows = f - epsilon / 2 * total.log(), rows / total
     of_rows = errors_of_rows(operator, sums, f, rows, epsilon)
@@ -68,7 +71,7 @@ def evaluate_self(operator: Operator, f: Tensor, epsilon: Epsilon, *, accurate: 
 
 
 def errors_of_rows(
-    operator: Operator, sums: Marginals, f: Tensor, rows: Tensor, epsilon: Epsilon
+    operator: Certifiable, sums: Marginals, f: Tensor, rows: Tensor, epsilon: Epsilon
 ) -> Tensor:
     """A (n,) of a plan with row sums `rows` (n,), whose entries are those of f (n,).
 
@@ -81,7 +84,9 @@ def errors_of_rows(
     return sums.row_errors + sums.cost_rounding * (f.abs() + epsilon * above)
 
 
-def _errors_of_columns(operator: Operator, sums: Marginals, g: Tensor, epsilon: Epsilon) -> Tensor:
+def _errors_of_columns(
+    operator: Certifiable, sums: Marginals, g: Tensor, epsilon: Epsilon
+) -> Tensor:
     """B (m,) likewise."""
     if not sums.cost_rounding:
         return sums.column_errors
@@ -104,10 +109,11 @@ def find_lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: Epsilon) -> Lo
     """The points with mass and 2 A_i > epsilon."""
     rows = (masses[0] > 0) & (plan.row_errors > epsilon / 2)
     columns = (masses[1] > 0) & (plan.column_errors > epsilon / 2)
-    return Lost(rows, columns, masses[0] @ rows.double() + masses[1] @ columns.double())
+    hidden = dot(masses[0], rows.double()) + dot(masses[1], columns.double())
+    return Lost(rows, columns, hidden)
 
 
-def row_factors(operator: Operator, plan: Plan, lost: Lost) -> Tensor:
+def row_factors(operator: Certifiable, plan: Plan, lost: Lost) -> Tensor:
     """Of the row update, a / r (n,), and 1 for lost rows and those of whose sum all may be lost."""
     a, rows = operator.a, plan.sums.rows
     scaled = (a > 0) & (rows >= SCALABLE * plan.sums.lost * a) & ~lost.rows
