@@ -63,9 +63,9 @@ class Inputs(NamedTuple):
     @classmethod
     def of(cls, numbers: Tensor, problems: int) -> Inputs:
         """Of all numbers for B problems."""
-        parts = torch.split(numbers, [GOAL, GOAL, 3, 3, 32 * problems])
-        *settings, tables = parts
-        return cls(*settings, tables.view(torch.int64).view(-1, 8))
+        parts = [GOAL, GOAL, 3, 3, 32 * problems]
+        cross, own, started, weights, tables = torch.split(numbers, parts)
+        return cls(cross, own, started, weights, tables.view(torch.int64).view(-1, 8))
 
 
 class Batch(NamedTuple):

@@ -33,7 +33,8 @@ FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
 
 def facts_of(read: TermRead) -> CostFacts:
     """What was read of the costs of a term."""
-    facts = CostFacts(torch.float32, *read.costs, 0.0)
+    mean, lowest, highest = read.costs
+    facts = CostFacts(torch.float32, mean, lowest, highest, error=0.0)
     # Nearly all of it is the rounding of what is stored.
     return facts._replace(error=UNIT * (1 + 2.0**-8) * facts.magnitude)
 
