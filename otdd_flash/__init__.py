@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
     from otdd_flash.solver.loss import sinkhorn_loss
+    from otdd_flash.solver.losses import sinkhorn_losses
     from otdd_flash.solver.schedules.converged import Converged
     from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
@@ -87,6 +88,7 @@ __all__ = [
     "sinkhorn",
     "sinkhorn_divergence",
     "sinkhorn_loss",
+    "sinkhorn_losses",
     "subsample_interval",
 ]
 
@@ -122,6 +124,7 @@ _HOMES = {
     "sinkhorn": "otdd_flash.solver.clouds",
     "sinkhorn_divergence": "otdd_flash.solver.clouds",
     "sinkhorn_loss": "otdd_flash.solver.loss",
+    "sinkhorn_losses": "otdd_flash.solver.losses",
     "subsample_interval": "otdd_flash.sampling",
 }
 _MODULES = ("extractors", "labels")

@@ -30,6 +30,7 @@ from otdd_flash.checks import (
     refused,
     sequence,
     tensor,
+    tensors,
     text,
 )
 from otdd_flash.errors import InputError
@@ -271,6 +272,15 @@ SINKHORN_LOSS: Declaration = {
     "debias": flag,
     "start": start,
     "compute": optional(compute),
+}
+SINKHORN_LOSSES: Declaration = {
+    **{name: check for name, check in SINKHORN_LOSS.items() if name != "start"},
+    "x": tensors("(n, d)"),
+    "y": tensors("(m, d)"),
+    "a": optional(tensors("(n,)")),
+    "b": optional(tensors("(m,)")),
+    "labels_x": optional(tensors("(n,)")),
+    "labels_y": optional(tensors("(m,)")),
 }
 
 LOAD: Declaration = {

@@ -203,6 +203,19 @@ def tensor(shape: str) -> Check:
     return instance(f"be a tensor {shape}", "torch.Tensor")
 
 
+def tensors(shape: str) -> Check:
+    """Some tensors of one kind, or one that holds them along its first dimension."""
+    accepted = f"be a list of tensors {shape}, or one with a dimension more"
+
+    def check(name: str, value: Any) -> Any:
+        given = value if isinstance(value, list | tuple) else [value]
+        if not all(is_a(one, "torch.Tensor") for one in given):
+            raise refused(name, accepted, value)
+        return value
+
+    return check
+
+
 def instance(accepted: str, *kinds: str) -> Check:
     """An object of one of some classes, named as `package.module.Class` where they are defined."""
 

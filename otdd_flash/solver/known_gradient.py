@@ -13,8 +13,9 @@ from otdd_flash.errors import InputError
 class KnownGradient(torch.autograd.Function):
     """A value whose derivatives are known already: backward only scales them.
 
-    `KnownGradient.apply(value, gradients, *inputs)` is a copy of the 0-dim `value` whose derivative
-    by `inputs[k]` is `gradients[k]`, of the same shape. Differentiable once.
+    `KnownGradient.apply(value, gradients, *inputs)` is a copy of `value` whose derivative by
+    `inputs[k]` is `gradients[k]`, of the same shape. A value of shape (B,) is B values, each of the
+    inputs at its place of the first dimension alone. Differentiable once.
     """
 
     @staticmethod
@@ -30,7 +31,7 @@ class KnownGradient(torch.autograd.Function):
         """Scale times each gradient."""
         # Scaled first: gradients in a half type may be too small without the loss scale.
         scaled = [
-            (scale.detach().to(gradient.device, gradient.dtype) * gradient).to(given)
+            (_spread(scale.detach(), gradient) * gradient).to(given)
             for gradient, given in zip(ctx.saved_tensors, ctx.inputs, strict=True)
         ]
         # Of create_graph=True.
@@ -38,6 +39,12 @@ class KnownGradient(torch.autograd.Function):
             ties = scale, *ctx.inputs
             scaled = [cast(Tensor, OnceDifferentiable.apply(part, *ties)) for part in scaled]
         return None, None, *scaled
+
+
+def _spread(scale: Tensor, gradient: Tensor) -> Tensor:
+    """A scale () or (B,) over all dimensions of a gradient."""
+    ones = (1,) * (gradient.ndim - scale.ndim)
+    return scale.to(gradient.device, gradient.dtype).reshape((*scale.shape, *ones))
 
 
 class OnceDifferentiable(torch.autograd.Function):

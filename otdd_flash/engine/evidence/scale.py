@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.segments import Costs
-from otdd_flash.operators.base import CostFacts, Operator
+from otdd_flash.operators.base import CostFacts, Number, Operator
 
 
 def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
@@ -19,13 +19,13 @@ def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
     return operator.a @ f.abs().double() + operator.b @ g.abs().double()
 
 
-def hidden_error(costs: CostFacts, size: float, epsilon: float) -> float:
+def hidden_error(costs: CostFacts, size: Number, epsilon: float) -> Number:
     """What a certificate will call hidden, with m = `magnitude` of the potentials in `size`."""
     unit = torch.finfo(costs.dtype).eps / 2
     return (costs.error + unit * size) / epsilon + unit
 
 
-def rounding_floor(costs: CostFacts, size: float, epsilon: float) -> float:
+def rounding_floor(costs: CostFacts, size: Number, epsilon: float) -> Number:
     """Marginal error that rounding causes: what is hidden, and what half-steps cannot mend.
 
     Their exponents are of the size of a cost, in the type of the potentials.

@@ -101,9 +101,17 @@ class Batch(NamedTuple):
             table,
         )
 
+    def part(self, problems: slice) -> Batch:
+        """Some of the problems."""
+
+        def of(given: tuple[Tensor | None, Tensor | None]) -> Any:
+            return tuple(None if side is None else side[problems] for side in given)
+
+        return self._replace(points=of(self.points), masses=of(self.masses), labels=of(self.labels))
+
     @property
     def sizes(self) -> tuple[int, int]:
-        """N and m."""
+        """Points of a problem on both sides, n and m."""
         x, y = self.points
         return x.shape[1], y.shape[1]
 

@@ -9,7 +9,7 @@ mass 1. A self term's plan is given mass 1 by a constant, and balanced on its di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,25 @@ def see_cross(
     return _seen(operator, plan, lost, epsilon)
 
 
+def hides_little(
+    numbers: Tensor, sums: Marginals, unit: float, *, cross: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of B terms, from their `Seen.numbers` (B, .): values, marginal errors, whether they hold.
+
+    They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
+    potentials, shows, or the mass overflows.
+    """
+    if cross:
+        kappa, mass, lost, gap, row_gap, noise, value = numbers[:, :7].unbind(1)
+        fine = ~_shows_rounding(kappa, mass, lost, unit)
+        gap = torch.maximum(gap, row_gap)
+    else:
+        gap, mass, noise, value = numbers[:, :4].unbind(1)
+        fine = torch.ones_like(mass, dtype=torch.bool)
+    error = gap + noise + 2 * sums.relative_error
+    return value, error, fine & mass.isfinite() & value.isfinite()
+
+
 def shows_rounding(costs: CostFacts, numbers: Sequence[float], epsilon: float) -> bool:
     """Whether the rounding of the updates shows in what a plan proves, from its `Seen.numbers`.
 
@@ -102,7 +121,11 @@ def shows_rounding(costs: CostFacts, numbers: Sequence[float], epsilon: float) -
     kappa, mass, hidden = numbers[:3]
     plans.check_mass(costs, mass, epsilon)
     unit = torch.finfo(costs.dtype).eps / 2
-    return hidden > 0 or 1 - kappa > MOST_SCALED * (1 - mass) + SCALED_UNITS * unit
+    return bool(_shows_rounding(kappa, mass, hidden, unit))
+
+
+def _shows_rounding(kappa: Any, mass: Any, hidden: Any, unit: float) -> Any:
+    return (hidden > 0) | (1 - kappa > MOST_SCALED * (1 - mass) + SCALED_UNITS * unit)
 
 
 def _lowered(

@@ -1,0 +1,208 @@
+"""Sinkhorn divergences of many pairs of clouds as one differentiable tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from otdd_flash import arguments
+from otdd_flash.checks import takes
+from otdd_flash.errors import InputError, prefixed
+from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
+from otdd_flash.operators.score_pool import Room
+from otdd_flash.solver.known_gradient import KnownGradient
+from otdd_flash.solver.loss import MASS_TOLERANCE, sinkhorn_loss
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.small.batches import solve_batch
+from otdd_flash.solver.small.pooled_solve import Batch
+from otdd_flash.solver.small.route import pays
+
+Clouds = Tensor | Sequence[Tensor]
+
+
+@takes(arguments.SINKHORN_LOSSES)
+def sinkhorn_losses(
+    x: Clouds,
+    y: Clouds,
+    a: Clouds | None = None,
+    b: Clouds | None = None,
+    *,
+    epsilon: float,
+    labels_x: Clouds | None = None,
+    labels_y: Clouds | None = None,
+    class_table: Tensor | None = None,
+    class_totals: tuple[int, int] | None = None,
+    lambda_x: float | Tensor = 0.5,
+    lambda_y: float | Tensor = 0.5,
+    ground: str = "sqeuclidean",
+    debias: bool = True,
+    options: Schedule | None = None,
+    compute: Compute | None = None,
+) -> Tensor:
+    """The `sinkhorn_loss` of B pairs of clouds, (B,), for autograd.
+
+    On a GPU small pairs are solved side by side, one launch a step for all of them, where only
+    points need a gradient; elsewhere, and where a pair needs more, one after the other. All numbers
+    are converged and proved alike.
+
+    Args:
+        x: B clouds, tensors (n_k, d) or one tensor (B, n, d).
+        y: B clouds (m_k, d), likewise.
+        a: their masses, B tensors (n_k,) or one (B, n); uniform by default.
+        b: likewise.
+        epsilon: regularisation of all of them, in units of the cost.
+        labels_x: class indices, B tensors (n_k,) or one (B, n).
+        labels_y: likewise.
+        class_table: W (V_x + V_y, V_x + V_y), of all of them, as in `sinkhorn_loss`.
+        class_totals: (V_x, V_y), needed with labels unless the table has two equal sides.
+        lambda_x: weight of ||x_i - y_j||^2, or of what `ground` says.
+        lambda_y: weight of W.
+        ground: `sqeuclidean`, `cosine` or `inner`.
+        debias: False leaves self terms out.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
+        compute: where and how passes run, as in `sinkhorn_loss`.
+
+    Returns:
+        (B,) tensor in units of the cost.
+
+    Raises:
+        InputError: as `sinkhorn_loss`, with the place of the pair; or another number of clouds,
+            masses or labels on one side than on the other.
+        ConvergenceError: `options.require_convergence` is set and a term stopped early.
+    """
+    count = len(x)
+    sides: dict[str, Clouds | None] = {
+        **{"y": y, "a": a, "b": b, "labels_x": labels_x, "labels_y": labels_y}
+    }
+    for name, parts in sides.items():
+        if parts is not None and len(parts) != count:
+            raise InputError(f"x holds {count} clouds and {name} is for {len(parts)}")
+    if class_table is not None and class_totals is None:
+        class_totals = len(class_table) // 2, len(class_table) // 2
+
+    def one(k: int) -> Tensor:
+        parts: dict[str, Any] = {
+            name: None if part is None else part[k] for name, part in sides.items()
+        }
+        try:
+            return sinkhorn_loss(
+                x[k],
+                **parts,
+                epsilon=epsilon,
+                class_table=class_table,
+                class_totals=class_totals,
+                lambda_x=lambda_x,
+                lambda_y=lambda_y,
+                ground=ground,
+                debias=debias,
+                options=options,
+                compute=compute,
+            )
+        except InputError as error:
+            raise prefixed(f"pair {k}", error) from error
+
+    if count == 0:
+        return torch.zeros(0)
+    others = (a, b, class_table, lambda_x, lambda_y)
+    options, labelled = options or Converged(), not (labels_x is None and labels_y is None)
+    simple = ground == "sqeuclidean" and not any(map(_asks_for_gradient, others))
+    simple = simple and _fits(class_table, class_totals, labelled=labelled)
+    if not (simple and isinstance(options, Converged) and _small(x, y, options, compute)):
+        return torch.stack([one(k) for k in range(count)])
+    clouds = _padded(x), _padded(y)
+    batch = Batch(
+        (clouds[0].detach(), clouds[1].detach()),
+        (_masses(x, a), _masses(y, b)),
+        (_labels(labels_x), _labels(labels_y)),
+        class_totals or (1, 1),
+        None if class_table is None else class_table.detach().to(clouds[0].device),
+    )
+    weights = float(lambda_x), float(lambda_y)
+    pull = torch.is_grad_enabled() and any(part.requires_grad for part in clouds)
+    admitted = _admitted(batch, zip(x, y, strict=True))
+    with torch.no_grad():
+        solved = solve_batch(batch, weights, epsilon, options, debias=debias, pull=pull)
+    losses = solved.values.to(clouds[0])
+    if solved.gradients is not None:
+        losses = cast(Tensor, KnownGradient.apply(losses, solved.gradients, *clouds))
+    rest = (~(solved.proved & admitted)).nonzero().flatten().tolist()
+    if not rest:
+        return losses
+    parts = list(losses.unbind())
+    for k in rest:
+        parts[k] = one(k)
+    return torch.stack(parts)
+
+
+def _asks_for_gradient(given: Any) -> bool:
+    tensors = given if isinstance(given, list | tuple) else [given]
+    return any(isinstance(one, Tensor) and one.requires_grad for one in tensors)
+
+
+def _fits(table: Tensor | None, totals: tuple[int, int] | None, *, labelled: bool) -> bool:
+    """Whether class distances are what `sinkhorn_loss` takes."""
+    if table is None or totals is None:
+        return not labelled
+    shape = sum(totals), sum(totals)
+    return labelled and table.shape == shape and bool(table.isfinite().all())
+
+
+def _small(x: Clouds, y: Clouds, options: Converged, compute: Compute | None) -> bool:
+    """Whether all pairs are for recordings on a GPU."""
+    if options.bound_width is not None or options.max_seconds is not None:
+        return False
+    first, chosen = x[0], ComputeOptions.of(compute)
+    on_gpu = first.device.type == "cuda" and chosen.device in ("auto", str(first.device), "cuda")
+    same = all(
+        cloud.ndim == 2
+        and cloud.device == first.device
+        and cloud.dtype == torch.float32
+        and cloud.shape[1] == first.shape[1]
+        and len(cloud)
+        for cloud in (*x, *y)
+    )
+    if not (on_gpu and same and chosen.precision != "double"):
+        return False
+    n, m = (max(map(len, side)) for side in (x, y))
+    room = Room(1, n, m, first.shape[1], 1, first.dtype, first.device)
+    return uses_triton(chosen, first.device) and pays(room)
+
+
+def _padded(clouds: Clouds) -> Tensor:
+    """One tensor (B, n, d), 0 where a cloud has no point."""
+    return clouds if isinstance(clouds, Tensor) else pad_sequence(list(clouds), batch_first=True)
+
+
+def _masses(clouds: Clouds, given: Clouds | None) -> Tensor | None:
+    """Masses (B, n) float64, 0 where there is no point; None where all are uniform and as many."""
+    if given is None and len({len(cloud) for cloud in clouds}) == 1:
+        return None
+    if given is None:
+        given = [
+            cloud.new_full((len(cloud),), 1 / len(cloud), dtype=torch.float64) for cloud in clouds
+        ]
+    return _padded([part.detach().double() for part in given])
+
+
+def _labels(given: Clouds | None) -> Tensor | None:
+    return None if given is None else _padded([part.detach().long() for part in given])
+
+
+def _admitted(batch: Batch, clouds: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Pairs (B,) bool, on the host, that `sinkhorn_loss` finds nothing wrong with or to shorten."""
+    x, y = batch.points
+    fine = x.isfinite().all(2).all(1) & y.isfinite().all(2).all(1)
+    for masses, labels, total in zip(batch.masses, batch.labels, batch.class_totals, strict=True):
+        if masses is not None:
+            fine &= (masses >= 0).all(1) & ((masses.sum(1) - 1).abs() <= MASS_TOLERANCE)
+        if labels is not None:
+            fine &= ((labels >= 0) & (labels < total)).all(1)
+    # Equal clouds are at distance 0 exactly.
+    least, as_many = min(batch.sizes), [len(one) == len(two) for one, two in clouds]
+    differ = (x[:, :least] != y[:, :least]).any(2).any(1)
+    return fine.cpu() & (differ.cpu() | ~torch.tensor(as_many))

@@ -1,0 +1,140 @@
+"""Small divergences of B pairs of clouds, side by side in the recordings of one solve."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.evidence.scale import rounding_floor
+from otdd_flash.operators.score_pool import Room
+from otdd_flash.solver.class_blocks import ROUNDING
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.small.kept_solves import kept
+from otdd_flash.solver.small.pooled_solve import UNIT, Batch, TermRead
+from otdd_flash.solver.small.route import facts_of, padded
+from otdd_flash.solver.term.certificate import hides_little
+from otdd_flash.solver.term.iteration import AIM
+from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
+
+# Bytes that the scores of problems take which are solved at once.
+MOST_AT_ONCE = 1 << 30
+
+
+class BatchSolved(NamedTuple):
+    """What came of B problems.
+
+    Attributes:
+        values: S_epsilon, or OT_epsilon without self terms, (B,) float64 on the host.
+        proved: (B,) bool, whether every term has converged by its certificate; else the value is
+            of no use.
+        gradients: of the values by x (B, n, d) and y (B, m, d), float32 on the device, 0 where
+            they are not proved; None where nobody asked.
+    """
+
+    values: Tensor
+    proved: Tensor
+    gradients: tuple[Tensor, Tensor] | None
+
+
+def solve_batch(
+    batch: Batch,
+    weights: tuple[float, float],
+    epsilon: float,
+    options: Converged,
+    *,
+    debias: bool,
+    pull: bool,
+) -> BatchSolved:
+    """The divergences of a batch, as many problems at once as memory is meant to hold.
+
+    Args:
+        batch: on a GPU; float32 points.
+        weights: lambda_x and lambda_y.
+        epsilon: regularisation, in units of the cost.
+        options: when to stop, without limits of time and width.
+        debias: whether there are self terms.
+        pull: whether gradients are wanted.
+    """
+    problems = len(batch.points[0])
+    at_once = max(1, MOST_AT_ONCE // room_of(batch, 1).bytes)
+    parts = -(-problems // at_once)
+    size = -(-problems // parts)
+    solved = [
+        _solve(batch.part(slice(first, first + size)), weights, epsilon, options, debias, pull)
+        for first in range(0, problems, size)
+    ]
+    values, proved, gradients = zip(*solved, strict=True)
+    x, y = (torch.cat(side) for side in zip(*gradients, strict=True)) if pull else (None, None)
+    together = None if x is None or y is None else (x, y)
+    return BatchSolved(torch.cat(values), torch.cat(proved), together)
+
+
+def room_of(batch: Batch, problems: int) -> Room:
+    """A room for so many problems of a batch."""
+    points, (n, m) = batch.points[0], batch.sizes
+    classes = 1 if batch.table is None else padded(len(batch.table))
+    sizes = padded(n), padded(m), points.shape[2]
+    return Room(problems, *sizes, classes, points.dtype, points.device)
+
+
+def _solve(
+    batch: Batch,
+    weights: tuple[float, float],
+    epsilon: float,
+    options: Converged,
+    debias: bool,
+    pull: bool,
+) -> BatchSolved:
+    problems, (n, m) = len(batch.points[0]), batch.sizes
+    # As for a single problem.
+    goal = goal_of(options, epsilon, AIM)
+    with kept(room_of(batch, problems), debias) as solve:
+        solve.begin(batch, weights, goal, {})
+        done = False
+        while not done:
+            solve.iterate()
+            found = solve.read()
+            reads = [
+                _Reached(read, options, epsilon, cross=k == 0)
+                for k, read in enumerate(found.terms())
+            ]
+            # What is hopeless ends nowhere, and is refused when it is solved alone.
+            done = found.done or any(bool(read.hopeless.any()) for read in reads)
+        apart, largest = found.asymmetry().split(2, 1)  # type: ignore[no-untyped-call]
+        proved = torch.ones(problems, dtype=torch.bool)
+        if debias:
+            proved = (apart <= ROUNDING * largest).all(1)
+        values = torch.zeros(problems, dtype=torch.float64)
+        for read, seen in zip(reads, found.seen, strict=True):
+            value, error, holds = hides_little(read.numbers, seen.sums, UNIT, cross=read.cross)
+            values += value if read.cross else -value / 2
+            proved &= holds & read.within(error)
+        gradients = None
+        if pull:
+            fine = proved.to(batch.points[0].device)[:, None, None]
+            gradient = torch.where(fine, solve.gradient(), 0)
+            first = solve.room.n
+            gradients = gradient[:, :n], gradient[:, first : first + m]
+    return BatchSolved(values, proved, gradients)
+
+
+class _Reached:
+    """What rounding makes of the tolerance for the terms (B,) that were read."""
+
+    def __init__(self, read: TermRead, options: Converged, epsilon: float, *, cross: bool) -> None:
+        self.cross, self.numbers = cross, torch.stack(read.numbers, 1)
+        least = 2 * rounding_floor(facts_of(read), self.numbers[:, 10 if cross else 6], epsilon)
+        asked, gives_way = options.asked_tolerance, options.tolerance is None
+        self.tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
+        largest = torch.maximum(read.costs.lowest.abs(), read.costs.highest.abs())
+        in_range = largest < torch.finfo(torch.float32).max / 4
+        within_rounding = least <= (LOOSEST_DEFAULT if gives_way else asked)
+        self.hopeless = ~(in_range & within_rounding) | read.error.isnan()
+        self._lost = read.lost
+
+    def within(self, error: Tensor) -> Tensor:
+        """Whether marginal errors (B,) are small enough."""
+        reached: Tensor = (error <= self.tolerance) & (self._lost == 0) & ~self.hopeless
+        return reached
