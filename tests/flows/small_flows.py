@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.gaussians import Gaussians
 from otdd_flash.flows.modes import Mode, build_mode
-from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.labels import LabelMetric, measure_classes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples

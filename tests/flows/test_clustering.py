@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.flows.clustering import recluster
-from otdd_flash.flows.gaussians import Gaussians
+from otdd_flash.flows.gaussians import Gaussians, recluster
 
 DRAW = torch.Generator().manual_seed(0)
 # Three groups of seven Gaussians: the first two differ in spread alone.

@@ -14,7 +14,8 @@ from small_flows import CASES, CPU, blobs, flow
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.flows import checkpoint
-from otdd_flash.flows.functionals import Norm, WeightedFunctional
+from otdd_flash.flows.functionals import WeightedFunctional
+from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
 

@@ -14,7 +14,8 @@ from small_flows import CPU, DOUBLE, TIGHT, blobs, digits, flow, mode_of, settin
 import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.flows.divergence import TargetDivergence
-from otdd_flash.flows.functionals import Norm, WeightedFunctional
+from otdd_flash.flows.functionals import WeightedFunctional
+from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.samples import LabeledSamples

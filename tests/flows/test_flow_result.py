@@ -15,7 +15,8 @@ from small_flows import TIGHT, blobs, digits, flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows.functionals import Norm, WeightedFunctional
+from otdd_flash.flows.functionals import WeightedFunctional
+from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.stepping import Stepping
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)

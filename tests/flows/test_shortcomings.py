@@ -10,7 +10,7 @@ from small_flows import DOUBLE
 import otdd_flash as otdd
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.flows.shortcomings import report_convergence
+from otdd_flash.flows.run import report_convergence
 
 SOLVER = otdd.Converged(tolerance=1e-3, max_iterations=7, max_seconds=2.0)
 

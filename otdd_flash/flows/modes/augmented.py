@@ -31,11 +31,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.clustering import recluster
-from otdd_flash.flows.divergence import Batch, TargetDivergence
-from otdd_flash.flows.gaussians import Gaussians
+from otdd_flash.flows.divergence import Batch, FlowSetting, TargetDivergence
+from otdd_flash.flows.gaussians import Gaussians, recluster
 from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
-from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.labels import ClassDistances, Gaussian
 from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.pair_chunks import chunk_size
@@ -94,11 +92,7 @@ class EuclideanAugmentedMode(AugmentedMode):
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence of the vectors, by their parts."""
-        moving = {
-            key: part.detach().requires_grad_()
-            for key, part in {"features": features, **self.variables}.items()
-        }
-        points = moving.pop("features")
+        points, moving = features.detach().requires_grad_(), self._moving()
         vectors = self._vectors(points, moving)
         particles = self._particles(vectors.detach())
         solved, gradient = self._divergence(particles, None, frozenset({"x"}), batch)
@@ -136,24 +130,17 @@ class FullAugmentedMode(AugmentedMode):
         """The divergence at the distances of the particles' Gaussians, by all variables."""
         weights = self._setting.source.weights
         particles = LabeledSamples(features, self._own_classes, self._own_names, weights)
-        moving = {key: part.detach().requires_grad_() for key, part in self.variables.items()}
+        moving = self._moving()
         table = Gaussians.from_variables(moving).table(
             self._target,
             self.class_distances.yy,
             self._needed(features, batch),
             self._setting.class_progress,
         )
-        solved, gradient = self._divergence(
-            particles, table.detach(), frozenset({"x", "classes"}), batch
-        )
-        parts = torch.autograd.grad(table, list(moving.values()), gradient["classes"].to(table))
+        solved, by_features, parts = self._solve(particles, table, [*moving.values()], batch)
         masses = self._masses(batch)
         velocities = (per_mass(part, masses) for part in parts)
-        return Evaluation(
-            solved,
-            self._feature_velocity(gradient["x"], batch),
-            dict(zip(moving, velocities, strict=True)),
-        )
+        return Evaluation(solved, by_features, dict(zip(moving, velocities, strict=True)))
 
     def expected_seconds(self, features: Tensor, batch: Batch | None = None) -> float:
         """Of the pairs of Gaussians here, at the time that a chunk of them takes."""

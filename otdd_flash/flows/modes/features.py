@@ -1,21 +1,37 @@
-"""Mode `features`: the points move, class distances follow them as constants.
+"""Modes `features` and `attached`: the points move, and class distances follow from where they are.
 
-dx_i / dt = -(1 / a_i) dS_epsilon(x, y; W) / dx_i,    W = W(x), measured every `refresh` steps
+features    dx_i / dt = -(1 / a_i) dS_epsilon(x, y; W) / dx_i,     W = W(x), every `refresh` steps
+attached    dx_i / dt = -(1 / a_i) (dS/dx_i + sum_kl dS/dW_kl dW_kl/dx_i),     W = W(x), every step
 
 The feature-driven flow (fd) of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in
-Probability Space: a particle keeps its label, and a class is where its particles are. How W changes
-with x is not differentiated; mode `attached` does that.
+Probability Space: a particle keeps its label, and a class is where its particles are. Mode
+`features` does not differentiate how W changes with x; `attached` does, and is the gradient flow of
+the dataset distance itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from otdd_flash.flows.class_table import ClassTable
-from otdd_flash.flows.divergence import Batch
-from otdd_flash.flows.modes.base import Evaluation, Mode
-from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.labels import ClassDistances
+from otdd_flash.flows.divergence import Batch, FlowSetting
+from otdd_flash.flows.gaussians import beside
+from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
+from otdd_flash.labels import ClassDistances, Gaussian, LabelMetric
+from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
+from otdd_flash.labels.gaussian import (
+    ClassMoments,
+    class_moments,
+    diagonal_gaussian_table,
+    moments_table,
+)
+from otdd_flash.labels.many import class_names
+from otdd_flash.labels.measuring import measure_pairs
+from otdd_flash.labels.moment_distances import mean_table
+from otdd_flash.labels.pairs import all_pairs, symmetric_table
+from otdd_flash.samples import LabeledSamples
 
 
 class FeaturesMode(Mode):
@@ -35,3 +51,104 @@ class FeaturesMode(Mode):
         particles, table = self._setting.at(features), self.class_distances.full
         solved, gradient = self._divergence(particles, table, frozenset({"x"}), batch)
         return Evaluation(solved, self._feature_velocity(gradient["x"], batch), {})
+
+
+class AttachedMode(Mode):
+    """See the module.
+
+    Raises:
+        InputError: class distances are not measured by `gaussian` or `means`.
+    """
+
+    def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
+        require_moments("attached", setting)
+        super().__init__(setting, table)
+        self._classes = ClassTable(setting.target, setting.metric)
+
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
+        """The divergence at the class distances of now, and its whole gradient."""
+        setting, moving = self._setting, features.detach().requires_grad_()
+        table = self._classes.differentiable(setting.at(moving), self.class_distances.yy)
+        self._keep(table)
+        solved, direct, (through_classes,) = self._solve(
+            setting.at(features), table, [moving], batch
+        )
+        if batch is not None:
+            # Class distances depend on all particles, but those outside the batch rest.
+            through_classes = batch.only(through_classes)
+        return Evaluation(solved, direct + per_mass(through_classes, setting.source.masses), {})
+
+
+class ClassTable:
+    """Measures W between moving and fixed classes; what belongs to the target alone only once.
+
+    Distances within the target stay what they were. With full covariances, its factors are kept
+    from the first measurement on: d min(n_c, d) float64 numbers of a class of n_c points in d
+    dimensions. The table is the same without, to the last bit.
+
+    Args:
+        target: the fixed side.
+        metric: how to measure.
+    """
+
+    def __init__(self, target: LabeledSamples, metric: LabelMetric) -> None:
+        self._target, self._metric = target, metric
+        # Where covariances are full.
+        self._full = metric if isinstance(metric, Gaussian) and not metric.diagonal else None
+        self._kept: list[ClassMoments] | None = None
+
+    def remeasured(self, particles: LabeledSamples, before: ClassDistances) -> ClassDistances:
+        """The distances of moved classes; those within the target stay as they are in `before`.
+
+        Raises:
+            InputError: a class of the particles is too small or too large for the method.
+        """
+        target = self._target
+        if self._metric.fixed:
+            return before
+        clouds, (_, own, _) = pool([particles, target])
+        distinct, index = merge_identical(clouds)
+        moved = torch.zeros(len(distinct), dtype=torch.bool)
+        moved[index[:own]] = True
+        pairs = all_pairs(len(distinct))
+        pairs = pairs[moved[pairs].any(1)]
+        if self._full is not None:
+            with torch.no_grad():
+                moments = self._moments(distinct, clouds[own:], self._full.unbiased)
+                values = moments_table(moments, pairs).cpu()
+        else:
+            values = measure_pairs(distinct, pairs, self._metric).values
+        full = symmetric_table(values, pairs, len(distinct))[index][:, index]
+        full[own:, own:] = before.yy
+        return ClassDistances.from_full(full, own, class_names(particles), class_names(target))
+
+    def differentiable(self, particles: LabeledSamples, within_target: Tensor) -> Tensor:
+        """W (V_x + V_y, V_x + V_y) by `Gaussian` or `Means`, for autograd by the features.
+
+        Args:
+            particles: n points whose features may require a gradient.
+            within_target: the block (V_y, V_y).
+        """
+        clouds, (_, own, total) = pool([particles, self._target])
+        pairs = all_pairs(total)
+        pairs = pairs[(pairs < own).any(1)]
+        if self._full is not None:
+            moments = self._moments(clouds, clouds[own:], self._full.unbiased)
+            values = moments_table(moments, pairs)
+        elif isinstance(self._metric, Gaussian):
+            values = diagonal_gaussian_table(clouds, pairs, self._metric.unbiased)
+        else:
+            values = mean_table(clouds, pairs)
+        return symmetric_table(values, pairs, total) + beside(own, within_target.to(values))
+
+    def _moments(
+        self, clouds: Sequence[ClassCloud], target: Sequence[ClassCloud], unbiased: bool
+    ) -> list[ClassMoments]:
+        """Those of some classes, among them classes of the target, which are `target` in all."""
+        if self._kept is None:
+            with torch.no_grad():
+                self._kept = class_moments(target, unbiased)
+        known = dict(zip(target, self._kept, strict=True))
+        moving = [cloud for cloud in clouds if cloud not in known]
+        known |= zip(moving, class_moments(moving, unbiased), strict=True)
+        return [known[cloud] for cloud in clouds]

@@ -16,10 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.divergence import Batch, FlowSetting
 from otdd_flash.flows.gaussians import Gaussians
 from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
-from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.labels import ClassDistances
 
 
@@ -39,23 +38,15 @@ class JointMode(Mode):
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence at the distances of the moving Gaussians, by all variables."""
-        setting, before = self._setting, self.class_distances
-        moving = {key: part.detach().requires_grad_() for key, part in self.variables.items()}
-        table = Gaussians.from_variables(moving).table(self._target, before.yy)
-        self.class_distances = ClassDistances.from_full(
-            table, before.xx.shape[0], before.names_x, before.names_y
+        moving = self._moving()
+        table = Gaussians.from_variables(moving).table(self._target, self.class_distances.yy)
+        self._keep(table)
+        solved, by_features, parts = self._solve(
+            self._setting.at(features), table, [*moving.values()], batch
         )
-        solved, gradient = self._divergence(
-            setting.at(features), table.detach(), frozenset({"x", "classes"}), batch
-        )
-        parts = torch.autograd.grad(table, list(moving.values()), gradient["classes"].to(table))
         masses = self._class_masses(batch)
         velocities = (per_mass(part, masses) for part in parts)
-        return Evaluation(
-            solved,
-            self._feature_velocity(gradient["x"], batch),
-            dict(zip(moving, velocities, strict=True)),
-        )
+        return Evaluation(solved, by_features, dict(zip(moving, velocities, strict=True)))
 
     def _class_masses(self, batch: Batch | None) -> Tensor:
         """The mass A_k (V,) of every class, that of particles outside the batch included.
