@@ -16,7 +16,7 @@ from small_flows import DOUBLE, blobs, digits, flow
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.flows.modes.features import FeaturesMode
+from otdd_flash.flows.modes.feature_driven import FeaturesMode
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.report.flow_console import flow_table
 from otdd_flash.report.flow_metrics import write_metrics_csv

@@ -15,8 +15,8 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.gaussians import Gaussians
-from otdd_flash.flows.modes import Evaluation, augmented
-from otdd_flash.flows.modes.features import FeaturesMode
+from otdd_flash.flows.modes import Evaluation, jointly_driven
+from otdd_flash.flows.modes.feature_driven import FeaturesMode
 from otdd_flash.samples import LabeledSamples
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -287,9 +287,9 @@ def test_unlabelled_points_move_without_class_distances() -> None:
 def test_factors_of_all_particles_have_to_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # Six copies of factors (9, 3, 3) and of a table (11, 11), two of roots (9, 3, 3).
     needed = (6 * (81 + 121) + 2 * 81) * 8
-    monkeypatch.setattr(augmented, "free_memory", lambda device: needed)
+    monkeypatch.setattr(jointly_driven, "free_memory", lambda device: needed)
     flow(blobs(9), blobs(11, seed=1), mode="augmented")
-    monkeypatch.setattr(augmented, "free_memory", lambda device: needed - 1)
+    monkeypatch.setattr(jointly_driven, "free_memory", lambda device: needed - 1)
     with pytest.raises(InputError, match=rf"factor of 3 x 3.*{needed:,} bytes.*labels.diagonal"):
         flow(blobs(9), blobs(11, seed=1), mode="augmented")
     flow(blobs(9), blobs(11, seed=1), mode="augmented", labels="means")

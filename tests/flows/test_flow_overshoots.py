@@ -13,7 +13,7 @@ from small_flows import blobs, digits, flow
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.flows.modes.features import FeaturesMode
+from otdd_flash.flows.modes.feature_driven import FeaturesMode
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.solver.term import TransportTerm
 

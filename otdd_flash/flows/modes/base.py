@@ -82,10 +82,6 @@ class Mode(ABC):
         self.class_distances = state["table"]
         self._divergence.restore(state["divergence"])
 
-    def _moving(self) -> dict[str, Tensor]:
-        """The variables, for autograd."""
-        return {key: part.detach().requires_grad_() for key, part in self.variables.items()}
-
     def _solve(
         self,
         particles: LabeledSamples,

@@ -35,7 +35,7 @@ from otdd_flash.samples import LabeledSamples
 
 
 class FeaturesMode(Mode):
-    """See the module."""
+    """Mode `features`."""
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
         super().__init__(setting, table)
@@ -54,7 +54,7 @@ class FeaturesMode(Mode):
 
 
 class AttachedMode(Mode):
-    """See the module.
+    """Mode `attached`.
 
     Raises:
         InputError: class distances are not measured by `gaussian` or `means`.
