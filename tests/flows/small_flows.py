@@ -71,6 +71,11 @@ def flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd
     return otdd.gradient_flow(source, target, moves, callbacks=callbacks, **left)
 
 
+def rough_flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd.FlowResult:
+    """A flow of 2 steps in a few iterations, where nothing depends on how well it is solved."""
+    return flow(source, target, **{"epsilon": 4.0, "solver": otdd.Converged(1e-2), **options})
+
+
 def taken(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The options that are fields of a dataclass, taken out of the others."""
     return {part.name: options.pop(part.name) for part in fields(kind) if part.name in options}
