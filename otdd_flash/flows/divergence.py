@@ -40,7 +40,6 @@ class FlowSetting:
         metric: how class distances are measured.
         epsilon: regularisation, in units of the cost.
         solver: how to solve and when to stop.
-        refresh: steps between two measurements of class distances.
         progress: told of every iteration of every solve.
         class_progress: told how many pairs of classes have been measured.
     """
@@ -49,7 +48,6 @@ class FlowSetting:
     metric: LabelMetric
     epsilon: float
     solver: Schedule
-    refresh: int = 1
     progress: Progress | None = None
     class_progress: PairProgress | None = None
 

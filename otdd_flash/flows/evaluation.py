@@ -111,7 +111,7 @@ class Evaluator:
 
     def measured_at(self, step: int) -> bool:
         """Whether the flow measures class distances anew after `step` steps."""
-        return step % self._setting.refresh == 0
+        return step % self._options.flow.refresh == 0
 
     def expected_seconds(self, points: Tensor, step: int) -> float:
         """About how long class distances take for the rest of a flow at points (n, p)."""

@@ -11,9 +11,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.flow import Callbacks, Flow, LoopOptions
-from otdd_flash.flows.functionals import WeightedFunctional, build_functionals
+from otdd_flash.flows.functionals import build_functionals
 from otdd_flash.flows.history import Recorder, StepRecord
 from otdd_flash.flows.loop import Loop
 from otdd_flash.flows.modes import build_mode
@@ -122,11 +121,9 @@ def gradient_flow(
     table = measure_classes(start, end, metric, cache_dir=cache_dir, progress=told)
     if epsilon_relative is not None:
         epsilon = relative_epsilon(epsilon_relative, request.inputs(SIDES["xy"], table.xy))
-    setting = FlowSetting(
-        request, metric, epsilon, solver, flow.refresh, callbacks.solver_progress, told
-    )
+    setting = FlowSetting(request, metric, epsilon, solver, callbacks.solver_progress, told)
     settings = {**setting.settings(points, goal, table), **flow.settings}
-    options = LoopOptions(flow, _built(flow.functionals, points), settings, callbacks)
+    options = LoopOptions(flow, build_functionals(flow.functionals, points), settings, callbacks)
     loop = Loop(
         points.features,
         setting,
@@ -174,15 +171,6 @@ def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
     """The particles where the loop has them, on the CPU."""
     labels = None if points.labels is None else loop.labels()
     return replace(points.to("cpu"), features=loop.points.cpu(), labels=labels)
-
-
-def _built(
-    functionals: Sequence[Mapping[str, Any] | WeightedFunctional], start: LabeledSamples
-) -> tuple[WeightedFunctional, ...]:
-    """Terms as they are, and those that configurations describe."""
-    described = [part for part in functionals if not isinstance(part, WeightedFunctional)]
-    ready = [part for part in functionals if isinstance(part, WeightedFunctional)]
-    return (*build_functionals(described, start), *ready)
 
 
 def _followed(points: LabeledSamples, seed: int) -> Tensor:

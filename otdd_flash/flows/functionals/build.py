@@ -31,7 +31,7 @@ FACTORIES: dict[str, Callable[..., Functional | Entropy]] = {
 
 
 def build_functionals(
-    specs: Sequence[Mapping[str, Any]], start: LabeledSamples
+    specs: Sequence[Mapping[str, Any] | WeightedFunctional], start: LabeledSamples
 ) -> tuple[WeightedFunctional, ...]:
     """Functionals from configurations such as {name: norm, weight: 0.1}.
 
@@ -40,7 +40,7 @@ def build_functionals(
 
     Args:
         specs: for each functional its `weight`, its `name` with parameters, or the import `path` of
-            a function with keyword arguments.
+            a function with keyword arguments; those that are built already come last, as they are.
         start: the particles before the first step, in the space in which they move.
 
     Raises:
@@ -48,17 +48,18 @@ def build_functionals(
             weight that is not finite; the message names the functional.
     """
     built: list[WeightedFunctional] = []
-    for spec in specs:
+    described = [spec for spec in specs if not isinstance(spec, WeightedFunctional)]
+    for spec in described:
         label = _label(spec)
         try:
             function = _build(spec, start)
         except InputError as error:
             raise prefixed(f"functional {label}", error) from error
         taken = {term.name for term in built}
-        numbered = (f"{label}_{count}" for count in range(2, len(specs) + 2))
+        numbered = (f"{label}_{count}" for count in range(2, len(described) + 2))
         name = label if label not in taken else next(n for n in numbered if n not in taken)
         built.append(WeightedFunctional(name, spec["weight"], function))
-    return tuple(built)
+    return (*built, *(spec for spec in specs if isinstance(spec, WeightedFunctional)))
 
 
 def _label(spec: Mapping[str, Any]) -> str:
