@@ -205,6 +205,5 @@ class TargetDivergence:
 
 def _class_masses(samples: LabeledSamples) -> Tensor:
     """(V,) float64; unlabelled samples are one class."""
-    return torch.bincount(
-        class_indices(samples), weights=samples.masses, minlength=samples.class_total
-    )
+    masses = samples.masses
+    return masses.new_zeros(samples.class_total).index_add_(0, class_indices(samples), masses)

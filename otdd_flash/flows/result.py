@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +186,7 @@ class FlowResult:
 
     def _field(self, moment: Moment) -> VelocityField:
         return VelocityField(
-            LabeledSamples(
-                moment.features, self.source.labels, self.source.class_names, self.source.weights
-            ),
+            replace(self.source, features=moment.features, subset_hash=None),
             self.target,
             moment.table,
             moment.g,
