@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from otdd_flash.data.registry import load
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
-    from otdd_flash.flows.callbacks import Callbacks
     from otdd_flash.flows.checkpoint import Checkpoints
-    from otdd_flash.flows.flow import Flow
+    from otdd_flash.flows.flow import Callbacks, Flow
     from otdd_flash.flows.result import FlowResult
     from otdd_flash.flows.run import gradient_flow
     from otdd_flash.flows.stepping import Stepping
@@ -94,7 +93,7 @@ __all__ = [
 
 # Where each name is defined, and the modules whose names are used through them.
 _HOMES = {
-    "Callbacks": "otdd_flash.flows.callbacks",
+    "Callbacks": "otdd_flash.flows.flow",
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
     "ComputeOptions": "otdd_flash.operators.build",

@@ -51,7 +51,7 @@ COST_CLASS = "otdd_flash.operators.ground.GroundCost"
 SCHEDULE_CLASS = "otdd_flash.solver.schedules.base.Schedule"
 STEPPING_CLASS = "otdd_flash.flows.stepping.Stepping"
 FLOW_CLASS = "otdd_flash.flows.flow.Flow"
-CALLBACKS_CLASS = "otdd_flash.flows.callbacks.Callbacks"
+CALLBACKS_CLASS = "otdd_flash.flows.flow.Callbacks"
 CHECKPOINTS_CLASS = "otdd_flash.flows.checkpoint.Checkpoints"
 
 positive = number("be positive and finite", lambda value: 0 < value < math.inf)

@@ -32,10 +32,11 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.pairwise_result import PairwiseResult, gather
 from otdd_flash.samples import Samples
-from otdd_flash.solver.divergence import Divergence, joint_shortfall
+from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.term.epsilon import epsilon_given_as
 
 
@@ -192,7 +193,8 @@ class _Solves:
             self.progress(len(self.found), count * (count + 1) // 2)
 
     def _message(self, late: Sequence[tuple[int, int]]) -> str:
-        return joint_shortfall({pair: self.found[pair] for pair in late}, self.options, self._named)
+        found = {pair: self.found[pair] for pair in late}
+        return joint_shortfall(found, self.options, self._named, found[late[0]].xy.f.dtype)
 
     def _named(self, pairs: Sequence[tuple[int, int]]) -> str:
         names = self.table.datasets

@@ -21,13 +21,12 @@ from otdd_flash.commands.settings import (
     parse,
 )
 from otdd_flash.commands.sides import Sides, prepare_sides
+from otdd_flash.dataset_files import ImageShape
 from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable
-from otdd_flash.flows.callbacks import Callbacks
 from otdd_flash.flows.checkpoint import Checkpoints
-from otdd_flash.flows.dataset_files import ImageShape
-from otdd_flash.flows.flow import Flow
+from otdd_flash.flows.flow import Callbacks, Flow
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space

@@ -1,25 +1,113 @@
-"""S_epsilon between moving particles and a fixed target, with its gradient, solved step after step.
+"""The problem of a flow, and its divergence solved step after step.
 
-The target's self term is solved once, or goes on at the next step where it was cut short. The other
-two terms start from 2 u_k - u_(k-1), u the potentials of the steps before: on a smooth path they
-move by nearly the same at every step, and the error of such a start is of second order in the step.
+S_epsilon(x, y) between moving particles and a fixed target, with its gradient. The target's self
+term is solved once, or goes on at the next step where it was cut short. The other two terms start
+from 2 u_k - u_(k-1), u the potentials of the steps before: on a smooth path they move by nearly the
+same at every step, and the error of such a start is of second order in the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.labels import ClassDistances, Given, LabelMetric
+from otdd_flash.labels.pairs import Progress as PairProgress
+from otdd_flash.operators.build import class_indices
+from otdd_flash.operators.labelled_cost import squared_distances
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Needs
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.tensor_file import content_hash
+
+
+@dataclass(frozen=True, eq=False)
+class FlowSetting:
+    """The problem that a flow descends.
+
+    Attributes:
+        request: features, labels and weights of the n particles at the start and of the m points
+            they move towards, on the device, as the ground cost sees them.
+        metric: how class distances are measured.
+        epsilon: regularisation, in units of the cost.
+        solver: how to solve and when to stop.
+        progress: told of every iteration of every solve.
+        class_progress: told how many pairs of classes have been measured.
+    """
+
+    request: Request
+    metric: LabelMetric
+    epsilon: float
+    solver: Schedule
+    progress: Progress | None = None
+    class_progress: PairProgress | None = None
+
+    @property
+    def source(self) -> LabeledSamples:
+        """The particles at the start."""
+        return self.request.seen[0]
+
+    @property
+    def target(self) -> LabeledSamples:
+        """What they move towards."""
+        return self.request.seen[1]
+
+    def at(self, features: Tensor) -> LabeledSamples:
+        """The particles with features (n, d)."""
+        return replace(self.source, features=features, subset_hash=None)
+
+    def mean_cost(self, features: Tensor, class_distances: ClassDistances) -> float:
+        """sum_ij a_i b_j C_ij of the particles with features (n, d), without any solve.
+
+        Around the target's mean c: lambda_x (sum_i a_i ||x_i - c||^2 + sum_j b_j ||y_j - c||^2)
+        and the classes' part.
+        """
+        (centre, spread), cost = self._target_moments, self.request.cost
+        squares = self.source.masses @ squared_distances(features, centre) + spread
+        own, theirs = (_class_masses(side) for side in (self.source, self.target))
+        classes = own @ class_distances.xy.to(own.device) @ theirs
+        return float(cost.squared.lambda_x * squares + cost.lambda_y * classes)
+
+    def settings(
+        self, points: LabeledSamples, goal: LabeledSamples, table: ClassDistances
+    ) -> dict[str, Any]:
+        """By the keys of the command line, for particles and a target before the cost sees them.
+
+        `table` is W at the start.
+        """
+        metric, compute = self.metric, self.request.compute
+        given = isinstance(metric, Given)
+        labels = {"given": content_hash({"W": table.full})} if given else asdict(metric)
+        solver = asdict(self.solver)
+        del solver["require_convergence"]
+        return {
+            "source": points.fingerprint,
+            "target": goal.fingerprint,
+            "labels.method": metric.name,
+            **{f"labels.{key}": value for key, value in labels.items()},
+            "epsilon": self.epsilon,
+            **asdict(self.request.cost),
+            "solver.schedule": self.solver.name,
+            **{f"solver.{key}": value for key, value in solver.items()},
+            "backend": compute.backend,
+            "precision": compute.precision,
+        }
+
+    @cached_property
+    def _target_moments(self) -> tuple[Tensor, Tensor]:
+        """The target's mean (d,) and mean squared distance from it, float64."""
+        target = self.target
+        centre = target.masses @ target.features.double()
+        return centre, target.masses @ squared_distances(target.features, centre)
 
 
 class Batch(NamedTuple):
@@ -113,3 +201,9 @@ class TargetDivergence:
     def _known(self) -> dict[str, TransportTerm]:
         term = self._self_term
         return {"yy": term} if term is not None and term.converged else {}
+
+
+def _class_masses(samples: LabeledSamples) -> Tensor:
+    """(V,) float64; unlabelled samples are one class."""
+    masses = samples.masses
+    return masses.new_zeros(samples.class_total).index_add_(0, class_indices(samples), masses)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError, UserCodeError
-from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.divergence import Batch, FlowSetting
+from otdd_flash.flows.flow import LoopOptions
 from otdd_flash.flows.functionals import value_and_velocity
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.flows.modes import Evaluation, Mode
-from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.stepping import Draw, generator, normal_like
 from otdd_flash.solver.divergence import Divergence
 
@@ -48,34 +47,30 @@ class Evaluator:
 
     Args:
         setting: the problem.
-        mode: what moves.
-        mean_cost: of the start, the scale on which particles count as run away.
+        mode: what moves, at the start.
         options: of the loop.
     """
 
-    def __init__(
-        self,
-        setting: FlowSetting,
-        mode: Mode,
-        mean_cost: float,
-        options: LoopOptions,
-    ) -> None:
-        self._setting, self._mode, self._space = setting, mode, options.flow.space
-        self._mean_cost, self._options = mean_cost, options
+    def __init__(self, setting: FlowSetting, mode: Mode, options: LoopOptions) -> None:
+        self._setting, self._mode, self._options = setting, mode, options
+        self._space = options.flow.space
+        # Of the start: the scale on which particles count as run away.
+        self._mean_cost = setting.mean_cost(setting.source.features, mode.class_distances)
         # Clouds that begin at 0 from each other are led away by no more than rounding.
         squares = setting.target.masses @ setting.target.features.double().square().sum(1)
         resolved = RESOLUTION * setting.request.cost.squared.lambda_x * float(squares)
-        self._far = max(DIVERGED * mean_cost, resolved)
+        self._far = max(DIVERGED * self._mean_cost, resolved)
         sides = (setting.source, setting.target)
         self._massive = tuple(side.masses.nonzero().squeeze(1) for side in sides)
+        # Rows that a step sees of either side, where those are not all.
+        self._size = options.flow.stepping.minibatch
+        if self._size is not None and all(self._size >= len(rows) for rows in self._massive):
+            self._size = None
 
     @property
     def estimates(self) -> bool:
         """Whether steps see less than the whole."""
-        stepping = self._options.flow.stepping
-        size = stepping.minibatch
-        parts = size is not None and any(size < len(rows) for rows in self._massive)
-        return parts or stepping.noise > 0
+        return self._size is not None or self._options.flow.stepping.noise > 0
 
     def __call__(self, points: Tensor, step: int, *, whole: bool = False) -> Found:
         """The objective at the points (n, p), and the velocities that make it grow.
@@ -116,7 +111,7 @@ class Evaluator:
 
     def measured_at(self, step: int) -> bool:
         """Whether the flow measures class distances anew after `step` steps."""
-        return step % self._setting.refresh == 0
+        return step % self._options.flow.refresh == 0
 
     def expected_seconds(self, points: Tensor, step: int) -> float:
         """About how long class distances take for the rest of a flow at points (n, p)."""
@@ -229,11 +224,10 @@ class Evaluator:
 
     def _batch(self, step: int) -> Batch | None:
         """The rows that a step sees; None for all of them."""
-        size = self._options.flow.stepping.minibatch
-        if size is None or all(size >= len(rows) for rows in self._massive):
+        if self._size is None:
             return None
         draw = self._draw(step, Draw.MINIBATCH)
-        return Batch(*(_some(rows, size, draw) for rows in self._massive))
+        return Batch(*(_some(rows, self._size, draw) for rows in self._massive))
 
     def _draw(self, step: int, purpose: Draw) -> torch.Generator:
         return generator(self._options.flow.seed, step, purpose)

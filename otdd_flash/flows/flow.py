@@ -1,19 +1,28 @@
-"""How a dataset flows: what moves, how far, and what it descends beside the divergence."""
+"""What may be asked of a flow: what moves, how far, what it descends, and whom it tells."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.functionals import WeightedFunctional
+from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.modes import check_mode
 from otdd_flash.flows.space import FeatureSpace, Space
-from otdd_flash.flows.stepping import Stepping
+from otdd_flash.flows.stepping import TO_THE_END, Stepping
+from otdd_flash.labels.pairs import Progress as PairProgress
+from otdd_flash.solver.term.result import Progress
+from otdd_flash.tensor_file import content_hash
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,3 +75,93 @@ class Flow:
                 "flow.tolerance must lie in (0, 1), a share of the first objective, got "
                 f"{self.tolerance}"
             )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How it moves, by the keys of the command line; its length where that matters."""
+        settings = {
+            "flow.mode": self.mode,
+            **{f"flow.{key}": value for key, value in asdict(self.stepping).items()},
+            "flow.functionals": [
+                f"{part.weight} {part.name}"
+                if isinstance(part, WeightedFunctional)
+                else {key: _plain(value) for key, value in part.items()}
+                for part in self.functionals
+            ],
+            "flow.refresh": self.refresh,
+            "flow.space": self.space.key,
+            "flow.plain": self.stepping.plain,
+            "flow.keep_moments": self.keep_moments,
+            "seed": self.seed,
+        }
+        if self.stepping.schedule in TO_THE_END:
+            settings["flow.steps"] = self.steps
+        return settings
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions that a flow calls; None calls nobody.
+
+    Args:
+        progress: called with the record of every step, and of the end.
+        solver_progress: called as solver_progress(term, iteration, marginal error).
+        class_progress: called as class_progress(pairs of classes measured, their total).
+        stop: asked before every step whether to end here.
+
+    Raises:
+        InputError: one of them cannot be called.
+    """
+
+    progress: Callable[[StepRecord], None] | None = None
+    solver_progress: Progress | None = None
+    class_progress: PairProgress | None = None
+    stop: Callable[[], bool] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, arguments.CALLBACKS)
+
+
+@dataclass(frozen=True, eq=False)
+class LoopOptions:
+    """What a loop does beside descending.
+
+    Attributes:
+        flow: how far to go, where the state is kept, and what else was asked for.
+        functionals: those of the flow, built.
+        settings: what a checkpoint belongs to.
+        callbacks: told of every record, and asked after every evaluation whether to end here.
+    """
+
+    flow: Flow
+    functionals: Sequence[WeightedFunctional]
+    settings: Mapping[str, Any]
+    callbacks: Callbacks
+
+    @property
+    def movers(self) -> str:
+        """The settings that lead particles, by their keys: what to lower where they go too far."""
+        movers = [f"flow.step_size={self.flow.stepping.step_size:g}"]
+        if self.flow.stepping.noise:
+            movers.append(f"flow.noise={self.flow.stepping.noise:g}")
+        movers += [f"the weight {part.weight:g} of {part.name}" for part in self.functionals]
+        return " or ".join(movers)
+
+    @property
+    def what_to_lower(self) -> str:
+        """Advice for a flow whose steps overshoot."""
+        advice = f"lower {self.movers} and start again"
+        checkpoints = self.flow.checkpoints
+        if checkpoints is None:
+            return advice
+        return (
+            f"{advice}, or go on from before that step, which {checkpoints.folder} holds, by "
+            "flow.resume=true with a lower flow.step_size"
+        )
+
+
+def _plain(parameter: Any) -> Any:
+    """A parameter as JSON holds it: of arrays, the hash."""
+    if isinstance(parameter, Tensor | np.ndarray):
+        return content_hash({"array": torch.as_tensor(parameter)})
+    return str(parameter) if isinstance(parameter, Path) else parameter

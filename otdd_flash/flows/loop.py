@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError, prefixed
+from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.evaluation import Evaluator, Found, Overshot
+from otdd_flash.flows.flow import LoopOptions
 from otdd_flash.flows.functionals import noise_temperature
 from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
-from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.flows.modes import Mode
-from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.flows.stepping import Draw, Stepper, generator
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ class Loop:
         points: (n, p) the particles at the start, in the space in which they move; kept as it is.
         setting: the problem.
         mode: what moves.
-        mean_cost: of the start, the scale on which particles count as run away.
         recorder: keeps the trajectory.
         options: the rest.
 
@@ -56,7 +55,6 @@ class Loop:
         points: Tensor,
         setting: FlowSetting,
         mode: Mode,
-        mean_cost: float,
         recorder: Recorder,
         options: LoopOptions,
     ) -> None:
@@ -65,7 +63,7 @@ class Loop:
         self.history: list[StepRecord] = []
         self.moments: list[Moment] = []
         self._recorder, self._options = recorder, options
-        self._evaluator = Evaluator(setting, mode, mean_cost, options)
+        self._evaluator = Evaluator(setting, mode, options)
         # Evaluated apart from the first step only where that sees less than the whole.
         self._start: StepRecord | None = None
         self._labels: tuple[int, Tensor | None] | None = None
@@ -114,11 +112,6 @@ class Loop:
             checkpoints = self._options.flow.checkpoints
             if checkpoints is not None and self.step % checkpoints.every == 0:
                 self._save(self.state())
-
-    @property
-    def evaluations(self) -> Sequence[StepRecord]:
-        """All that were made: those of `history`, and where it is none of them, of the start."""
-        return self.history if self._start is None else [self._start, *self.history]
 
     @property
     def before(self) -> StepRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from otdd_flash.errors import InputError, choose
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
-from otdd_flash.flows.maps.field import VelocityField
+from otdd_flash.flows.maps.entropic import VelocityField
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.many import class_names
 from otdd_flash.operators.build import ComputeOptions
@@ -186,9 +186,7 @@ class FlowResult:
 
     def _field(self, moment: Moment) -> VelocityField:
         return VelocityField(
-            LabeledSamples(
-                moment.features, self.source.labels, self.source.class_names, self.source.weights
-            ),
+            replace(self.source, features=moment.features, subset_hash=None),
             self.target,
             moment.table,
             moment.g,
@@ -199,70 +197,68 @@ class FlowResult:
         )
 
     def _tensors(self) -> dict[str, Tensor]:
-        parts: dict[str, Tensor | None] = {}
-        for side in ("source", "target", "samples"):
-            samples: LabeledSamples = getattr(self, side)
-            parts |= {f"{side}.{key}": getattr(samples, key) for key in SAMPLE_PARTS}
-        parts |= {f"trajectory.{key}": getattr(self.trajectory, key) for key in TRAJECTORY_PARTS}
-        parts |= {f"W.{key}": getattr(self.class_distances, key) for key in ("xx", "xy", "yy")}
+        owners = {name: getattr(self, name) for name in ("source", "target", "samples")}
+        owners |= {"trajectory": self.trajectory, "W": self.class_distances}
+        parts = {
+            f"{name}.{key}": getattr(owner, key)
+            for name, owner in owners.items()
+            for key in PARTS[name]
+        }
         for k, moment in enumerate(self.moments):
-            named = moment._asdict()
-            size = torch.tensor(named.pop("step_size"), dtype=torch.float64)
-            parts |= {f"moment.{k}.step_size": size}
-            parts |= {f"moment.{k}.{key}": part for key, part in named.items()}
+            parts |= {f"moment.{k}.{key}": part for key, part in moment._asdict().items()}
+            parts[f"moment.{k}.step_size"] = torch.tensor(moment.step_size, dtype=torch.float64)
         return {key: part for key, part in parts.items() if part is not None}
 
 
 # Of the ground cost, which earlier versions had no choice of.
 COST = ("lambda_x", "lambda_y", "ground")
-SAMPLE_PARTS = ("features", "labels", "weights")
-TRAJECTORY_PARTS = ("rows", "steps", "points", "labels")
+# Tensors of a result by their owners; labels and weights may be missing.
+SAMPLES = ("features", "labels", "weights")
+PARTS = {
+    **dict.fromkeys(("source", "target", "samples"), SAMPLES),
+    "trajectory": ("rows", "steps", "points", "labels"),
+    "W": ("xx", "xy", "yy"),
+}
+NO_LABELS = {"labels": None}
 
 
 def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult:
+    def parts(name: str, keys: tuple[str, ...]) -> dict[str, Any]:
+        return {key: tensors[f"{name}.{key}"] for key in keys if f"{name}.{key}" in tensors}
+
+    stored = {name: parts(name, keys) for name, keys in PARTS.items()}
     names, hashes = summary["classes"], summary["subset_hash"]
     sides = {
         key: LabeledSamples(
-            tensors[f"{key}.features"],
-            tensors.get(f"{key}.labels"),
-            tuple(names[side]),
-            tensors.get(f"{key}.weights"),
+            **NO_LABELS | stored[key],
+            class_names=tuple(names[side]),
             name=summary[side],
             subset_hash=hashes[side],
         )
         for key, side in (("source", "source"), ("target", "target"), ("samples", "source"))
     }
     moments: list[Moment] = []
-    while (start := f"moment.{len(moments)}.") + "step_size" in tensors:
-        parts = {key: tensors[start + key] for key in Moment._fields}
-        moments.append(Moment(float(parts.pop("step_size")), **parts))
+    while stored_moment := parts(f"moment.{len(moments)}", Moment._fields):
+        step_size = float(stored_moment.pop("step_size"))
+        moments.append(Moment(step_size, **stored_moment))
     settings = dict(summary["settings"])
     if settings["flow.box"] is not None:
         settings["flow.box"] = tuple(settings["flow.box"])
     return FlowResult(
-        sides["source"],
-        sides["target"],
-        sides["samples"],
+        source=sides["source"],
+        target=sides["target"],
+        samples=sides["samples"],
         # Earlier versions evaluated the start at the first step alone.
-        StepRecord(**summary.get("before", summary["history"][0])),
-        tuple(StepRecord(**record) for record in summary["history"]),
-        Trajectory(
-            tensors["trajectory.rows"],
-            tensors["trajectory.steps"],
-            tensors["trajectory.points"],
-            tensors.get("trajectory.labels"),
+        before=StepRecord(**summary.get("before", summary["history"][0])),
+        history=tuple(StepRecord(**record) for record in summary["history"]),
+        trajectory=Trajectory(**NO_LABELS | stored["trajectory"]),
+        class_distances=ClassDistances(
+            **stored["W"],
+            names_x=class_names(sides["source"]),
+            names_y=class_names(sides["target"]),
         ),
-        ClassDistances(
-            tensors["W.xx"],
-            tensors["W.xy"],
-            tensors["W.yy"],
-            class_names(sides["source"]),
-            class_names(sides["target"]),
-        ),
-        settings,
-        tuple(moments),
-        ComputeOptions(**{**summary["compute"], "device": "auto"}),
-        summary["ran_on"],
-        summary["stopped_by"],
-        summary["seconds"],
+        settings=settings,
+        moments=tuple(moments),
+        compute=ComputeOptions(**{**summary["compute"], "device": "auto"}),
+        **{key: summary[key] for key in ("ran_on", "stopped_by", "seconds")},
     )

@@ -7,11 +7,12 @@ after Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in Probab
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,19 +22,15 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
-from otdd_flash.errors import InputError
-from otdd_flash.flows.callbacks import Callbacks
+from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.flows.checkpoint import Checkpoints
-from otdd_flash.flows.flow import Flow
-from otdd_flash.flows.functionals import WeightedFunctional, build_functionals
-from otdd_flash.flows.history import Recorder
+from otdd_flash.flows.divergence import FlowSetting
+from otdd_flash.flows.flow import Callbacks, Flow, LoopOptions
+from otdd_flash.flows.functionals import build_functionals
+from otdd_flash.flows.history import Recorder, StepRecord
 from otdd_flash.flows.loop import Loop
-from otdd_flash.flows.loop_options import LoopOptions
 from otdd_flash.flows.modes import build_mode
 from otdd_flash.flows.result import FlowResult
-from otdd_flash.flows.setting import FlowSetting
-from otdd_flash.flows.settings_kept import data_settings, flow_settings
-from otdd_flash.flows.shortcomings import report_convergence, report_growth
 from otdd_flash.flows.space import DirectionSpace
 from otdd_flash.labels import (
     LabelMetric,
@@ -49,6 +46,9 @@ from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.solver.problem import SIDES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.shortfall import joint_shortfall
+
+logger = logging.getLogger(__name__)
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
@@ -121,26 +121,21 @@ def gradient_flow(
     table = measure_classes(start, end, metric, cache_dir=cache_dir, progress=told)
     if epsilon_relative is not None:
         epsilon = relative_epsilon(epsilon_relative, request.inputs(SIDES["xy"], table.xy))
-    setting = FlowSetting(
-        request, metric, epsilon, solver, flow.refresh, callbacks.solver_progress, told
-    )
-    settings = {**data_settings(points, goal, setting, table), **flow_settings(flow)}
-    options = LoopOptions(flow, _built(flow.functionals, points), settings, callbacks)
+    setting = FlowSetting(request, metric, epsilon, solver, callbacks.solver_progress, told)
+    settings = {**setting.settings(points, goal, table), **flow.settings}
+    options = LoopOptions(flow, build_functionals(flow.functionals, points), settings, callbacks)
     loop = Loop(
         points.features,
         setting,
         build_mode(flow.mode, setting, table),
-        setting.mean_cost(start.features, table),
         Recorder(_followed(points, flow.seed), MOMENTS),
         options,
     )
     if flow.checkpoints is not None and flow.checkpoints.resume:
-        _go_on(loop, flow.checkpoints, settings, device, flow.steps)
+        _go_on(loop, flow.checkpoints, options, device)
     prepared = time.perf_counter()
     loop.run()
-    report_convergence(loop.evaluations, solver, compute)
-    report_growth(loop.before, loop.history[-1], options)
-    return FlowResult(
+    result = FlowResult(
         points.to("cpu"),
         goal.to("cpu"),
         _moved(points, loop),
@@ -155,21 +150,20 @@ def gradient_flow(
         loop.stopped_by,
         {"prepare": prepared - started, "flow": time.perf_counter() - prepared},
     )
+    report_convergence(result.evaluations, solver, compute)
+    report_growth(result, options)
+    return result
 
 
 def _go_on(
-    loop: Loop,
-    checkpoints: Checkpoints,
-    settings: Mapping[str, Any],
-    device: torch.device,
-    steps: int,
+    loop: Loop, checkpoints: Checkpoints, options: LoopOptions, device: torch.device
 ) -> None:
     """Take a loop to where its last run was."""
-    loop.restore(checkpoints.load(settings, device))
-    if loop.step > steps:
+    loop.restore(checkpoints.load(options.settings, device))
+    if loop.step > options.flow.steps:
         raise InputError(
             f"the run in {checkpoints.folder} has taken {loop.step} steps already; give a "
-            f"flow.steps of that or more, got {steps}"
+            f"flow.steps of that or more, got {options.flow.steps}"
         )
 
 
@@ -177,15 +171,6 @@ def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
     """The particles where the loop has them, on the CPU."""
     labels = None if points.labels is None else loop.labels()
     return replace(points.to("cpu"), features=loop.points.cpu(), labels=labels)
-
-
-def _built(
-    functionals: Sequence[Mapping[str, Any] | WeightedFunctional], start: LabeledSamples
-) -> tuple[WeightedFunctional, ...]:
-    """Terms as they are, and those that configurations describe."""
-    described = [part for part in functionals if not isinstance(part, WeightedFunctional)]
-    ready = [part for part in functionals if isinstance(part, WeightedFunctional)]
-    return (*build_functionals(described, start), *ready)
 
 
 def _followed(points: LabeledSamples, seed: int) -> Tensor:
@@ -197,3 +182,34 @@ def _followed(points: LabeledSamples, seed: int) -> Tensor:
     if points.labels is None or points.class_total > FOLLOWED:
         return torch.from_numpy(np.sort(draw.permutation(count)[:FOLLOWED]))
     return torch.from_numpy(stratified_rows(points.labels.cpu().numpy(), FOLLOWED, draw))
+
+
+def report_growth(result: FlowResult, options: LoopOptions) -> None:
+    """Warn where a flow that has nothing else to do has led away from its target."""
+    before, after = result.before, result.after
+    assert before.upper is not None
+    assert after.lower is not None
+    if not options.functionals and after.lower > before.upper:
+        box = options.flow.stepping.box
+        logger.warning(
+            "the flow ended farther from its target than it began, at %.5g after %.5g; lower %s%s",
+            after.divergence,
+            before.divergence,
+            options.movers,
+            "" if box is None else f", or widen flow.box=[{box[0]:g}, {box[1]:g}]",
+        )
+
+
+def report_convergence(
+    evaluations: Sequence[StepRecord], solver: Schedule, compute: ComputeOptions
+) -> None:
+    """Warn of evaluations that stopped before they reached what was asked for."""
+    late = dict(enumerate(record for record in evaluations if not record.converged))
+    if late:
+        message = joint_shortfall(
+            late,
+            solver,
+            lambda some: f"{len(some)} of {len(evaluations)} evaluations",
+            compute.dtype,
+        )
+        warnings.warn(message, NotConvergedWarning, stacklevel=4)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from otdd_flash.errors import choose
-from otdd_flash.flows.dataset_files import (
+from otdd_flash.dataset_files import (
     ImageShape,
     check_image_shape,
     write_hugging_face,
     write_npz,
 )
+from otdd_flash.errors import choose
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.labels.npz_file import write_arrays

@@ -24,8 +24,9 @@ from otdd_flash.operators.request import Request
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
-from otdd_flash.solver.divergence import Divergence, joint_shortfall
+from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.shortfall import joint_shortfall
 
 
 class Comparison:
@@ -107,6 +108,7 @@ class Comparison:
                 dict(enumerate(self.unconverged)),
                 self._settings.get("solver") or Converged(),
                 lambda some: f"{len(some)} of {count} distances between parts of the data",
+                self.unconverged[0].xy.f.dtype,
             )
             warnings.warn(message, NotConvergedWarning, stacklevel=4)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
@@ -16,8 +16,6 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term.result import Progress, StoppedBy, TransportTerm, largest_tolerance
 from otdd_flash.solver.term_solves import Known, Solved, Start, TermSolves
-
-K = TypeVar("K")
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,31 +242,6 @@ def solve_identical(
         identical=True,
         schedule=options.name,
     )
-
-
-def joint_shortfall(
-    late: Mapping[K, Divergence], options: Schedule, where: Callable[[Sequence[K]], str]
-) -> str:
-    """`Divergence.shortfall` of several that stopped early, once for every reason they had.
-
-    `where` says which ones some keys are.
-    """
-    said = []
-    for reason in dict.fromkeys(divergence.stopped_by for divergence in late.values()):
-        found = {key: each for key, each in late.items() if each.stopped_by == reason}
-        several = found.values()
-        said.append(
-            shortfall(
-                options,
-                reason,
-                where=where([*found]),
-                marginal_error=max(each.marginal_error for each in several),
-                tolerance=largest_tolerance(each.tolerance for each in several),
-                dtype=next(iter(several)).xy.f.dtype,
-                bound_width=max(each.bound_width for each in several),
-            )
-        )
-    return "; ".join(said)
 
 
 def report_convergence(divergence: Divergence, options: Schedule) -> None:

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
 import torch
 
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import StoppedBy
+from otdd_flash.solver.term.result import StoppedBy, largest_tolerance
+
+K = TypeVar("K")
+
+
+class Ended(Protocol):
+    """A solve that has ended, or a step by one."""
+
+    @property
+    def stopped_by(self) -> StoppedBy:
+        """What ended it."""
+
+    @property
+    def marginal_error(self) -> float:
+        """The largest of its terms'."""
+
+    @property
+    def tolerance(self) -> float | None:
+        """The marginal error that was enough; None where the width of the bounds decided."""
+
+    @property
+    def bound_width(self) -> float | None:
+        """(upper - lower) / |value|; None where that is not finite."""
 
 
 def shortfall(
@@ -59,3 +85,33 @@ def shortfall(
             advice = "Raise solver.max_iterations or epsilon"
     missed = f"{reached} against {goal}={asked:.3g}"
     return f"not converged {limit} in {where}: {missed}; the bounds still hold. {advice}"
+
+
+def joint_shortfall(
+    late: Mapping[K, Ended],
+    options: Schedule,
+    where: Callable[[Sequence[K]], str],
+    dtype: torch.dtype,
+) -> str:
+    """`shortfall` of several solves, once for every reason to stop and every goal that they had.
+
+    `where` says which ones some keys are.
+    """
+    alike: dict[tuple[StoppedBy, bool], dict[K, Ended]] = {}
+    for key, each in late.items():
+        alike.setdefault((each.stopped_by, each.tolerance is None), {})[key] = each
+    said = []
+    for (reason, _), found in alike.items():
+        widths = (each.bound_width for each in found.values())
+        said.append(
+            shortfall(
+                options,
+                reason,
+                where=where([*found]),
+                marginal_error=max(each.marginal_error for each in found.values()),
+                tolerance=largest_tolerance(each.tolerance for each in found.values()),
+                dtype=dtype,
+                bound_width=max(math.inf if width is None else width for width in widths),
+            )
+        )
+    return "; ".join(said)

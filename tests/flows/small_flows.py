@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.gaussians import Gaussians
 from otdd_flash.flows.modes import Mode, build_mode
-from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.labels import LabelMetric, measure_classes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
@@ -69,6 +69,11 @@ def flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd
     moves = otdd.Flow(**taken(otdd.Flow, left))
     callbacks = otdd.Callbacks(**taken(otdd.Callbacks, left))
     return otdd.gradient_flow(source, target, moves, callbacks=callbacks, **left)
+
+
+def rough_flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd.FlowResult:
+    """A flow of 2 steps in a few iterations, where nothing depends on how well it is solved."""
+    return flow(source, target, **{"epsilon": 4.0, "solver": otdd.Converged(1e-2), **options})
 
 
 def taken(kind: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from otdd_flash.flows import loop
 from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.gaussians import Gaussians
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.flows.modes import augmented
+from otdd_flash.flows.modes import jointly_driven
 from otdd_flash.labels import fidelity
 from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.pairs import all_pairs
@@ -53,8 +53,8 @@ def test_pairs_that_no_mass_moves_between_are_not_measured(
 ) -> None:
     source, target = apart(20), apart(22, shift=0.5)
     some = mode_of("augmented", source, target, otdd.labels.Gaussian()).evaluate(source.features)
-    monkeypatch.setattr(augmented, "NO_MASS", 5e-324)
-    monkeypatch.setattr(augmented.FullAugmentedMode, "_needed", lambda *_: None)
+    monkeypatch.setattr(jointly_driven, "NO_MASS", 5e-324)
+    monkeypatch.setattr(jointly_driven.FullAugmentedMode, "_needed", lambda *_: None)
     every = mode_of("augmented", source, target, otdd.labels.Gaussian()).evaluate(source.features)
     # Pairs within both classes, and those with the classes of the target.
     assert measured == [2 * 45 + 40, 190 + 40]

@@ -9,8 +9,8 @@ import torch
 from small_flows import blobs
 
 import otdd_flash as otdd
-from otdd_flash.flows import class_table
-from otdd_flash.flows.class_table import ClassTable
+from otdd_flash.flows.modes import feature_driven
+from otdd_flash.flows.modes.feature_driven import ClassTable
 from otdd_flash.labels import LabelMetric, covariance_factors, measure_classes
 from otdd_flash.labels.classes import ClassCloud, pool
 from otdd_flash.labels.gaussian import gaussian_table
@@ -149,13 +149,13 @@ def test_pairs_within_the_target_are_not_measured_again(
     before = measure_classes(SOURCE, TARGET, metric)
     counted: list[int] = []
 
-    measure = getattr(class_table, name)
+    measure = getattr(feature_driven, name)
 
     def counting(classes: object, pairs: torch.Tensor, *options: object) -> object:
         counted.append(len(pairs))
         return measure(classes, pairs, *options)
 
-    monkeypatch.setattr(class_table, name, counting)
+    monkeypatch.setattr(feature_driven, name, counting)
     ClassTable(TARGET, metric).remeasured(MOVED, before)
     assert counted == [1 + 2 * 3]
 

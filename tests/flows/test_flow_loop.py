@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from small_flows import CPU, DOUBLE, TIGHT, blobs, digits, flow, mode_of, setting_of
+from small_flows import CPU, DOUBLE, TIGHT, blobs, digits, flow, mode_of, rough_flow, setting_of
+from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.flows.divergence import TargetDivergence
-from otdd_flash.flows.functionals import Norm, WeightedFunctional
+from otdd_flash.flows.functionals import WeightedFunctional
+from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
+from otdd_flash.operators import build
+from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.samples import LabeledSamples
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
@@ -24,10 +28,10 @@ SOURCE, TARGET = blobs(9), blobs(11, seed=1)
 
 def test_there_is_one_record_per_step_and_one_of_the_end() -> None:
     told: list[StepRecord] = []
-    result = flow(SOURCE, TARGET, steps=4, progress=told.append)
+    result = flow(SOURCE, TARGET, steps=2, progress=told.append)
     assert list(result.history) == told
-    assert [record.step for record in told] == [0, 1, 2, 3, 4]
-    assert [record.step_size for record in told] == [0.3, 0.3, 0.3, 0.3, 0.0]
+    assert [record.step for record in told] == [0, 1, 2]
+    assert [record.step_size for record in told] == [0.3, 0.3, 0.0]
     assert all(record.lower <= record.divergence <= record.upper for record in told)
     assert result.converged
     assert result.stopped_by == "steps"
@@ -46,7 +50,7 @@ def test_the_start_is_that_of_the_dataset_distance() -> None:
 def test_an_objective_has_its_functionals_with_their_weights() -> None:
     norm = {"name": "norm", "weight": 0.3}
     twice = WeightedFunctional("twice", 2.0, Norm(None))
-    result = flow(SOURCE, TARGET, functionals=[norm, twice])
+    result = rough_flow(SOURCE, TARGET, functionals=[norm, twice])
     for record in result.history:
         assert record.functionals["twice"] == pytest.approx(2 / 0.3 * record.functionals["norm"])
         total = record.divergence + sum(record.functionals.values())
@@ -78,16 +82,17 @@ def test_a_flow_stops_once_steps_change_little() -> None:
 
 def test_a_tolerance_reached_is_reached_after_resuming_too(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 30, "tolerance": 0.05}
-    short = flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **options)
-    again = flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, resume=True), **options)
+    kept = otdd.Checkpoints(tmp_path)
+    short = rough_flow(SOURCE, TARGET, checkpoints=kept, **options)
+    again = rough_flow(SOURCE, TARGET, checkpoints=replace(kept, resume=True), **options)
     assert again.stopped_by == "tolerance"
     assert again.samples.fingerprint == short.samples.fingerprint
 
 
 def test_a_stopped_flow_returns_where_it_is() -> None:
     asked = iter([False, False, True])
-    stopped = flow(SOURCE, TARGET, steps=9, stop=lambda: next(asked))
-    whole = flow(SOURCE, TARGET, steps=2)
+    stopped = rough_flow(SOURCE, TARGET, steps=9, stop=lambda: next(asked))
+    whole = rough_flow(SOURCE, TARGET, steps=2)
     assert stopped.stopped_by == "interrupted"
     assert stopped.samples.fingerprint == whole.samples.fingerprint
     assert stopped.trajectory.steps.tolist() == [0, 1, 2]
@@ -97,7 +102,7 @@ def test_a_stopped_flow_returns_where_it_is() -> None:
 @pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
 def test_the_self_term_of_the_target_is_solved_once(mode: str) -> None:
     solved: list[tuple[str, int]] = []
-    flow(
+    rough_flow(
         SOURCE,
         TARGET,
         mode=mode,
@@ -109,13 +114,13 @@ def test_the_self_term_of_the_target_is_solved_once(mode: str) -> None:
 
 
 def test_solves_start_where_the_last_ended() -> None:
-    source, target = digits("train", 40), digits("test", 40, rotate=60)
-    options = {"epsilon": 1.0, "labels": "means", "stepping": Stepping(0.02), "steps": 4}
+    source, target = digits("train", 20), digits("test", 20, rotate=60)
+    options = {"epsilon": 1.0, "labels": "means", "stepping": Stepping(0.02), "steps": 3}
     warm = flow(source, target, solver=otdd.Converged(1e-4), **options)
     iterations = 0
     mode = mode_of("features", source, target, otdd.labels.Means())
     points = source.features
-    for _ in range(4):
+    for _ in range(3):
         points = points - 0.02 * mode.evaluate(points).features
         table = mode.class_distances.full
         setting = replace(
@@ -191,7 +196,7 @@ def test_a_solve_that_stops_early_is_reported_or_refused() -> None:
 
 
 def test_a_relative_epsilon_is_that_share_of_the_mean_cost() -> None:
-    result = flow(SOURCE, TARGET, epsilon_relative=0.2)
+    result = rough_flow(SOURCE, TARGET, epsilon_relative=0.2, steps=1)
     table = otdd.class_distances([SOURCE, TARGET]).between(0, 1)
     setting = setting_of(SOURCE, TARGET, otdd.labels.Gaussian())
     expected = 0.2 * setting.mean_cost(SOURCE.features, table)
@@ -215,12 +220,31 @@ def test_what_is_given_stays_as_it_is() -> None:
 def test_an_empty_or_small_class_leaves_before_the_flow() -> None:
     assert SOURCE.labels is not None
     source = replace(SOURCE, class_names=("a", "none", "b"), labels=2 * SOURCE.labels)
-    result = flow(source, TARGET, mode="joint")
+    result = rough_flow(source, TARGET, mode="joint")
     assert result.samples.class_names == ("a", "b")
-    assert result.samples.fingerprint == flow(SOURCE, TARGET, mode="joint").samples.fingerprint
+    whole = rough_flow(SOURCE, TARGET, mode="joint")
+    assert result.samples.fingerprint == whole.samples.fingerprint
 
 
 def test_another_dimension_is_refused() -> None:
     wide = LabeledSamples(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64), ("a",))
     with pytest.raises(InputError, match="5"):
         flow(wide.to(CPU), TARGET)
+
+
+@pytest.mark.parametrize("refresh", [1, 2])
+def test_an_evaluation_builds_one_cost_between_both_clouds(
+    refresh: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[tuple[int, int]] = []
+
+    class Counted(LabelledCost):
+        def __init__(self, x: Tensor, y: Tensor, *rest: Any, **options: Any) -> None:
+            built.append((len(x), len(y)))
+            super().__init__(x, y, *rest, **options)
+
+    monkeypatch.setattr(build, "LabelledCost", Counted)
+    rough_flow(SOURCE, TARGET, steps=2, refresh=refresh)
+    # Three evaluations; the target's self term is solved at the first.
+    assert (built.count((9, 11)), built.count((9, 9)), built.count((11, 11))) == (3, 3, 1)
+    assert len(built) == 7

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_flows import blobs, digits, flow
+from small_flows import blobs, digits, flow, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.flows.modes.features import FeaturesMode
+from otdd_flash.flows.modes.feature_driven import FeaturesMode
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.solver.term.result import TransportTerm
 
@@ -79,18 +79,18 @@ def test_a_step_that_overshoots_is_caught_although_a_box_clips_it(
 
 
 def test_a_box_may_clip_steps_that_go_a_little_too_far() -> None:
-    source, target = digits("train", 40), digits("test", 40, rotate=30)
-    result = flow(source, target, stepping=Stepping(1.5, box=(0.0, 1.0)))
+    source, target = digits("train", 20), digits("test", 20, rotate=30)
+    result = rough_flow(source, target, stepping=Stepping(1.5, box=(0.0, 1.0)))
     assert result.after.divergence < result.before.divergence
     # The target lies far outside of this one, and no step overshoots.
     shifted = replace(TARGET, features=TARGET.features + 50)
     narrow = (float(SOURCE.features.min()), float(SOURCE.features.max()) + 0.1)
-    result = flow(SOURCE, shifted, stepping=Stepping(0.5, box=narrow), labels="means")
+    result = rough_flow(SOURCE, shifted, stepping=Stepping(0.5, box=narrow), labels="means")
     assert result.after.divergence < result.before.divergence
 
 
 def test_a_flow_that_ends_farther_than_it_began_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    source, target = digits("train", 40), digits("test", 40, rotate=30)
+    source, target = digits("train", 20), digits("test", 20, rotate=30)
     flow(source, target, stepping=Stepping(5.0, box=(0.0, 1.0)), epsilon=0.5)
     (record,) = caplog.records
     assert "ended farther from its target than it began" in record.getMessage()
@@ -101,11 +101,11 @@ def test_a_flow_that_ends_farther_than_it_began_says_so(caplog: pytest.LogCaptur
 def test_a_box_that_leaves_out_the_particles_is_named_and_no_step_size(
     box: tuple[float, float],
 ) -> None:
-    source, target = digits("train", 40), digits("test", 40, rotate=30)
+    source, target = digits("train", 20), digits("test", 20, rotate=30)
     source = replace(source, features=source.features.clamp(0.0, 0.9))
     where = rf"flow.box=\[{box[0]:g}, {box[1]:g}\] leaves out the particles, .* lie in \[0, 0.9\]"
     with pytest.raises(InputError, match=where) as error:
-        flow(source, target, stepping=Stepping(0.1, box=box))
+        rough_flow(source, target, stepping=Stepping(0.1, box=box))
     assert "step_size" not in str(error.value)
 
 
@@ -120,13 +120,13 @@ def test_a_class_that_cannot_be_measured_is_named_and_no_step_size(
         r"^the flow cannot go on after step 0: class 'a' has 1 sample; min_class_size=2 drops it$"
     )
     with pytest.raises(InputError, match=message):
-        flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path))
+        rough_flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path))
 
 
 def test_a_class_of_one_sample_moves_as_a_point() -> None:
     one = replace(SOURCE, labels=torch.tensor([0] * 8 + [1]))
     with pytest.warns(DataNotice, match="classes of one sample are points"):
-        result = flow(one, TARGET)
+        result = rough_flow(one, TARGET)
     assert result.after.divergence < result.before.divergence
 
 
@@ -140,9 +140,9 @@ def test_clouds_that_begin_as_one_may_round() -> None:
 
 def test_noise_that_is_too_much_is_named() -> None:
     with pytest.raises(InputError, match=r"^particles moved by flow.noise=1000 are at a mean cost"):
-        flow(SOURCE, TARGET, stepping=Stepping(0.1, noise=1e3))
+        rough_flow(SOURCE, TARGET, stepping=Stepping(0.1, noise=1e3))
     with pytest.raises(InputError, match=r"lower flow.step_size=50 or flow.noise=0.1 and start"):
-        flow(SOURCE, TARGET, stepping=Stepping(50.0, noise=0.1))
+        rough_flow(SOURCE, TARGET, stepping=Stepping(50.0, noise=0.1))
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def flat(state: Any) -> Any:
 def test_functionals_that_blow_up_are_named(tmp_path: Path) -> None:
     repelled = [{"name": "norm", "weight": -1e30}]
     with pytest.raises(InputError, match=r"after step 0: .*or the weight -1e\+30 of norm") as error:
-        flow(
+        rough_flow(
             SOURCE,
             TARGET,
             steps=20,
@@ -226,7 +226,7 @@ def test_functionals_that_blow_up_are_named(tmp_path: Path) -> None:
 def test_functionals_may_lead_far_from_the_target() -> None:
     """Far is no reason to stop where the objective asks for it."""
     away = [{"name": "norm", "weight": 50.0, "centre": [40.0, 0.0, 0.0]}]
-    result = flow(SOURCE, TARGET, functionals=away, stepping=Stepping(0.018), steps=4)
+    result = rough_flow(SOURCE, TARGET, functionals=away, stepping=Stepping(0.018), steps=4)
     assert result.history[-1].divergence > 100 * result.history[0].divergence
     assert result.history[-1].objective < result.history[0].objective
 

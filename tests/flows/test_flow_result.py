@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_flows import TIGHT, blobs, digits, flow
+from small_flows import TIGHT, blobs, digits, flow, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows.functionals import Norm, WeightedFunctional
+from otdd_flash.flows.functionals import WeightedFunctional
+from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.stepping import Stepping
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
@@ -57,7 +58,7 @@ def test_a_result_comes_back_from_disk(kind: str, tmp_path: Path) -> None:
     options = {"source": SOURCE, "target": TARGET, "compute": AUTO, **KINDS[kind]}
     weights = torch.rand(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     options["source"] = replace(options["source"], weights=weights, name="mine", subset_hash="ab")
-    result = flow(**options)
+    result = rough_flow(**options)
     assert result.save(tmp_path / "kept", config={"a": 1}) == tmp_path / "kept"
     assert_same_result(otdd.FlowResult.load(tmp_path / "kept"), result)
     summary = json.loads((tmp_path / "kept" / "result.json").read_text())
@@ -72,7 +73,9 @@ def test_a_result_comes_back_from_disk(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["flow", "distance"])
 def test_a_full_disk_is_a_clear_error(kind: str, tmp_path: Path) -> None:
     result = (
-        flow(SOURCE, TARGET) if kind == "flow" else otdd.dataset_distance(SOURCE, TARGET, epsilon=1)
+        rough_flow(SOURCE, TARGET)
+        if kind == "flow"
+        else otdd.dataset_distance(SOURCE, TARGET, epsilon=1)
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -87,7 +90,9 @@ def test_a_full_disk_is_a_clear_error(kind: str, tmp_path: Path) -> None:
 def test_arrays_of_functionals_are_told_by_their_hash() -> None:
     def setting(centre: Any) -> Any:
         spec = {"name": "norm", "weight": 0.1, "centre": centre}
-        return flow(SOURCE, TARGET, functionals=[spec]).settings["flow.functionals"][0]["centre"]
+        return rough_flow(SOURCE, TARGET, functionals=[spec]).settings["flow.functionals"][0][
+            "centre"
+        ]
 
     ones = setting(torch.ones(3))
     assert isinstance(ones, str)
@@ -101,7 +106,7 @@ def test_no_result_is_a_clear_error(tmp_path: Path) -> None:
     otdd.dataset_distance(SOURCE, TARGET).save(tmp_path)
     with pytest.raises(InputError, match="no complete result in"):
         otdd.FlowResult.load(tmp_path)
-    flow(SOURCE, TARGET).save(tmp_path)
+    rough_flow(SOURCE, TARGET).save(tmp_path)
     file = tmp_path / "result.safetensors"
     file.write_bytes(file.read_bytes()[:300])
     with pytest.raises(InputError, match=r"result\.safetensors is damaged"):
@@ -144,13 +149,13 @@ def test_the_entropic_map_takes_particles_where_the_flow_did(
     ],
 )
 def test_the_entropic_map_refuses_what_it_cannot_follow(options: Any, reason: str) -> None:
-    result = flow(SOURCE, TARGET, **{"keep_moments": True, **options})
+    result = rough_flow(SOURCE, TARGET, **{"keep_moments": True, **options})
     with pytest.raises(InputError, match=f"cannot follow this flow: {reason}.*nearest"):
         result.map("entropic")
 
 
 def test_the_nearest_map_takes_particles_where_the_flow_did() -> None:
-    result = flow(SOURCE, TARGET, mode="joint")
+    result = rough_flow(SOURCE, TARGET, mode="joint")
     mapped = result.map("nearest")(SOURCE)
     torch.testing.assert_close(mapped.features, result.samples.features, rtol=0, atol=1e-10)
     with pytest.raises(InputError, match=r"map 'next'.*entropic, nearest, residual"):
@@ -159,7 +164,7 @@ def test_the_nearest_map_takes_particles_where_the_flow_did() -> None:
 
 def test_samples_are_the_particles_in_their_rows() -> None:
     source = replace(SOURCE, name="mine", weights=torch.arange(1, 10).double())
-    result = flow(source, TARGET)
+    result = rough_flow(source, TARGET)
     assert result.source.fingerprint == source.fingerprint
     assert result.target.fingerprint == TARGET.fingerprint
     assert torch.equal(result.samples.weights, source.weights)
@@ -179,7 +184,7 @@ def test_at_most_two_hundred_particles_are_followed_all_classes_in_proportion() 
         sides = [replace(source, labels=labels), replace(target, labels=None)]
         if labels is not None:
             sides[1] = target
-        result = flow(*sides, labels="none", epsilon=5.0, steps=1)
+        result = rough_flow(*sides, labels="none", epsilon=5.0, steps=1)
         rows = result.trajectory.rows
         assert len(rows) == 200
         assert bool((rows.diff() > 0).all())

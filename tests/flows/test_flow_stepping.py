@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_flows import DOUBLE, blobs, digits, flow, mode_of
+from small_flows import DOUBLE, blobs, digits, flow, mode_of, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
@@ -44,7 +44,7 @@ def test_schedules_have_their_values_and_steps_follow_them(
     stepping = Stepping(0.4, schedule=schedule)
     assert [stepping.step_size_at(k, 4) for k in range(4)] == pytest.approx(sizes)
     torch.testing.assert_close(walk(stepping, 4), -sum(sizes) * ONES)
-    history = flow(blobs(9), blobs(9, seed=1), steps=4, stepping=stepping).history
+    history = rough_flow(blobs(9), blobs(9, seed=1), steps=4, stepping=stepping).history
     assert [record.step_size for record in history] == pytest.approx([*sizes, 0.0])
 
 
@@ -70,7 +70,7 @@ def test_points_stay_in_the_box_whatever_moves_them() -> None:
     walked = walk(Stepping(0.1, box=box), 9, temperature=10.0)
     assert walked.min() == 0.2
     assert walked.max() == 0.7
-    result = flow(
+    result = rough_flow(
         digits("train", 20),
         digits("test", 20),
         stepping=Stepping(0.5, optimizer="adam", box=box),
@@ -102,8 +102,8 @@ def test_langevin_noise_has_the_variance_of_diffusion() -> None:
 def test_an_entropy_functional_adds_that_noise_to_a_flow() -> None:
     source, target = blobs(600, classes=1), blobs(9, seed=1, classes=1)
     options = {"steps": 1, "labels": "none", "epsilon": 5.0}
-    still = flow(source, target, **options)
-    hot = flow(source, target, functionals=[{"name": "entropy", "weight": 0.4}], **options)
+    still = rough_flow(source, target, **options)
+    hot = rough_flow(source, target, functionals=[{"name": "entropy", "weight": 0.4}], **options)
     displacement = hot.samples.features - still.samples.features
     assert float(displacement.square().mean()) == pytest.approx(2 * 0.4 * 0.3, rel=0.1)
 
@@ -142,7 +142,7 @@ def test_noise_moves_where_the_gradient_is_taken_and_not_the_points() -> None:
 def test_only_rows_of_the_minibatch_move(options: dict[str, Any]) -> None:
     """By whatever moves them: else functionals would outweigh the divergence by n / minibatch."""
     source, target = blobs(9), blobs(11, seed=1)
-    result = flow(source, target, steps=1, stepping=Stepping(0.3, minibatch=4), **options)
+    result = rough_flow(source, target, steps=1, stepping=Stepping(0.3, minibatch=4), **options)
     assert int((result.samples.features != source.features).any(1).sum()) == 4
 
 
@@ -185,7 +185,9 @@ def test_minibatches_hold_only_particles_with_mass() -> None:
     weights = torch.zeros(9, dtype=torch.float64)
     weights[3:5] = 1
     source = replace(blobs(9), weights=weights)
-    result = flow(source, blobs(9, seed=1), labels="means", stepping=Stepping(0.3, minibatch=1))
+    result = rough_flow(
+        source, blobs(9, seed=1), labels="means", stepping=Stepping(0.3, minibatch=1)
+    )
     assert bool((result.samples.features != source.features).any())
     assert torch.equal(result.samples.features[weights == 0], source.features[weights == 0])
 
@@ -238,5 +240,5 @@ def test_bad_flows_are_refused_with_their_value(options: Any, message: str) -> N
 
 def test_float32_points_stay_float32() -> None:
     sides = [replace(side, features=side.features.float()) for side in (blobs(9), blobs(11))]
-    result = flow(*sides, mode="joint", compute=DOUBLE)
+    result = rough_flow(*sides, mode="joint", compute=DOUBLE)
     assert result.samples.features.dtype == torch.float32

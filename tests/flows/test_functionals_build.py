@@ -12,13 +12,8 @@ import pytest
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.functionals import (
-    AffineNorm,
-    HyperplaneMargin,
-    Norm,
-    build_functionals,
-    value_and_velocity,
-)
+from otdd_flash.flows.functionals import build_functionals, value_and_velocity
+from otdd_flash.flows.functionals.potentials import AffineNorm, HyperplaneMargin, Norm
 
 SOURCE = """
 import torch

@@ -14,24 +14,16 @@ and any function of the user's. `build_functionals` reads them from a configurat
 `value_and_velocity` evaluates them, `noise_temperature` says how much noise a step adds.
 """
 
-from otdd_flash.flows.functionals.affine_norm import AffineNorm
-from otdd_flash.flows.functionals.base import Functional, WeightedFunctional
+from otdd_flash.flows.functionals.base import (
+    Functional,
+    WeightedFunctional,
+    noise_temperature,
+    value_and_velocity,
+)
 from otdd_flash.flows.functionals.build import build_functionals
-from otdd_flash.flows.functionals.class_repulsion import ClassRepulsion
-from otdd_flash.flows.functionals.coordinate_collapse import CoordinateCollapse
-from otdd_flash.flows.functionals.entropy import Entropy
-from otdd_flash.flows.functionals.hyperplane_margin import HyperplaneMargin
-from otdd_flash.flows.functionals.motion import noise_temperature, value_and_velocity
-from otdd_flash.flows.functionals.norm import Norm
 
 __all__ = [
-    "AffineNorm",
-    "ClassRepulsion",
-    "CoordinateCollapse",
-    "Entropy",
     "Functional",
-    "HyperplaneMargin",
-    "Norm",
     "WeightedFunctional",
     "build_functionals",
     "noise_temperature",

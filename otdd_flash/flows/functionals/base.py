@@ -1,15 +1,17 @@
-"""A functional of a labelled, weighted cloud, and its weight in the objective."""
+"""Functionals of a labelled, weighted cloud, their weights, and how they move particles."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.functionals.entropy import Entropy
+from otdd_flash.flows.functionals.arrays import as_number
+from otdd_flash.importing import user_code
 
 
 class Functional(Protocol):
@@ -23,6 +25,16 @@ class Functional(Protocol):
             labels: (n,) int64 class indices, or None for unlabelled particles.
             masses: (n,) float64, summing to 1.
         """
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """F(rho) = int rho log rho, which spreads particles.
+
+    Particles have no density, so it has neither value nor gradient here. Its flow is diffusion:
+    with weight w, a step of size tau adds sqrt(2 w tau) N(0, I) to every particle (Langevin;
+    Jordan, Kinderlehrer & Otto 1998, The variational formulation of the Fokker-Planck equation).
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +56,85 @@ class WeightedFunctional:
     function: Functional | Entropy
 
     def __post_init__(self) -> None:
-        weight = self.weight
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight):
-            raise InputError(
-                f"the weight of functional {self.name} must be a finite number, got {weight!r}"
-            )
+        weight = as_number(f"the weight of functional {self.name}", self.weight)
         if isinstance(self.function, Entropy) and weight < 0:
             raise InputError(
-                f"the weight of {self.name} must not be negative, got {weight}: noise can only "
-                "spread particles"
+                f"the weight of {self.name} must not be negative, got {self.weight}: noise can "
+                "only spread particles"
             )
+
+
+def noise_temperature(functionals: Iterable[WeightedFunctional]) -> float:
+    """The sum w of the weights of entropies: a step of size tau adds sqrt(2 w tau) N(0, I)."""
+    return sum((term.weight for term in functionals if isinstance(term.function, Entropy)), 0.0)
+
+
+def value_and_velocity(
+    functionals: Sequence[WeightedFunctional],
+    points: Tensor,
+    labels: Tensor | None,
+    masses: Tensor,
+) -> tuple[dict[str, float], Tensor]:
+    """What functionals add to the objective of a flow, and to its gradient.
+
+    Args:
+        functionals: the terms w_k F_k, with distinct names; entropies are skipped.
+        points: (n, d) particles.
+        labels: (n,) int64 class indices, or None.
+        masses: a (n,) float64, summing to 1.
+
+    Returns:
+        w_k F_k(x) by name, and (1 / a_i) d(sum_k w_k F_k) / dx_i (n, d) in the type of `points`;
+        particles without mass get 0. The flow moves against it.
+
+    Raises:
+        InputError: a functional does not return a finite 0-dim tensor with a finite gradient, or
+            two have one name.
+    """
+    terms = [term for term in functionals if not isinstance(term.function, Entropy)]
+    if len({term.name for term in terms}) < len(terms):
+        raise InputError(f"functionals must have distinct names, got {[t.name for t in terms]}")
+    values: dict[str, float] = {}
+    total = torch.zeros_like(points, requires_grad=False)
+    particles = points.detach().requires_grad_()
+    for term in terms:
+        value, gradient = _differentiate(term, particles, labels, masses)
+        values[term.name] = term.weight * value
+        total.add_(gradient, alpha=term.weight)
+    inverse = torch.where(masses > 0, 1 / masses, 0.0)
+    return values, total.mul_(inverse[:, None].to(total))
+
+
+def _differentiate(
+    term: WeightedFunctional, particles: Tensor, labels: Tensor | None, masses: Tensor
+) -> tuple[float, Tensor]:
+    """F_k and dF_k / dx (n, d)."""
+    assert not isinstance(term.function, Entropy)
+    with torch.enable_grad():
+        with user_code(f"functional {term.name}"):
+            value = term.function(particles, labels, masses)
+        _check(term.name, value)
+        with user_code(f"the gradient of functional {term.name}"):
+            (gradient,) = torch.autograd.grad(value, particles, allow_unused=True)
+    if gradient is None:
+        raise InputError(f"functional {term.name} does not depend on points; autograd finds no way")
+    if not bool(torch.isfinite(gradient).all()):
+        raise InputError(
+            f"the gradient of functional {term.name} is not finite at "
+            f"{int((~torch.isfinite(gradient)).any(1).sum())} of {len(gradient)} particles"
+        )
+    return float(value.detach()), gradient
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise unless the value is what `Functional` promises."""
+    if not isinstance(value, Tensor) or value.ndim != 0:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"functional {name} must return a 0-dim tensor, got {got}")
+    if not bool(torch.isfinite(value)):
+        raise InputError(f"functional {name} is {float(value.detach())}; it must be finite")
+    if not value.requires_grad:
+        raise InputError(
+            f"functional {name} returns a tensor without gradient; compute it from points by torch "
+            "operations, without detach, item or numpy"
+        )

@@ -1,15 +1,152 @@
-"""New points follow the flow's own velocity field, step by step."""
+"""The velocity that a step of a flow has at any point, and the map that follows it step by step.
+
+A flow moves its particles x (n, d) by the first variation of S_epsilon(x, y) in their masses. It is
+a function on the whole space (Feydy et al. 2019, Interpolating between optimal transport and MMD
+using Sinkhorn divergences), the difference of two softmins that continue the potentials:
+
+    F(z) = -epsilon log sum_j b_j exp((g_j - C(z, y_j)) / epsilon)        of the cross term
+    H(z) = -epsilon log sum_i a_i exp((f_i - C(z, x_i)) / epsilon)        of the particles' own term
+
+    v(z) = grad F(z) - grad H(z) = 2 lambda_x (sum_i q_i(z) x_i - sum_j p_j(z) y_j)
+
+with p (m,) and q (n,) the conditional plans at z, whose sums are 1, so that z itself drops out.
+z - grad F / (2 lambda_x) is the entropic map of Pooladian & Niles-Weed 2021, Entropic estimation of
+optimal transport maps. A step takes z to z - tau v(z).
+
+New points in a flow. In a flow that has z inside, with a mass alpha, its own term counts z as well:
+at small epsilon it is most of its own plan. While alpha is small the other potentials stay as they
+are, times 1 - alpha for their masses, and the one of z follows from its own row sum, which is 1:
+
+    (1 - alpha) exp((h - H(z)) / epsilon) + alpha exp(2 h / epsilon) = 1,
+
+quadratic in exp(h / epsilon) as C(z, z) = 0. With omega = alpha exp(2 h / epsilon), the share of z
+in its own plan, sum_i q_i x_i becomes (1 - omega) sum_i q_i x_i + omega z. At alpha = 0 it is v(z).
+
+At a particle, v(x_i) is the flow's own velocity (1 / a_i) dS/dx_i to rounding, but for one factor.
+Row sums of the cross plan are exact after a solve; those r of the self plan of one potential are
+what the solve left, and the derivative of its dual value has (r_i / a_i) (x_i - sum_j q_j x_j)
+where v has x_i - sum_j q_j x_j. The mean of |r_i / a_i - 1| under a is the self term's marginal
+error. No continuation of r to other points is better than 1: what a solve leaves over are the
+modes that the plan averages out.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
+from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.flows.maps.base import check_dimension
-from otdd_flash.flows.maps.field import VelocityField
-from otdd_flash.flows.maps.neighbours import in_classes_of
+from otdd_flash.flows.maps.nearest import in_classes_of
+from otdd_flash.operators.base import refined
+from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.centred import conditional_means, less_origin, origin_near
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.problem import Problem
+
+# Places of the points, of the particles and of the target in a request.
+OWN, THEIRS = (0, 1), (0, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class VelocityField:
+    """What one step does at any point of any class of the particles.
+
+    Attributes:
+        particles: n labelled particles before the step.
+        target: m labelled points.
+        table: W (V_x + V_y, V_x + V_y), float64.
+        g: (m,) column potential of the cross term, in units of the cost.
+        f: (n,) potential of the particles' self term, in units of the cost.
+        epsilon: regularisation, in units of the cost.
+        cost: weights of squared distances.
+        compute: where and how passes run.
+    """
+
+    particles: LabeledSamples
+    target: LabeledSamples
+    table: Tensor
+    g: Tensor
+    f: Tensor
+    epsilon: float
+    cost: GroundCost
+    compute: ComputeOptions
+
+    @classmethod
+    def of(cls, problem: Problem, divergence: Divergence) -> VelocityField:
+        """The field of a solved step: particles are the problem's source.
+
+        Raises:
+            InputError: the divergence was solved without debiasing, which a flow needs.
+        """
+        if divergence.xx is None:
+            raise InputError("a velocity field needs the self term of the particles: debias=True")
+        request = problem.request
+        particles, target = request.seen
+        return cls(
+            particles,
+            target,
+            problem.table,
+            divergence.xy.g,
+            divergence.xx.f,
+            problem.epsilon,
+            request.cost.squared,
+            request.compute,
+        )
+
+    def velocity(self, samples: LabeledSamples, *, mass: float = 0.0) -> Tensor:
+        """The velocities (k, d) of k labelled points per unit of time, in their type and place.
+
+        Labels are matched to the particles' by class name; unlabelled points are of the class of
+        their nearest particle. Weights do not matter.
+
+        Args:
+            samples: each of them moves as if the others were not there.
+            mass: alpha in [0, 1), what each of them would have in the flow; 0 for the field.
+
+        Raises:
+            InputError: another dimension, an unknown class, or too little memory.
+        """
+        check_dimension(samples, self.particles.dim)
+        device = resolve_device(self.compute.device)
+        labelled = in_classes_of(samples, self.particles)
+        # Each point of mass 1 / k: a conditional plan does not depend on it, and 0 would hide it.
+        points = LabeledSamples(
+            labelled.features, labelled.labels, labelled.class_names, name=samples.name
+        ).to(device)
+        sides = points, self.particles.to(device), self.target.to(device)
+        request = Request.prepare(sides, self.cost, self.compute, pairs=(OWN, THEIRS))
+        points, particles, target = request.seen
+        # One origin near both: their difference then loses nothing to their distance from 0.
+        clouds = ((cloud.features, cloud.masses) for cloud in (particles, target))
+        origin = origin_near(clouds, self.compute.dtype)
+        first = self.particles.class_total
+        own, theirs = self.table[:first, :first], self.table[:first, first:]
+        softmin, stay = self._conditional(request.inputs(OWN, own), self.f, origin)
+        if mass > 0:
+            share = _own_share(softmin, self.epsilon, mass).to(stay.dtype).unsqueeze(1)
+            stay.lerp_(less_origin(points.features, origin), share)
+        _, go = self._conditional(request.inputs(THEIRS, theirs), self.g, origin)
+        return stay.sub_(go).mul_(2 * self.cost.lambda_x).to(samples.features)
+
+    def _conditional(
+        self, inputs: CostInputs, potential: Tensor, origin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The softmin (k,) of a cloud's potential (m,), and its plan's mean less origin (k, d)."""
+        operator = refined(build_operator(inputs))
+        potential = potential.to(operator.a.device)
+        softmin = operator.softmin_rows(potential, self.epsilon)
+        means = conditional_means(
+            operator, softmin, potential, self.epsilon, inputs.target.features, origin
+        )
+        return softmin, means
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +212,13 @@ class EntropicMap:
                 features.clamp_(*self.box)
             moving = replace(moving, features=features)
         return replace(samples, features=moving.features)
+
+
+def _own_share(softmin: Tensor, epsilon: float, mass: float) -> Tensor:
+    """Omega = u^2 (k,) from H (k,): u^2 + (1 - alpha) alpha^(-1/2) exp(-H / epsilon) u = 1."""
+    slope = (1 - mass) / math.sqrt(mass) * (-softmin.double() / epsilon).exp()
+    # The positive root, written without a difference; an infinite slope rightly makes it 0.
+    return (2 / (slope + (slope.square() + 4).sqrt())).square()
 
 
 def _one_more(particles: LabeledSamples) -> float:

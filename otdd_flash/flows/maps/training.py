@@ -6,6 +6,7 @@ shuffled by a generator on the CPU; the global one is neither read nor moved.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -73,7 +74,7 @@ def train(
     watched = examples.take(held_out if len(held_out) else kept)
     optimiser = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(epochs, 1))
-    best, best_epoch, state = _error_of(network, watched), 0, _copied(network)
+    best, best_epoch, state = _error_of(network, watched), 0, deepcopy(network.state_dict())
     for epoch in range(1, epochs + 1):
         shuffled = kept[torch.randperm(len(kept), generator=generator).to(device)]
         for rows in torch.split(shuffled, BATCH):
@@ -81,7 +82,7 @@ def train(
         schedule.step()
         error = _error_of(network, watched)
         if error < best:
-            best, best_epoch, state = error, epoch, _copied(network)
+            best, best_epoch, state = error, epoch, deepcopy(network.state_dict())
         elif epoch - best_epoch >= PATIENCE:
             break
     network.load_state_dict(state)
@@ -101,7 +102,3 @@ def _loss(network: nn.Sequential, examples: Examples) -> Tensor:
 @torch.no_grad()
 def _error_of(network: nn.Sequential, examples: Examples) -> float:
     return float(_loss(network, examples))
-
-
-def _copied(network: nn.Sequential) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in network.state_dict().items()}

@@ -1,16 +1,14 @@
-"""What moves in a flow: one mode a file."""
+"""What moves in a flow: points alone, or Gaussians beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from otdd_flash.errors import choose
-from otdd_flash.flows.modes.attached import AttachedMode
-from otdd_flash.flows.modes.augmented import augmented_mode
+from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.modes.base import Evaluation, Mode
-from otdd_flash.flows.modes.features import FeaturesMode
-from otdd_flash.flows.modes.joint import JointMode
-from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.flows.modes.feature_driven import AttachedMode, FeaturesMode
+from otdd_flash.flows.modes.jointly_driven import JointMode, augmented_mode
 from otdd_flash.labels import ClassDistances
 
 __all__ = ["MODES", "Evaluation", "Mode", "build_mode", "check_mode"]

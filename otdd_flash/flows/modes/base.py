@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.divergence import Batch, TargetDivergence
-from otdd_flash.flows.setting import FlowSetting
+from otdd_flash.flows.divergence import Batch, FlowSetting, TargetDivergence
 from otdd_flash.labels import ClassDistances, Gaussian, Means
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 
 
@@ -81,6 +81,37 @@ class Mode(ABC):
         """Go on from what `state` gave."""
         self.class_distances = state["table"]
         self._divergence.restore(state["divergence"])
+
+    def _solve(
+        self,
+        particles: LabeledSamples,
+        table: Tensor,
+        moving: Sequence[Tensor],
+        batch: Batch | None,
+    ) -> tuple[Divergence, Tensor, tuple[Tensor, ...]]:
+        """Solve at class distances W that depend on `moving`.
+
+        Args:
+            particles: n points.
+            table: W (V_x + V_y, V_x + V_y), with its way back to `moving`.
+            moving: tensors z.
+            batch: solve between these rows only.
+
+        Returns:
+            S, (1 / a_i) dS / dx_i (n, d) at constant W, and sum_kl dS/dW_kl dW_kl/dz for each z.
+        """
+        solved, gradient = self._divergence(
+            particles, table.detach(), frozenset({"x", "classes"}), batch
+        )
+        through_classes = torch.autograd.grad(table, moving, gradient["classes"].to(table))
+        return solved, self._feature_velocity(gradient["x"], batch), through_classes
+
+    def _keep(self, table: Tensor) -> None:
+        """Keep W (V_x + V_y, V_x + V_y) as what an evaluation saw."""
+        before = self.class_distances
+        self.class_distances = ClassDistances.from_full(
+            table, len(before.xx), before.names_x, before.names_y
+        )
 
     def _masses(self, batch: Batch | None) -> Tensor:
         """The particles' masses (n,) in a solve; those of a batch's rows sum to 1."""

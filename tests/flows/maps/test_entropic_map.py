@@ -47,12 +47,12 @@ def test_held_out_points_go_where_the_flow_takes_them(
 
 
 def test_one_more_particle_is_felt_as_in_a_flow_that_has_it() -> None:
-    source, target = digits("train", 61), digits("test", 60, rotate=90)
-    inside, outside = torch.arange(60), torch.tensor([60])
+    source, target = digits("train", 31), digits("test", 30, rotate=90)
+    inside, outside = torch.arange(30), torch.tensor([30])
     features_alone = otdd.GroundCost(0.5, 0.0)
     settings: dict[str, Any] = {
         "epsilon": 0.5,
-        "steps": 4,
+        "steps": 2,
         "cost": features_alone,
         "compute": DOUBLE,
     }

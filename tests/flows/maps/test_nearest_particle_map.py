@@ -9,7 +9,8 @@ import torch
 from flow_by_hand import HeldOut
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.maps import NearestParticleMap, neighbours, relative_error
+from otdd_flash.flows.maps import NearestParticleMap, relative_error
+from otdd_flash.flows.maps import nearest as search
 from otdd_flash.samples import LabeledSamples
 
 NAMES = ("a", "b")
@@ -35,21 +36,21 @@ def test_held_out_points_go_about_where_the_flow_takes_them(held_out: HeldOut) -
 
 @pytest.mark.parametrize("block", [1, 1000, 1 << 24])
 def test_the_search_is_exact_in_any_chunks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(search, "BLOCK_ELEMENTS", block)
     generator = torch.Generator().manual_seed(0)
     particles, samples = (
         LabeledSamples(torch.randn(count, 5, generator=generator), None, ()) for count in (70, 33)
     )
     gaps = samples.features.double()[:, None] - particles.features.double()[None]
     expected = gaps.square().sum(2).argmin(1)
-    assert torch.equal(neighbours.nearest_particles(samples, particles), expected)
+    assert torch.equal(search.nearest_particles(samples, particles), expected)
 
 
 def test_neighbours_far_from_the_origin_are_told_apart_in_float32() -> None:
     offset = 1000.0 + torch.arange(64) / 64
     particles = LabeledSamples(torch.stack((offset, offset), 1), None, ())
     samples = replace(particles, features=particles.features + 0.002)
-    found = neighbours.nearest_particles(samples, particles)
+    found = search.nearest_particles(samples, particles)
     assert torch.equal(found, torch.arange(64))
 
 

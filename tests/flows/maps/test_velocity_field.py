@@ -53,6 +53,11 @@ def solved_field(
     return VelocityField.of(problem, problem.solve(otdd.Converged(tolerance)))
 
 
+@pytest.fixture(scope="module")
+def field() -> VelocityField:
+    return solved_field(cloud(23, 0), cloud(17, 1), random_table(6))
+
+
 def dense_velocity(field: VelocityField, samples: LabeledSamples, mass: float) -> Tensor:
     """2 lambda_x (stay - go), with the potential of each new point found by bisection."""
     x, y = field.particles, field.target
@@ -83,8 +88,10 @@ def dense_velocity(field: VelocityField, samples: LabeledSamples, mass: float) -
     return 2 * field.cost.lambda_x * (stay - p @ y.features / p.sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(
+    ("weighted", "labelled"), [(True, True), (False, False), (True, False), (False, True)]
+)
 def test_at_the_particles_it_is_the_gradient_over_the_masses(
     weighted: bool, labelled: bool
 ) -> None:
@@ -115,7 +122,7 @@ def test_at_the_particles_it_is_the_gradient_over_the_masses(
 
 
 def test_of_digits_it_is_n_times_the_gradient() -> None:
-    source, target = digits("train", 200), digits("test", 200, rotate=90)
+    source, target = digits("train", 100), digits("test", 100, rotate=90)
     flow = euler_flow(source, target, epsilon=0.5, steps=1, step_size=1.0)
     velocity = source.features - flow.after.features
     found = flow.fields[0].velocity(source)
@@ -136,13 +143,18 @@ def test_an_unfinished_solve_leaves_no_more_than_its_marginal_error() -> None:
     assert float(particles.masses @ gap) <= 2 * COST.lambda_x * radius * rough.xx.marginal_error
 
 
-@pytest.mark.parametrize("mass", [0.0, 1e-6, 0.04, 0.5])
-def test_anywhere_it_is_the_dense_formula(mass: float) -> None:
+@pytest.fixture(scope="module")
+def uneven() -> VelocityField:
+    """Of particles some of which have no mass, and a class that the target lacks."""
     particles = cloud(23, 0, weights=some_without_mass(23))
-    field = solved_field(particles, cloud(17, 1, classes=2), random_table(5))
+    return solved_field(particles, cloud(17, 1, classes=2), random_table(5))
+
+
+@pytest.mark.parametrize("mass", [0.0, 1e-6, 0.04, 0.5])
+def test_anywhere_it_is_the_dense_formula(mass: float, uneven: VelocityField) -> None:
     samples = cloud(7, 2)
-    found = field.velocity(samples, mass=mass)
-    torch.testing.assert_close(found, dense_velocity(field, samples, mass), rtol=1e-8, atol=1e-9)
+    found, expected = uneven.velocity(samples, mass=mass), dense_velocity(uneven, samples, mass)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
 def test_a_point_far_from_all_particles_is_on_its_own() -> None:
@@ -172,9 +184,8 @@ def test_kernels_agree_with_double_precision(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["high", "double"])
-def test_a_distant_origin_costs_no_accuracy(precision: str) -> None:
+def test_a_distant_origin_costs_no_accuracy(precision: str, field: VelocityField) -> None:
     compute = replace(DOUBLE, precision=precision)
-    field = solved_field(cloud(23, 0), cloud(17, 1), random_table(6))
     shift = 4096.0
     there = replace(
         field,
@@ -191,8 +202,7 @@ def test_a_distant_origin_costs_no_accuracy(precision: str) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_labels_decide_where_equal_points_go() -> None:
-    field = solved_field(cloud(23, 0), cloud(17, 1), random_table(6))
+def test_labels_decide_where_equal_points_go(field: VelocityField) -> None:
     point = cloud(1, 2).features.expand(3, -1).contiguous()
     moved = field.velocity(LabeledSamples(point, torch.arange(3), NAMES))
     assert min(float((moved[i] - moved[j]).norm()) for i, j in ((0, 1), (0, 2), (1, 2))) > 0.05
@@ -201,8 +211,7 @@ def test_labels_decide_where_equal_points_go() -> None:
     torch.testing.assert_close(alike, alike[:1].expand(3, -1))
 
 
-def test_classes_are_matched_by_name_not_by_number() -> None:
-    field = solved_field(cloud(23, 0), cloud(17, 1), random_table(6))
+def test_classes_are_matched_by_name_not_by_number(field: VelocityField) -> None:
     samples = cloud(6, 2)
     assert samples.labels is not None
     # c, a, unused, b: other numbers, one more name that no sample has.
@@ -253,8 +262,7 @@ def test_identical_clouds_have_no_velocity() -> None:
     assert float(field.velocity(cloud(5, 2)).norm()) < 1e-9
 
 
-def test_velocities_come_in_the_type_of_the_samples() -> None:
-    field = solved_field(cloud(11, 0), cloud(9, 1), random_table(6))
+def test_velocities_come_in_the_type_of_the_samples(field: VelocityField) -> None:
     single = replace(cloud(5, 2), features=cloud(5, 2).features.float())
     assert field.velocity(single).dtype == torch.float32
     torch.testing.assert_close(
@@ -262,8 +270,7 @@ def test_velocities_come_in_the_type_of_the_samples() -> None:
     )
 
 
-def test_what_cannot_be_placed_is_refused() -> None:
-    field = solved_field(cloud(11, 0), cloud(9, 1), random_table(6))
+def test_what_cannot_be_placed_is_refused(field: VelocityField) -> None:
     flat = LabeledSamples(torch.zeros(2, 2), torch.tensor([0, 1]), NAMES, name="flat")
     with pytest.raises(InputError, match=r"flat has 2 features, but the particles .* had 3"):
         field.velocity(flat)

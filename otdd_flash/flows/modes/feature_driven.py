@@ -1,4 +1,13 @@
-"""W between the classes of moving particles and those of a fixed target."""
+"""Modes `features` and `attached`: the points move, and class distances follow from where they are.
+
+features    dx_i / dt = -(1 / a_i) dS_epsilon(x, y; W) / dx_i,     W = W(x), every `refresh` steps
+attached    dx_i / dt = -(1 / a_i) (dS/dx_i + sum_kl dS/dW_kl dW_kl/dx_i),     W = W(x), every step
+
+The feature-driven flow (fd) of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in
+Probability Space: a particle keeps its label, and a class is where its particles are. Mode
+`features` does not differentiate how W changes with x; `attached` does, and is the gradient flow of
+the dataset distance itself.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.flows.divergence import Batch, FlowSetting
+from otdd_flash.flows.gaussians import beside
+from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
 from otdd_flash.labels import ClassDistances, Gaussian, LabelMetric
 from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.gaussian import (
@@ -22,8 +34,53 @@ from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.samples import LabeledSamples
 
 
+class FeaturesMode(Mode):
+    """Mode `features`."""
+
+    def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
+        super().__init__(setting, table)
+        self._classes = ClassTable(setting.target, setting.metric)
+
+    def measure(self, features: Tensor) -> None:
+        """Measure the distances between the classes of particles with features (n, d)."""
+        particles = self._setting.at(features)
+        self.class_distances = self._classes.remeasured(particles, self.class_distances)
+
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
+        """The divergence at the class distances last measured."""
+        particles, table = self._setting.at(features), self.class_distances.full
+        solved, gradient = self._divergence(particles, table, frozenset({"x"}), batch)
+        return Evaluation(solved, self._feature_velocity(gradient["x"], batch), {})
+
+
+class AttachedMode(Mode):
+    """Mode `attached`.
+
+    Raises:
+        InputError: class distances are not measured by `gaussian` or `means`.
+    """
+
+    def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
+        require_moments("attached", setting)
+        super().__init__(setting, table)
+        self._classes = ClassTable(setting.target, setting.metric)
+
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
+        """The divergence at the class distances of now, and its whole gradient."""
+        setting, moving = self._setting, features.detach().requires_grad_()
+        table = self._classes.differentiable(setting.at(moving), self.class_distances.yy)
+        self._keep(table)
+        solved, direct, (through_classes,) = self._solve(
+            setting.at(features), table, [moving], batch
+        )
+        if batch is not None:
+            # Class distances depend on all particles, but those outside the batch rest.
+            through_classes = batch.only(through_classes)
+        return Evaluation(solved, direct + per_mass(through_classes, setting.source.masses), {})
+
+
 class ClassTable:
-    """Measures W step after step, and what belongs to the target alone only once.
+    """Measures W between moving and fixed classes; what belongs to the target alone only once.
 
     Distances within the target stay what they were. With full covariances, its factors are kept
     from the first measurement on: d min(n_c, d) float64 numbers of a class of n_c points in d
@@ -82,10 +139,7 @@ class ClassTable:
             values = diagonal_gaussian_table(clouds, pairs, self._metric.unbiased)
         else:
             values = mean_table(clouds, pairs)
-        full = symmetric_table(values, pairs, total)
-        fixed = torch.zeros_like(full)
-        fixed[own:, own:] = within_target.to(full)
-        return full + fixed
+        return symmetric_table(values, pairs, total) + beside(own, within_target.to(values))
 
     def _moments(
         self, clouds: Sequence[ClassCloud], target: Sequence[ClassCloud], unbiased: bool

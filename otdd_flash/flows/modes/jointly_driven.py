@@ -1,13 +1,25 @@
-"""Mode `augmented`: every particle carries a Gaussian of its own, and labels are read off them.
+"""Modes `joint` and `augmented`: points and Gaussians move as independent variables.
 
-dx_i / dt = -(1 / a_i) dS/dx_i,   dm_i / dt = -(1 / a_i) dS/dm_i,   dF_i / dt = -(1 / a_i) dS/dF_i
+dx_i / dt = -(1 / a_i) dS/dx_i,   dm_k / dt = -(1 / A_k) dS/dm_k,   dF_k / dt = -(1 / A_k) dS/dF_k
+
+The jointly driven flows of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in
+Probability Space: every particle is a pair of a point and a Gaussian of mean m_k and covariance
+F_k^T F_k. Factors keep covariances positive semi-definite, and the flow of F is that of F^T F in
+the Bures metric. With `labels.diagonal`, F_k is a vector of standard deviations; with labels=means
+there is none.
+
+Mode `joint`, with fixed labels (jd-fl): the particles of a class share their Gaussian, which
+therefore moves by the mean of their velocities, and A_k is the mass of class k.
+
+W_kl = ||m_k - m_l||^2 + Bures^2(F_k^T F_k, F_l^T F_l)
+
+Mode `augmented`, with variable labels (jd-vl): every particle carries a Gaussian of its own, which
+starts as that of its class, and A_i = a_i.
 
 C_ij = lambda_x ||x_i - y_j||^2 + lambda_y (||m_i - m_l||^2 + Bures^2(F_i^T F_i, F_l^T F_l))
 
-with l the class of y_j. A particle starts with the mean and spread of its class. The jointly driven
-flow with variable labels (jd-vl) of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient
-Flows in Probability Space: particles of one class may part, and `labels` clusters their Gaussians
-by k-means that starts at the centres of the classes they had, so that a class keeps its name.
+with l the class of y_j. Particles of one class may part, and `labels` clusters their Gaussians by
+k-means that starts at the centres of the classes they had, so that a class keeps its name.
 
 With diagonal covariances (labels.diagonal) or means alone the cost is the squared Euclidean
 distance of the vectors (sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) s), for any n. With full
@@ -26,16 +38,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.clustering import recluster
-from otdd_flash.flows.divergence import Batch, TargetDivergence
-from otdd_flash.flows.gaussians import Gaussians
+from otdd_flash.flows.divergence import Batch, FlowSetting, TargetDivergence
+from otdd_flash.flows.gaussians import Gaussians, recluster
 from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
-from otdd_flash.flows.setting import FlowSetting
 from otdd_flash.labels import ClassDistances, Gaussian
 from otdd_flash.labels.fidelity import fidelities
 from otdd_flash.labels.pair_chunks import chunk_size
@@ -53,21 +64,70 @@ COPIES = 6
 ROOTS = 2
 
 
-class AugmentedMode(Mode):
-    """See the module; `variables` holds `means` (n, d) and `spreads` (n, r, d) or (n, d).
+class JointlyDrivenMode(Mode):
+    """What both modes share; `variables` holds `means` and, but for labels=means, `spreads`.
 
     Raises:
         InputError: class distances are not measured by `gaussian` or `means`.
     """
 
+    name: ClassVar[str]
+
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
-        require_moments("augmented", setting)
+        require_moments(self.name, setting)
         super().__init__(setting, table)
-        labels = setting.source.labels
-        assert labels is not None
-        self._started_as = labels
         self._target = Gaussians.of(setting.target, setting.metric)
         self._start(Gaussians.of(setting.source, setting.metric))
+
+    def _start(self, classes: Gaussians) -> None:
+        """Set out from the Gaussians of the particles' classes."""
+        self.variables = classes.variables
+
+    def _moving(self) -> dict[str, Tensor]:
+        """The variables, for autograd."""
+        return {key: part.detach().requires_grad_() for key, part in self.variables.items()}
+
+    def _evaluated(
+        self,
+        particles: LabeledSamples,
+        table: Tensor,
+        moving: Mapping[str, Tensor],
+        masses: Tensor,
+        batch: Batch | None,
+    ) -> Evaluation:
+        """The divergence at W that depends on the moving variables, which stand for `masses`."""
+        solved, by_features, parts = self._solve(particles, table, [*moving.values()], batch)
+        velocities = (per_mass(part, masses) for part in parts)
+        return Evaluation(solved, by_features, dict(zip(moving, velocities, strict=True)))
+
+
+class JointMode(JointlyDrivenMode):
+    """Mode `joint`: `means` (V, d) and `spreads` (V, r, d) or (V, d)."""
+
+    name = "joint"
+
+    def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
+        """The divergence at the distances of the moving Gaussians, by all variables."""
+        particles, moving = self._setting.at(features), self._moving()
+        table = Gaussians.from_variables(moving).table(self._target, self.class_distances.yy)
+        self._keep(table)
+        return self._evaluated(particles, table, moving, self._class_masses(batch), batch)
+
+    def _class_masses(self, batch: Batch | None) -> Tensor:
+        """The mass A_k (V,) of every class, that of particles outside the batch included.
+
+        They rest, and a class moves by the mean of all its particles.
+        """
+        labels = self._setting.source.labels
+        assert labels is not None
+        classes = len(self.variables["means"])
+        return torch.bincount(labels, weights=self._masses(batch), minlength=classes)
+
+
+class AugmentedMode(JointlyDrivenMode):
+    """Mode `augmented`: `means` (n, d) and `spreads` (n, r, d) or (n, d)."""
+
+    name = "augmented"
 
     def labels(self) -> Tensor:
         """The clusters of the particles' Gaussians, numbered as the classes they began as."""
@@ -75,7 +135,10 @@ class AugmentedMode(Mode):
         return recluster(gaussians, self._started_as, self._setting.source.masses)
 
     def _start(self, classes: Gaussians) -> None:
-        self.variables = classes.take(self._started_as).variables
+        labels = self._setting.source.labels
+        assert labels is not None
+        self._started_as = labels
+        self.variables = classes.take(labels).variables
 
 
 class EuclideanAugmentedMode(AugmentedMode):
@@ -94,11 +157,7 @@ class EuclideanAugmentedMode(AugmentedMode):
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence of the vectors, by their parts."""
-        moving = {
-            key: part.detach().requires_grad_()
-            for key, part in {"features": features, **self.variables}.items()
-        }
-        points = moving.pop("features")
+        points, moving = features.detach().requires_grad_(), self._moving()
         vectors = self._vectors(points, moving)
         particles = self._particles(vectors.detach())
         solved, gradient = self._divergence(particles, None, frozenset({"x"}), batch)
@@ -136,24 +195,14 @@ class FullAugmentedMode(AugmentedMode):
         """The divergence at the distances of the particles' Gaussians, by all variables."""
         weights = self._setting.source.weights
         particles = LabeledSamples(features, self._own_classes, self._own_names, weights)
-        moving = {key: part.detach().requires_grad_() for key, part in self.variables.items()}
+        moving = self._moving()
         table = Gaussians.from_variables(moving).table(
             self._target,
             self.class_distances.yy,
             self._needed(features, batch),
             self._setting.class_progress,
         )
-        solved, gradient = self._divergence(
-            particles, table.detach(), frozenset({"x", "classes"}), batch
-        )
-        parts = torch.autograd.grad(table, list(moving.values()), gradient["classes"].to(table))
-        masses = self._masses(batch)
-        velocities = (per_mass(part, masses) for part in parts)
-        return Evaluation(
-            solved,
-            self._feature_velocity(gradient["x"], batch),
-            dict(zip(moving, velocities, strict=True)),
-        )
+        return self._evaluated(particles, table, moving, self._masses(batch), batch)
 
     def expected_seconds(self, features: Tensor, batch: Batch | None = None) -> float:
         """Of the pairs of Gaussians here, at the time that a chunk of them takes."""
