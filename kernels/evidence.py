@@ -1,8 +1,8 @@
-"""What `engine.evidence.evaluated` makes of a look, as part of a kernel: one problem, or a block.
+"""The evidence of an evaluation as part of a kernel: of one problem, or of a block of them.
 
-The formulas are derived there, in `dual`, `oscillation`, `scale` and `two_passes`. The numbers of a
-look are those of `engine.segments.Look`, what is known of costs `COSTS` numbers: mean, spread,
-offset, and `engine.segments.PassErrors`.
+The formulas are those of `engine.evidence.evaluated`, derived in `dual`, `oscillation`, `scale` and
+`two_passes`. An evaluation has the numbers of `engine.segments.Evaluation`, costs are described by
+`COSTS` numbers: mean, spread, offset, and `engine.segments.PassErrors`.
 """
 
 from __future__ import annotations

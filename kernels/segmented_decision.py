@@ -1,15 +1,15 @@
 """What an iteration of `engine.quasi_newton` decides for every segment, in one launch.
 
-From the numbers of a look: the dual value and its certified bounds, whether the potentials are
-kept, whether their differences are remembered, whether the segment falls to the next level of
+From the numbers of an evaluation: the dual value and its certified bounds, whether the potentials
+are kept, whether their differences are remembered, whether the segment goes to the next level of
 epsilon or is done, and the move
 
     g + scale r + shift + sum_k weights_k remembered_k
 
 to the next candidate. The rules are those of `engine.trust` and `engine.differences`.
 
-Shapes: looks (S, 2) and (S, 14 + 4 memory) as in `engine.segments.Look`, moves (S, 9 + 2 memory)
-as in `Move`, terms (S, 6) as in `engine.run.SegmentTerms`, all float64. A segment is at its
+Shapes: (S, 2) and (S, 14 + 4 memory) as in `engine.segments.Evaluation`, moves (S, 9 + 2 memory) as
+in `Move`, terms (S, 6) as in `engine.run.SegmentTerms`, all float64. A segment is at its
 level of epsilon and at `state_width` numbers,
 
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.differences import learn_and_direct, memory_width
 from otdd_flash.kernels.evidence import COSTS, evaluate
-from otdd_flash.kernels.segmented_look import NUMBERS
+from otdd_flash.kernels.segmented_evaluation import NUMBERS
 from otdd_flash.kernels.segmented_move import MOVE
 from otdd_flash.kernels.trust import judge
 
@@ -62,13 +62,13 @@ class Limits(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where segments are before a look.
+    """Where segments are before an evaluation.
 
     Attributes:
         active: (S,) bool, which are not done.
-        level: (S,) float64, epsilon to look at.
+        level: (S,) float64, epsilon to evaluate.
         numbers: (S, `state_width`) float64.
-        terms: (S, 6) float64, of the last look at each while it was active.
+        terms: (S, 6) float64, of the last evaluation of each while it was active.
     """
 
     active: Tensor
@@ -293,7 +293,7 @@ def constants_of(
 
 
 def segmented_decision(
-    seen: tuple[Tensor, Tensor],
+    evaluation: tuple[Tensor, Tensor],
     costs: Tensor,
     settings: Tensor,
     before: State,
@@ -307,19 +307,19 @@ def segmented_decision(
     """Decide for all segments; returns their moves (S, 9 + 2 memory) float64.
 
     Args:
-        seen: the numbers of a look, (S, 2) of rows and (S, 14 + 4 memory) of columns.
+        evaluation: its numbers, (S, 2) of rows and (S, 14 + 4 memory) of columns.
         costs: (S, `COSTS`) float64, mean, spread, offset and errors of
             `engine.segments.Costs`.
         settings: (7,) float64, `engine.rule.Goal` and the unit roundoffs of
             potentials and of sums.
-        before: the look.
+        before: the evaluation.
         after: it, overwritten.
         memory: remembered differences, a power of two.
         damping: the plain update is g + damping r.
         symmetric: whether rows are columns.
         limits: constants of the rules.
     """
-    rows, columns = seen
+    rows, columns = evaluation
     count = len(columns)
     move = costs.new_empty((count, MOVE + 2 * memory))
     states = (

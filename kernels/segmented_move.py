@@ -1,7 +1,7 @@
-"""The next potentials to look at in all segments, as combinations of their vectors.
+"""The next potentials to evaluate in all segments, as combinations of their vectors.
 
-With the step s = g - g° and the fall y = r° - r of a look, less their means, as the newest
-remembered vectors where they are learnt, and with (g°, r°) <- (g, r) where g is kept,
+With the step s = g - g° and the residual difference y = r° - r of an evaluation, less their means,
+as the newest remembered vectors where they are learnt, and with (g°, r°) <- (g, r) where g is kept,
 
     h = g° + scale r° + shift + sum_k weights_k v_k,      v_k the remembered vectors,
     g <- h + extrapolation (h - level),
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_look import Vectors
+from otdd_flash.kernels.segmented_evaluation import Vectors
 from otdd_flash.kernels.segmented_softmin import BLOCK
 
 # Numbers of a move before its weights.
@@ -58,7 +58,10 @@ def segmented_move_kernel(
     )  # fmt: skip
     # There is no vector of a negative number.
     slot = tl.where(is_learnt, tl.load(p_move + 2).to(tl.int32), -VECTORS)
-    mean_step, mean_fall = tl.load(p_move + 3).to(tl.float32), tl.load(p_move + 4).to(tl.float32)
+    mean_step, mean_difference = (
+        tl.load(p_move + 3).to(tl.float32),
+        tl.load(p_move + 4).to(tl.float32),
+    )
     scale, shift = tl.load(p_move + 5).to(tl.float32), tl.load(p_move + 6).to(tl.float32)
     extrapolation = tl.load(p_move + 8).to(tl.float32)
     i_vector = tl.arange(0, VECTORS)
@@ -77,8 +80,8 @@ def segmented_move_kernel(
     )
     remembered = tl.load(p_remembered, mask=m_column[None, :], other=0.0)
     step = tl.where(m_mass, potential - kept - mean_step, 0.0)
-    fall = tl.where(m_mass, residual - fresh - mean_fall, 0.0)
-    newest = tl.where(m_step, step[None, :], fall[None, :])  # (VECTORS, BLOCK)
+    difference = tl.where(m_mass, residual - fresh - mean_difference, 0.0)
+    newest = tl.where(m_step, step[None, :], difference[None, :])  # (VECTORS, BLOCK)
     tl.store(p_remembered, newest, mask=m_newest & m_column[None, :])
     remembered = tl.where(m_newest, newest, remembered)
     kept = tl.where(is_kept, potential, kept)

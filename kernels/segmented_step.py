@@ -14,8 +14,8 @@ nothing is padded but the end of the pool, and a potential takes as much memory 
 
 One program owns a block of rows of a segment and a range of its columns; a segment that is not
 active ends at once. The sums of the ranges are left to those who read them, `segmented_softmin` and
-`segmented_look`. The ranges depend on the segment alone, so its numbers do not change with the
-segments beside it.
+`segmented_evaluation`. The ranges depend on the segment alone, so its numbers do not change with
+the segments beside it.
 
 Rounded points give the coarse form, whose sums prove nothing. The exact form has points of three
 digits, x = h + l + r in units of their class: h whole numbers of norm at most 2^12, l what those

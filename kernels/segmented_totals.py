@@ -78,7 +78,7 @@ def segmented_totals(
 
     Args:
         rows: (P, 2) float64, of `segmented_softmin`; None where columns are rows.
-        columns: (P', 14 + 4 memory) float64, of `segmented_look`.
+        columns: (P', 14 + 4 memory) float64, of `segmented_evaluation`.
         row_blocks: (S + 1,) int64, of `first_blocks`.
         column_blocks: (S + 1,) int64, likewise.
         active: (S,) bool, segments to work on.

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def judge(
-    dual,  # of the potentials that were looked at
+    dual,  # of the potentials that were evaluated
     gap,  # their marginal error
     slack,  # what a difference of duals may be off by
     last_dual,  # of the potentials that were kept last

@@ -1,6 +1,6 @@
 """L-BFGS of many problems side by side, on the products of what each of them remembers.
 
-As in `quasi_newton`, with steps S and falls Y of the residual in the metric of the masses,
+As in `quasi_newton`, with steps S and residual differences Y in the metric of the masses,
 
     H r = c r + [S, c Y] [[R^-T (D + c Y^T Y) R^-1, -R^-T], [-R^-1, 0]] [S, c Y]^T r,
 
@@ -36,14 +36,14 @@ class Differences:
         self._curvatures = self._inverse[:, 0]
         self.slot = torch.zeros_like(like, dtype=torch.int64)
 
-    def learn(self, sound: Tensor, steps: Tensor, falls: Tensor) -> None:
+    def learn(self, sound: Tensor, steps: Tensor, differences: Tensor) -> None:
         """Remember the newest differences of some problems.
 
         Args:
             sound: (S,) bool, of which.
-            steps: (S, memory), products of the newest fall with the steps in all slots; in its own
-                slot is the newest step.
-            falls: (S, memory), likewise with the falls.
+            steps: (S, memory), products of the newest residual difference with the steps in all
+                slots; in its own slot is the newest step.
+            differences: (S, memory), likewise with the residual differences.
         """
         here = self.here & sound[:, None]
         row, column = here[:, :, None], here[:, None, :]
@@ -51,8 +51,8 @@ class Differences:
         curvature = _dot(here, steps)[:, None]
         last = torch.where(here, 1, -_dot(inverse, steps[:, None])) / curvature
         self._inverse = torch.where(column, last[:, :, None], inverse)
-        squares = torch.where(row, falls[:, None, :], self._squares)
-        self._squares = torch.where(column, falls[:, :, None], squares)
+        squares = torch.where(row, differences[:, None, :], self._squares)
+        self._squares = torch.where(column, differences[:, :, None], squares)
         self._curvatures = torch.where(here, steps, self._curvatures)
         self.slot = torch.where(sound, (self.slot + 1) % self._inverse.shape[1], self.slot)
 
@@ -62,12 +62,14 @@ class Differences:
         slots = torch.arange(self._inverse.shape[1], device=self.slot.device)
         return slots == self.slot[:, None]
 
-    def direction(self, steps: Tensor, falls: Tensor) -> Direction:
-        """H r, given the products (S, memory) of r with steps and falls."""
+    def direction(self, steps: Tensor, differences: Tensor) -> Direction:
+        """H r, given the products (S, memory) of r with steps and residual differences."""
         squares = self._squares.diagonal(dim1=1, dim2=2).contiguous()
         scale = (self._curvatures.sum(1) / squares.sum(1))[:, None]
         inner = _dot(self._inverse, steps[:, None])
-        outer = scale * (_dot(self._squares, inner[:, None]) - falls) + self._curvatures * inner
+        outer = (
+            scale * (_dot(self._squares, inner[:, None]) - differences) + self._curvatures * inner
+        )
         outer = _dot(self._inverse.mT.contiguous(), outer[:, None])
         return Direction(scale[:, 0], torch.cat((outer, -scale * inner), 1))
 
@@ -78,7 +80,7 @@ class Differences:
 
 
 class Direction(NamedTuple):
-    """scale r + sum_k weights_k remembered_k: (S,), and (S, 2 memory) of steps and of falls.
+    """scale r + sum_k weights_k remembered_k: (S,), and (S, 2 memory), of steps first.
 
     Where nothing is remembered they are not finite.
     """

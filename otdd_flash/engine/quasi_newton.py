@@ -2,7 +2,7 @@
 
 Every segment has its own differences, trust and level of epsilon, which depend on nothing but
 itself. A level is left when its marginal error falls to `LEVEL_TOLERANCE` or the tolerance. A
-segment is done with a look at the final epsilon whose marginal error is within the tolerance.
+segment is done after an evaluation at the final epsilon whose marginal error is within tolerance.
 
 Where rounding is near the marginal error, iterations may get nowhere although the floor is below
 the tolerance. A segment whose marginal error has not fallen to `FALLEN` of what it was, nor its
@@ -25,7 +25,7 @@ from otdd_flash.engine.differences import Differences
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels
 from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import Costs, Look, Move
+from otdd_flash.engine.segments import Costs, Evaluation, Move
 from otdd_flash.engine.trust import Trust
 
 # What a difference of duals may be off by, in units of what a single softmin may be off by: over
@@ -52,12 +52,12 @@ class Progress(NamedTuple):
 
     @classmethod
     def none(cls, like: Tensor) -> Progress:
-        """Before the first look, for as many as entries of a tensor (S,)."""
+        """Before the first evaluation, for as many as entries of a tensor (S,)."""
         infinity = torch.full_like(like, torch.inf)
         return cls(infinity, -infinity, torch.zeros_like(like))
 
     def after(self, gap: Tensor, dual: Tensor, slack: Tensor) -> Progress:
-        """With one more look; a dual may be off by `slack`. Marks only ever get harder."""
+        """With one more evaluation; a dual may be off by `slack`. Marks only ever get harder."""
         fallen, risen = gap <= FALLEN * self.gap, dual > self.dual + slack
         return Progress(
             torch.where(fallen, gap, self.gap),
@@ -79,8 +79,8 @@ class Problems(Costs, Protocol):
         """How many differences are remembered, a power of 2."""
         ...
 
-    def look(self, epsilon: Tensor, active: Tensor) -> Look:
-        """Look at the candidates.
+    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
+        """Evaluate the candidates.
 
         Args:
             epsilon: (S,) float64.
@@ -118,41 +118,48 @@ class QuasiNewton:
         self.terms = iterations.new_zeros((len(iterations), 6))
 
     def step(self) -> None:
-        """Look at the candidates and choose the next."""
+        """Evaluate the candidates and choose the next."""
         goal, before, active = self._goal, self._levels, self.active
         self._iterations = self._iterations + active
         last = self._iterations >= goal.max_iterations
         level = torch.where(last, goal.epsilon, before.level)
-        look = self._segments.look(level, active)
-        shown = self._form.reading(self._segments, look, level)
+        found = self._segments.evaluate(level, active)
+        evidence = self._form.reading(self._segments, found, level)
         # Only the last g that was kept at this level has a residual to compare with.
         started = active & self._trust.dual.isfinite()
-        rounding = level * shown.noise
+        rounding = level * evidence.noise
         slack = DUAL_ROUNDING * rounding
-        kept, trust = self._trust.judge(shown.dual, shown.gain, look.gap, slack)
-        progress = self._progress.after(look.gap, shown.dual, slack)
-        stalled = (progress.age >= STALLED) & (look.gap <= STALLED_FLOORS * shown.floor)
-        tolerance = (2 * shown.reach).clamp(goal.tolerance, goal.loosest)
+        kept, trust = self._trust.judge(evidence.dual, evidence.gain, found.gap, slack)
+        progress = self._progress.after(found.gap, evidence.dual, slack)
+        stalled = (progress.age >= STALLED) & (found.gap <= STALLED_FLOORS * evidence.floor)
+        tolerance = (2 * evidence.reach).clamp(goal.tolerance, goal.loosest)
         # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from
         # its marginals has larger errors than the one that it becomes, and so has a step too far.
-        near = look.gap <= shown.reach.clamp_min(LEVEL_TOLERANCE)
-        hopeless = kept & near & (2 * shown.reach > tolerance)
-        final, reached = level <= goal.epsilon, shown.error <= goal.aim * tolerance
+        near = found.gap <= evidence.reach.clamp_min(LEVEL_TOLERANCE)
+        hopeless = kept & near & (2 * evidence.reach > tolerance)
+        final, reached = level <= goal.epsilon, evidence.error <= goal.aim * tolerance
         done = final & (last | reached | hopeless | stalled)
         # What the last iteration ends may be a step too far.
         near_enough = final & (reached | stalled)
-        ends = ~final & (shown.error <= tolerance.clamp_min(LEVEL_TOLERANCE))
-        gives_up = ~done & before.hopeless(self._iterations, shown.error, tolerance)
+        ends = ~final & (evidence.error <= tolerance.clamp_min(LEVEL_TOLERANCE))
+        gives_up = ~done & before.hopeless(self._iterations, evidence.error, tolerance)
         changes = ends | gives_up
         plain = done | changes | (trust.plain > 0)
-        sound = started & _sound(look, rounding)
+        sound = started & _sound(found, rounding)
         extrapolation = torch.where(ends, before.descended / 2, 0)
-        move = self._move(look, kept | near_enough | changes, sound, plain, changes, extrapolation)
+        move = self._move(found, kept | near_enough | changes, sound, plain, changes, extrapolation)
         self._segments.move(move, active)
         self._trust, self._progress = trust.restarted(changes), progress.restarted(changes)
-        self._levels = before.after(shown.error, ends, gives_up, goal.epsilon)
-        hidden = torch.where(stalled, shown.error, shown.floor)
-        terms = shown.value, shown.lower, shown.upper, shown.error, hidden, self._iterations
+        self._levels = before.after(evidence.error, ends, gives_up, goal.epsilon)
+        hidden = torch.where(stalled, evidence.error, evidence.floor)
+        terms = (
+            evidence.value,
+            evidence.lower,
+            evidence.upper,
+            evidence.error,
+            hidden,
+            self._iterations,
+        )
         self.terms = torch.where(active[:, None], torch.stack(terms, 1), self.terms)
         self.active = active & ~done
 
@@ -175,31 +182,33 @@ class QuasiNewton:
 
     def _move(
         self,
-        look: Look,
+        found: Evaluation,
         kept: Tensor,
         sound: Tensor,
         plain: Tensor,
         ends: Tensor,
         extrapolation: Tensor,
     ) -> Move:
-        """Learn from the newest differences, and choose what to look at next."""
+        """Learn from the newest differences, and choose what to evaluate next."""
         differences, here = self._differences, self._differences.here
         slot = differences.slot
-        newest = _centred(look, look.step_fall, look.fall_fall, look.mean_fall)
-        fall = _with_newest(look.remembered_fall, here, newest)
-        differences.learn(sound, *fall.chunk(2, 1))
-        # After a step that is not kept comes a plain one, so that r is that of this look.
-        mean = look.mean_residual
-        newest = _centred(look, look.step_residual, look.fall_residual, mean)
-        residual = _with_newest(look.remembered_residual, here & sound[:, None], newest)
+        newest = _centred(
+            found, found.step_difference, found.difference_difference, found.mean_difference
+        )
+        difference = _with_newest(found.remembered_differences, here, newest)
+        differences.learn(sound, *difference.chunk(2, 1))
+        # After a step that is not kept comes a plain one, so that r is that of this evaluation.
+        mean = found.mean_residual
+        newest = _centred(found, found.step_residual, found.difference_residual, mean)
+        residual = _with_newest(found.remembered_residual, here & sound[:, None], newest)
         scale, weights = differences.direction(*residual.chunk(2, 1))
         plain = plain | ~(scale.isfinite() & weights.isfinite().all(1))
         return Move(
             kept,
             sound,
             slot,
-            look.mean_step,
-            look.mean_fall,
+            found.mean_step,
+            found.mean_difference,
             scale=torch.where(plain, self._form.damping, scale),
             # The mean, of which the differences say nothing, moves as in a plain update.
             shift=torch.where(plain, 0, (self._form.damping - scale) * mean),
@@ -209,16 +218,18 @@ class QuasiNewton:
         )
 
 
-def _sound(look: Look, rounding: Tensor) -> Tensor:
+def _sound(found: Evaluation, rounding: Tensor) -> Tensor:
     """Whether the curvature of the newest differences (S,) exceeds rounding."""
-    curvature = look.step_fall - look.mean_step * look.mean_fall
-    square = look.step_step - look.mean_step.square()
+    curvature = found.step_difference - found.mean_step * found.mean_difference
+    square = found.step_step - found.mean_step.square()
     return (curvature > rounding * square.clamp_min(0).sqrt()) & curvature.isfinite()
 
 
-def _centred(look: Look, step: Tensor, fall: Tensor, mean: Tensor) -> Tensor:
-    """Products (S, 2) of the newest step and fall with a vector, all without their means."""
-    return torch.stack((step - look.mean_step * mean, fall - look.mean_fall * mean), 1)
+def _centred(found: Evaluation, step: Tensor, difference: Tensor, mean: Tensor) -> Tensor:
+    """Products (S, 2) of the newest step and residual difference with a vector, less the means."""
+    return torch.stack(
+        (step - found.mean_step * mean, difference - found.mean_difference * mean), 1
+    )
 
 
 def _with_newest(remembered: Tensor, here: Tensor, newest: Tensor) -> Tensor:

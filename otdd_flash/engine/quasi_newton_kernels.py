@@ -1,4 +1,4 @@
-"""`quasi_newton.QuasiNewton` with one launch between a look and a move.
+"""`quasi_newton.QuasiNewton` with one launch between an evaluation and a move.
 
 In PyTorch the same decisions are two hundred launches, which for small problems take far longer
 than the passes. What is decided is the same, up to rounding.
@@ -65,7 +65,7 @@ class KernelProblems(Costs, Protocol):
         ...
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """A look by its numbers, as `Look.of` takes them; arguments as for `Problems.look`."""
+        """An evaluation by its numbers, as `Evaluation.of` takes them; as `Problems.evaluate`."""
         ...
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
@@ -101,7 +101,7 @@ class QuasiNewtonKernels:
         return self._state.terms
 
     def step(self) -> None:
-        """Look at the candidates and choose the next.
+        """Evaluate the candidates and choose the next.
 
         After an even number of steps the state is where it was, so that they may be recorded.
         """

@@ -33,7 +33,7 @@ class SegmentTerms(NamedTuple):
         marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
         rounding: the part of `marginal_error` that rounding may hide; all of it where iterations
             no longer lower it.
-        iterations: looks at both potentials, or at the only one.
+        iterations: evaluations of both potentials, or at the only one.
     """
 
     value: Tensor

@@ -3,15 +3,16 @@
 A segment is one problem: a cost C (n, m) with masses a (n,) and b (m,). Its vectors lie with it,
 all of its columns (m,), and only they:
 
-    candidate            the potential g to look at next;
+    candidate            the potential g to evaluate next;
     kept, residual       the g that was kept last, and r = T'(T(g)) - g there;
-    remembered           `memory` differences s of g and, of the same steps, falls y of r;
+    remembered           `memory` steps s of g and their residual differences y;
     level                the g at which the last level of epsilon ended.
 
-A look takes T(g) and T'(T(g)) of the candidate and tells a few numbers per segment, products in the
-metric <u, v> = sum_j b_j u_j v_j among them. A move makes the next candidate a combination of the
-vectors, with coefficients that the solver made of these numbers; it sees no more of any vector. A
-problem of a cloud with itself has one potential, its rows are its columns, and r = T(g) - g.
+An evaluation takes T(g) and T'(T(g)) of the candidate and tells a few numbers per segment, products
+in the metric <u, v> = sum_j b_j u_j v_j among them. A move makes the next candidate a combination
+of the vectors, with coefficients that the solver made of these numbers; it sees no more of any
+vector. A problem of a cloud with itself has one potential, its rows are its columns, and
+r = T(g) - g.
 
 How scores are held and how vectors of different lengths lie in memory is up to the implementation.
 What it computes for a segment must not depend on the segments beside it, to the last bit.
@@ -69,11 +70,11 @@ class PassErrors(NamedTuple):
     exponents: Tensor
 
 
-class Look(NamedTuple):
-    """What a look at the candidates g has seen; (S,) float64 each if nothing else is said.
+class Evaluation(NamedTuple):
+    """The numbers of an evaluation of the candidates g; (S,) float64 each if not said otherwise.
 
-    With f = T(g), or f = g of a cloud with itself; the step s from the g kept last and the fall y
-    of the residual r over it; and 1 for the constant vector. The plan is that of f and g.
+    With f = T(g), or f = g of a cloud with itself; the step s from the g kept last and the residual
+    difference y over it; and 1 for the constant vector. The plan is that of f and g.
 
     Attributes:
         row_value: <a, f>.
@@ -85,14 +86,14 @@ class Look(NamedTuple):
         gap: sum_j b_j |exp(-r_j / epsilon) - 1|, the L1 error of the plan's column sums.
         mass: sum_j b_j exp(-r_j / epsilon), of the whole plan.
         mean_step: <1, s>.
-        mean_fall: <1, y>.
+        mean_difference: <1, y>.
         mean_residual: <1, r>.
         step_step: <s, s>.
-        step_fall: <s, y>.
-        fall_fall: <y, y>.
+        step_difference: <s, y>.
+        difference_difference: <y, y>.
         step_residual: <s, r>.
-        fall_residual: <y, r>.
-        remembered_fall: (S, 2 memory), of what is remembered with y: differences, then falls.
+        difference_residual: <y, r>.
+        remembered_differences: (S, 2 memory), steps and differences with y.
         remembered_residual: (S, 2 memory), with r.
     """
 
@@ -105,25 +106,25 @@ class Look(NamedTuple):
     gap: Tensor
     mass: Tensor
     mean_step: Tensor
-    mean_fall: Tensor
+    mean_difference: Tensor
     mean_residual: Tensor
     step_step: Tensor
-    step_fall: Tensor
-    fall_fall: Tensor
+    step_difference: Tensor
+    difference_difference: Tensor
     step_residual: Tensor
-    fall_residual: Tensor
-    remembered_fall: Tensor
+    difference_residual: Tensor
+    remembered_differences: Tensor
     remembered_residual: Tensor
 
     @classmethod
-    def of(cls, rows: Tensor, columns: Tensor) -> Look:
+    def of(cls, rows: Tensor, columns: Tensor) -> Evaluation:
         """From (S, 2) and (S, 14 + 4 memory) numbers in this order."""
         numbers, products = columns[:, :NUMBERS], columns[:, NUMBERS:]
         return cls(*rows.unbind(1), *numbers.unbind(1), *products.chunk(2, 1))
 
 
 class Move(NamedTuple):
-    """How to go on after a look; (S,) each if nothing else is said.
+    """How to go on after an evaluation; (S,) each if nothing else is said.
 
     With g and r those of the candidate where it is kept, and else those kept before, the next
     candidate is
@@ -137,21 +138,21 @@ class Move(NamedTuple):
         kept: bool.
         learnt: bool, whether the newest differences are remembered, in `slot`.
         slot: int64, below memory.
-        mean_step: what the differences are lowered by to have mean zero.
-        mean_fall: likewise their falls.
+        mean_step: what the newest step is lowered by to have mean zero.
+        mean_difference: likewise the residual difference.
         scale: float64.
         shift: float64.
         ends: bool, whether a level of epsilon ends here.
         extrapolation: float64, the share of the way from the end of the level before to here that
             the candidate goes on; 0 but where a level ends.
-        weights: (S, 2 memory) float64, of differences and of falls, the newest among them.
+        weights: (S, 2 memory) float64, of steps and of residual differences, the newest among them.
     """
 
     kept: Tensor
     learnt: Tensor
     slot: Tensor
     mean_step: Tensor
-    mean_fall: Tensor
+    mean_difference: Tensor
     scale: Tensor
     shift: Tensor
     ends: Tensor

@@ -48,7 +48,7 @@ class Trust(NamedTuple):
         return Trust(*(torch.where(where, a, b) for a, b in zip(fresh, self, strict=True)))
 
     def judge(self, dual: Tensor, gain: Tensor, gap: Tensor, slack: Tensor) -> Judgement:
-        """Keep the potentials that were just looked at or not.
+        """Keep the potentials that were just evaluated or not.
 
         Args:
             dual: theirs.

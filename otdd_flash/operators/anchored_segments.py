@@ -26,7 +26,7 @@ from torch import Tensor
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import Look, Move, PassErrors
+from otdd_flash.engine.segments import Evaluation, Move, PassErrors
 from otdd_flash.operators.padded_vectors import PaddedVectors
 from otdd_flash.operators.segment_tiles import moved, tiles
 
@@ -69,14 +69,14 @@ class AnchoredSegments:
         """There is none."""
         return
 
-    def look(self, epsilon: Tensor, active: Tensor) -> Look:
-        """Look at the candidates."""
+    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
+        """Evaluate the candidates."""
         stored, index = self._stored, self._index
         for side, anchor in enumerate(self._anchors[:-1]):
             stored.potentials[side][index] = anchor.softmin(index, epsilon)
         updated = self._anchors[-1].softmin(index, epsilon)
         rows = stored.potentials[0][index], stored.masses[0][index]
-        return self._vectors.look(rows, stored.potentials[-1][index], updated, epsilon)
+        return self._vectors.evaluate(rows, stored.potentials[-1][index], updated, epsilon)
 
     def move(self, move: Move, active: Tensor) -> None:
         """Choose the next candidates."""

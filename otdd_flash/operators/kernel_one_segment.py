@@ -70,14 +70,14 @@ class KernelSegment(OneSegment):
         self._repeated.run(step)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of a look."""
+        """The numbers of an evaluation."""
         operator, vectors, level = self.operator, self._vectors, epsilon[0]
         g = vectors.columns.candidate
         if self.symmetric:
-            return vectors.look(operator.softmin_rows(g, level, g), epsilon, active)
+            return vectors.evaluate(operator.softmin_rows(g, level, g), epsilon, active)
         f = operator.softmin_rows(g, level, vectors.rows)
         vectors.take(f, epsilon, active)
-        return vectors.look(operator.softmin_columns(f, level, g), epsilon, active)
+        return vectors.evaluate(operator.softmin_columns(f, level, g), epsilon, active)
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
         """Choose it by the numbers of a move."""

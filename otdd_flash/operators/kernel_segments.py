@@ -1,4 +1,4 @@
-"""Transport problems between classes of one pool, all looked at and moved by five Triton kernels.
+"""Transport problems between classes of one pool, all evaluated and moved by five Triton kernels.
 
 Potentials lie one segment after the other, float32, those of rows in one tensor and those of
 columns in another, and so do the other vectors of the columns: every point holds one of each per
@@ -126,13 +126,13 @@ class KernelSegments:
         return KernelSegments(self._classes, *self._sides, small=self._small, coarse_of=self)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of a look."""
+        """The numbers of an evaluation."""
         vectors = self._vectors
         if not self._symmetric:
             self._half_step(0, epsilon, vectors.columns.candidate, active)
             vectors.take(self._sums, epsilon, active)
         self._half_step(-1, epsilon, vectors.rows, active)
-        return vectors.look(self._sums, epsilon, active)
+        return vectors.evaluate(self._sums, epsilon, active)
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
         """Choose them by the numbers of a move."""

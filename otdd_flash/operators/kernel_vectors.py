@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_look import Vectors, segmented_look
+from otdd_flash.kernels.segmented_evaluation import Vectors, segmented_evaluation
 from otdd_flash.kernels.segmented_move import segmented_move
 from otdd_flash.kernels.segmented_softmin import blocks_of, segmented_softmin
 from otdd_flash.kernels.segmented_step import Sums
@@ -60,12 +60,12 @@ class KernelVectors:
             softmin, self._masses[0], blocks, table, active, epsilon, self.rows
         )
 
-    def look(
+    def evaluate(
         self, softmin: Sums | Tensor, epsilon: Tensor, active: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The numbers of a look, given the softmin of the rows' potentials."""
+        """The numbers of an evaluation, given the softmin of the rows' potentials."""
         rows, own = self._layouts[0], self._layouts[-1]
-        columns = segmented_look(
+        columns = segmented_evaluation(
             softmin, self._masses[1], own.blocks, own.table, active, epsilon, self.columns
         )
         return segmented_totals(self._seen, columns, rows.first_blocks, own.first_blocks, active)

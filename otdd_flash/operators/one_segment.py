@@ -11,7 +11,7 @@ from torch import Tensor
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.rule import Goal, Rule, Start
-from otdd_flash.engine.segments import Look, Move, PassErrors
+from otdd_flash.engine.segments import Evaluation, Move, PassErrors
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.padded_vectors import PaddedVectors
 
@@ -137,8 +137,8 @@ class TorchSegment(OneSegment):
         """Once."""
         step()
 
-    def look(self, epsilon: Tensor, active: Tensor) -> Look:
-        """Look at the candidate."""
+    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
+        """Evaluate the candidates."""
         operator, g = self.operator, self._candidate
         level = epsilon[0] if epsilon.is_cuda else float(epsilon)
         if self.symmetric:
@@ -147,7 +147,7 @@ class TorchSegment(OneSegment):
             self._rows = operator.softmin_rows(g, level, self.rows)
             updated = operator.softmin_columns(self.rows, level, g)
         rows = self.rows.double()[None], operator.a[None]
-        return self._vectors.look(rows, g.double()[None], updated.double()[None], epsilon)
+        return self._vectors.evaluate(rows, g.double()[None], updated.double()[None], epsilon)
 
     def move(self, move: Move, active: Tensor) -> None:
         """Choose the next candidate."""

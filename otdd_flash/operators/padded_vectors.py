@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.segments import Look, Move
+from otdd_flash.engine.segments import Evaluation, Move
 
 
 class PaddedVectors:
@@ -20,7 +20,7 @@ class PaddedVectors:
         memory: how many differences are remembered.
 
     Attributes:
-        fresh: residuals of the candidates that were looked at last.
+        fresh: residuals of the candidates that were evaluated last.
         kept: the potentials that were kept last.
         residual: theirs.
     """
@@ -31,9 +31,9 @@ class PaddedVectors:
         count, m = masses.shape
         self._remembered = masses.new_zeros((count, 2 * memory, m))
 
-    def look(
+    def evaluate(
         self, rows: tuple[Tensor, Tensor], potential: Tensor, updated: Tensor, epsilon: Tensor
-    ) -> Look:
+    ) -> Evaluation:
         """What the candidates show.
 
         Args:
@@ -46,7 +46,7 @@ class PaddedVectors:
         self.fresh = updated - potential
         fresh = torch.where(support, self.fresh, 0)
         change = (fresh / -epsilon[:, None]).exp()
-        step, fall = potential - self.kept, self.residual - fresh
+        step, difference = potential - self.kept, self.residual - fresh
         lowest = torch.where(support, potential, torch.inf).amin(1)
         highest = torch.where(support, potential, -torch.inf).amax(1)
         value, size, gap, mass, *products = totals(
@@ -57,29 +57,29 @@ class PaddedVectors:
                     (change - 1).abs(),
                     change,
                     step,
-                    fall,
+                    difference,
                     fresh,
                     step * step,
-                    step * fall,
-                    fall * fall,
+                    step * difference,
+                    difference * difference,
                     step * fresh,
-                    fall * fresh,
+                    difference * fresh,
                 )
             )
             * masses
         )
-        weighted = torch.stack((fall, fresh), 1) * masses[:, None]
+        weighted = torch.stack((difference, fresh), 1) * masses[:, None]
         remembered = totals(self._remembered[:, None] * weighted[:, :, None])
         f, a = rows
         row_value, row_size = totals(torch.stack((f, f.abs())) * a)
         numbers = (row_value, row_size, value, size, lowest, highest, gap, mass, *products)
-        return Look(*numbers, *remembered.unbind(1))
+        return Evaluation(*numbers, *remembered.unbind(1))
 
     def move(self, potential: Tensor, move: Move, active: Tensor) -> Tensor:
-        """The candidates (S, m) after those that were looked at."""
+        """The candidates (S, m) after those that were evaluated."""
         support = self._masses > 0
         newest = torch.stack((potential - self.kept, self.residual - self.fresh), 1)
-        newest = newest - torch.stack((move.mean_step, move.mean_fall), 1)[:, :, None]
+        newest = newest - torch.stack((move.mean_step, move.mean_difference), 1)[:, :, None]
         kept = (move.kept & active)[:, None]
         self._remember(torch.where(support[:, None], newest, 0), move.slot, move.learnt & active)
         self.kept = torch.where(kept, potential, self.kept)
@@ -98,7 +98,7 @@ class PaddedVectors:
         self._remembered, self._level = self._remembered[order], self._level[order]
 
     def _remember(self, newest: Tensor, slot: Tensor, where: Tensor) -> None:
-        """Put vectors (S, 2, m), a step and its fall, into their slots."""
+        """Put vectors (S, 2, m), a step and its residual difference, into their slots."""
         segments = torch.arange(len(slot), device=slot.device)[:, None]
         place = segments, torch.stack((slot, slot + self.memory), 1)
         self._remembered[place] = torch.where(where[:, None, None], newest, self._remembered[place])

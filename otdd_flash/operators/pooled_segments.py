@@ -64,13 +64,13 @@ class PooledSegments:
         return self.vectors.columns.kept + self.vectors.columns.residual
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of a look."""
+        """The numbers of an evaluation."""
         vectors = self.vectors
         if not self._symmetric:
             self._half_step(0, epsilon, vectors.columns.candidate, active)
             vectors.take(self._sums, epsilon, active)
         self._half_step(-1, epsilon, vectors.rows, active)
-        return vectors.look(self._sums, epsilon, active)
+        return vectors.evaluate(self._sums, epsilon, active)
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
         """Choose the next candidates by the numbers of a move."""

@@ -23,7 +23,7 @@ from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.evidence.two_passes import TRIFLE
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.rule import Goal, Segments, Start
-from otdd_flash.engine.segments import Look, Move, PassErrors, WeightedPoints
+from otdd_flash.engine.segments import Evaluation, Move, PassErrors, WeightedPoints
 from otdd_flash.operators.anchored_segments import AnchoredSegments
 from otdd_flash.operators.padded_vectors import PaddedVectors
 from otdd_flash.operators.segment_tiles import moved, tiles
@@ -91,13 +91,13 @@ class StoredSegments:
         """The side whose potentials an update of `side` reads."""
         return 0 if self.symmetric else 1 - side
 
-    def look(self, epsilon: Tensor, active: Tensor) -> Look:
-        """Look at the candidates."""
+    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
+        """Evaluate the candidates."""
         if not self.symmetric:
             self.potentials[0] = self._softmin(0, epsilon)
         updated = self._softmin(len(self.potentials) - 1, epsilon)
         rows = self.potentials[0], self.masses[0]
-        return self._vectors.look(rows, self.potentials[-1], updated, epsilon)
+        return self._vectors.evaluate(rows, self.potentials[-1], updated, epsilon)
 
     def move(self, move: Move, active: Tensor) -> None:
         """Choose the next candidates."""

@@ -19,7 +19,7 @@ from otdd_flash.solver.loss import MASS_TOLERANCE, sinkhorn_loss
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.batches import solve_batch
-from otdd_flash.solver.small.pooled_solve import Batch
+from otdd_flash.solver.small.exchanged import Batch
 from otdd_flash.solver.small.route import pays
 
 Clouds = Tensor | Sequence[Tensor]

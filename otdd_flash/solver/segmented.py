@@ -30,7 +30,7 @@ def solve_cross_terms(
         finished: told how many segments are done.
     """
     none = torch.zeros_like(segments.mean_cost)
-    # Where rounding of the costs alone exceeds the tolerance, one look is one too many.
+    # Where rounding of the costs alone exceeds the tolerance, one evaluation is one too many.
     floor = rounding_of(segments, none, none, none, epsilon).floor
     hopeless = 2 * floor > options.asked_tolerance
     top = torch.where(hopeless, epsilon, first_level(epsilon, segments.mean_cost))

@@ -28,18 +28,18 @@ class Ring:
         self.history = []
 
     def differences(self):
-        """A step without a mean, and the fall of the residual over it."""
+        """A step without a mean, and the residual difference over it."""
         step = self.random(POINTS)
         step -= self.weights @ step
-        fall = self.jacobian @ step
-        return step, fall - self.weights @ fall
+        change = self.jacobian @ step
+        return step, change - self.weights @ change
 
     def products(self, vector):
         return (self.vectors * self.weights) @ vector
 
 
 def two_loops(residual, history, weights):
-    """Nocedal's recursion, one pair of a step and its fall after the other."""
+    """Nocedal's recursion, one pair of a step and its residual difference after the other."""
     products = [(weights @ (s * y), weights @ (y * y)) for s, y in history]
     result, factors = residual.clone(), []
     for (s, y), (curvature, _) in zip(reversed(history), reversed(products), strict=True):
@@ -57,14 +57,14 @@ def learn_all(rings, rounds, sound=lambda round_, k: True):
     for round_ in range(rounds):
         products, learnt = [], []
         for k, ring in enumerate(rings):
-            step, fall = ring.differences()
+            step, change = ring.differences()
             slot, here = int(found.slot[k]), sound(round_, k)
             vectors = ring.vectors.clone()
-            vectors[slot], vectors[slot + MEMORY] = step, fall
-            products.append((vectors * ring.weights) @ fall)
+            vectors[slot], vectors[slot + MEMORY] = step, change
+            products.append((vectors * ring.weights) @ change)
             learnt.append(here)
             if here:
-                ring.vectors, ring.history = vectors, [*ring.history, (step, fall)]
+                ring.vectors, ring.history = vectors, [*ring.history, (step, change)]
         found.learn(torch.tensor(learnt), *torch.stack(products).chunk(2, 1))
     return found
 
@@ -100,8 +100,8 @@ def test_the_newest_fall_is_led_back_to_its_step():
     """The secant equation of quasi-Newton methods."""
     rings = [Ring(seed) for seed in range(3)]
     found = learn_all(rings, 2 * MEMORY + 1)
-    falls = [ring.history[-1][1] for ring in rings]
-    for ring, direction in zip(rings, directions(found, rings, falls), strict=True):
+    changes = [ring.history[-1][1] for ring in rings]
+    for ring, direction in zip(rings, directions(found, rings, changes), strict=True):
         torch.testing.assert_close(direction, ring.history[-1][0], rtol=1e-8, atol=1e-8)
 
 

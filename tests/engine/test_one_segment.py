@@ -10,7 +10,7 @@ from single_problems import DEVICE, InTriton, draw, masses, problem
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
-from otdd_flash.engine.segments import Look, Move
+from otdd_flash.engine.segments import Evaluation, Move
 from otdd_flash.operators.one_segment import MEMORY
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.schedules.converged import Converged
@@ -48,30 +48,30 @@ class Vectors:
         self.kept = self.residual = self.level = torch.zeros_like(self.candidate)
         self.remembered = draw(2 * MEMORY, len(candidate)) * 0
 
-    def look(self, epsilon: float) -> list[Tensor]:
-        """The numbers of a look, as they stand in one."""
+    def evaluate(self, epsilon: float) -> list[Tensor]:
+        """The numbers of an evaluation, as they stand in one."""
         operator, b, g = self.operator, self.operator.b, self.candidate
         held = g.to(operator.dtype)
         self.f = g if self.symmetric else operator.softmin_rows(held, epsilon).double()
         update = operator.softmin_rows if self.symmetric else operator.softmin_columns
         self.fresh = update(self.f.to(operator.dtype), epsilon).double() - g
         support, a = b > 0, operator.a
-        r, step, fall = self.fresh, g - self.kept, self.residual - self.fresh
+        r, step, change = self.fresh, g - self.kept, self.residual - self.fresh
         off = torch.where(support, (-r / epsilon).exp(), 0)
         return [
             *(a @ self.f, a @ self.f.abs(), b @ g, b @ g.abs(), g[support].min(), g[support].max()),
-            *(b @ (off - 1).abs(), b @ off, b @ step, b @ fall, b @ r, b @ (step * step)),
-            *(b @ (step * fall), b @ (fall * fall), b @ (step * r), b @ (fall * r)),
-            *(self.remembered @ (b * fall), self.remembered @ (b * r)),
+            *(b @ (off - 1).abs(), b @ off, b @ step, b @ change, b @ r, b @ (step * step)),
+            *(b @ (step * change), b @ (change * change), b @ (step * r), b @ (change * r)),
+            *(self.remembered @ (b * change), self.remembered @ (b * r)),
         ]
 
     def move(self, move: Move) -> None:
         support, slot = self.operator.b > 0, int(move.slot)
         if move.learnt:
             step = self.candidate - self.kept - move.mean_step
-            fall = self.residual - self.fresh - move.mean_fall
+            change = self.residual - self.fresh - move.mean_difference
             self.remembered[slot] = torch.where(support, step, 0)
-            self.remembered[slot + MEMORY] = torch.where(support, fall, 0)
+            self.remembered[slot + MEMORY] = torch.where(support, change, 0)
         if move.kept:
             self.kept, self.residual = self.candidate, self.fresh
         moved = self.kept + move.scale * self.residual + move.shift
@@ -98,18 +98,18 @@ def test_evaluations_and_moves_are_their_formulas(size, zeros, kind) -> None:
     for step in range(1, MEMORY + 4 if 129 in size else 4):
         level = operator.costs.mean / 2**step + 0.1
         epsilon = torch.full((1,), level, dtype=torch.float64, device=DEVICE)
-        numbers = expected.look(level)
+        numbers = expected.evaluate(level)
         move = random_move(step)
         if kind == "triton":
-            look = Look.of(*segment.numbers(epsilon, active))
+            evaluation = Evaluation.of(*segment.numbers(epsilon, active))
             segment.move_by(move.numbers, active)
         else:
-            look = segment.look(epsilon, active)
+            evaluation = segment.evaluate(epsilon, active)
             segment.move(move, active)
         expected.move(move)
         largest = 1 + float(expected.candidate.abs().max())
         rounding = (2e-5 if single else 1e-11) * largest
-        for found, number in zip(look, numbers, strict=True):
+        for found, number in zip(evaluation, numbers, strict=True):
             torch.testing.assert_close(found[0], number, rtol=rounding, atol=rounding * largest)
         seen = [
             (segment.kept, expected.kept),

@@ -32,10 +32,10 @@ class Watched(TorchSegment):
 
     spoil = None
 
-    def look(self, epsilon: Tensor, active: Tensor):
+    def evaluate(self, epsilon: Tensor, active: Tensor):
         self.seen = [*getattr(self, "seen", []), self._candidate]
-        look = super().look(epsilon, active)
-        return look if self.spoil is None else self.spoil(len(self.seen), look)
+        found = super().evaluate(epsilon, active)
+        return found if self.spoil is None else self.spoil(len(self.seen), found)
 
     def move(self, move: Move, active: Tensor) -> None:
         self.moves = [*getattr(self, "moves", []), move]
@@ -64,11 +64,11 @@ def test_differences_lead_to_the_solution_superlinearly(symmetric: bool) -> None
 def test_a_step_that_loses_is_not_kept_and_the_plain_update_follows() -> None:
     segment, lost = watched(), []
 
-    def spoil(step, look):
+    def spoil(step, found):
         if lost or step < 6 or not bool(segment.moves[-1].weights.any()):
-            return look
+            return found
         lost.append(step - 1)
-        return look._replace(value=look.value - 100)
+        return found._replace(value=found.value - 100)
 
     segment.spoil = spoil
     rule = begin(segment)
@@ -106,10 +106,10 @@ def test_what_is_not_finite_is_not_kept_and_not_remembered(bad: float) -> None:
 
 def test_a_direction_that_is_not_finite_gives_way_to_the_plain_update() -> None:
     segment = watched()
-    segment.spoil = lambda step, look: (
-        look._replace(remembered_residual=look.remembered_residual * math.nan)
+    segment.spoil = lambda step, found: (
+        found._replace(remembered_residual=found.remembered_residual * math.nan)
         if step == 6
-        else look
+        else found
     )
     rule = begin(segment)
     for _ in range(6):
@@ -144,10 +144,10 @@ def test_curvature_counts_where_it_exceeds_rounding_times_the_step() -> None:
     for numbers, sound in cases.items():
         segment = watched()
 
-        def spoil(step, look, numbers=numbers):
-            names = "mean_step", "mean_fall", "step_step", "step_fall"
-            values = (torch.full_like(look.value, number) for number in numbers)
-            return look if step < 4 else look._replace(**dict(zip(names, values, strict=True)))
+        def spoil(step, found, numbers=numbers):
+            names = "mean_step", "mean_difference", "step_step", "step_difference"
+            values = (torch.full_like(found.value, number) for number in numbers)
+            return found if step < 4 else found._replace(**dict(zip(names, values, strict=True)))
 
         segment.spoil = spoil
         rule = begin(segment)
@@ -196,13 +196,13 @@ class NoHostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_step_reads_nothing_on_the_host(symmetric: bool, monkeypatch) -> None:
-    """Between a look, which takes the level as a number on a CPU, and a move."""
+    """Between an evaluation, which takes the level as a number on a CPU, and a move."""
     segment = watched(symmetric)
     rule = begin(segment)
     rule.step()
     active = torch.ones(1, dtype=torch.bool)
-    seen = segment.look(torch.full_like(segment.mean_cost, EPSILON), active)
-    monkeypatch.setattr(segment, "look", lambda *_: seen)
+    seen = segment.evaluate(torch.full_like(segment.mean_cost, EPSILON), active)
+    monkeypatch.setattr(segment, "evaluate", lambda *_: seen)
 
     def refuse(*_args: object) -> None:
         raise AssertionError("a step reads a tensor on the host")

@@ -15,7 +15,7 @@ from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import Look, PassErrors
+from otdd_flash.engine.segments import Evaluation, PassErrors
 from otdd_flash.kernels import segmented_decision
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,7 +33,7 @@ UNDECIDED_GAPS = (0.4, 0.8, 0.8, 0.8, 0.3, 3.0, 0.6)
 
 
 class Drawn:
-    """Problems whose looks are drawn at random; they write down all levels and moves."""
+    """Problems whose evaluations are drawn at random; they write down all levels and moves."""
 
     dtype = sum_dtype = torch.float32
     memory, device = MEMORY, DEVICE
@@ -47,7 +47,7 @@ class Drawn:
         # The floor of one that stalls is between a tenth and a half of the tolerance.
         for segment, error in ((HOPELESS, 1e-3), (STUCK, 1e-5)):
             self.errors.mean[segment] = self.errors.largest[segment] = error
-        self.looks = [self.drawn(form, step) for step in range(STEPS)]
+        self.evaluations = [self.drawn(form, step) for step in range(STEPS)]
         self.levels, self.moves = [], []
 
     def random(self, *size):
@@ -61,10 +61,10 @@ class Drawn:
         columns[:, 4] = 10 ** (-1.5 + 8 * columns[:, 4])
         columns[:, 5] = 1 + columns[:, 5] / 100
         # Squares of vectors are those of their means and more, curvatures mostly positive.
-        mean_step, mean_fall, more = columns[:, 6], columns[:, 7], columns[:, 9:12].clone()
+        mean_step, mean_difference, more = columns[:, 6], columns[:, 7], columns[:, 9:12].clone()
         columns[:, 9] = mean_step.square() + more[:, 0].abs()
-        columns[:, 10] = mean_step * mean_fall + more[:, 1] + 0.08
-        columns[:, 11] = mean_fall.square() + more[:, 2].abs() + 0.1
+        columns[:, 10] = mean_step * mean_difference + more[:, 1] + 0.08
+        columns[:, 11] = mean_difference.square() + more[:, 2].abs() + 0.1
         rows[UNDECIDED, 0] = columns[UNDECIDED, 0] = columns[UNDECIDED, 8] = 0
         columns[UNDECIDED, 5] = 1
         columns[SLOW, 4], columns[STUCK, 4] = 0.5, 1e-3
@@ -85,10 +85,10 @@ class Drawn:
 
     def numbers(self, epsilon, active):
         self.levels.append(epsilon.clone())
-        return self.looks[len(self.levels) - 1]
+        return self.evaluations[len(self.levels) - 1]
 
-    def look(self, epsilon, active):
-        return Look.of(*self.numbers(epsilon, active))
+    def evaluate(self, epsilon, active):
+        return Evaluation.of(*self.numbers(epsilon, active))
 
     def move_by(self, numbers, active):
         self.moves.append(numbers)
@@ -100,7 +100,7 @@ class Drawn:
         for name in ("mean_cost", "cost_spread", "offset"):
             setattr(self, name, getattr(self, name)[order])
         self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
-        self.looks = [(rows[order], columns[order]) for rows, columns in self.looks]
+        self.evaluations = [(rows[order], columns[order]) for rows, columns in self.evaluations]
 
 
 @pytest.fixture(autouse=True)
@@ -250,11 +250,11 @@ class Idle:
         return lambda *args, **constants: None
 
 
-def test_pytorch_does_nothing_between_look_and_move(monkeypatch):
+def test_pytorch_does_nothing_between_evaluation_and_move(monkeypatch):
     """Launches, not work, are what iterations on small problems take."""
     monkeypatch.setattr(segmented_decision, "segmented_decision_kernel", Idle())
     segments, rule = begin(QuasiNewtonKernels, CROSS)
-    monkeypatch.setattr(segments, "numbers", lambda *_: segments.looks[0])
+    monkeypatch.setattr(segments, "numbers", lambda *_: segments.evaluations[0])
     with Count() as count:
         rule.step()
     assert count.names == []
@@ -270,7 +270,7 @@ def test_a_step_that_was_recorded_before_a_restart_reads_the_new_aim(monkeypatch
 
     monkeypatch.setattr(segmented_decision, "segmented_decision_kernel", Noted())
     segments, rule = begin(QuasiNewtonKernels, CROSS)
-    monkeypatch.setattr(segments, "numbers", lambda *_: segments.looks[0])
+    monkeypatch.setattr(segments, "numbers", lambda *_: segments.evaluations[0])
     rule.step()
     rule.restart(0.5)
     rule.step()

@@ -10,10 +10,10 @@ import torch
 from otdd_flash.engine.trust import GROWTH, PATIENCE, Trust
 
 SLACK = 1e-6
-Seen = tuple[float, float, float]
+PlanEvidence = tuple[float, float, float]
 
 
-def after(*seen: Seen) -> Trust:
+def after(*seen: PlanEvidence) -> Trust:
     """After evaluations of a dual, its gain and a marginal error."""
     trust = Trust.fresh(torch.zeros(1, dtype=torch.float64))
     for numbers in seen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.engine.segments import Look, WeightedPoints
+from otdd_flash.engine.segments import Evaluation, WeightedPoints
 from otdd_flash.kernels.segmented_step import DIGITS, RANGE_COLUMNS
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, is_small
@@ -84,11 +84,11 @@ class Case:
         logs = self.clouds[opposite].masses.log()
         return -EPSILON * torch.logsumexp(logs + scores / EPSILON, 1)
 
-    def look(self, active=None):
+    def evaluate(self, active=None):
         count = len(self.pairs)
         epsilon = torch.full((count,), EPSILON, dtype=torch.float64, device=DEVICE)
         active = torch.ones(count, dtype=torch.bool, device=DEVICE) if active is None else active
-        return Look.of(*self.segments.numbers(epsilon, active))
+        return Evaluation.of(*self.segments.numbers(epsilon, active))
 
     def fill_vectors(self):
         """Numbers for what was kept and remembered before, of the size of differences."""

@@ -1,4 +1,4 @@
-"""What a kernel makes of a look is what the PyTorch reference makes of it, number by number."""
+"""A kernel makes of an evaluation what the PyTorch reference makes of it, number by number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from otdd_flash.engine.evidence.dual import LEAST_MASS, MOST_MASS
 from otdd_flash.engine.evidence.evaluated import Evidence, evaluate_cross, evaluate_self
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.evidence.two_passes import VALUE_TRIFLE
-from otdd_flash.engine.segments import Look, PassErrors
+from otdd_flash.engine.segments import Evaluation, PassErrors
 from otdd_flash.kernels.evidence import COSTS, evaluate
 
 COUNT, NUMBERS = 64, 14
@@ -59,7 +59,7 @@ def evaluate_kernel(
 
 
 def drawn():
-    """Numbers of looks, and of costs, of which some errors are so large that limits are reached."""
+    """Numbers of evaluations, and of costs with errors so large that limits are reached."""
     draw = torch.Generator().manual_seed(0)
     rows, columns = (
         torch.randn(COUNT, n, generator=draw, dtype=torch.float64) for n in (2, NUMBERS)
@@ -95,10 +95,10 @@ def test_a_kernel_evaluates_like_pytorch(own):
         errors=PassErrors(*errors),
     )
     products = columns.new_zeros(COUNT, 16)
-    look = Look.of(rows, torch.cat((columns, products), 1))
-    expected = (evaluate_self if own else evaluate_cross)(segments, look, epsilon)
+    evaluation = Evaluation.of(rows, torch.cat((columns, products), 1))
+    expected = (evaluate_self if own else evaluate_cross)(segments, evaluation, epsilon)
     for name, found, true in zip(Evidence._fields, out, expected, strict=True):
         torch.testing.assert_close(found, true, rtol=1e-13, atol=1e-13, msg=name)
     # All of these are reached, and not all of them always.
-    for reached in (expected.error == MOST_ERROR, look.mass > 1):
+    for reached in (expected.error == MOST_ERROR, evaluation.mass > 1):
         assert 0 < int(reached.sum()) < COUNT

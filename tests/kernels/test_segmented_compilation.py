@@ -83,7 +83,7 @@ def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[s
 def main() -> None:
     from otdd_flash.engine.quasi_newton_kernels import LIMITS
     from otdd_flash.kernels import (
-        segmented_look,
+        segmented_evaluation,
         segmented_move,
         segmented_softmin,
         segmented_totals,
@@ -93,7 +93,7 @@ def main() -> None:
         constants_of,
         segmented_decision_kernel,
     )
-    from otdd_flash.kernels.segmented_look import NUMBERS
+    from otdd_flash.kernels.segmented_evaluation import NUMBERS
     from otdd_flash.kernels.segmented_step import (
         CHAIN_PRODUCTS,
         PARTS,
@@ -135,7 +135,10 @@ def main() -> None:
         move = {"MOVE": segmented_move.MOVE} | vectors | block
         for kernel, constants in (
             (segmented_softmin.segmented_softmin_kernel, given),
-            (segmented_look.segmented_look_kernel, {"NUMBERS": NUMBERS} | given | vectors),
+            (
+                segmented_evaluation.segmented_evaluation_kernel,
+                {"NUMBERS": NUMBERS} | given | vectors,
+            ),
             (segmented_totals.segmented_totals_kernel, totals),
             (segmented_move.segmented_move_kernel, move),
         ):

@@ -21,7 +21,7 @@ def exact_softmin(own, opposite, g, epsilon):
 
 
 def wrong(clouds, epsilon, noise):
-    """Errors of f after a look at potentials of size `noise`, and their bound: of one pair."""
+    """Errors of f after evaluating potentials of size `noise`, and their bound: of one pair."""
     pool = ClassPool(clouds)
     rows, columns = (torch.tensor([k], device=DEVICE) for k in (0, 1))
     segments = KernelSegments(pool, rows, columns, small=False)

@@ -35,9 +35,9 @@ def moved(case, move, segment):
     slot, support = int(move.slot[segment]), case.masses(segment, 1) > 0
     if move.learnt[segment]:
         step = g - kept - move.mean_step[segment]
-        fall = residual - fresh - move.mean_fall[segment]
+        change = residual - fresh - move.mean_difference[segment]
         remembered[slot] = torch.where(support, step, 0)
-        remembered[slot + MEMORY] = torch.where(support, fall, 0)
+        remembered[slot + MEMORY] = torch.where(support, change, 0)
     if move.kept[segment]:
         kept, residual = g, fresh
     g = kept + move.scale[segment] * residual + move.shift[segment]

@@ -18,13 +18,13 @@ from otdd_flash.operators.class_pool import ClassPool
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), CASES + LARGE)
 def test_the_potentials_of_rows_are_the_softmin(sizes, dim, pairs, coarse):
     case = Case(sizes, dim, pairs, coarse=coarse)
-    look = case.look()
+    found = case.evaluate()
     for segment, f in enumerate(case.potentials(0)):
         expected = case.softmin(segment, 0, case.potentials(1)[segment])
         close(case, segment, f, expected)
         masses = case.masses(segment, 0)
-        torch.testing.assert_close(look.row_value[segment], masses @ f)
-        torch.testing.assert_close(look.row_size[segment], masses @ f.abs())
+        torch.testing.assert_close(found.row_value[segment], masses @ f)
+        torch.testing.assert_close(found.row_size[segment], masses @ f.abs())
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_the_potentials_of_rows_are_the_softmin(sizes, dim, pairs, coarse):
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), CASES + LARGE)
 def test_the_residual_is_that_of_the_softmin_of_the_rows(sizes, dim, pairs, coarse):
     case = Case(sizes, dim, pairs, coarse=coarse)
-    case.look()
+    case.evaluate()
     for segment, fresh in enumerate(case.columns("fresh")):
         updated = fresh + case.potentials(1)[segment]
         close(case, segment, updated, case.softmin(segment, 1, case.potentials(0)[segment]))
@@ -42,9 +42,9 @@ def test_the_residual_is_that_of_the_softmin_of_the_rows(sizes, dim, pairs, coar
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), [CASES[0], CASES[2], *LARGE[:2]])
 def test_a_class_with_itself_has_one_potential(sizes, dim, pairs):
     case = Case(sizes, dim, [(k, k) for k in range(len(sizes))], themselves=True)
-    look = case.look()
-    assert torch.equal(look.row_value, look.value)
-    assert torch.equal(look.row_size, look.size)
+    found = case.evaluate()
+    assert torch.equal(found.row_value, found.value)
+    assert torch.equal(found.row_size, found.size)
     for segment, fresh in enumerate(case.columns("fresh")):
         potential = case.potentials(1)[segment]
         close(case, segment, fresh + potential, case.softmin(segment, 0, potential))
@@ -53,10 +53,10 @@ def test_a_class_with_itself_has_one_potential(sizes, dim, pairs):
 @pytest.mark.slow
 def test_segments_that_are_not_active_keep_their_potentials():
     case = Case([33, 130, 5], 3, [(1, 0), (1, 2), (0, 2)])
-    case.look()
+    case.evaluate()
     before = [*case.potentials(0), *case.columns("fresh")]
     case.vectors.columns.candidate.mul_(0.9)
-    case.look(torch.tensor([True, False, True], device=DEVICE))
+    case.evaluate(torch.tensor([True, False, True], device=DEVICE))
     after = [*case.potentials(0), *case.columns("fresh")]
     same = [torch.equal(one, two) for one, two in zip(before, after, strict=True)]
     assert same == [False, True, False] * 2

@@ -103,8 +103,8 @@ class Noisy(StoredSegments):
     def coarse(self, tolerance):
         return None
 
-    def look(self, epsilon, active):
-        seen = super().look(epsilon, active)
+    def evaluate(self, epsilon, active):
+        seen = super().evaluate(epsilon, active)
         return seen._replace(gap=seen.gap.clamp_min(self.threshold))
 
 
@@ -180,12 +180,12 @@ def test_anchors_follow_the_potentials(clouds, far):
     active = torch.ones(2, dtype=torch.bool)
     stored = StoredSegments([(points[3], points[1]), (points[1], points[2])], (48, 32))
     anchored = stored.coarse(1e-3)
-    anchored.look(epsilon, active)
+    anchored.evaluate(epsilon, active)
     draw = torch.Generator().manual_seed(0)
     moved = torch.randn(stored.potentials[1].shape, generator=draw, dtype=torch.float64)
     stored.potentials[1] += far * epsilon[:, None] * moved.sign()
-    found, f = anchored.look(epsilon, active), stored.potentials[0].clone()
-    expected = stored.look(epsilon, active)
+    found, f = anchored.evaluate(epsilon, active), stored.potentials[0].clone()
+    expected = stored.evaluate(epsilon, active)
     error = ((f - stored.potentials[0]) / epsilon[:, None])[stored.masses[0] > 0]
     assert float(error.abs().max()) < 1e-6
     for one, two in zip(found, expected, strict=True):

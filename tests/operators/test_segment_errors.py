@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.two_passes import TRIFLE
-from otdd_flash.engine.segments import Look, WeightedPoints
+from otdd_flash.engine.segments import Evaluation, WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
-from otdd_flash.kernels.segmented_look import Vectors
+from otdd_flash.kernels.segmented_evaluation import Vectors
 from otdd_flash.kernels.segmented_step import (
     CHAIN_PRODUCTS,
     DIGITS,
@@ -223,13 +223,13 @@ def test_segments_that_are_kept_are_what_they_were(themselves: bool, coarse: boo
 
 
 def _numbers(segments: KernelSegments) -> list[Tensor]:
-    """A look at the candidates, and what is known of the costs."""
+    """An evaluation of the candidates, and what is known of the costs."""
     count = len(segments.mean_cost)
     epsilon = torch.full((count,), 2.0, dtype=torch.float64, device=DEVICE)
     active = torch.ones(count, dtype=torch.bool, device=DEVICE)
-    look = Look.of(*segments.numbers(epsilon, active))
+    found = Evaluation.of(*segments.numbers(epsilon, active))
     costs = segments.mean_cost, segments.offset, segments.cost_spread
-    return [*look, *costs, *segments.errors]
+    return [*found, *costs, *segments.errors]
 
 
 def test_errors_of_stored_costs_are_those_derived() -> None:

@@ -143,7 +143,7 @@ def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
     plain = reference.plain_iterations(*case, epsilon, TOLERANCE)
     assert plain > 100
 
-    def direction(_: Differences, steps: Tensor, falls: Tensor) -> Direction:
+    def direction(_: Differences, steps: Tensor, changes: Tensor) -> Direction:
         scale, size = SABOTAGES[sabotage]
         noise = size * torch.linspace(-30, 30, 2 * steps.shape[1]).double().sin()
         return Direction(torch.full_like(steps[:, 0], scale), noise[None])

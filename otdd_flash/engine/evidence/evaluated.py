@@ -1,7 +1,7 @@
-"""What a `Look` at the potentials of many problems proves, and what it tells the steps that follow.
+"""What an `Evaluation` of many problems proves, and what it tells the steps that follow.
 
-A look leaves the rows of a cross term's plan exact and measures the error of the columns, so that
-to certify takes no further pass. Upper bounds are those by oscillation.
+An evaluation leaves the rows of a cross term's plan exact and measures the error of the columns, so
+that to certify takes no further pass. Upper bounds are those by oscillation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from otdd_flash.engine.evidence import oscillation
 from otdd_flash.engine.evidence.dual import dual_value, gain, self_dual, self_gain, self_shift
 from otdd_flash.engine.evidence.scale import rounding_noise
 from otdd_flash.engine.evidence.two_passes import rounding_of
-from otdd_flash.engine.segments import Costs, Look
+from otdd_flash.engine.segments import Costs, Evaluation
 
 
 class Evidence(NamedTuple):
@@ -45,46 +45,46 @@ class Evidence(NamedTuple):
     error: Tensor
 
 
-def evaluate_cross(costs: Costs, look: Look, epsilon: Tensor) -> Evidence:
+def evaluate_cross(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence:
     """Of the plan of f = T(g) and g; epsilon (S,). The upper bound is that of exact f and rows."""
-    size = look.row_size + look.size
-    floor, rounding = rounding_of(costs, look.row_size, size, look.gap, epsilon)
-    error, exact = oscillation.total_error(look.gap, floor), look.row_value + look.value
-    dual = dual_value(exact, look.mass, epsilon)
+    size = found.row_size + found.size
+    floor, rounding = rounding_of(costs, found.row_size, size, found.gap, epsilon)
+    error, exact = oscillation.total_error(found.gap, floor), found.row_value + found.value
+    dual = dual_value(exact, found.mass, epsilon)
     value, highest = dual + costs.offset, torch.maximum(exact, dual) + costs.offset
-    upper = oscillation.bound(highest, error, look.highest - look.lowest, costs.cost_spread)
-    step = gain(look.mean_residual, look.mass, epsilon)
+    upper = oscillation.bound(highest, error, found.highest - found.lowest, costs.cost_spread)
+    step = gain(found.mean_residual, found.mass, epsilon)
     noise = rounding_noise(costs, size, epsilon)
     reach, ends = floor + costs.errors.reach / epsilon, (value - rounding, upper + rounding)
     return Evidence(dual, step, noise, floor, reach, value, *ends, error)
 
 
-def evaluate_self(costs: Costs, look: Look, epsilon: Tensor) -> Evidence:
+def evaluate_self(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence:
     """Of the plan of one potential, shifted to mass 1; epsilon (S,)."""
-    shift, off = self_shift(look.mass, epsilon), oscillation.gap_at_mass_one(look.gap, look.mass)
+    shift, off = self_shift(found.mass, epsilon), oscillation.gap_at_mass_one(found.gap, found.mass)
     # Potentials are taken as they are stored.
-    stored, size = torch.zeros_like(off), 2 * look.size + shift.abs()
+    stored, size = torch.zeros_like(off), 2 * found.size + shift.abs()
     floor, rounding = rounding_of(costs, stored, size, off, epsilon)
-    error, dual = oscillation.total_error(off, floor), self_dual(look.value, look.mass, shift)
+    error, dual = oscillation.total_error(off, floor), self_dual(found.value, found.mass, shift)
     value = dual + costs.offset
     # Nothing is known of a plan whose mass is not.
     highest = torch.where(dual == -torch.inf, torch.inf, value)
-    upper = oscillation.self_bound(highest, error, look.highest - look.lowest, costs.cost_spread)
-    step = self_gain(look.mean_residual, shift)
-    noise = rounding_noise(costs, 2 * look.size, epsilon)
+    upper = oscillation.self_bound(highest, error, found.highest - found.lowest, costs.cost_spread)
+    step = self_gain(found.mean_residual, shift)
+    noise = rounding_noise(costs, 2 * found.size, epsilon)
     reach, ends = floor + costs.errors.reach / epsilon, (value - rounding, upper + rounding)
     return Evidence(dual, step, noise, floor, reach, value, *ends, error)
 
 
-# (costs, look, epsilon (S,)): what it tells.
-Reading = Callable[[Costs, Look, Tensor], Evidence]
+# (costs, found, epsilon (S,)): what it tells.
+Reading = Callable[[Costs, Evaluation, Tensor], Evidence]
 
 
 class Form(NamedTuple):
     """What tells problems between two clouds from those of one cloud with itself.
 
     Attributes:
-        reading: of a look.
+        reading: of an evaluation.
         damping: the plain update is g + damping r.
         symmetric: whether rows are columns.
     """

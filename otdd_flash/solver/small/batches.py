@@ -11,8 +11,8 @@ from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.class_blocks import ROUNDING
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.small.exchanged import UNIT, Batch, TermRead
 from otdd_flash.solver.small.kept_solves import kept
-from otdd_flash.solver.small.pooled_solve import UNIT, Batch, TermRead
 from otdd_flash.solver.small.route import facts_of, padded
 from otdd_flash.solver.term.certificate import hides_little
 from otdd_flash.solver.term.iteration import AIM
@@ -107,8 +107,8 @@ def _solve(
         if debias:
             proved = (apart <= ROUNDING * largest).all(1)
         values = torch.zeros(problems, dtype=torch.float64)
-        for read, seen in zip(reads, found.seen, strict=True):
-            value, error, holds = hides_little(read.numbers, seen.sums, UNIT, cross=read.cross)
+        for read, evidence in zip(reads, found.evidence, strict=True):
+            value, error, holds = hides_little(read.numbers, evidence.sums, UNIT, cross=read.cross)
             values += value if read.cross else -value / 2
             proved &= holds & read.within(error)
         gradients = None

@@ -4,14 +4,13 @@ Below some thousand points a side the work of a solve takes less time than to la
 by one. So three CUDA graphs hold it all: one prepares scores and potentials, one takes some
 iterations of all terms, the cross term beside the self terms, and one certifies. They read sizes,
 weights and epsilon from the device's memory and serve every problem that fits the room. The device
-is asked once: how far iterations are, and what the certificate has seen.
+is asked once: how far iterations are, and what the certificate has measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +23,10 @@ from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.stored_plan import signed_plan
 from otdd_flash.operators.pooled_segments import PooledSegments, tables_of
 from otdd_flash.operators.pooled_term import PooledTerm
-from otdd_flash.operators.score_pool import PooledCosts, Room, ScorePool
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.operators.score_pool import Room, ScorePool
+from otdd_flash.solver.small.exchanged import GOAL, TERMS, UNIT, Batch, Inputs, Read
 from otdd_flash.solver.term import plans
-from otdd_flash.solver.term.certificate import Seen, see_cross, see_self
+from otdd_flash.solver.term.plan_evidence import PlanEvidence, cross_evidence, self_evidence
 
 # Iterations of one replay.
 STEPS = 4
@@ -37,137 +36,6 @@ FIRST_REPLAYS = 3
 
 # Entries of plans that are held at once.
 ENTRIES = 1 << 25
-
-# Terms in the order of everything that follows, and numbers of a goal with two unit roundoffs.
-TERMS, GOAL = ("xy", "xx", "yy"), 7
-UNIT = torch.finfo(torch.float32).eps / 2
-
-
-class Inputs(NamedTuple):
-    """Views of the numbers (k,) float64 that are sent to the device for every batch.
-
-    Attributes:
-        cross: (7,) settings of the cross term, of `engine.quasi_newton_kernels`.
-        own: (7,) of the self terms.
-        started: (3,) 1 where a term starts from given potentials, else 0.
-        weights: (3,) lambda_x, lambda_y and the number of the classes of x.
-        tables: (4 B, 8) int64, of `tables_of`.
-    """
-
-    cross: Tensor
-    own: Tensor
-    started: Tensor
-    weights: Tensor
-    tables: Tensor
-
-    @classmethod
-    def of(cls, numbers: Tensor, problems: int) -> Inputs:
-        """Of all numbers for B problems."""
-        parts = [GOAL, GOAL, 3, 3, 32 * problems]
-        cross, own, started, weights, tables = torch.split(numbers, parts)
-        return cls(cross, own, started, weights, tables.view(torch.int64).view(-1, 8))
-
-
-class Batch(NamedTuple):
-    """B problems, on the device; one is a batch of one.
-
-    Attributes:
-        points: x (B, n, d) and y (B, m, d).
-        masses: (B, n) and (B, m), 0 where a problem has no point; None is uniform.
-        labels: (B, n) and (B, m) int64, of each side; None is one class.
-        class_totals: V_x and V_y.
-        table: W (V_x + V_y, V_x + V_y), of all problems, or None: 0.
-    """
-
-    points: tuple[Tensor, Tensor]
-    masses: tuple[Tensor | None, Tensor | None]
-    labels: tuple[Tensor | None, Tensor | None]
-    class_totals: tuple[int, int]
-    table: Tensor | None
-
-    @classmethod
-    def of_one(cls, sides: tuple[LabeledSamples, LabeledSamples], table: Tensor | None) -> Batch:
-        """A single problem."""
-        x, y = sides
-
-        def first(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part[None]
-
-        return cls(
-            (x.features[None], y.features[None]),
-            (first(x.weights), first(y.weights)),
-            (first(x.labels), first(y.labels)),
-            (x.class_total, y.class_total),
-            table,
-        )
-
-    def part(self, problems: slice) -> Batch:
-        """Some of the problems."""
-
-        def of(given: tuple[Tensor | None, Tensor | None]) -> Any:
-            return tuple(None if side is None else side[problems] for side in given)
-
-        return self._replace(points=of(self.points), masses=of(self.masses), labels=of(self.labels))
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Points of a problem on both sides, n and m."""
-        x, y = self.points
-        return x.shape[1], y.shape[1]
-
-
-class TermRead(NamedTuple):
-    """What was read of a term: numbers of one problem, or tensors (B,).
-
-    Attributes:
-        error: the marginal error that iterations ended at.
-        iterations: how many there were.
-        lost: mass of which errors may hide all, and for which a self term has to be lowered.
-        costs: of `PooledCosts`.
-        numbers: of `Seen`.
-    """
-
-    error: Any
-    iterations: Any
-    lost: Any
-    costs: Any
-    numbers: Any
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> TermRead:
-        """From all of it, in this order."""
-        error, iterations, lost, *rest = values
-        known = len(PooledCosts._fields)
-        return cls(error, iterations, lost, PooledCosts(*rest[:known]), rest[known:])
-
-
-class Read(NamedTuple):
-    """What was read of a batch.
-
-    Attributes:
-        done: whether all iterations are.
-        numbers: (B, .) float64 on the host, `ScorePool.asymmetry` and then those of every term.
-        seen: what they are of, by term.
-    """
-
-    done: bool
-    numbers: Tensor
-    seen: list[Seen]
-
-    def asymmetry(self) -> Tensor:
-        """`ScorePool.asymmetry` (B, 4)."""
-        return self.numbers[:, :4]
-
-    def terms(self, problem: int | None = None) -> list[TermRead]:
-        """In the order of `PooledSolve.terms`; of one problem, or of all."""
-        numbers = self.numbers
-        rest = list(numbers.unbind(1)) if problem is None else numbers[problem].tolist()
-        reads, first = [], 4
-        for seen in self.seen:
-            last = first + 3 + len(PooledCosts._fields) + seen.numbers.shape[-1]
-            reads.append(TermRead.of(rest[first:last]))
-            first = last
-        return reads
 
 
 class PooledSolve:
@@ -211,7 +79,7 @@ class PooledSolve:
             Recorded(recordings) for _ in range(4)
         )
         self._replays = FIRST_REPLAYS
-        self._seen: list[Seen] = []
+        self._evidence: list[PlanEvidence] = []
         self._found = self._numbers[:0]
         self._potentials = self._gradient = self._starts[0]
 
@@ -304,7 +172,7 @@ class PooledSolve:
         self._ending.run(self._certify)
         found = self._found.cpu()
         done = not found[0]
-        read = Read(done, found[1:].view(self.room.problems, -1), self._seen)
+        read = Read(done, found[1:].view(self.room.problems, -1), self._evidence)
         most = max(int(term.iterations.max()) for term in read.terms())
         # A replay in which nothing is active takes less time than to certify in vain.
         self._replays = -(-most // STEPS) + 1 if done else 1
@@ -318,25 +186,27 @@ class PooledSolve:
             *(partial(self._certify_own, term) for term in self.terms[1:]),
         )
         found = [self.pool.asymmetry]
-        for k, (seen, lost) in enumerate((of_cross, *rest)):
+        for k, (evidence, lost) in enumerate((of_cross, *rest)):
             # Self terms of x and y are segments in turn.
             segments, rule = self._segments[min(k, 1)], self._rules[min(k, 1)]
             mine = slice(None) if k == 0 else slice(k - 1, None, 2)
             facts = torch.stack(segments.facts, 1)[mine]
-            found += [rule.terms[mine, 3::2], lost[:, None], facts, seen.numbers]
+            found += [rule.terms[mine, 3::2], lost[:, None], facts, evidence.numbers]
         active = torch.cat([rule.active for rule in self._rules]).any().double()
-        self._seen = [seen for seen, _ in (of_cross, *rest)]
+        self._evidence = [evidence for evidence, _ in (of_cross, *rest)]
         self._found = torch.cat((active[None], torch.cat(found, 1).view(-1)))
-        self._potentials = torch.cat([self._seen[0].f, *(seen.g for seen in self._seen)], 1)
+        self._potentials = torch.cat(
+            [self._evidence[0].f, *(evidence.g for evidence in self._evidence)], 1
+        )
 
-    def _certify_cross(self) -> tuple[Seen, Tensor]:
+    def _certify_cross(self) -> tuple[PlanEvidence, Tensor]:
         cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
         known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated
         f, g, updated = (part.view(room.problems, -1) for part in known)
-        seen = see_cross(PooledTerm(self.pool, "xy"), f, g, updated, epsilon)
-        return seen, torch.zeros_like(cross.mean_cost)
+        evidence = cross_evidence(PooledTerm(self.pool, "xy"), f, g, updated, epsilon)
+        return evidence, torch.zeros_like(cross.mean_cost)
 
-    def _certify_own(self, term: str) -> tuple[Seen, Tensor]:
+    def _certify_own(self, term: str) -> tuple[PlanEvidence, Tensor]:
         own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room
         side = room.sides[TERMS.index(term) - 1]
         both = own.vectors.columns.kept, own.updated
@@ -345,7 +215,7 @@ class PooledSolve:
         f = ((kept + updated) / 2).double()
         plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
         lost = plans.find_lost(plan, (operator.a, operator.a), epsilon)
-        return see_self(operator, plan, lost, epsilon), lost.hidden
+        return self_evidence(operator, plan, lost, epsilon), lost.hidden
 
     def gradient(self) -> Tensor:
         """Of the divergences by all points (B, L, d), float32, at the potentials that were read.

@@ -17,10 +17,11 @@ from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.class_blocks import ROUNDING
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.small.exchanged import TERMS, Batch, TermRead
 from otdd_flash.solver.small.kept_solves import is_kept, kept
-from otdd_flash.solver.small.pooled_solve import TERMS, Batch, TermRead
-from otdd_flash.solver.term.certificate import Seen, conclude, conclude_self, shows_rounding
+from otdd_flash.solver.term.certificate import conclude, conclude_self, shows_rounding
 from otdd_flash.solver.term.iteration import AIM
+from otdd_flash.solver.term.plan_evidence import PlanEvidence
 from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
 from otdd_flash.solver.term_solves import Pulled, Solved, Start
@@ -134,9 +135,9 @@ def solve_small(
         sizes = len(x), len(y)
         f, *others = solve.potentials(sizes)
         terms: dict[str, TransportTerm] = {}
-        for name, read, seen, g in zip(TERMS, reads, found.seen, others, strict=False):
-            seen = seen._replace(f=f if name == "xy" else g, g=g)
-            term = _concluded(name, read, seen, epsilon, options)
+        for name, read, evidence, g in zip(TERMS, reads, found.evidence, others, strict=False):
+            evidence = evidence._replace(f=f if name == "xy" else g, g=g)
+            term = _concluded(name, read, evidence, epsilon, options)
             if term is None:
                 return None
             terms[name] = term
@@ -155,7 +156,7 @@ def solve_small(
 def _concluded(
     name: str,
     read: TermRead,
-    seen: Seen,
+    evidence: PlanEvidence,
     epsilon: float,
     options: Converged,
 ) -> TransportTerm | None:
@@ -163,7 +164,7 @@ def _concluded(
     costs, numbers = facts_of(read), read.numbers
     if name == "xy" and shows_rounding(costs, numbers, epsilon):
         return None
-    certificate = (conclude if name == "xy" else conclude_self)(costs, seen, numbers, epsilon)
+    certificate = (conclude if name == "xy" else conclude_self)(costs, evidence, numbers, epsilon)
     size = numbers[10 if name == "xy" else 6]
     floor = rounding_floor(costs, size, epsilon)
     tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)

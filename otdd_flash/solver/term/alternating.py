@@ -42,7 +42,7 @@ def solve_alternating(
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         start: (m,) column potential to start from at the final epsilon, without levels.
-        progress: called whenever the marginals were looked at, as progress("xy", iteration, error).
+        progress: called whenever the marginals were evaluated, as progress("xy", iteration, error).
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.

@@ -15,15 +15,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence import oscillation, primal
-from otdd_flash.engine.evidence.dual import dual_value
-from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, hidden_mass, outwards
-from otdd_flash.engine.evidence.primal import dot
-from otdd_flash.operators.base import Certifiable, CostFacts, Epsilon, Marginals, Operator
+from otdd_flash.engine.evidence.perturbed_costs import outwards
+from otdd_flash.operators.base import Certifiable, CostFacts, Marginals, Operator
 from otdd_flash.solver.term import plans
-
-# By how many units in its last place a column potential is lowered, so that roundings of the
-# softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
-MARGIN = 4.0
+from otdd_flash.solver.term.plan_evidence import PlanEvidence, cross_evidence, self_evidence
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.
 MOST_SCALED, SCALED_UNITS = 0.25, 16.0
@@ -67,36 +62,18 @@ def certify(
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
     if not polished:
-        seen = see_cross(operator, f, g, updated, epsilon)
-        numbers = seen.numbers.tolist()
+        evidence = cross_evidence(operator, f, g, updated, epsilon)
+        numbers = evidence.numbers.tolist()
         if not shows_rounding(operator.costs, numbers, epsilon):
-            return conclude(operator.costs, seen, numbers, epsilon)
-    seen = see_cross(operator, f, g, updated, epsilon, polished=True, accurate=polished)
-    return conclude(operator.costs, seen, seen.numbers.tolist(), epsilon)
-
-
-def see_cross(
-    operator: Certifiable,
-    f: Tensor,
-    g: Tensor,
-    updated: Tensor,
-    epsilon: Epsilon,
-    *,
-    polished: bool = False,
-    accurate: bool = False,
-) -> Seen:
-    """What `certify` computes, which asks the device nothing; arguments as there."""
-    plan = _lowered(operator, f, g, updated, epsilon, accurate=accurate)
-    lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
-    if polished:
-        plan = _polished(operator, plan, lost, epsilon, accurate=accurate)
-    return _seen(operator, plan, lost, epsilon)
+            return conclude(operator.costs, evidence, numbers, epsilon)
+    evidence = cross_evidence(operator, f, g, updated, epsilon, polished=True, accurate=polished)
+    return conclude(operator.costs, evidence, evidence.numbers.tolist(), epsilon)
 
 
 def hides_little(
     numbers: Tensor, sums: Marginals, unit: float, *, cross: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of B terms, from their `Seen.numbers` (B, .): values, marginal errors, whether they hold.
+    """Of B terms, from `PlanEvidence.numbers` (B, .): values, marginal errors, whether they hold.
 
     They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
     potentials, shows, or the mass overflows.
@@ -113,7 +90,7 @@ def hides_little(
 
 
 def shows_rounding(costs: CostFacts, numbers: Sequence[float], epsilon: float) -> bool:
-    """Whether the rounding of the updates shows in what a plan proves, from its `Seen.numbers`.
+    """Whether the rounding of the updates shows, by the `PlanEvidence.numbers` of the plan.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
@@ -128,103 +105,17 @@ def _shows_rounding(kappa: Any, mass: Any, hidden: Any, unit: float) -> Any:
     return (hidden > 0) | (1 - kappa > MOST_SCALED * (1 - mass) + SCALED_UNITS * unit)
 
 
-def _lowered(
-    operator: Certifiable,
-    f: Tensor,
-    g: Tensor,
-    updated: Tensor,
-    epsilon: Epsilon,
-    *,
-    accurate: bool,
-) -> plans.Plan:
-    """The plan of f (n,) and the lesser of g (m,) and its update, which leaves no column too much.
-
-    Points without mass take the update.
-    """
-    unit = torch.finfo(operator.costs.dtype).eps / 2
-    g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
-    g = (g - MARGIN * unit * g.abs()).double()
-    return plans.evaluate(operator, f.double(), g, epsilon, accurate=accurate)
-
-
-def _polished(
-    operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon, *, accurate: bool
-) -> plans.Plan:
-    """Both updates once more, by exact sums.
-
-    Lost points, whose factors are 1, get potentials so low that errors cannot make up for it.
-    """
-    a, b = operator.a, operator.b
-    f = plan.f + epsilon * plans.row_factors(operator, plan, lost).log()
-    f = plans.lowered(f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
-    g = plans.lowered(plan.g, lost.columns, plan.column_errors, plan.sums.columns, b, epsilon)
-    plan = plans.evaluate(operator, f, g, epsilon, accurate=accurate)
-    g = g - epsilon * plans.excess(plan.sums.columns, b)
-    return plans.evaluate(operator, f, g, epsilon, accurate=accurate)._replace(passes=3)
-
-
-class Seen(NamedTuple):
-    """What was computed of a plan where it is; the host has not asked for it yet.
-
-    Attributes:
-        f: (n,) potential of rows, in the operator's type.
-        g: (m,) potential of columns, likewise.
-        numbers: float64, of which `conclude` or `conclude_self` makes a certificate.
-        sums: of the plan.
-        passes: evaluations of `Operator.marginals`.
-    """
-
-    f: Tensor
-    g: Tensor
-    numbers: Tensor
-    sums: Marginals
-    passes: int
-
-
-def _seen(operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon) -> Seen:
-    """Of the plan of a cross term, after a row update of all rows but the lost ones."""
-    a, b, sums, g = operator.a, operator.b, plan.sums, plan.g
-    factors = plans.row_factors(operator, plan, lost)
-    f, rows = plan.f + epsilon * factors.log(), sums.rows * factors
-    returned = f.to(operator.costs.dtype), g.to(operator.costs.dtype)
-    of_rows = plans.errors_of_rows(operator, sums, f, rows, epsilon)
-    row_errors = torch.where(lost.rows, 0, of_rows) + (f - returned[0]).abs()
-    column_errors = torch.where(lost.columns, 0, plan.column_errors) + (g - returned[1]).abs()
-    hidden = hidden_mass(rows, row_errors, epsilon) + lost.hidden
-    kappa, total = primal.fitting_scale(sums, a, b), sums.rows.sum(-1)
-    scales = torch.ones_like(total), torch.where(total >= plans.SCALABLE * sums.lost, 1 / total, 1)
-    gaps = [oscillation.updated_gap(sums.rows, sums.columns, factors, b, k) for k in scales]
-    scale = kappa[..., None]
-    scaled = (plan.f + epsilon * scale.log(), g), (scale * sums.rows, scale * sums.columns)
-    held = _where_mass(f, a), _where_mass(g, b)
-    cost_errors = _where_mass(sums.row_errors, a), _where_mass(sums.column_errors, b)
-    numbers = (
-        kappa,
-        sums.columns.sum(-1),
-        lost.hidden,
-        torch.minimum(*gaps),
-        torch.where(factors == 1, (rows - a).abs(), 0).sum(-1),
-        hidden + hidden_after_update(sums, factors, column_errors, epsilon),
-        dual_value(dot(a, held[0]) + dot(b, held[1]), rows.sum(-1), epsilon),
-        oscillation.swing(g, b > 0),
-        oscillation.swing(f, a > 0),
-        primal.filled_value(operator, *scaled, epsilon),
-        dot(a, held[0].abs()) + dot(b, held[1].abs()),
-        dot(a, cost_errors[0]) + dot(b, cost_errors[1]),
-        cost_errors[0].amax(-1) + cost_errors[1].amax(-1),
-    )
-    return Seen(*returned, torch.stack(numbers, -1), sums, plan.passes)
-
-
-def conclude(costs: CostFacts, seen: Seen, numbers: Sequence[float], epsilon: float) -> Certificate:
-    """What the plan of a cross term proves, with what was read of `Seen.numbers`.
+def conclude(
+    costs: CostFacts, evidence: PlanEvidence, numbers: Sequence[float], epsilon: float
+) -> Certificate:
+    """What the plan of a cross term proves, with what was read of `PlanEvidence.numbers`.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
     gap, row_gap, noise, dual, swing, row_swing, filled, size, mean_error, largest = numbers[3:]
     plans.check_mass(costs, dual, epsilon)
-    sums, relative = seen.sums, seen.sums.relative_error
+    sums, relative = evidence.sums, evidence.sums.relative_error
     spread = oscillation.perturbed_spread(costs, sums, largest)
     upper = filled + primal.filled_slack(relative, size, spread, epsilon)
     if row_gap == 0:
@@ -233,7 +124,7 @@ def conclude(costs: CostFacts, seen: Seen, numbers: Sequence[float], epsilon: fl
     bounds = outwards(costs, sums, (dual, upper), mean_error, size, epsilon)
     hidden = noise + 2 * relative
     error = max(gap, row_gap) + hidden
-    return Certificate(seen.f, seen.g, dual, bounds, error, hidden, seen.passes)
+    return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)
 
 
 def certify_self(
@@ -252,38 +143,12 @@ def certify_self(
     if bool(lost.hidden > 0):
         low = plans.lowered(plan.f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
         plan = plans.evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
-    seen = see_self(operator, plan, lost, epsilon)
-    return conclude_self(operator.costs, seen, seen.numbers.tolist(), epsilon)
-
-
-def see_self(operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon) -> Seen:
-    """Of the plan of one potential, of mass 1."""
-    a, sums, f, rows = operator.a, plan.sums, plan.f, plan.sums.rows
-    returned, relative = f.to(operator.costs.dtype), sums.relative_error
-    errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned).abs()
-    own_errors = 4 * (sums.row_errors + sums.cost_rounding * operator.own_costs().abs())
-    diagonal = primal.diagonal_of(operator, f, own_errors, epsilon)
-    outside = primal.RowSums(
-        ((1 - relative) * rows - diagonal.highest).clamp_min(0),
-        ((1 + relative) * rows - diagonal.lowest).clamp_min(0),
-    )
-    held, cost_errors = _where_mass(f, a), _where_mass(sums.row_errors, a)
-    numbers = (
-        (rows - a).abs().sum(-1),
-        rows.sum(-1),
-        2 * hidden_mass(rows, errors, epsilon) + lost.hidden,
-        dual_value(2 * dot(a, held), rows.sum(-1), epsilon),
-        oscillation.swing(f, a > 0),
-        primal.balanced_value(operator, f, outside, epsilon),
-        2 * dot(a, held.abs()),
-        2 * dot(a, cost_errors),
-        2 * cost_errors.amax(-1),
-    )
-    return Seen(returned, returned, torch.stack(numbers, -1), sums, plan.passes)
+    evidence = self_evidence(operator, plan, lost, epsilon)
+    return conclude_self(operator.costs, evidence, evidence.numbers.tolist(), epsilon)
 
 
 def conclude_self(
-    costs: CostFacts, seen: Seen, numbers: Sequence[float], epsilon: float
+    costs: CostFacts, evidence: PlanEvidence, numbers: Sequence[float], epsilon: float
 ) -> Certificate:
     """What the plan of one potential proves, likewise.
 
@@ -292,7 +157,7 @@ def conclude_self(
     """
     gap, mass, noise, dual, swing, upper, size, mean_error, largest = numbers
     plans.check_mass(costs, dual, epsilon)
-    sums, relative = seen.sums, seen.sums.relative_error
+    sums, relative = evidence.sums, evidence.sums.relative_error
     spread = oscillation.perturbed_spread(costs, sums, largest)
     if mass > 0.5:
         # Both marginals have mass 1.
@@ -301,9 +166,4 @@ def conclude_self(
     bounds = outwards(costs, sums, (dual, upper), mean_error, size, epsilon)
     hidden = noise + 2 * relative
     error = gap + hidden
-    return Certificate(seen.f, seen.g, dual, bounds, error, hidden, seen.passes)
-
-
-def _where_mass(values: Tensor, masses: Tensor) -> Tensor:
-    """Values (n,) where there is mass, and 0 elsewhere."""
-    return torch.where(masses > 0, values, 0)
+    return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)

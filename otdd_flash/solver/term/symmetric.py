@@ -9,8 +9,8 @@ definite, so no scaling is needed (Feydy et al. 2019, Interpolating between opti
 MMD using Sinkhorn divergences). Class distances can make it indefinite, and the averaged update
 slow; the next f comes from `quasi_newton`.
 
-Adding k to f lowers T(f) by k, so every look at f first gives its plan mass 1. The dual value is
-then 2 <a, f>, and because it is concave and symmetric in both potentials, the averaged update
+Adding k to f lowers T(f) by k, so every evaluation of f first gives its plan mass 1. The dual value
+is then 2 <a, f>, and because it is concave and symmetric in both potentials, the averaged update
 raises it by no less than the update of one of them would: <a, T(f) - f>.
 """
 
@@ -50,7 +50,7 @@ def solve_symmetric(
         options: when to stop.
         name: which term this is, for `progress`.
         start: (n,) potential to start from.
-        progress: called whenever the marginals were looked at, as progress(name, iteration, error).
+        progress: called whenever the marginals were evaluated, as progress(name, iteration, error).
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.

@@ -1,4 +1,4 @@
-"""What a look at many segments has seen against dense float64, segment by segment."""
+"""What an evaluation of many segments tells against dense float64, segment by segment."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import pytest
 import torch
 from segmented_cases import CASES, DEVICE, EPSILON, LARGE, Case
 
-from otdd_flash.engine.segments import Look
-from otdd_flash.kernels.segmented_look import segmented_look
+from otdd_flash.engine.segments import Evaluation
+from otdd_flash.kernels.segmented_evaluation import segmented_evaluation
 from otdd_flash.kernels.segmented_totals import segmented_totals
 from otdd_flash.operators.kernel_vectors import whole_layout
 
 
 def seen(case, segment):
-    """From the vectors as they are, in the order of `Look` without rows."""
+    """From the vectors as they are, in the order of `Evaluation` without rows."""
     g, fresh, kept, residual, remembered = (
         case.columns(name)[segment]
         for name in ("candidate", "fresh", "kept", "residual", "remembered")
     )
-    b, step, fall = case.masses(segment, 1), g - kept, residual - fresh
+    b, step, difference = case.masses(segment, 1), g - kept, residual - fresh
     change, support = (-fresh / EPSILON).exp(), b > 0
     return (
         b @ g,
@@ -28,14 +28,14 @@ def seen(case, segment):
         b @ (change - 1).abs(),
         b @ change,
         b @ step,
-        b @ fall,
+        b @ difference,
         b @ fresh,
         b @ (step * step),
-        b @ (step * fall),
-        b @ (fall * fall),
+        b @ (step * difference),
+        b @ (difference * difference),
         b @ (step * fresh),
-        b @ (fall * fresh),
-        remembered @ (b * fall),
+        b @ (difference * fresh),
+        remembered @ (b * difference),
         remembered @ (b * fresh),
     )
 
@@ -43,7 +43,7 @@ def seen(case, segment):
 def case_near_a_solution(*what, **how):
     case = Case(*what, **how)
     # Near the marginals, where exponentials do not drown each other.
-    case.look()
+    case.evaluate()
     case.vectors.columns.candidate.add_(case.vectors.columns.fresh)
     case.fill_vectors()
     return case
@@ -51,12 +51,12 @@ def case_near_a_solution(*what, **how):
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), [*CASES, *LARGE[:2]])
-def test_what_a_look_has_seen(sizes, dim, pairs):
+def test_numbers_of_an_evaluation(sizes, dim, pairs):
     # A class of one point keeps its mass.
     case = case_near_a_solution(sizes, dim, pairs, zeros=1 not in sizes)
-    look = case.look()
+    evaluation = case.evaluate()
     for segment in range(len(pairs)):
-        for found, expected in zip(look[2:], seen(case, segment), strict=True):
+        for found, expected in zip(evaluation[2:], seen(case, segment), strict=True):
             torch.testing.assert_close(found[segment], expected, rtol=1e-6, atol=1e-6)
 
 
@@ -64,14 +64,14 @@ def test_what_a_look_has_seen(sizes, dim, pairs):
 def test_a_softmin_that_is_there_is_seen_as_well():
     sizes, dim, pairs = CASES[3].values
     case = case_near_a_solution(sizes, dim, pairs, zeros=True)
-    expected, vectors = case.look(), case.vectors.columns
+    expected, vectors = case.evaluate(), case.vectors.columns
     softmin, own = vectors.candidate + vectors.fresh, whole_layout(sizes[pairs[0][1]], 1, DEVICE)
     active = torch.ones(1, dtype=torch.bool, device=DEVICE)
     epsilon = torch.full((1,), EPSILON, dtype=torch.float64, device=DEVICE)
     masses = case.masses(0, 1)
-    partial = segmented_look(softmin, masses, own.blocks, own.table, active, epsilon, vectors)
+    partial = segmented_evaluation(softmin, masses, own.blocks, own.table, active, epsilon, vectors)
     numbers = segmented_totals(None, partial, own.first_blocks, own.first_blocks, active)
-    for found, number in zip(Look.of(*numbers)[2:], expected[2:], strict=True):
+    for found, number in zip(Evaluation.of(*numbers)[2:], expected[2:], strict=True):
         torch.testing.assert_close(found, number, rtol=1e-4, atol=1e-5)
 
 
@@ -85,10 +85,10 @@ def test_segments_do_not_see_each_other():
     for segment in order:
         alone = Case(sizes, 3, [pairs[segment]])
         alone.copy_vectors(together, segment)
-        expected.append([number[0] for number in alone.look()])
+        expected.append([number[0] for number in alone.evaluate()])
     together.segments.keep(torch.tensor(order, device=DEVICE))
     together.pairs = [pairs[segment] for segment in order]
-    look = together.look()
+    whole = together.evaluate()
     for place, numbers in enumerate(expected):
-        for found, alone in zip(look, numbers, strict=True):
+        for found, alone in zip(whole, numbers, strict=True):
             assert torch.equal(found[place], alone)

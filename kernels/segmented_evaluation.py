@@ -1,9 +1,9 @@
-"""From the sums of a segmented half-step to what a look at potentials g of columns has seen.
+"""From the sums of a segmented half-step to the numbers of an evaluation of the potentials g.
 
 With T'_j merged from the ranges as in `segmented_softmin`, the residual r_j = T'_j - g_j is stored,
-in float32. With the step s = g - g° and the fall y = r° - r from the potentials kept last, every
-segment gets the numbers of `engine.segments.Look` from <1, g> on, of float64: with <u, v> =
-sum_j b_j u_j v_j and c_j = exp(-r_j / epsilon) of the residual that was not rounded yet,
+in float32. With the step s = g - g° and the residual difference y = r° - r from the potentials kept
+last, every segment gets the numbers of `engine.segments.Evaluation` from <1, g> on, of float64:
+with <u, v> = sum_j b_j u_j v_j and c_j = exp(-r_j / epsilon) of the residual before its rounding,
 
     <1, g>, <1, |g|>, min g, max g, <1, |c - 1|>, <1, c>,
     <1, s>, <1, y>, <1, r>, <s, s>, <s, y>, <y, y>, <s, r>, <y, r>,
@@ -34,12 +34,12 @@ class Vectors(NamedTuple):
     """Vectors of the columns of all segments, float32, in units of the cost.
 
     Attributes:
-        candidate: (entries,) potentials to look at.
+        candidate: (entries,) potentials to evaluate.
         fresh: (entries,) their residuals.
         kept: (entries,) the potentials kept last.
         residual: (entries,) their residuals.
         level: (entries,) the potentials at which the last level of epsilon ended.
-        remembered: (2 memory entries,) differences of potentials, then falls of residuals.
+        remembered: (2 memory entries,) steps of potentials, then residual differences.
     """
 
     candidate: Tensor
@@ -51,7 +51,7 @@ class Vectors(NamedTuple):
 
     @classmethod
     def at(cls, candidate: Tensor, memory: int) -> Vectors:
-        """Before the first look."""
+        """Before the first evaluation."""
         fresh, kept, residual, level = candidate.new_zeros((4, len(candidate)))
         remembered = candidate.new_zeros(2 * memory * len(candidate))
         return cls(candidate, fresh, kept, residual, level, remembered)
@@ -63,7 +63,7 @@ class Vectors(NamedTuple):
 
 
 @triton.jit
-def segmented_look_kernel(
+def segmented_evaluation_kernel(
     highest_ptr,  # (partial entries,) float32; the softmin (entries,) float32 unless MERGED
     sums_ptr,  # (partial entries,) float64
     masses_ptr,  # (n,) float64
@@ -113,7 +113,7 @@ def segmented_look_kernel(
     value = tl.where(m_mass, potential, 0.0).to(tl.float64)
     residual = tl.where(m_mass, fresh, 0.0).to(tl.float64)
     step = tl.where(m_mass, potential - kept, 0.0).to(tl.float64)
-    fall = tl.where(m_mass, before - fresh, 0.0).to(tl.float64)
+    difference = tl.where(m_mass, before - fresh, 0.0).to(tl.float64)
     p_partial = partial_ptr + (NUMBERS + 2 * VECTORS) * i_program.to(tl.int64)
     tl.store(p_partial, tl.sum(masses * value, 0))
     tl.store(p_partial + 1, tl.sum(masses * tl.abs(value), 0))
@@ -124,23 +124,23 @@ def segmented_look_kernel(
     tl.store(p_partial + 4, tl.sum(masses * tl.abs(change - 1), 0))
     tl.store(p_partial + 5, tl.sum(masses * change, 0))
     tl.store(p_partial + 6, tl.sum(masses * step, 0))
-    tl.store(p_partial + 7, tl.sum(masses * fall, 0))
+    tl.store(p_partial + 7, tl.sum(masses * difference, 0))
     tl.store(p_partial + 8, tl.sum(masses * residual, 0))
     tl.store(p_partial + 9, tl.sum(masses * step * step, 0))
-    tl.store(p_partial + 10, tl.sum(masses * step * fall, 0))
-    tl.store(p_partial + 11, tl.sum(masses * fall * fall, 0))
+    tl.store(p_partial + 10, tl.sum(masses * step * difference, 0))
+    tl.store(p_partial + 11, tl.sum(masses * difference * difference, 0))
     tl.store(p_partial + 12, tl.sum(masses * step * residual, 0))
-    tl.store(p_partial + 13, tl.sum(masses * fall * residual, 0))
+    tl.store(p_partial + 13, tl.sum(masses * difference * residual, 0))
     o_vector = tl.arange(0, VECTORS)
     p_remembered = remembered_ptr + VECTORS * offset
     p_remembered += o_vector[:, None] * columns + o_column[None, :]
     remembered = tl.load(p_remembered, mask=m_column[None, :], other=0.0).to(tl.float64)
     p_products = p_partial + NUMBERS + o_vector
-    tl.store(p_products, tl.sum(remembered * (masses * fall)[None, :], 1))
+    tl.store(p_products, tl.sum(remembered * (masses * difference)[None, :], 1))
     tl.store(p_products + VECTORS, tl.sum(remembered * (masses * residual)[None, :], 1))
 
 
-def segmented_look(
+def segmented_evaluation(
     softmin: Sums | Tensor,
     masses: Tensor,
     blocks: Tensor,
@@ -149,7 +149,7 @@ def segmented_look(
     epsilon: Tensor,
     vectors: Vectors,
 ) -> Tensor:
-    """What looks at the candidates of all active segments have seen, by blocks of columns.
+    """The numbers of evaluations of all active segments, by blocks of columns.
 
     Args:
         softmin: sums of `segmented_step`, or of a single segment the softmin (m,) float32 itself.
@@ -165,7 +165,7 @@ def segmented_look(
     """
     partial = masses.new_empty((len(blocks), NUMBERS + 2 * vectors.vectors))
     merged = isinstance(softmin, Sums)
-    segmented_look_kernel[(len(blocks),)](
+    segmented_evaluation_kernel[(len(blocks),)](
         *(softmin if merged else (softmin, partial)),
         masses,
         blocks,

@@ -1,0 +1,144 @@
+"""What small solves send to the device, and what they read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.score_pool import PooledCosts
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.term.plan_evidence import PlanEvidence
+
+# Terms in the order of everything that follows, and numbers of a goal with two unit roundoffs.
+TERMS, GOAL = ("xy", "xx", "yy"), 7
+UNIT = torch.finfo(torch.float32).eps / 2
+
+
+class Inputs(NamedTuple):
+    """Views of the numbers (k,) float64 that are sent to the device for every batch.
+
+    Attributes:
+        cross: (7,) settings of the cross term, of `engine.quasi_newton_kernels`.
+        own: (7,) of the self terms.
+        started: (3,) 1 where a term starts from given potentials, else 0.
+        weights: (3,) lambda_x, lambda_y and the number of the classes of x.
+        tables: (4 B, 8) int64, of `tables_of`.
+    """
+
+    cross: Tensor
+    own: Tensor
+    started: Tensor
+    weights: Tensor
+    tables: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, problems: int) -> Inputs:
+        """Of all numbers for B problems."""
+        parts = [GOAL, GOAL, 3, 3, 32 * problems]
+        cross, own, started, weights, tables = torch.split(numbers, parts)
+        return cls(cross, own, started, weights, tables.view(torch.int64).view(-1, 8))
+
+
+class Batch(NamedTuple):
+    """B problems, on the device; one is a batch of one.
+
+    Attributes:
+        points: x (B, n, d) and y (B, m, d).
+        masses: (B, n) and (B, m), 0 where a problem has no point; None is uniform.
+        labels: (B, n) and (B, m) int64, of each side; None is one class.
+        class_totals: V_x and V_y.
+        table: W (V_x + V_y, V_x + V_y), of all problems, or None: 0.
+    """
+
+    points: tuple[Tensor, Tensor]
+    masses: tuple[Tensor | None, Tensor | None]
+    labels: tuple[Tensor | None, Tensor | None]
+    class_totals: tuple[int, int]
+    table: Tensor | None
+
+    @classmethod
+    def of_one(cls, sides: tuple[LabeledSamples, LabeledSamples], table: Tensor | None) -> Batch:
+        """A single problem."""
+        x, y = sides
+
+        def first(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part[None]
+
+        return cls(
+            (x.features[None], y.features[None]),
+            (first(x.weights), first(y.weights)),
+            (first(x.labels), first(y.labels)),
+            (x.class_total, y.class_total),
+            table,
+        )
+
+    def part(self, problems: slice) -> Batch:
+        """Some of the problems."""
+
+        def of(given: tuple[Tensor | None, Tensor | None]) -> Any:
+            return tuple(None if side is None else side[problems] for side in given)
+
+        return self._replace(points=of(self.points), masses=of(self.masses), labels=of(self.labels))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Points of a problem on both sides, n and m."""
+        x, y = self.points
+        return x.shape[1], y.shape[1]
+
+
+class TermRead(NamedTuple):
+    """What was read of a term: numbers of one problem, or tensors (B,).
+
+    Attributes:
+        error: the marginal error that iterations ended at.
+        iterations: how many there were.
+        lost: mass of which errors may hide all, and for which a self term has to be lowered.
+        costs: of `PooledCosts`.
+        numbers: of `PlanEvidence`.
+    """
+
+    error: Any
+    iterations: Any
+    lost: Any
+    costs: Any
+    numbers: Any
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> TermRead:
+        """From all of it, in this order."""
+        error, iterations, lost, *rest = values
+        known = len(PooledCosts._fields)
+        return cls(error, iterations, lost, PooledCosts(*rest[:known]), rest[known:])
+
+
+class Read(NamedTuple):
+    """What was read of a batch.
+
+    Attributes:
+        done: whether all iterations are.
+        numbers: (B, .) float64 on the host, `ScorePool.asymmetry` and then those of every term.
+        evidence: what they are of, by term.
+    """
+
+    done: bool
+    numbers: Tensor
+    evidence: list[PlanEvidence]
+
+    def asymmetry(self) -> Tensor:
+        """`ScorePool.asymmetry` (B, 4)."""
+        return self.numbers[:, :4]
+
+    def terms(self, problem: int | None = None) -> list[TermRead]:
+        """In the order of `PooledSolve.terms`; of one problem, or of all."""
+        numbers = self.numbers
+        rest = list(numbers.unbind(1)) if problem is None else numbers[problem].tolist()
+        reads, first = [], 4
+        for evidence in self.evidence:
+            last = first + 3 + len(PooledCosts._fields) + evidence.numbers.shape[-1]
+            reads.append(TermRead.of(rest[first:last]))
+            first = last
+        return reads
