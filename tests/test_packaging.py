@@ -22,6 +22,9 @@ def test_every_package_is_installed():
     folders = {init.parent.relative_to(ROOT) for init in (ROOT / "otdd_flash").rglob("__init__.py")}
     linked = {name for name in ("conf", "kernels") if (ROOT / name).is_dir()}
     found = {".".join(folder.parts) for folder in folders} | {f"otdd_flash.{n}" for n in linked}
+    # A link is not followed.
+    kernels = (init.parent.relative_to(ROOT) for init in (ROOT / "kernels").rglob("__init__.py"))
+    found |= {".".join(("otdd_flash", *folder.parts)) for folder in kernels}
     assert found == PACKAGES
 
 

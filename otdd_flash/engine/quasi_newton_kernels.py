@@ -26,7 +26,7 @@ from otdd_flash.engine.quasi_newton import (
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import Costs
 from otdd_flash.engine.trust import GROWTH, PATIENCE, Trust
-from otdd_flash.kernels.segmented_decision import (
+from otdd_flash.kernels.segments.decision import (
     TERMS,
     TRUST,
     Limits,

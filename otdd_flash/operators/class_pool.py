@@ -39,7 +39,7 @@ from torch import Tensor
 
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
-from otdd_flash.kernels.segmented_step import CHAIN_PRODUCTS, DIGITS, OVERRUN, PARTS, Pool
+from otdd_flash.kernels.segments.step import CHAIN_PRODUCTS, DIGITS, OVERRUN, PARTS, Pool
 
 # Of cdist: no cancellation.
 DIFFERENCES = "donot_use_mm_for_euclid_dist"

@@ -1,8 +1,8 @@
 """The sums of a plan in Triton, from points in fixed point, and what these lose of the costs.
 
-Products are those of points in fixed point (`kernels.digits`), norms those of the points themselves
-(`product_errors`). With three digits costs are off by some 2^-20 of their mean, with four by 2^-26;
-integers within 256 values of each other take one digit.
+Products are those of points in fixed point (`kernels.points.digits`), norms those of the points
+themselves (`product_errors`). With three digits costs are off by some 2^-20 of their mean, with
+four by 2^-26; integers within 256 values of each other take one digit.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.digits import carry_error, longest, pack_digits, padded_dim
-from otdd_flash.kernels.marginal_tiles import chunk_sizes
-from otdd_flash.kernels.packed_points import Layout
-from otdd_flash.kernels.plan_entries import (
+from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes
+from otdd_flash.kernels.passes.plan_entries import (
     ADDITION_ERROR,
     ENTRY_ERROR,
     EXPONENT_ERROR,
     LEAST_ENTRY,
 )
-from otdd_flash.kernels.plan_marginals import DigitSide, plan_marginals
+from otdd_flash.kernels.passes.plan_marginals import DigitSide, plan_marginals
+from otdd_flash.kernels.points.digits import carry_error, longest, pack_digits, padded_dim
+from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice

@@ -47,8 +47,8 @@ def kernel_bytes(size: CostSize) -> int:
     class-pure; and a block of the plan, or for a self term the sums of each block of rows.
     """
     # Triton, which these need, is not everywhere.
-    from otdd_flash.kernels.plan_application import BLOCK_HEIGHT, BLOCK_WIDTH
-    from otdd_flash.kernels.symmetric_step import STRIPE_BYTES
+    from otdd_flash.kernels.passes.plan_application import BLOCK_HEIGHT, BLOCK_WIDTH
+    from otdd_flash.kernels.passes.symmetric_step import STRIPE_BYTES
     from otdd_flash.kernels.tiling import BLOCK_ROWS
 
     n, m = size.n, size.m

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import on_device
-from otdd_flash.kernels.half_step import Scores, Side, half_step
-from otdd_flash.kernels.packed_points import PackedPoints, arrange, pack, power_of_two_scale
-from otdd_flash.kernels.plan_application import ROW_RANGE, apply_plan_blocks
-from otdd_flash.kernels.symmetric_step import symmetric_step
+from otdd_flash.kernels.passes.half_step import Scores, Side, half_step
+from otdd_flash.kernels.passes.plan_application import ROW_RANGE, apply_plan_blocks
+from otdd_flash.kernels.passes.symmetric_step import symmetric_step
+from otdd_flash.kernels.points.packed_points import PackedPoints, arrange, pack, power_of_two_scale
 from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Execution, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_one_segment import KernelSegment

@@ -41,7 +41,7 @@ from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import PassErrors
 from otdd_flash.kernels.adder import UNIT
-from otdd_flash.kernels.segmented_step import (
+from otdd_flash.kernels.segments.step import (
     PARTS,
     RANGES,
     ROWS,

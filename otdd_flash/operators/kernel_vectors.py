@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_evaluation import Vectors, segmented_evaluation
-from otdd_flash.kernels.segmented_move import segmented_move
-from otdd_flash.kernels.segmented_softmin import blocks_of, segmented_softmin
-from otdd_flash.kernels.segmented_step import Sums
-from otdd_flash.kernels.segmented_totals import first_blocks, segmented_totals
+from otdd_flash.kernels.segments.evaluation import Vectors, segmented_evaluation
+from otdd_flash.kernels.segments.move import segmented_move
+from otdd_flash.kernels.segments.softmin import blocks_of, segmented_softmin
+from otdd_flash.kernels.segments.step import Sums
+from otdd_flash.kernels.segments.totals import first_blocks, segmented_totals
 
 
 class KernelVectors:

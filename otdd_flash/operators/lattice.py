@@ -39,7 +39,7 @@ class Lattice(NamedTuple):
 def lattice_of(cost: LabelledCost) -> Lattice | None:
     """The lattice that holds all points, if float16 holds their coordinates on it."""
     # Triton is not everywhere.
-    from otdd_flash.kernels.lattice_distance import lattice_distance
+    from otdd_flash.kernels.points.lattice_distance import lattice_distance
 
     scales = [scale for scale in SCALES if cost.largest * scale + 1 <= LARGEST_INTEGER]
     if not scales:

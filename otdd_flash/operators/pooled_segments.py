@@ -13,8 +13,8 @@ from torch import Tensor
 
 from otdd_flash.engine.segments import PassErrors
 from otdd_flash.kernels.adder import UNIT
-from otdd_flash.kernels.segmented_step import Sums
-from otdd_flash.kernels.stored_step import stored_programs, stored_step
+from otdd_flash.kernels.segments.step import Sums
+from otdd_flash.kernels.stored.step import stored_programs, stored_step
 from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
 from otdd_flash.operators.one_segment import MEMORY
 from otdd_flash.operators.score_pool import PooledCosts, Room, ScorePool

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.adder import UNIT
-from otdd_flash.kernels.stored_plan import stored_plan, stored_product
+from otdd_flash.kernels.stored.plan import stored_plan, stored_product
 from otdd_flash.operators.base import CostFacts, CostRange, Epsilon, Marginals
 from otdd_flash.operators.score_pool import ScorePool
 from otdd_flash.operators.stored import StoredOperator

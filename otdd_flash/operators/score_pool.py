@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.recording import run_branches
-from otdd_flash.kernels.stored_scores import no_scores, stored_scores
+from otdd_flash.kernels.stored.scores import no_scores, stored_scores
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 
 # Products that are in float64 at once.

@@ -16,7 +16,7 @@ from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import Evaluation, PassErrors
-from otdd_flash.kernels import segmented_decision
+from otdd_flash.kernels.segments import decision as segmented_decision
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS, RESTART, MEMORY = 16, 10, 4

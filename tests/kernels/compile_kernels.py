@@ -21,13 +21,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from otdd_flash.kernels import resident_half_step
-from otdd_flash.kernels.digits import base_of
-from otdd_flash.kernels.half_step import half_step_kernel
-from otdd_flash.kernels.marginal_tiles import MarginalTile
-from otdd_flash.kernels.plan_application import plan_block_kernel
-from otdd_flash.kernels.plan_marginals import GROUP, plan_marginals_kernel
-from otdd_flash.kernels.symmetric_step import symmetric_step_kernel
+from otdd_flash.kernels.passes import resident_half_step
+from otdd_flash.kernels.passes.half_step import half_step_kernel
+from otdd_flash.kernels.passes.marginal_tiles import MarginalTile
+from otdd_flash.kernels.passes.plan_application import plan_block_kernel
+from otdd_flash.kernels.passes.plan_marginals import GROUP, plan_marginals_kernel
+from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
+from otdd_flash.kernels.points.digits import base_of
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from otdd_flash.engine.segments import Evaluation, WeightedPoints
-from otdd_flash.kernels.segmented_step import DIGITS, RANGE_COLUMNS
+from otdd_flash.kernels.segments.step import DIGITS, RANGE_COLUMNS
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, is_small
 

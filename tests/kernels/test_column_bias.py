@@ -10,10 +10,10 @@ import pytest
 import torch
 from kernel_cases import DEVICE
 
-from otdd_flash.kernels import column_bias as module
-from otdd_flash.kernels.column_bias import column_bias
 from otdd_flash.kernels.epsilon import on_device
-from otdd_flash.kernels.packed_points import arrange
+from otdd_flash.kernels.points import column_bias as module
+from otdd_flash.kernels.points.column_bias import column_bias
+from otdd_flash.kernels.points.packed_points import arrange
 
 # What CUDA accepts on each axis of a grid.
 MOST_PROGRAMS = 2**31 - 1, 2**16 - 1, 2**16 - 1

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from otdd_flash.kernels import tiling
-from otdd_flash.kernels.digits import padded_dim
-from otdd_flash.kernels.marginal_tiles import marginal_tile
-from otdd_flash.kernels.plan_application import plan_tile
+from otdd_flash.kernels.passes.marginal_tiles import marginal_tile
+from otdd_flash.kernels.passes.plan_application import plan_tile
+from otdd_flash.kernels.points.digits import padded_dim
 from otdd_flash.kernels.tiling import gathering_tile, narrow_tile, tile_for
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from otdd_flash.engine.evidence.evaluated import Evidence, evaluate_cross, evalu
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.evidence.two_passes import VALUE_TRIFLE
 from otdd_flash.engine.segments import Evaluation, PassErrors
-from otdd_flash.kernels.evidence import COSTS, evaluate
+from otdd_flash.kernels.segments.evidence import COSTS, evaluate
 
 COUNT, NUMBERS = 64, 14
 # Unit roundoffs of potentials and of sums.

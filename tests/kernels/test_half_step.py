@@ -20,7 +20,7 @@ from kernel_cases import (
 )
 from pairwise import pairwise
 
-from otdd_flash.kernels.packed_points import MOST_PADDING, arrange, pack, power_of_two_scale
+from otdd_flash.kernels.points.packed_points import MOST_PADDING, arrange, pack, power_of_two_scale
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS, BLOCK_ROWS
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.base import refined

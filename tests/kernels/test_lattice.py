@@ -8,7 +8,7 @@ import torch
 from kernel_cases import DEVICE, EPSILON, LAMBDA_X, largest_error
 from torch import Tensor
 
-from otdd_flash.kernels.lattice_distance import lattice_distance
+from otdd_flash.kernels.points.lattice_distance import lattice_distance
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of

@@ -18,7 +18,7 @@ from kernel_cases import (
 )
 from pairwise import pairwise
 
-from otdd_flash.kernels import plan_application
+from otdd_flash.kernels.passes import plan_application
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 

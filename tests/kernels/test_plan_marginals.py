@@ -9,14 +9,14 @@ import torch
 from kernel_cases import DEVICE
 from tiers import slow
 
-from otdd_flash.kernels import digits as fixed_point
-from otdd_flash.kernels import marginal_tiles
-from otdd_flash.kernels import plan_marginals as launching
-from otdd_flash.kernels.digits import base_of, carry_error, pack_digits
-from otdd_flash.kernels.marginal_tiles import CHUNK_BYTES, chunk_sizes
-from otdd_flash.kernels.packed_points import arrange
-from otdd_flash.kernels.plan_entries import LEAST_ENTRY, SUM_ERROR
-from otdd_flash.kernels.plan_marginals import DigitSide, plan_marginals
+from otdd_flash.kernels.passes import marginal_tiles
+from otdd_flash.kernels.passes import plan_marginals as launching
+from otdd_flash.kernels.passes.marginal_tiles import CHUNK_BYTES, chunk_sizes
+from otdd_flash.kernels.passes.plan_entries import LEAST_ENTRY, SUM_ERROR
+from otdd_flash.kernels.passes.plan_marginals import DigitSide, plan_marginals
+from otdd_flash.kernels.points import digits as fixed_point
+from otdd_flash.kernels.points.digits import base_of, carry_error, pack_digits
+from otdd_flash.kernels.points.packed_points import arrange
 
 NOTHING = -1e30
 # (n, m, d, classes of each side); 60 and 70 are gathered, the others stand in pure blocks.

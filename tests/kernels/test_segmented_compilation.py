@@ -82,19 +82,15 @@ def needs(kernel, constants, height: int, tile: Tile, capability: int) -> dict[s
 
 def main() -> None:
     from otdd_flash.engine.quasi_newton_kernels import LIMITS
-    from otdd_flash.kernels import (
-        segmented_evaluation,
-        segmented_move,
-        segmented_softmin,
-        segmented_totals,
-    )
-    from otdd_flash.kernels.segmented_decision import (
+    from otdd_flash.kernels.segments import evaluation, move, softmin
+    from otdd_flash.kernels.segments import totals as summing
+    from otdd_flash.kernels.segments.decision import (
         BLOCK_ON_GPU,
         constants_of,
         segmented_decision_kernel,
     )
-    from otdd_flash.kernels.segmented_evaluation import NUMBERS
-    from otdd_flash.kernels.segmented_step import (
+    from otdd_flash.kernels.segments.evaluation import NUMBERS
+    from otdd_flash.kernels.segments.step import (
         CHAIN_PRODUCTS,
         PARTS,
         RANGE_COLUMNS,
@@ -128,19 +124,19 @@ def main() -> None:
     # Of many segments, and of a single one.
     for memory, merged in ((4, True), (8, False)):
         width = NUMBERS + 4 * memory
-        block = {"BLOCK": segmented_softmin.BLOCK}
+        block = {"BLOCK": softmin.BLOCK}
         given = {"LN_2": 0.7, "MERGED": merged, **block}
         vectors = {"VECTORS": 2 * memory}
-        totals = {"WIDTH": width, "LANES": 64, "ROWS": merged, "BLOCK": segmented_totals.BLOCK}
-        move = {"MOVE": segmented_move.MOVE} | vectors | block
+        totals = {"WIDTH": width, "LANES": 64, "ROWS": merged, "BLOCK": summing.BLOCK}
+        moving = {"MOVE": move.MOVE} | vectors | block
         for kernel, constants in (
-            (segmented_softmin.segmented_softmin_kernel, given),
+            (softmin.segmented_softmin_kernel, given),
             (
-                segmented_evaluation.segmented_evaluation_kernel,
+                evaluation.segmented_evaluation_kernel,
                 {"NUMBERS": NUMBERS} | given | vectors,
             ),
-            (segmented_totals.segmented_totals_kernel, totals),
-            (segmented_move.segmented_move_kernel, move),
+            (summing.segmented_totals_kernel, totals),
+            (move.segmented_move_kernel, moving),
         ):
             taken.append(needs(kernel, constants, 0, tile, capability))
         for symmetric in (False, True):

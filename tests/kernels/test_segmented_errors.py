@@ -8,7 +8,7 @@ from segmented_cases import CASES, DEVICE, LARGE, Case
 
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.kernels.adder import PROBED, UNIT, UNPROBED, chain_error
-from otdd_flash.kernels.segmented_step import DIGITS
+from otdd_flash.kernels.segments.step import DIGITS
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments
 

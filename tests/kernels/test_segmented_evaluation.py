@@ -7,8 +7,8 @@ import torch
 from segmented_cases import CASES, DEVICE, EPSILON, LARGE, Case
 
 from otdd_flash.engine.segments import Evaluation
-from otdd_flash.kernels.segmented_evaluation import segmented_evaluation
-from otdd_flash.kernels.segmented_totals import segmented_totals
+from otdd_flash.kernels.segments.evaluation import segmented_evaluation
+from otdd_flash.kernels.segments.totals import segmented_totals
 from otdd_flash.operators.kernel_vectors import whole_layout
 
 

@@ -9,7 +9,7 @@ import torch
 from segmented_cases import CASES, DEVICE, LARGE, Case, classes, close
 
 from otdd_flash.engine.segments import WeightedPoints
-from otdd_flash.kernels.segmented_step import DIGITS, OVERRUN, segment_tile
+from otdd_flash.kernels.segments.step import DIGITS, OVERRUN, segment_tile
 from otdd_flash.operators.class_pool import ClassPool
 
 

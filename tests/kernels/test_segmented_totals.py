@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.kernels.segmented_totals import BLOCK, first_blocks, segmented_totals
+from otdd_flash.kernels.segments.totals import BLOCK, first_blocks, segmented_totals
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNTS = {"rows": [1, BLOCK, BLOCK + 1, 70, 3], "columns": [BLOCK + 1, 2, 40, 1, BLOCK]}

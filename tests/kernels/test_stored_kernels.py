@@ -9,9 +9,9 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_step import Sums
-from otdd_flash.kernels.stored_plan import signed_plan, stored_plan, stored_product
-from otdd_flash.kernels.stored_step import stored_programs, stored_step
+from otdd_flash.kernels.segments.step import Sums
+from otdd_flash.kernels.stored.plan import signed_plan, stored_plan, stored_product
+from otdd_flash.kernels.stored.step import stored_programs, stored_step
 from otdd_flash.operators import score_pool
 from otdd_flash.operators.pooled_segments import tables_of
 from otdd_flash.operators.score_pool import Room, ScorePool

@@ -16,7 +16,7 @@ from kernel_cases import (
 )
 from pairwise import pairwise
 
-from otdd_flash.kernels import symmetric_step
+from otdd_flash.kernels.passes import symmetric_step
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.solver.schedules.converged import Converged

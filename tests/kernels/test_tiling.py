@@ -8,7 +8,8 @@ import pytest
 import torch
 from kernel_cases import DEVICE, EPSILON, LARGE, cost_of, largest_error, potentials, self_cost_of
 
-from otdd_flash.kernels import half_step, plan_application, symmetric_step, tiling
+from otdd_flash.kernels import tiling
+from otdd_flash.kernels.passes import half_step, plan_application, symmetric_step
 from otdd_flash.kernels.tiling import Tile, column_ranges, tile_for
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator

@@ -9,7 +9,7 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.digits import carry_error, pack_digits
+from otdd_flash.kernels.points.digits import carry_error, pack_digits
 from otdd_flash.operators import fixed_point
 from otdd_flash.operators.base import CostRange, Marginals, Operator
 from otdd_flash.operators.kernel import KernelOperator

@@ -11,8 +11,8 @@ from torch import Tensor
 from otdd_flash.engine.evidence.two_passes import TRIFLE
 from otdd_flash.engine.segments import Evaluation, WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
-from otdd_flash.kernels.segmented_evaluation import Vectors
-from otdd_flash.kernels.segmented_step import (
+from otdd_flash.kernels.segments.evaluation import Vectors
+from otdd_flash.kernels.segments.step import (
     CHAIN_PRODUCTS,
     DIGITS,
     PARTIAL,

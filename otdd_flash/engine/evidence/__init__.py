@@ -5,6 +5,6 @@ has the lower bound and the gain of an update, `oscillation` and `primal` have u
 is computed with errors: `perturbed_costs` is about the plan of one problem, each entry of which is
 computed once, `two_passes` about softmins of many problems, `scale` about the usual size of errors.
 
-`evaluated` has what an `Evaluation` of S problems proves. `kernels.evidence` has that once more,
-for use inside of Triton kernels; `solver.term.certificate` proves the term of one problem.
+`evaluated` has what an `Evaluation` of S problems proves. `kernels.segments.evidence` has that once
+more, for use inside of Triton kernels; `solver.term.certificate` proves the term of one problem.
 """

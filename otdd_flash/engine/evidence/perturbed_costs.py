@@ -40,8 +40,8 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | PyTorch: exponents and exp, float64 | 8 v (abs f_i + abs g_j + M_i + N_j) | A, B |
 | PyTorch: sums of n or m terms, float64 | (n + m + 8) v of the sum | `relative_error` |
 | Triton: points in fixed point of 24 or 32 bits | measured, `operators.fixed_point` | A, B |
-| Triton: products of these | exact, but for what `kernels.digits` leaves out | A, B |
-| Triton: exponents in float64, exp2, sums | `kernels.plan_entries` | A, B, `relative_error` |
+| Triton: products of these | exact, but for what `kernels.points.digits` leaves out | A, B |
+| Triton: exponents, exp2, sums, float64 | `kernels.passes.plan_entries` | A, B, `relative_error` |
 | entries below 2^-125 of a product of masses | lost, and no sum of so little is scaled up | none |
 | sums over points of numbers of size s, float64, any order | (n + m) v s | both ends |
 """

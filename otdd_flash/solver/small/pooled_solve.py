@@ -20,7 +20,7 @@ from otdd_flash.engine.levels import Levels, first_level
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.kernels.stored_plan import signed_plan
+from otdd_flash.kernels.stored.plan import signed_plan
 from otdd_flash.operators.pooled_segments import PooledSegments, tables_of
 from otdd_flash.operators.pooled_term import PooledTerm
 from otdd_flash.operators.score_pool import Room, ScorePool

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_evaluation import Vectors
-from otdd_flash.kernels.segmented_softmin import BLOCK
+from otdd_flash.kernels.segments.evaluation import Vectors
+from otdd_flash.kernels.segments.softmin import BLOCK
 
 # Numbers of a move before its weights.
 MOVE = 9

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_step import ROWS, Sums
+from otdd_flash.kernels.segments.step import ROWS, Sums
 
 # Rows or columns of one program.
 BLOCK = 256

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_step import LOG2_E, ROWS, Sums
+from otdd_flash.kernels.segments.step import LOG2_E, ROWS, Sums
 
 # Rows of a program, and columns that it reads at once: the fastest of 40 sizes on an H100, at 500,
 # 1,000 and 5,000 columns.

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.packed_points import Layout, load_scaled
+from otdd_flash.kernels.points.packed_points import Layout, load_scaled
 
 # Coordinates up to which four digits of base 256 add up in int32: 2 ||X_0|| ||Y_3|| + 2 128^2 d.
 MOST_COORDINATES = 57_344

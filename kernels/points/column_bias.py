@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import load_scales
-from otdd_flash.kernels.packed_points import Layout
+from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS
 
 

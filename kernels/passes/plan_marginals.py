@@ -31,10 +31,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.digits import base_of, pack_digits, padded_dim
-from otdd_flash.kernels.marginal_tiles import chunk_sizes, marginal_tile
-from otdd_flash.kernels.packed_points import Layout
-from otdd_flash.kernels.plan_entries import halve_columns, join_columns, sum_piece
+from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes, marginal_tile
+from otdd_flash.kernels.passes.plan_entries import halve_columns, join_columns, sum_piece
+from otdd_flash.kernels.points.digits import base_of, pack_digits, padded_dim
+from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.kernels.tiling import load_tile, operand, pipeline_stages
 
 # Column blocks of a program, fewer if that would leave less than so many programs.

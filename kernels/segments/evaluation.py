@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.segmented_softmin import BLOCK, LN_2, merged_softmin
-from otdd_flash.kernels.segmented_step import Sums
+from otdd_flash.kernels.segments.softmin import BLOCK, LN_2, merged_softmin
+from otdd_flash.kernels.segments.step import Sums
 
 # Numbers of a segment without those of remembered vectors.
 NUMBERS = 14

@@ -20,7 +20,7 @@ from otdd_flash.kernels.epsilon import LN_2
 from otdd_flash.kernels.tiling import BLOCK_ROWS
 
 if TYPE_CHECKING:
-    from otdd_flash.kernels.half_step import Side
+    from otdd_flash.kernels.passes.half_step import Side
 
 LEAST_SUM, LARGEST_SUM = 2.0**-100, 2.0**100
 

@@ -30,11 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.differences import learn_and_direct, memory_width
-from otdd_flash.kernels.evidence import COSTS, evaluate
-from otdd_flash.kernels.segmented_evaluation import NUMBERS
-from otdd_flash.kernels.segmented_move import MOVE
-from otdd_flash.kernels.trust import judge
+from otdd_flash.kernels.segments.differences import learn_and_direct, memory_width
+from otdd_flash.kernels.segments.evaluation import NUMBERS
+from otdd_flash.kernels.segments.evidence import COSTS, evaluate
+from otdd_flash.kernels.segments.move import MOVE
+from otdd_flash.kernels.segments.trust import judge
 
 # Numbers of a state before those remembered, and of terms.
 TRUST, TERMS = 14, 6

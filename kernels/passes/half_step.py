@@ -35,10 +35,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.column_bias import column_bias
 from otdd_flash.kernels.epsilon import load_scales, log2_scale
-from otdd_flash.kernels.merge_ranges import Partial, merge_ranges
-from otdd_flash.kernels.packed_points import PackedPoints
+from otdd_flash.kernels.passes.merge_ranges import Partial, merge_ranges
+from otdd_flash.kernels.points.column_bias import column_bias
+from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     column_ranges,
@@ -250,7 +250,7 @@ def _launch(
     sums = torch.empty_like(highest)
     if tile.resident and scores.parts == 1 and layout.pure and marked is None:
         # Imported where it runs: its dialect knows no other device.
-        from otdd_flash.kernels.resident_half_step import resident_half_step
+        from otdd_flash.kernels.passes.resident_half_step import resident_half_step
 
         resident_half_step(
             x,

@@ -1,0 +1,1 @@
+"""One pass over the scores of a single problem: softmins, plans applied, sums of plans."""

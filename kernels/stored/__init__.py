@@ -1,0 +1,1 @@
+"""Small problems whose scores are stored: making them, passes over them, plans."""
