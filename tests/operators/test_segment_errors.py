@@ -222,6 +222,16 @@ def test_segments_that_are_kept_are_what_they_were(themselves: bool, coarse: boo
             assert torch.equal(one, two)
 
 
+def test_the_coarse_form_of_what_is_left_is_what_is_left_of_the_coarse_form() -> None:
+    order = torch.tensor([2, 0], device=DEVICE)
+    first, last = in_kernels(), in_kernels()
+    coarse = first.coarse(1e-3)
+    for segments in (first, coarse, last):
+        segments.keep(order)
+    for one, two in zip(_numbers(coarse), _numbers(last.coarse(1e-3)), strict=True):
+        assert torch.equal(one, two)
+
+
 def _numbers(segments: KernelSegments) -> list[Tensor]:
     """An evaluation of the candidates, and what is known of the costs."""
     count = len(segments.mean_cost)
