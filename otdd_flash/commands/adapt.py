@@ -33,10 +33,10 @@ from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.json_file import write_json
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.report.console import interval
-from otdd_flash.report.drawing import Report, write_each
-from otdd_flash.report.flow_console import flow_table
-from otdd_flash.report.flow_writing import write_flow_report
+from otdd_flash.report.distance.console import interval
+from otdd_flash.report.figures.drawing import Report, write_each
+from otdd_flash.report.flow.console import flow_table
+from otdd_flash.report.flow.writing import write_flow_report
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 
 logger = logging.getLogger("otdd_flash.flow")

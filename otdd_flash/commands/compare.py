@@ -27,10 +27,10 @@ from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances, Given, NoLabels
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.report.console import interval, summary_table
-from otdd_flash.report.drawing import Report, write_each
-from otdd_flash.report.nearest_classes import nearest_table
-from otdd_flash.report.writing import write_report
+from otdd_flash.report.distance.console import interval, summary_table
+from otdd_flash.report.distance.nearest_classes import nearest_table
+from otdd_flash.report.distance.writing import write_report
+from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.result import DistanceResult
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.solver.schedules.converged import Converged

@@ -13,7 +13,7 @@ from otdd_flash.errors import InputError, choose
 from otdd_flash.labels import LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.report.class_order import ORDERS
-from otdd_flash.report.drawing import CONTENTS
+from otdd_flash.report.figures.drawing import CONTENTS
 from otdd_flash.solver.schedules import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
 

@@ -95,7 +95,7 @@ class KernelSegments:
         self._parts = PARTS if coarse_of is None else 1
         self._set_costs(rows, columns)
         sides = ((rows, columns),) if self._symmetric else ((rows, columns), (columns, rows))
-        self._tables = (
+        self._tables: list[Tensor] = (
             # Potentials stay where they were when segments went.
             coarse_of._tables if coarse_of else [table_of(classes, *side) for side in sides]
         )

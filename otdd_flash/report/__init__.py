@@ -1,5 +1,6 @@
 """What a finished distance or flow looks like on disk and in the terminal: pictures, tables, JSON.
 
-`writing.write_report` draws everything for one distance, `flow_writing.write_flow_report` for one
-flow; the other modules each write one kind of file. Nothing here computes transport.
+`distance.writing` draws everything for one distance, `flow.writing` for one flow, and `pairwise`
+for the table of many; `figures` has what their pictures are made of. Nothing here computes
+transport.
 """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from otdd_flash.report.heat_maps import heat_map
-from otdd_flash.report.page import SOURCE_COLOR, TARGET_COLOR
+from otdd_flash.report.distance.heat_maps import heat_map
+from otdd_flash.report.figures.page import SOURCE_COLOR, TARGET_COLOR
 
 
 def draw_class_distances(

@@ -20,7 +20,7 @@ from otdd_flash.commands.outcome import Outcome
 from otdd_flash.commands.start import run_command
 from otdd_flash.distance import main as distance
 from otdd_flash.flow import main as flow
-from otdd_flash.report import writing
+from otdd_flash.report.distance import writing
 
 # A comparison that takes a tenth of a second, pictures aside.
 SMALL = (

@@ -9,8 +9,8 @@ import pytest
 
 from otdd_flash.commands import compare, runner
 from otdd_flash.errors import InputError
-from otdd_flash.report import writing
 from otdd_flash.report.csv_tables import SUMMARY_COLUMNS
+from otdd_flash.report.distance import writing
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from otdd_flash import DistanceResult
 from otdd_flash.commands import compare
-from otdd_flash.report import writing
+from otdd_flash.report.distance import writing
 
 REPORT = {
     "class_coupling.csv",

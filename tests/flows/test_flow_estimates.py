@@ -18,8 +18,8 @@ from otdd_flash.errors import InputError
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.modes.feature_driven import FeaturesMode
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.report.flow_console import flow_table
-from otdd_flash.report.flow_metrics import write_metrics_csv
+from otdd_flash.report.flow.console import flow_table
+from otdd_flash.report.flow.metrics import write_metrics_csv
 
 SOURCE, TARGET = blobs(30), blobs(33, seed=1)
 PARTS: dict[str, Stepping] = {

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from otdd_flash.errors import InputError
-from otdd_flash.report import flow_images
-from otdd_flash.report.flow_animation import CAPTION, FIRST_PAUSE, LAST_PAUSE, write_animation
-from otdd_flash.report.flow_images import draw_images
+from otdd_flash.report.flow import images as flow_images
+from otdd_flash.report.flow.animation import CAPTION, FIRST_PAUSE, LAST_PAUSE, write_animation
+from otdd_flash.report.flow.images import draw_images
 from otdd_flash.samples import LabeledSamples
 
 GREY, COLOUR = (1, 5, 4), (3, 4, 6)

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.report import flow_objective
-from otdd_flash.report.flow_metrics import write_metrics_csv
-from otdd_flash.report.flow_objective import draw_objective, logarithmic
+from otdd_flash.report.flow import objective as flow_objective
+from otdd_flash.report.flow.metrics import write_metrics_csv
+from otdd_flash.report.flow.objective import draw_objective, logarithmic
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from PIL import Image
 
-from otdd_flash.report import flow_paths
-from otdd_flash.report.flow_class_paths import MOST_CLASSES, MOST_LINES
-from otdd_flash.report.flow_particles import evenly, evenly_over_classes
-from otdd_flash.report.flow_paths import draw_paths
-from otdd_flash.report.principal_plane import fit_plane
+from otdd_flash.report.figures.principal_plane import fit_plane
+from otdd_flash.report.flow import paths as flow_paths
+from otdd_flash.report.flow.class_paths import MOST_CLASSES, MOST_LINES
+from otdd_flash.report.flow.particles import evenly, evenly_over_classes
+from otdd_flash.report.flow.paths import draw_paths
 
 
 @pytest.fixture

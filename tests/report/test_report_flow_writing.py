@@ -10,8 +10,8 @@ from flow_report_cases import image_flow, straight_flow
 
 from otdd_flash.data import load
 from otdd_flash.errors import InputError
-from otdd_flash.report import flow_writing
-from otdd_flash.report.flow_writing import write_flow_report
+from otdd_flash.report.flow import writing as flow_writing
+from otdd_flash.report.flow.writing import write_flow_report
 
 ALWAYS = [
     "adapted.npz",

@@ -11,22 +11,22 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from otdd_flash.report import heat_maps
-from otdd_flash.report.axis_names import spaced_ticks
-from otdd_flash.report.brackets import place_names
-from otdd_flash.report.cell_numbers import (
+from otdd_flash.report.class_pictures import (
+    draw_class_coupling,
+    draw_class_distances,
+    draw_joint_class_distances,
+)
+from otdd_flash.report.distance import heat_maps
+from otdd_flash.report.figures.axis_names import spaced_ticks
+from otdd_flash.report.figures.brackets import place_names
+from otdd_flash.report.figures.cell_numbers import (
     cell_texts,
     ink_on,
     power_of_ten,
     relative_luminance,
     with_unit,
 )
-from otdd_flash.report.class_pictures import (
-    draw_class_coupling,
-    draw_class_distances,
-    draw_joint_class_distances,
-)
-from otdd_flash.report.page import DPI, fit, measure, new_figure, shorten
+from otdd_flash.report.figures.page import DPI, fit, measure, new_figure, shorten
 
 WORDS = ("T-shirt/top", "0", "price in $ and $", "a class name that goes on and on", "two\nlines")
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from otdd_flash.errors import IncompleteError, InputError, MissingFileNotice
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult
-from otdd_flash.report import pairwise_report
-from otdd_flash.report.pairwise_report import pairwise_table, write_pairwise_report
+from otdd_flash.report import pairwise as pairwise_report
+from otdd_flash.report.pairwise import pairwise_table, write_pairwise_report
 from otdd_flash.samples import LabeledSamples
 
 

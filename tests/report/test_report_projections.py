@@ -11,11 +11,11 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 
-from otdd_flash.report import projections
-from otdd_flash.report.class_moves import Move, strongest_moves
-from otdd_flash.report.label_placement import RADII, place_labels
-from otdd_flash.report.principal_plane import fit_plane
-from otdd_flash.report.projections import projection
+from otdd_flash.report.distance import projections
+from otdd_flash.report.distance.class_moves import Move, strongest_moves
+from otdd_flash.report.distance.projections import projection
+from otdd_flash.report.figures.label_placement import RADII, place_labels
+from otdd_flash.report.figures.principal_plane import fit_plane
 from otdd_flash.samples import LabeledSamples
 
 

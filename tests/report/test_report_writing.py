@@ -13,10 +13,10 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.labels.table import NearestClass
-from otdd_flash.report import writing
-from otdd_flash.report.flow_writing import write_flow_report
-from otdd_flash.report.nearest_classes import write_nearest_csv
-from otdd_flash.report.writing import write_report
+from otdd_flash.report.distance import writing
+from otdd_flash.report.distance.nearest_classes import write_nearest_csv
+from otdd_flash.report.distance.writing import write_report
+from otdd_flash.report.flow.writing import write_flow_report
 from otdd_flash.samples import LabeledSamples
 
 ALL = {

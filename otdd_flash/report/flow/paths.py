@@ -10,15 +10,8 @@ import numpy as np
 import torch
 
 from otdd_flash.flows.history import Trajectory
-from otdd_flash.report.flow_class_paths import (
-    Array,
-    ClassPaths,
-    against_steps,
-    class_paths,
-)
-from otdd_flash.report.flow_particles import evenly
-from otdd_flash.report.page import INK, save_picture, shorten
-from otdd_flash.report.plane_frame import (
+from otdd_flash.report.figures.page import INK, save_picture, shorten
+from otdd_flash.report.figures.plane_frame import (
     axis_name,
     name_axes,
     new_page,
@@ -26,9 +19,16 @@ from otdd_flash.report.plane_frame import (
     write_legend,
     write_title,
 )
-from otdd_flash.report.point_names import PointName, draw_names
-from otdd_flash.report.principal_plane import fit_plane
-from otdd_flash.report.projection_sides import Side, rows_with_mass, side_of
+from otdd_flash.report.figures.point_names import PointName, draw_names
+from otdd_flash.report.figures.principal_plane import fit_plane
+from otdd_flash.report.figures.projection_sides import Side, rows_with_mass, side_of
+from otdd_flash.report.flow.class_paths import (
+    Array,
+    ClassPaths,
+    against_steps,
+    class_paths,
+)
+from otdd_flash.report.flow.particles import evenly
 from otdd_flash.samples import LabeledSamples
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from otdd_flash.dataset_files import ImageShape, eight_bit_images
 from otdd_flash.files import replacing
 from otdd_flash.flows.history import Trajectory
-from otdd_flash.report.flow_particles import evenly, evenly_over_classes
+from otdd_flash.report.flow.particles import evenly, evenly_over_classes
 
 MOST_A_SIDE, MOST_FRAMES = 8, 60
 # Pixels.

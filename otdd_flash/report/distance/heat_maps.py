@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.report.axis_names import AxisNames, lay_out_names
-from otdd_flash.report.brackets import BRACKET_DEPTH, COLORS, Groups, draw_brackets
-from otdd_flash.report.cell_numbers import cell_texts, ink_on, power_of_ten, with_unit
-from otdd_flash.report.page import INK, fit, measure, name_style, new_figure, save_picture
+from otdd_flash.report.figures.axis_names import AxisNames, lay_out_names
+from otdd_flash.report.figures.brackets import BRACKET_DEPTH, COLORS, Groups, draw_brackets
+from otdd_flash.report.figures.cell_numbers import cell_texts, ink_on, power_of_ten, with_unit
+from otdd_flash.report.figures.page import INK, fit, measure, name_style, new_figure, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

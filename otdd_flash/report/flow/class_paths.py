@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.flows.history import Trajectory
-from otdd_flash.report.flow_particles import evenly_over_classes
-from otdd_flash.report.principal_plane import PrincipalPlane
-from otdd_flash.report.projection_sides import Side
+from otdd_flash.report.figures.principal_plane import PrincipalPlane
+from otdd_flash.report.figures.projection_sides import Side
+from otdd_flash.report.flow.particles import evenly_over_classes
 from otdd_flash.samples import LabeledSamples
 
 Array = NDArray[np.float64]

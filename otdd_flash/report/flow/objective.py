@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.report.page import (
+from otdd_flash.report.figures.page import (
     INK,
     SOURCE_COLOR,
     TARGET_COLOR,

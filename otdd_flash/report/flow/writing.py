@@ -15,13 +15,13 @@ from otdd_flash.errors import choose
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.labels.npz_file import write_arrays
-from otdd_flash.report.drawing import CONTENTS, Report, Writers, write_each
-from otdd_flash.report.flow_animation import write_animation
-from otdd_flash.report.flow_images import draw_images
-from otdd_flash.report.flow_metrics import write_metrics_csv
-from otdd_flash.report.flow_objective import draw_objective
-from otdd_flash.report.flow_paths import draw_paths
-from otdd_flash.report.fonts import notice_missing_glyphs
+from otdd_flash.report.figures.drawing import CONTENTS, Report, Writers, write_each
+from otdd_flash.report.figures.fonts import notice_missing_glyphs
+from otdd_flash.report.flow.animation import write_animation
+from otdd_flash.report.flow.images import draw_images
+from otdd_flash.report.flow.metrics import write_metrics_csv
+from otdd_flash.report.flow.objective import draw_objective
+from otdd_flash.report.flow.paths import draw_paths
 
 
 def write_flow_report(

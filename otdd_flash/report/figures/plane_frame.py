@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from otdd_flash.report.page import INK, fit, measure, name_style, new_figure
-from otdd_flash.report.principal_plane import PrincipalPlane
+from otdd_flash.report.figures.page import INK, fit, measure, name_style, new_figure
+from otdd_flash.report.figures.principal_plane import PrincipalPlane
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from otdd_flash.report.principal_plane import PrincipalPlane
+from otdd_flash.report.figures.principal_plane import PrincipalPlane
 from otdd_flash.samples import LabeledSamples
 
 ROWS_DRAWN = 2000

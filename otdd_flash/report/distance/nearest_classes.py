@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from otdd_flash.labels.table import NearestClass
 from otdd_flash.report.csv_tables import write_table_csv
-from otdd_flash.report.page import shorten
+from otdd_flash.report.figures.page import shorten
 
 if TYPE_CHECKING:
     from rich.table import Table

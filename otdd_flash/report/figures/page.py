@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from otdd_flash.files import replacing
-from otdd_flash.report.fonts import families, without_glyph_warnings
+from otdd_flash.report.figures.fonts import families, without_glyph_warnings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

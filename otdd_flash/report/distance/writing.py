@@ -11,11 +11,11 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.report.class_order import ORDERS, class_orders
 from otdd_flash.report.class_pictures import draw_class_coupling, draw_class_distances
 from otdd_flash.report.csv_tables import write_matrix_csv
-from otdd_flash.report.drawing import CONTENTS, Report, Writers, wanted, write_each
-from otdd_flash.report.fonts import notice_missing_glyphs
-from otdd_flash.report.nearest_classes import FILE as NEAREST_FILE
-from otdd_flash.report.nearest_classes import write_nearest_csv
-from otdd_flash.report.projections import projection
+from otdd_flash.report.distance.nearest_classes import FILE as NEAREST_FILE
+from otdd_flash.report.distance.nearest_classes import write_nearest_csv
+from otdd_flash.report.distance.projections import projection
+from otdd_flash.report.figures.drawing import CONTENTS, Report, Writers, wanted, write_each
+from otdd_flash.report.figures.fonts import notice_missing_glyphs
 from otdd_flash.result import DistanceResult
 
 Names = tuple[tuple[str, ...], tuple[str, ...]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from otdd_flash.report.page import SOURCE_COLOR, TARGET_COLOR, fit, measure, name_style
+from otdd_flash.report.figures.page import SOURCE_COLOR, TARGET_COLOR, fit, measure, name_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

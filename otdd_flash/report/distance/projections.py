@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.report.class_moves import WORTH_SHOWING, Move, strongest_moves
-from otdd_flash.report.page import INK, SOURCE_COLOR, TARGET_COLOR, save_picture, shorten
-from otdd_flash.report.plane_frame import (
+from otdd_flash.report.distance.class_moves import WORTH_SHOWING, Move, strongest_moves
+from otdd_flash.report.figures.page import INK, SOURCE_COLOR, TARGET_COLOR, save_picture, shorten
+from otdd_flash.report.figures.plane_frame import (
     axis_name,
     name_axes,
     plane_frame,
     write_legend,
     write_title,
 )
-from otdd_flash.report.point_names import PointName, draw_names
-from otdd_flash.report.principal_plane import fit_plane
-from otdd_flash.report.projection_sides import Side, rows_with_mass, side_of
+from otdd_flash.report.figures.point_names import PointName, draw_names
+from otdd_flash.report.figures.principal_plane import fit_plane
+from otdd_flash.report.figures.projection_sides import Side, rows_with_mass, side_of
 from otdd_flash.samples import LabeledSamples
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from otdd_flash.report.page import measure, shorten
+from otdd_flash.report.figures.page import measure, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

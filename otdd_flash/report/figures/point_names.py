@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from otdd_flash.report.label_placement import Box, place_labels
-from otdd_flash.report.page import DPI, measure, name_style, shorten
+from otdd_flash.report.figures.label_placement import Box, place_labels
+from otdd_flash.report.figures.page import DPI, measure, name_style, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

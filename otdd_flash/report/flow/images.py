@@ -13,8 +13,7 @@ from torch import Tensor
 
 from otdd_flash.dataset_files import ImageShape, eight_bit_images
 from otdd_flash.flows.history import Trajectory
-from otdd_flash.report.flow_particles import evenly, evenly_over_classes
-from otdd_flash.report.page import (
+from otdd_flash.report.figures.page import (
     INK,
     SOURCE_COLOR,
     TARGET_COLOR,
@@ -25,6 +24,7 @@ from otdd_flash.report.page import (
     save_picture,
     shorten,
 )
+from otdd_flash.report.flow.particles import evenly, evenly_over_classes
 from otdd_flash.samples import LabeledSamples
 
 if TYPE_CHECKING:

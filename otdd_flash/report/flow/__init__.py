@@ -1,0 +1,1 @@
+"""The report of one flow: `writing` draws everything, the others a file each."""
