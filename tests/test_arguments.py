@@ -157,6 +157,12 @@ CALLS: dict[str, Entry] = {
         | {"labels_y": None, "class_table": None, "class_totals": None, "lambda_x": 0.5}
         | {"lambda_y": 0.5, "debias": False, "start": None, "options": None, "compute": None},
     ),
+    "sinkhorn_losses": (
+        otdd.sinkhorn_losses,
+        {"x": [X], "y": [Y], "a": None, "b": None, "epsilon": 1.0, "labels_x": None}
+        | {"labels_y": None, "class_table": None, "class_totals": None, "lambda_x": 0.5}
+        | {"lambda_y": 0.5, "debias": False, "options": None, "compute": None},
+    ),
     "ClassDistances": (
         otdd.ClassDistances,
         {"xx": BLOCK, "xy": BLOCK, "yy": BLOCK, "names_x": None, "names_y": None}

@@ -99,6 +99,7 @@ def test_unset_solver_settings_are_those_of_the_library(composed):
         assert composed("solver=geomloss", name=command).solver.scaling == 0.5
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -62,7 +62,7 @@ def test_bad_files(command, path, parts):
         assert part in ended.error
 
 
-@pytest.mark.slow(after=5)
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("setting", "parts"),
     [

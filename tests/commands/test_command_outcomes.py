@@ -164,6 +164,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_notice_of_its_own(command, monkeypa
     assert _files("run") == REPORT - {"projection.png"} | {"error.json"}
 
 
+@pytest.mark.slow
 def test_a_number_whose_reader_has_gone_is_written_all_the_same(command, monkeypatch):
     """As `| head -1` goes: the first line that is printed finds nobody."""
     reader, writer = os.pipe()
@@ -248,6 +249,7 @@ def test_an_output_folder_that_cannot_be_written_is_code_2(command, folder, key)
     assert f"{key}=DIR" in ended.error
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("wrong", ["source=nothing", "labels=nothing", "nothing=1", "source.a=1"])
 def test_unknown_groups_and_keys_keep_the_message_of_hydra(command, wrong):
     ended = command(wrong)

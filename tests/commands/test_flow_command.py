@@ -241,7 +241,7 @@ def test_a_step_that_overshoots_leaves_the_last_good_state(flow_command):
     assert bool(torch.isfinite(state["variables"]["points"]).all())
 
 
-@pytest.mark.slow(after=5)
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [

@@ -14,6 +14,7 @@ from otdd_flash.data import load
 from otdd_flash.errors import DataNotice, InputError
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("name", "split", "shape"),
     [

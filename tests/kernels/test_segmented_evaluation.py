@@ -49,7 +49,7 @@ def case_near_a_solution(*what, **how):
     return case
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), [*CASES, *LARGE[:2]])
 def test_numbers_of_an_evaluation(sizes, dim, pairs):
     # A class of one point keeps its mass.

@@ -127,6 +127,7 @@ def test_a_table_that_is_not_symmetric_is_told_of() -> None:
     assert largest == pytest.approx([float(block.max()) for block in blocks])
 
 
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("epsilon", [1e-3, 0.4, 1e4])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_half_steps_are_softmins(epsilon: float, symmetric: bool) -> None:

@@ -202,7 +202,7 @@ def test_kernels_start_from_potentials_that_are_none_within_a_class() -> None:
     assert len(vectors.remembered) == 2 * segments.memory * len(expected)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("themselves", [False, True])
 @pytest.mark.parametrize("coarse", [False, True])
 def test_segments_that_are_kept_are_what_they_were(themselves: bool, coarse: bool) -> None:

@@ -108,6 +108,7 @@ def test_steps_that_did_not_converge_are_marked(figures: list[Figure], tmp_path:
     assert "not converged: only the bounds hold" in legend(top)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("values", "scale"),
     [

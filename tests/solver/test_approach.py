@@ -160,6 +160,7 @@ def cost_in_a_unit(unit: float, device: torch.device | str) -> LabelledCost:
     )
 
 
+@pytest.mark.slow(after=6)
 @pytest.mark.parametrize(
     ("kind", "unit"),
     [

@@ -131,7 +131,7 @@ def test_truths_prove_their_own_error(relative_epsilon: float) -> None:
         assert truth.value <= mean + truth.error
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     """Any route, precision, epsilon and stopping rule, at small sizes and a few of thousands."""

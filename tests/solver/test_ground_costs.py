@@ -58,6 +58,7 @@ class Case:
         return found
 
 
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("ground", GROUNDS)
 @pytest.mark.parametrize(
     ("backend", "precision"),

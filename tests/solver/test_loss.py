@@ -107,6 +107,7 @@ def test_backward_scales_and_is_not_disturbed_by_a_step() -> None:
     torch.testing.assert_close(x.grad, -3 * gradient, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize(
     "of", [lambda loss: loss, torch.square, lambda loss: 2 * loss], ids=["itself", "square", "2"]
 )
