@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from kernel_cases import DEVICE
+from pairwise import pairwise
 from tiers import slow
 
 from otdd_flash.kernels.passes import marginal_tiles
@@ -227,9 +228,14 @@ def nearly_constant(n, d):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lowest_digits, alternating, highest_digits, nearly_constant])
-@pytest.mark.parametrize("d", [1, 33, pytest.param(2000, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("digits", [3, 4])
+@pairwise(
+    make=[
+        pytest.param(make, id=make.__name__)
+        for make in (lowest_digits, alternating, highest_digits, nearly_constant)
+    ],
+    d=[1, 33, pytest.param(2000, marks=pytest.mark.gpu)],
+    digits=[3, 4],
+)
 def test_scores_are_within_the_documented_error(make, d, digits, base):
     # The plan's exponents are the errors of the scores, in units of the bound.
     points = make(140, d).to(DEVICE)

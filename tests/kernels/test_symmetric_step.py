@@ -63,7 +63,7 @@ def test_potentials_far_from_the_solution_are_done_with_a_maximum(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [(140, 1, 5, 1, 1), (300, 1, 5, 2, 1)], ids=str)
+@pytest.mark.parametrize("case", [(140, 1, 5, 1, 1), (150, 1, 5, 2, 1)], ids=str)
 def test_a_self_term_is_the_same_by_halves_and_in_full(case, monkeypatch):
     operator = KernelOperator(self_cost_of(case), "fast")
     halves = solve_symmetric(operator, EPSILON, Converged(1e-4))
