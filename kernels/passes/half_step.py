@@ -28,17 +28,15 @@ block, through the second-level cache.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import load_scales, log2_scale
-from otdd_flash.kernels.passes.merge_ranges import Partial, merge_ranges
+from otdd_flash.kernels.passes.merge_ranges import merge_ranges
+from otdd_flash.kernels.passes.sides import Partial, Scores, Side
 from otdd_flash.kernels.points.column_bias import column_bias
-from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     column_ranges,
@@ -136,34 +134,6 @@ def half_step_kernel(
     m_out = o_row < rows
     tl.store(highest_ptr + o_out, highest, mask=m_out)
     tl.store(sums_ptr + o_out, sums, mask=m_out)
-
-
-class Side(NamedTuple):
-    """One side of a cost, as half-steps read it.
-
-    Attributes:
-        points: packed.
-        squares: (n,) float32, lambda_x ||x_i||^2 of the points as this precision rounds them.
-        log2_masses: (n,) float32, very negative for points without mass and for padding.
-    """
-
-    points: PackedPoints
-    squares: Tensor
-    log2_masses: Tensor
-
-
-class Scores(NamedTuple):
-    """How the products and class distances of two sides become scores, in units of the cost.
-
-    Attributes:
-        scale: of a product of packed coordinates, 2 lambda_x over the square of their scale.
-        costs: (V_x, V_y) float32, lambda_y W.
-        parts: 1 product of hi parts, or 3 products of hi and lo parts.
-    """
-
-    scale: float
-    costs: Tensor
-    parts: int
 
 
 def half_step(

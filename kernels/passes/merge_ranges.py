@@ -10,17 +10,13 @@ many slots as ranges of columns; what is past them is not read. A row whose sum 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LN_2
+from otdd_flash.kernels.passes.sides import Partial, Side
 from otdd_flash.kernels.tiling import BLOCK_ROWS
-
-if TYPE_CHECKING:
-    from otdd_flash.kernels.passes.half_step import Side
 
 LEAST_SUM, LARGEST_SUM = 2.0**-100, 2.0**100
 
@@ -73,20 +69,6 @@ def merge_ranges_kernel(
     factor = (tl.load(epsilon_ptr) * LN_2).to(tl.float32)
     out = squares - factor * (highest + tl.log2(sums))
     tl.store(out_ptr + o_point, out, mask=m_point)
-
-
-class Partial(NamedTuple):
-    """Sums over ranges of columns.
-
-    Attributes:
-        highest: (slots, n) float32, the highest logit of a row in a range, or its shift.
-        sums: (slots, n) float32, of the exponentials so shifted.
-        slots: (n / BLOCK_ROWS,) int32, ranges of each block of rows.
-    """
-
-    highest: Tensor
-    sums: Tensor
-    slots: Tensor
 
 
 def merge_ranges(

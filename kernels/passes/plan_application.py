@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LOG2_E, on_device
-from otdd_flash.kernels.passes.half_step import Scores, Side, bias_of
+from otdd_flash.kernels.passes.half_step import bias_of
+from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,

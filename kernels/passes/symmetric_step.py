@@ -28,8 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import load_scales, log2_scale
-from otdd_flash.kernels.passes.half_step import Scores, Side, bias_of, repair
+from otdd_flash.kernels.passes.half_step import bias_of, repair
 from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM, LEAST_SUM
+from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.column_bias import column_bias
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import on_device
-from otdd_flash.kernels.passes.half_step import Scores, Side, half_step
+from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.plan_application import ROW_RANGE, apply_plan_blocks
+from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import PackedPoints, arrange, pack, power_of_two_scale
 from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Execution, Marginals

@@ -14,7 +14,7 @@ from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.result import Progress, TransportTerm
-from otdd_flash.solver.term_solves import Start
+from otdd_flash.solver.term_solves import Potentials
 
 
 @takes(arguments.SINKHORN)
@@ -77,7 +77,7 @@ def sinkhorn_divergence(
     options: Schedule | None = None,
     compute: Compute | None = None,
     debias: bool = True,
-    start: Start | None = None,
+    start: Potentials | None = None,
     progress: Progress | None = None,
 ) -> Divergence:
     """S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2.

@@ -15,7 +15,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term.result import Progress, StoppedBy, TransportTerm, largest_tolerance
-from otdd_flash.solver.term_solves import Known, Solved, Start, TermSolves
+from otdd_flash.solver.term_solves import Known, Potentials, Solved, TermSolves
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +171,7 @@ def solve_divergence(
     *,
     debias: bool = True,
     offset: Offset = NO_OFFSET,
-    start: Start | None = None,
+    start: Potentials | None = None,
     known: Known | None = None,
     progress: Progress | None = None,
     solved: Solved | None = None,
@@ -216,7 +216,7 @@ def solve_identical(
     epsilon: float,
     options: Schedule,
     *,
-    start: Start | None = None,
+    start: Potentials | None = None,
     progress: Progress | None = None,
     solved: Solved | None = None,
 ) -> Divergence:

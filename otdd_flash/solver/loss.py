@@ -19,7 +19,7 @@ from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term_solves import Start
+from otdd_flash.solver.term_solves import Potentials
 
 # How far from 1 given masses may sum: float32 rounding of many of them, and nothing worse.
 MASS_TOLERANCE = 1e-6
@@ -41,7 +41,7 @@ def sinkhorn_loss(
     lambda_y: float | Tensor = 0.5,
     ground: str = "sqeuclidean",
     debias: bool = True,
-    start: Start | None = None,
+    start: Potentials | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
 ) -> Tensor:

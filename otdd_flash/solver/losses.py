@@ -24,6 +24,9 @@ from otdd_flash.solver.small.route import pays
 
 Clouds = Tensor | Sequence[Tensor]
 
+# Types of labels that are taken as they are.
+INTEGERS = (torch.int16, torch.int32, torch.int64)
+
 
 @takes(arguments.SINKHORN_LOSSES)
 def sinkhorn_losses(
@@ -112,7 +115,8 @@ def sinkhorn_losses(
     options, labelled = options or Converged(), not (labels_x is None and labels_y is None)
     simple = ground == "sqeuclidean" and not any(map(_asks_for_gradient, others))
     simple = simple and _fits(class_table, class_totals, labelled=labelled)
-    if not (simple and isinstance(options, Converged) and _small(x, y, options, compute)):
+    simple = simple and _match(x, a, labels_x) and _match(y, b, labels_y)
+    if not (simple and isinstance(options, Converged) and _small(x, y, epsilon, options, compute)):
         return torch.stack([one(k) for k in range(count)])
     clouds = _padded(x), _padded(y)
     batch = Batch(
@@ -125,6 +129,11 @@ def sinkhorn_losses(
     weights = float(lambda_x), float(lambda_y)
     pull = torch.is_grad_enabled() and any(part.requires_grad for part in clouds)
     admitted = _admitted(batch, zip(x, y, strict=True))
+    # As samples normalise them, once their sums are admitted.
+    of_x, of_y = (
+        None if part is None else part / part.sum(1, keepdim=True) for part in batch.masses
+    )
+    batch = batch._replace(masses=(of_x, of_y))
     with torch.no_grad():
         solved = solve_batch(batch, weights, epsilon, options, debias=debias, pull=pull)
     losses = solved.values.to(clouds[0])
@@ -152,9 +161,23 @@ def _fits(table: Tensor | None, totals: tuple[int, int] | None, *, labelled: boo
     return labelled and table.shape == shape and bool(table.isfinite().all())
 
 
-def _small(x: Clouds, y: Clouds, options: Converged, compute: Compute | None) -> bool:
+def _match(clouds: Clouds, masses: Clouds | None, labels: Clouds | None) -> bool:
+    """Whether every point has a mass and a label, if any has, of types that need no check."""
+    for parts, whole in ((masses, False), (labels, True)):
+        for cloud, part in zip(clouds, () if parts is None else parts, strict=False):
+            right = part.dtype in INTEGERS if whole else part.is_floating_point()
+            if not right or part.shape != cloud.shape[:1] or part.device != cloud.device:
+                return False
+    return True
+
+
+def _small(
+    x: Clouds, y: Clouds, epsilon: float, options: Converged, compute: Compute | None
+) -> bool:
     """Whether all pairs are for recordings on a GPU."""
     if options.bound_width is not None or options.max_seconds is not None:
+        return False
+    if not torch.finfo(torch.float32).tiny <= epsilon <= torch.finfo(torch.float32).max / 4:
         return False
     first, chosen = x[0], ComputeOptions.of(compute)
     on_gpu = first.device.type == "cuda" and chosen.device in ("auto", str(first.device), "cuda")

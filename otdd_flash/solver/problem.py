@@ -23,7 +23,7 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.route import is_small, solve_small
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import Progress, TransportTerm
-from otdd_flash.solver.term_solves import Known, Pulled, Solved, Start
+from otdd_flash.solver.term_solves import Known, Potentials, Pulled, Solved
 
 Cloud = LabeledSamples | Tensor
 
@@ -144,7 +144,7 @@ class Problem:
         options: Schedule,
         *,
         debias: bool = True,
-        start: Start | None = None,
+        start: Potentials | None = None,
         known: Known | None = None,
         progress: Progress | None = None,
         solved: Solved | None = None,

@@ -14,7 +14,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term.result import Progress, TransportTerm
 
 # Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
-Start = Mapping[str, Tensor]
+Potentials = Mapping[str, Tensor]
 
 # Self terms "xx" and "yy" that have been solved before, of the same cloud at the same cost.
 Known = Mapping[str, TransportTerm]
@@ -51,7 +51,7 @@ class TermSolves:
         epsilon: float,
         options: Schedule,
         *,
-        start: Start | None = None,
+        start: Potentials | None = None,
         known: Known | None = None,
         progress: Progress | None = None,
     ) -> None:

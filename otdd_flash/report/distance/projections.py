@@ -21,7 +21,7 @@ from otdd_flash.report.figures.plane_frame import (
 )
 from otdd_flash.report.figures.point_names import PointName, draw_names
 from otdd_flash.report.figures.principal_plane import fit_plane
-from otdd_flash.report.figures.projection_sides import Side, rows_with_mass, side_of
+from otdd_flash.report.figures.projection_sides import ProjectedSide, rows_with_mass, side_of
 from otdd_flash.samples import LabeledSamples
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _moves_and_classes(coupling: Tensor) -> tuple[list[Move], tuple[list[int], l
     return moves, (list(range(coupling.shape[0])), list(range(coupling.shape[1])))
 
 
-def _draw_points(axes: Axes, side: Side, marked: Sequence[int]) -> None:
+def _draw_points(axes: Axes, side: ProjectedSide, marked: Sequence[int]) -> None:
     color, marker = side.color, side.marker
     x, y = side.points.T
     axes.scatter(x, y, s=11, c=color, marker=marker, alpha=0.28, linewidths=0)
@@ -98,7 +98,9 @@ def _draw_points(axes: Axes, side: Side, marked: Sequence[int]) -> None:
     axes.scatter(x, y, s=75, c=color, marker=marker, edgecolors="white", linewidths=1.2, zorder=4)
 
 
-def _draw_moves(axes: Axes, sides: tuple[Side, Side], moves: Sequence[Move], flat: bool) -> None:
+def _draw_moves(
+    axes: Axes, sides: tuple[ProjectedSide, ProjectedSide], moves: Sequence[Move], flat: bool
+) -> None:
     """Draw arrows between class means, the lightest last; on a line they bow upwards."""
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.patheffects import Normal, Stroke
@@ -131,7 +133,7 @@ def _draw_moves(axes: Axes, sides: tuple[Side, Side], moves: Sequence[Move], fla
 def _draw_labels(
     figure: Figure,
     axes: Axes,
-    sides: tuple[Side, Side],
+    sides: tuple[ProjectedSide, ProjectedSide],
     marked: tuple[list[int], list[int]],
     moves: Sequence[Move],
     flat: bool,
@@ -164,7 +166,9 @@ def _about(moves: Sequence[Move], coupling: Tensor) -> str | None:
     return f"where a class's mass goes: {largest} (width: mass)"
 
 
-def _draw_legend(figure: Figure, axes: Axes, sides: tuple[Side, Side], about: str | None) -> None:
+def _draw_legend(
+    figure: Figure, axes: Axes, sides: tuple[ProjectedSide, ProjectedSide], about: str | None
+) -> None:
     from matplotlib.lines import Line2D
 
     handles, texts = [], []

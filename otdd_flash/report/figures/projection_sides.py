@@ -16,7 +16,7 @@ ROWS_DRAWN = 2000
 
 
 @dataclass(frozen=True)
-class Side:
+class ProjectedSide:
     """One dataset as drawn.
 
     `points` (k, 2) are a sample; `centroids` (V, 2), NaN for a class without mass, and `masses`
@@ -35,7 +35,7 @@ class Side:
 
 def side_of(
     samples: LabeledSamples, classes: int, plane: PrincipalPlane, seed: int, color: str, marker: str
-) -> Side:
+) -> ProjectedSide:
     """Project a dataset that the coupling divides into `classes`; one class needs no labels.
 
     Raises:
@@ -53,7 +53,7 @@ def side_of(
     sums = [np.bincount(index, weights * places[:, k], minlength=classes) for k in range(2)]
     with np.errstate(invalid="ignore"):
         centroids = np.stack(sums, axis=1) / masses[:, None]
-    return Side(
+    return ProjectedSide(
         name=samples.name,
         size=len(samples),
         points=places[rows_with_mass(samples, ROWS_DRAWN, seed)],

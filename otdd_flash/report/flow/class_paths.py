@@ -12,7 +12,7 @@ from torch import Tensor
 
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.report.figures.principal_plane import PrincipalPlane
-from otdd_flash.report.figures.projection_sides import Side
+from otdd_flash.report.figures.projection_sides import ProjectedSide
 from otdd_flash.report.flow.particles import evenly_over_classes
 from otdd_flash.samples import LabeledSamples
 
@@ -79,8 +79,8 @@ def class_paths(
 
 
 def against_steps(
-    classes: Sequence[ClassPaths], goal: Side | None, steps: Tensor
-) -> tuple[list[ClassPaths], Side | None]:
+    classes: Sequence[ClassPaths], goal: ProjectedSide | None, steps: Tensor
+) -> tuple[list[ClassPaths], ProjectedSide | None]:
     """The same with the step as first coordinate and what was the first as second.
 
     The target stands a little after the last step.

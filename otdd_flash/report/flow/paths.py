@@ -21,7 +21,7 @@ from otdd_flash.report.figures.plane_frame import (
 )
 from otdd_flash.report.figures.point_names import PointName, draw_names
 from otdd_flash.report.figures.principal_plane import fit_plane
-from otdd_flash.report.figures.projection_sides import Side, rows_with_mass, side_of
+from otdd_flash.report.figures.projection_sides import ProjectedSide, rows_with_mass, side_of
 from otdd_flash.report.flow.class_paths import (
     Array,
     ClassPaths,
@@ -95,7 +95,7 @@ def draw_paths(
     save_picture(figure, path)
 
 
-def _places(classes: Sequence[ClassPaths], goal: Side | None) -> list[Array]:
+def _places(classes: Sequence[ClassPaths], goal: ProjectedSide | None) -> list[Array]:
     """All points that are drawn."""
     places = [paths.lines.reshape(-1, 2) for paths in classes]
     return places if goal is None else [*places, goal.points]
@@ -115,7 +115,7 @@ def _steps_frame(places: Sequence[Array]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _draw_target(axes: Axes, goal: Side | None) -> list[PointName]:
+def _draw_target(axes: Axes, goal: ProjectedSide | None) -> list[PointName]:
     """Draw the target pale, and the means of not too many classes; return their names."""
     if goal is None:
         return []
@@ -162,7 +162,7 @@ def _draw_class_names(
     draw_names(figure, axes, [*names, *marked], np.concatenate(segments))
 
 
-def _about(goal: Side | None, target: LabeledSamples, marked: bool) -> str:
+def _about(goal: ProjectedSide | None, target: LabeledSamples, marked: bool) -> str:
     name = shorten(target.name, LONGEST_DATASET)
     if goal is None:
         return f"{name} lies in another space and is not shown"

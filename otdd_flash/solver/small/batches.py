@@ -18,8 +18,9 @@ from otdd_flash.solver.term.certificate import hides_little
 from otdd_flash.solver.term.iteration import AIM
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
 
-# Bytes that the scores of problems take which are solved at once.
-MOST_AT_ONCE = 1 << 30
+# Bytes of the problems that are solved at once, and how many they are: kernels have a program for
+# each along an axis that holds 65,535.
+MOST_AT_ONCE, MOST_PROBLEMS = 1 << 30, 1 << 15
 
 
 class BatchSolved(NamedTuple):
@@ -58,7 +59,7 @@ def solve_batch(
         pull: whether gradients are wanted.
     """
     problems = len(batch.points[0])
-    at_once = max(1, MOST_AT_ONCE // room_of(batch, 1).bytes)
+    at_once = max(1, min(MOST_PROBLEMS, MOST_AT_ONCE // room_of(batch, 1).bytes))
     parts = -(-problems // at_once)
     size = -(-problems // parts)
     solved = [

@@ -24,7 +24,7 @@ from otdd_flash.solver.term.iteration import AIM
 from otdd_flash.solver.term.plan_evidence import PlanEvidence
 from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
-from otdd_flash.solver.term_solves import Pulled, Solved, Start
+from otdd_flash.solver.term_solves import Potentials, Pulled, Solved
 
 # Scores of a cross term up to which storing them pays, and products of coordinates on cards that
 # compute as fast in float64 as in float32, and on others.
@@ -85,7 +85,7 @@ def solve_small(
     options: Converged,
     *,
     debias: bool,
-    start: Start | None = None,
+    start: Potentials | None = None,
     progress: Progress | None = None,
     solved: Solved | None = None,
     pulled: Pulled | None = None,
