@@ -14,7 +14,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = [
     (1, 1, 1, 1, 1),
     (33, 70, 3, 1, 70),
-    (400, 257, 40, 3, 1),
+    (270, 140, 40, 3, 1),
     (7, 300, 70, 7, 2),
     (130, 1500, 5, 1, 1),
 ]

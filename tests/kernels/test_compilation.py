@@ -72,9 +72,12 @@ def compiled(card: Card, dim: int, parts: int, tiles):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize(
-    ("dim", "parts"), [(16, 1), (64, 1), (64, 3), (300, 1), (512, 1), (512, 3)]
+    ("name", "dim", "parts"),
+    [
+        *(("H200", *of) for of in ((16, 1), (64, 1), (64, 3), (300, 1), (512, 1), (512, 3))),
+        *((name, *of) for name in ("A100", "RTX 4090") for of in ((64, 1), (512, 3))),
+    ],
 )
 def test_kernels_compile_and_fit(name, dim, parts, monkeypatch):
     card = CARDS[name]
@@ -89,8 +92,13 @@ def test_kernels_compile_and_fit(name, dim, parts, monkeypatch):
             assert taken["stack"] == 0, kernel
 
 
-@pytest.mark.parametrize("name", CARDS)
-@pytest.mark.parametrize(("dim", "digits"), [(64, 1), (64, 3), (512, 3), (784, 4)])
+@pytest.mark.parametrize(
+    ("name", "dim", "digits"),
+    [
+        *(("H200", *of) for of in ((64, 1), (64, 3), (512, 3), (784, 4))),
+        *((name, *of) for name in ("A100", "RTX 4090") for of in ((64, 3), (784, 4))),
+    ],
+)
 def test_sums_of_plans_compile_and_fit(name, dim, digits, monkeypatch):
     card = CARDS[name]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(card.capability, 10))

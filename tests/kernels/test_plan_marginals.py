@@ -238,11 +238,11 @@ def nearly_constant(n, d):
 )
 def test_scores_are_within_the_documented_error(make, d, digits, base):
     # The plan's exponents are the errors of the scores, in units of the bound.
-    points = make(140, d).to(DEVICE)
-    layout = arrange(torch.zeros(140, dtype=torch.int64, device=DEVICE), 1)
+    points = make(70, d).to(DEVICE)
+    layout = arrange(torch.zeros(70, dtype=torch.int64, device=DEVICE), 1)
     centre = torch.zeros(d, dtype=torch.float64, device=DEVICE)
     packed = pack_digits(points, layout, centre, 1.0, digits, 0, layout.size)
-    x = decoded(packed.values)[:140]
+    x = decoded(packed.values)[:70]
     bound = 2 * float(packed.omitted.max()) + carry_error(digits, d)
     one = arrange(torch.zeros(1, dtype=torch.int64, device=DEVICE), 1)
     for j in (0, 1):
@@ -252,7 +252,7 @@ def test_scores_are_within_the_documented_error(make, d, digits, base):
         )
         rows = DigitSide(points, layout, centre, 1.0, term)
         sums, _ = plan_marginals(rows, columns, None, 1 / bound, digits)
-        errors = sums[:140].log2().abs()
+        errors = sums[:70].log2().abs()
         slack = 2.0**-50 * 3 * float((x @ x[j]).abs().max()) / bound
         assert float(errors.max()) <= 1 + 2e-6 + slack
         if make is lowest_digits and d > 1:

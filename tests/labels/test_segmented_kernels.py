@@ -57,7 +57,7 @@ def on_device(clouds):
 
 def test_kernels_agree_with_float64(in_kernels):
     """Of small classes alone, and between them and larger ones."""
-    clouds = on_device(make_clouds((1, 20, 70, 5), dim=4, weighted=True))
+    clouds = on_device(make_clouds((1, 12, 70, 5), dim=4, weighted=True))
     pairs = all_pairs(4)
     in_kernels(True, only=True)
     found = sinkhorn_distances(clouds, pairs, 1.0)
@@ -69,7 +69,7 @@ def test_kernels_agree_with_float64(in_kernels):
 
 
 def test_a_pair_does_not_depend_on_the_others_to_the_last_bit(in_kernels):
-    clouds = on_device(make_clouds((1, 20, 70, 5), dim=4, weighted=True))
+    clouds = on_device(make_clouds((1, 12, 70, 5), dim=4, weighted=True))
     pairs = all_pairs(4)
     together = sinkhorn_distances(clouds, pairs, 8.0)
     for chosen in (torch.tensor([4]), torch.tensor([5, 1])):
@@ -79,7 +79,7 @@ def test_a_pair_does_not_depend_on_the_others_to_the_last_bit(in_kernels):
 
 
 def test_what_does_not_fit_the_memory_at_once_is_solved_in_parts(in_kernels, monkeypatch):
-    clouds = on_device(make_clouds((3, 20, 5), dim=4))
+    clouds = on_device(make_clouds((3, 12, 5), dim=4))
     together = sinkhorn_distances(clouds, all_pairs(3), 8.0)
     solved = []
     solve = kernel_terms.solve_cross_terms

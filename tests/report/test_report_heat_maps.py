@@ -71,9 +71,13 @@ def overlap(first: Text, second: Text) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes", [(1, 1), (2, 2), (1, 10), (10, 10), (40, 3), (2, 300), (300, 300)]
+    ("picture", "sizes"),
+    [
+        *(("distances", size) for size in ((1, 1), (1, 10), (40, 3), (300, 300))),
+        *(("coupling", size) for size in ((2, 2), (10, 10), (2, 300))),
+        *(("joint", size) for size in ((1, 1), (10, 10), (40, 3), (2, 300))),
+    ],
 )
-@pytest.mark.parametrize("picture", ["distances", "coupling", "joint"])
 def test_every_text_is_on_the_page_and_none_overlap(
     figures: list[Figure], tmp_path: Path, sizes: tuple[int, int], picture: str
 ) -> None:

@@ -131,10 +131,10 @@ def test_terms_are_proved(
 @pytest.mark.slow
 def test_what_stood_there_before_changes_nothing() -> None:
     """A room that served a larger problem, with masses and more classes, to the last bit."""
-    given = problem(side(15, 2), side(14, 3), 0.5)
+    given = problem(side(9, 2), side(8, 3), 0.5)
     fresh = solved(given)
     forget()
-    solved(problem(side(16, 4, weights=True), side(16, 5), 0.2))
+    solved(problem(side(12, 4, weights=True), side(11, 5), 0.2))
     again = solved(given)
     for name, term in fresh.items():
         assert torch.equal(term.f, again[name].f)
@@ -144,13 +144,13 @@ def test_what_stood_there_before_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_potentials_to_start_from_are_taken() -> None:
-    given = problem(side(18, 0), side(13, 1), 0.05)
+    given = problem(side(12, 0), side(9, 1), 0.1)
     first = solved(given)
     start = {name: term.g for name, term in first.items()}
     again = solved(given, start=start)
     assert first["xy"].iterations > 10
     assert all(term.iterations <= 3 for term in again.values())
-    assert_proved(again, problem(side(18, 0), side(13, 1), 0.05, ComputeOptions("cpu")))
+    assert_proved(again, problem(side(12, 0), side(9, 1), 0.1, ComputeOptions("cpu")))
 
 
 @pytest.mark.slow
