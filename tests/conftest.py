@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import os
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +45,31 @@ def _keep_first_cases(items: list[pytest.Item]) -> None:
         if left[test] > 0:
             left[test] -= 1
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quicker_interpreter() -> None:
+    """Triton's interpreter looks for what to replace in its language once, not at every launch.
+
+    It lists all members at every launch and at every call of a device function, a third of the time
+    of these tests; which of them it replaces is always the same.
+    """
+    if torch.cuda.is_available() or "triton" not in sys.modules:
+        return
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    known: dict[int, list[str]] = {}
+
+    def patch(package: Any, *scope: Any) -> None:
+        if id(package) not in known:
+            members = inspect.getmembers(package)
+            known[id(package)] = [name for name, member in members if is_builtin(member)]
+        for name in known[id(package)]:
+            if is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, *scope)
+
+    interpreter._patch_builtin = patch
 
 
 @pytest.fixture(scope="session")
