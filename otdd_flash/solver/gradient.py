@@ -28,7 +28,7 @@ stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -41,6 +41,7 @@ from otdd_flash.operators.labelled_cost import squared_norms
 from otdd_flash.solver.centred import less_origin, origin_near
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term_solves import Pulled
 
 Input = Literal["x", "y", "a", "b", "classes", "lambda_x", "lambda_y"]
 Needs = frozenset[Input]
@@ -137,15 +138,17 @@ class DivergenceGradient:
         self._add(name, self._by_given(gradient, name), -0.5)
 
     @property
-    def pulled(self) -> Callable[[Tensor, Tensor], None] | None:
-        """What takes the gradient by the points (n, d) and (m, d); None if more is needed."""
-        plain = self._problem.request.cost.ground == "sqeuclidean"
-        return self._take if plain and self._needs <= {"x", "y"} else None
+    def pulled(self) -> Pulled | None:
+        """What takes the gradient by the points of each side; None if more is needed."""
+        if self._problem.request.cost.ground != "sqeuclidean" or not self._needs <= {"x", "y"}:
+            return None
+        return {
+            place: partial(self._take, place) for place in (0, 1) if POINTS[place] in self._needs
+        }
 
-    def _take(self, x: Tensor, y: Tensor) -> None:
-        for key, part, side in zip(POINTS, (x, y), self._problem.request.given, strict=True):
-            if key in self._needs:
-                self.total[key] = part.to(side.features.dtype)
+    def _take(self, place: int, gradient: Tensor) -> None:
+        dtype = self._problem.request.given[place].features.dtype
+        self.total[POINTS[place]] = gradient.to(dtype)
 
     def _by_given(self, gradient: Gradient, name: str) -> Gradient:
         """By the points and weights that the ground cost was given, from those that it made."""

@@ -127,7 +127,7 @@ def sinkhorn_losses(
         None if class_table is None else class_table.detach().to(clouds[0].device),
     )
     weights = float(lambda_x), float(lambda_y)
-    pull = torch.is_grad_enabled() and any(part.requires_grad for part in clouds)
+    wanted = [k for k in (0, 1) if torch.is_grad_enabled() and clouds[k].requires_grad]
     admitted = _admitted(batch, zip(x, y, strict=True))
     # As samples normalise them, once their sums are admitted.
     of_x, of_y = (
@@ -135,10 +135,11 @@ def sinkhorn_losses(
     )
     batch = batch._replace(masses=(of_x, of_y))
     with torch.no_grad():
-        solved = solve_batch(batch, weights, epsilon, options, debias=debias, pull=pull)
+        solved = solve_batch(batch, weights, epsilon, options, debias=debias, wanted=wanted)
     losses = solved.values.to(clouds[0])
-    if solved.gradients is not None:
-        losses = cast(Tensor, KnownGradient.apply(losses, solved.gradients, *clouds))
+    if wanted:
+        moved = (clouds[k] for k in wanted)
+        losses = cast(Tensor, KnownGradient.apply(losses, solved.gradients, *moved))
     rest = (~(solved.proved & admitted)).nonzero().flatten().tolist()
     if not rest:
         return losses

@@ -22,8 +22,9 @@ Known = Mapping[str, TransportTerm]
 # solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
 Solved = Callable[[str, Operator, TransportTerm], None]
 
-# pulled(x, y): the gradient of the divergence by points as the ground cost sees them.
-Pulled = Callable[[Tensor, Tensor], None]
+# By side, 0 or 1, of which it is wanted: what takes the gradient of the divergence by the points of
+# that side as the ground cost sees them.
+Pulled = Mapping[int, Callable[[Tensor], None]]
 
 
 class TermSolves:

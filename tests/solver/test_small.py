@@ -186,7 +186,7 @@ def test_gradients_by_points(labels: bool, debias: bool) -> None:
     x, y = side(18, 0, labels=labels, weights=True), side(13, 1, labels=labels)
     given = problem(x, y, 0.5, debias=debias)
     found: list[Tensor] = []
-    solved(given, debias=debias, pulled=lambda *parts: found.extend(parts))
+    solved(given, debias=debias, pulled={0: found.append, 1: found.append})
     points = [one.features.double().requires_grad_() for one in (x, y)]
     labelled = {"labels_x": x.labels, "labels_y": y.labels, "class_table": table()}
     loss = otdd.sinkhorn_loss(
@@ -290,13 +290,13 @@ def test_nothing_that_is_recorded_asks_the_device(
     plain = Recorded.run
 
     def run(self: Recorded, launch: Callable[[], object]) -> None:
-        launched.append(getattr(launch, "__name__", ""))
+        launched.append(getattr(getattr(launch, "func", launch), "__name__", ""))
         with Asked():
             plain(self, launch)
 
     monkeypatch.setattr(Recorded, "run", run)
     x, y = side(12, 0, labels=labels, weights=True), side(9, 1, labels=labels)
-    solved(problem(x, y, 0.5), pulled=lambda *_: None)
+    solved(problem(x, y, 0.5), pulled={0: list, 1: list})
     assert {"_prepare", "_iterate", "_certify", "_pull"} <= set(launched)
 
 

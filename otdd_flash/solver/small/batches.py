@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,13 +31,13 @@ class BatchSolved(NamedTuple):
         values: S_epsilon, or OT_epsilon without self terms, (B,) float64 on the host.
         proved: (B,) bool, whether every term has converged by its certificate; else the value is
             of no use.
-        gradients: of the values by x (B, n, d) and y (B, m, d), float32 on the device, 0 where
-            they are not proved; None where nobody asked.
+        gradients: of the values by x (B, n, d) or y (B, m, d), as they were asked for, float32 on
+            the device, 0 where they are not proved.
     """
 
     values: Tensor
     proved: Tensor
-    gradients: tuple[Tensor, Tensor] | None
+    gradients: tuple[Tensor, ...]
 
 
 def solve_batch(
@@ -46,7 +47,7 @@ def solve_batch(
     options: Converged,
     *,
     debias: bool,
-    pull: bool,
+    wanted: Sequence[int],
 ) -> BatchSolved:
     """The divergences of a batch, as many problems at once as memory is meant to hold.
 
@@ -56,20 +57,19 @@ def solve_batch(
         epsilon: regularisation, in units of the cost.
         options: when to stop, without limits of time and width.
         debias: whether there are self terms.
-        pull: whether gradients are wanted.
+        wanted: sides, 0 for x and 1 for y, by whose points gradients are.
     """
     problems = len(batch.points[0])
     at_once = max(1, min(MOST_PROBLEMS, MOST_AT_ONCE // room_of(batch, 1).bytes))
     parts = -(-problems // at_once)
     size = -(-problems // parts)
     solved = [
-        _solve(batch.part(slice(first, first + size)), weights, epsilon, options, debias, pull)
+        _solve(batch.part(slice(first, first + size)), weights, epsilon, options, debias, wanted)
         for first in range(0, problems, size)
     ]
     values, proved, gradients = zip(*solved, strict=True)
-    x, y = (torch.cat(side) for side in zip(*gradients, strict=True)) if pull else (None, None)
-    together = None if x is None or y is None else (x, y)
-    return BatchSolved(torch.cat(values), torch.cat(proved), together)
+    by_side = tuple(torch.cat(parts) for parts in zip(*gradients, strict=True))
+    return BatchSolved(torch.cat(values), torch.cat(proved), by_side)
 
 
 def room_of(batch: Batch, problems: int) -> Room:
@@ -86,9 +86,9 @@ def _solve(
     epsilon: float,
     options: Converged,
     debias: bool,
-    pull: bool,
+    wanted: Sequence[int],
 ) -> BatchSolved:
-    problems, (n, m) = len(batch.points[0]), batch.sizes
+    problems = len(batch.points[0])
     # As for a single problem.
     goal = goal_of(options, epsilon, AIM)
     with kept(room_of(batch, problems), debias) as solve:
@@ -112,12 +112,10 @@ def _solve(
             value, error, holds = hides_little(read.numbers, evidence.sums, UNIT, cross=read.cross)
             values += value if read.cross else -value / 2
             proved &= holds & read.within(error)
-        gradients = None
-        if pull:
-            fine = proved.to(batch.points[0].device)[:, None, None]
-            gradient = torch.where(fine, solve.gradient(), 0)
-            first = solve.room.n
-            gradients = gradient[:, :n], gradient[:, first : first + m]
+        fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved
+        gradients = tuple(
+            torch.where(fine, solve.gradient(place)[:, : batch.sizes[place]], 0) for place in wanted
+        )
     return BatchSolved(values, proved, gradients)
 
 

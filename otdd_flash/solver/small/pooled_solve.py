@@ -75,13 +75,14 @@ class PooledSolve:
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
-        self._beginning, self._iterating, self._ending, self._pulling = (
-            Recorded(recordings) for _ in range(4)
+        self._beginning, self._iterating, self._ending, *self._pulling = (
+            Recorded(recordings) for _ in range(5)
         )
         self._replays = FIRST_REPLAYS
         self._evidence: list[PlanEvidence] = []
         self._found = self._numbers[:0]
-        self._potentials = self._gradient = self._starts[0]
+        self._potentials = self._starts[0]
+        self._gradients = {0: self._potentials, 1: self._potentials}
 
     def begin(
         self,
@@ -217,30 +218,37 @@ class PooledSolve:
         lost = plans.find_lost(plan, (operator.a, operator.a), epsilon)
         return self_evidence(operator, plan, lost, epsilon), lost.hidden
 
-    def gradient(self) -> Tensor:
-        """Of the divergences by all points (B, L, d), float32, at the potentials that were read.
+    def gradient(self, place: int) -> Tensor:
+        """Of the divergences by the points of one side, at the potentials that were read.
 
             d/dz_i = 2 lambda_x sum_j Q_ij (z_i - z_j)
 
         with the plan of the cross term in Q, both ways, less those of the self terms.
-        """
-        self._pulling.run(self._pull)
-        return self._gradient.clone()
 
-    def _pull(self) -> None:
+        Args:
+            place: 0 for x, 1 for y.
+
+        Returns:
+            (B, n, d) or (B, m, d) float32, with all points that there is room for.
+        """
+        self._pulling[place].run(partial(self._pull, place))
+        return self._gradients[place].clone()
+
+    def _pull(self, place: int) -> None:
         pool, room, epsilon = self.pool, self.room, self._inputs.cross[0]
         cross = self._potentials[:, : room.points].contiguous()
         own = self._potentials[:, room.points :].contiguous() if len(self.terms) > 1 else None
         points = (pool.points.double() - pool.centre).float()
         # What rows of Q sum to, with the same rounding as their products.
         columns = torch.cat((points, torch.ones_like(points[..., :1])), 2)
-        height, found = max(1, ENTRIES // (room.problems * room.points)), []
-        for first in range(0, room.points, height):
-            rows = slice(first, min(first + height, room.points))
+        side, found = room.sides[place], []
+        height = max(1, ENTRIES // (room.problems * room.points))
+        for first in range(side.start, side.stop, height):
+            rows = slice(first, min(first + height, side.stop))
             plan = signed_plan(pool.scores, cross, own, pool.masses, epsilon, rows, room.n)
             images = plan @ columns
             found.append(points[:, rows] * images[..., -1:] - images[..., :-1])
-        self._gradient = torch.cat(found, 1) * (2 * pool.lambda_x).float()
+        self._gradients[place] = torch.cat(found, 1) * (2 * pool.lambda_x).float()
 
     def potentials(self, sizes: tuple[int, int]) -> list[Tensor]:
         """Copies of f (n,) and g (m,) of the first cross term, then f of both self terms."""

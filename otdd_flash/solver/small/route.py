@@ -101,7 +101,7 @@ def solve_small(
         start: potentials to start from, by term.
         progress: called whenever the device was asked, for every term.
         solved: called after each term, as solved(name, operator, term).
-        pulled: called instead with the gradient by the points.
+        pulled: called instead, each with the gradient by the points of its side.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
@@ -142,9 +142,8 @@ def solve_small(
                 return None
             terms[name] = term
         if pulled is not None:
-            first = solve.room.n
-            (gradient,) = solve.gradient()
-            pulled(gradient[: len(x)], gradient[first : first + len(y)])
+            for place, take in pulled.items():
+                take(solve.gradient(place)[0, : sizes[place]])
         elif solved is not None:
             for name in ("xx", "yy", "xy") if debias else ("xy",):
                 costs = facts_of(reads[TERMS.index(name)])
