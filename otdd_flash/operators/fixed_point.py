@@ -96,7 +96,7 @@ class FixedPoint:
         symmetric = cost.symmetric and f is g
         scale, sides = LOG2_E / epsilon, []
         single = cost.class_costs.numel() == 1
-        for side, potential in enumerate((f, g)):
+        for side, potential in enumerate((f,) if symmetric else (f, g)):
             logs, present, squares = self._points[side]
             term = (potential.double() - squares).mul_(scale).add_(logs)
             if single:
@@ -107,7 +107,7 @@ class FixedPoint:
             sides.append(DigitSide(cost.points[side], layout, self._centre, self._scale, packed))
         rows, columns = plan_marginals(
             sides[0],
-            sides[1],
+            sides[-1],
             None if single else cost.class_costs * scale,
             2 * cost.lambda_x * scale / self._scale**2,
             digits,

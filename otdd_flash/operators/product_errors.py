@@ -33,11 +33,12 @@ def product_errors(cost: LabelledCost, squares: Pair, lost: Pair) -> Pair:
         lost: e_i^2 (n,) and e_j^2 (m,), float64.
     """
     theta = (_mean(cost, lost) / _mean(cost, squares).clamp_min(TINY)).sqrt().clamp_min(TINY)
-    of_x, of_y = (
-        cost.lambda_x * (off / theta + theta * (norms.sqrt() + off.sqrt()).square())
-        for off, norms in zip(lost, squares, strict=True)
-    )
-    return of_x, of_y
+
+    def errors(off: Tensor, norms: Tensor) -> Tensor:
+        return cost.lambda_x * (off / theta + theta * (norms.sqrt() + off.sqrt()).square())
+
+    of_x = errors(lost[0], squares[0])
+    return of_x, of_x if cost.symmetric else errors(lost[1], squares[1])
 
 
 def squares_about(cost: LabelledCost, centre: Tensor) -> Pair:

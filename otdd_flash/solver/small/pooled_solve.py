@@ -26,7 +26,12 @@ from otdd_flash.operators.pooled_term import PooledTerm
 from otdd_flash.operators.score_pool import Room, ScorePool
 from otdd_flash.solver.small.exchanged import GOAL, TERMS, UNIT, Batch, Inputs, Read
 from otdd_flash.solver.term import plans
-from otdd_flash.solver.term.plan_evidence import PlanEvidence, cross_evidence, self_evidence
+from otdd_flash.solver.term.plan_evidence import (
+    PlanEvidence,
+    cross_evidence,
+    lowered_plan,
+    self_evidence,
+)
 
 # Iterations of one replay.
 STEPS = 4
@@ -204,8 +209,10 @@ class PooledSolve:
         cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
         known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated
         f, g, updated = (part.view(room.problems, -1) for part in known)
-        evidence = cross_evidence(PooledTerm(self.pool, "xy"), f, g, updated, epsilon)
-        return evidence, torch.zeros_like(cross.mean_cost)
+        operator = PooledTerm(self.pool, "xy")
+        plan = lowered_plan(operator, f, g, updated, epsilon)
+        lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
+        return cross_evidence(operator, plan, lost, epsilon), torch.zeros_like(cross.mean_cost)
 
     def _certify_own(self, term: str) -> tuple[PlanEvidence, Tensor]:
         own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room

@@ -18,7 +18,13 @@ from otdd_flash.engine.evidence import oscillation, primal
 from otdd_flash.engine.evidence.perturbed_costs import outwards
 from otdd_flash.operators.base import Certifiable, CostFacts, Marginals, Operator
 from otdd_flash.solver.term import plans
-from otdd_flash.solver.term.plan_evidence import PlanEvidence, cross_evidence, self_evidence
+from otdd_flash.solver.term.plan_evidence import (
+    PlanEvidence,
+    cross_evidence,
+    lowered_plan,
+    polished_plan,
+    self_evidence,
+)
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.
 MOST_SCALED, SCALED_UNITS = 0.25, 16.0
@@ -61,12 +67,15 @@ def certify(
     if updated is None:
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
+    plan = lowered_plan(operator, f, g, updated, epsilon, accurate=polished)
+    lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
     if not polished:
-        evidence = cross_evidence(operator, f, g, updated, epsilon)
+        evidence = cross_evidence(operator, plan, lost, epsilon)
         numbers = evidence.numbers.tolist()
         if not shows_rounding(operator.costs, numbers, epsilon):
             return conclude(operator.costs, evidence, numbers, epsilon)
-    evidence = cross_evidence(operator, f, g, updated, epsilon, polished=True, accurate=polished)
+    plan = polished_plan(operator, plan, lost, epsilon, accurate=polished)
+    evidence = cross_evidence(operator, plan, lost, epsilon)
     return conclude(operator.costs, evidence, evidence.numbers.tolist(), epsilon)
 
 

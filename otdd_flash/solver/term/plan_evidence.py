@@ -42,36 +42,18 @@ class PlanEvidence(NamedTuple):
     passes: int
 
 
-def cross_evidence(
+def lowered_plan(
     operator: Certifiable,
     f: Tensor,
     g: Tensor,
     updated: Tensor,
     epsilon: Epsilon,
     *,
-    polished: bool = False,
     accurate: bool = False,
-) -> PlanEvidence:
-    """What `certify` computes, which asks the device nothing; arguments as there."""
-    plan = _lowered(operator, f, g, updated, epsilon, accurate=accurate)
-    lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
-    if polished:
-        plan = _polished(operator, plan, lost, epsilon, accurate=accurate)
-    return _evidence(operator, plan, lost, epsilon)
-
-
-def _lowered(
-    operator: Certifiable,
-    f: Tensor,
-    g: Tensor,
-    updated: Tensor,
-    epsilon: Epsilon,
-    *,
-    accurate: bool,
 ) -> plans.Plan:
     """The plan of f (n,) and the lesser of g (m,) and its update, which leaves no column too much.
 
-    Points without mass take the update.
+    Points without mass take the update. It asks the device nothing.
     """
     unit = torch.finfo(operator.costs.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
@@ -79,10 +61,10 @@ def _lowered(
     return plans.evaluate(operator, f.double(), g, epsilon, accurate=accurate)
 
 
-def _polished(
+def polished_plan(
     operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon, *, accurate: bool
 ) -> plans.Plan:
-    """Both updates once more, by exact sums.
+    """That of both updates once more, by exact sums.
 
     Lost points, whose factors are 1, get potentials so low that errors cannot make up for it.
     """
@@ -95,7 +77,7 @@ def _polished(
     return plans.evaluate(operator, f, g, epsilon, accurate=accurate)._replace(passes=3)
 
 
-def _evidence(
+def cross_evidence(
     operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon
 ) -> PlanEvidence:
     """Of the plan of a cross term, after a row update of all rows but the lost ones."""
