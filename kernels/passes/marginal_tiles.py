@@ -14,7 +14,7 @@ from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile
 # block of rows, take 32 MiB beside the digits.
 CHUNK_COLUMNS = 16384
 MOST_ROWS = 16384
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 32 << 20
 
 
 def chunk_sizes(row_bytes: int) -> tuple[int, int]:

@@ -17,20 +17,24 @@ import torch
 
 T = TypeVar("T")
 
-# Steps of a recording, after which the device is asked how far they are. The first are launched one
-# by one: they compile kernels, and may start from tensors that are aligned otherwise than others.
+# Steps of a recording, after which the device is asked how far they are.
 STEPS = 2
+
+# How often steps are launched one by one before they are recorded. The first compile kernels, and
+# may start from tensors that are aligned otherwise than others; and a recording takes the time of
+# some more, which those who need few never pay.
+LAUNCHED = 3
 
 
 class Repeated:
-    """Steps that become a CUDA graph after the first ones.
+    """Steps that become a CUDA graph after the first ones, `LAUNCHED` times `STEPS`.
 
     It does not hold the step, which may hold it: memory is freed when a solve ends, not when the
     garbage collector finds the circle.
     """
 
     def __init__(self) -> None:
-        self._taken = False
+        self._launched = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, step: Callable[[], None]) -> None:
@@ -44,9 +48,9 @@ class Repeated:
             for _ in range(STEPS):
                 step()
 
-        if not self._taken:
+        if self._launched < LAUNCHED:
             launch()
-            self._taken = True
+            self._launched += 1
             return
         if self._graph is None:
             self._graph = _recorder(torch.cuda.current_stream()).record(launch)
