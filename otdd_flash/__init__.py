@@ -48,12 +48,15 @@ if TYPE_CHECKING:
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
+    from otdd_flash.solver.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
     from otdd_flash.solver.loss import sinkhorn_loss
     from otdd_flash.solver.losses import sinkhorn_losses
     from otdd_flash.solver.schedules.converged import Converged
     from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+    from otdd_flash.solver.schur import CGOptions
 
 __all__ = [
+    "CGOptions",
     "Callbacks",
     "Checkpoints",
     "ClassDistances",
@@ -66,12 +69,14 @@ __all__ = [
     "FlowResult",
     "GeomlossSchedule",
     "GroundCost",
+    "HessianProduct",
     "InputError",
     "JointClassDistances",
     "LabeledSamples",
     "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
+    "SinkhornHessian",
     "Stepping",
     "SubsampleInterval",
     "__version__",
@@ -86,6 +91,7 @@ __all__ = [
     "pairwise_distances",
     "sinkhorn",
     "sinkhorn_divergence",
+    "sinkhorn_hessian",
     "sinkhorn_loss",
     "sinkhorn_losses",
     "subsample_interval",
@@ -96,6 +102,7 @@ _HOMES = {
     "Callbacks": "otdd_flash.flows.flow",
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
+    "CGOptions": "otdd_flash.solver.schur",
     "ComputeOptions": "otdd_flash.operators.build",
     "Converged": "otdd_flash.solver.schedules.converged",
     "ConvergenceError": "otdd_flash.errors",
@@ -105,6 +112,7 @@ _HOMES = {
     "FlowResult": "otdd_flash.flows.result",
     "GeomlossSchedule": "otdd_flash.solver.schedules.geomloss",
     "GroundCost": "otdd_flash.operators.ground",
+    "HessianProduct": "otdd_flash.solver.hessian",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",
     "LabeledSamples": "otdd_flash.samples",
@@ -112,6 +120,7 @@ _HOMES = {
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise_result",
     "Stepping": "otdd_flash.flows.stepping",
+    "SinkhornHessian": "otdd_flash.solver.hessian",
     "SubsampleInterval": "otdd_flash.sampling",
     "class_distances": "otdd_flash.labels",
     "dataset_distance": "otdd_flash.otdd",
@@ -122,6 +131,7 @@ _HOMES = {
     "pairwise_distances": "otdd_flash.pairwise",
     "sinkhorn": "otdd_flash.solver.clouds",
     "sinkhorn_divergence": "otdd_flash.solver.clouds",
+    "sinkhorn_hessian": "otdd_flash.solver.hessian",
     "sinkhorn_loss": "otdd_flash.solver.loss",
     "sinkhorn_losses": "otdd_flash.solver.losses",
     "subsample_interval": "otdd_flash.sampling",

@@ -48,6 +48,7 @@ TABLE_CLASS = "otdd_flash.labels.table.ClassDistances"
 JOINT_TABLE_CLASS = "otdd_flash.labels.many.JointClassDistances"
 COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
 COST_CLASS = "otdd_flash.operators.ground.GroundCost"
+CG_CLASS = "otdd_flash.solver.schur.CGOptions"
 SCHEDULE_CLASS = "otdd_flash.solver.schedules.base.Schedule"
 STEPPING_CLASS = "otdd_flash.flows.stepping.Stepping"
 FLOW_CLASS = "otdd_flash.flows.flow.Flow"
@@ -272,6 +273,17 @@ SINKHORN_LOSS: Declaration = {
     "debias": flag,
     "start": start,
     "compute": optional(compute),
+}
+CG_OPTIONS: Declaration = {
+    "tolerance": number("be between 0 and 1", lambda value: 0 < value < 1),
+    "max_iterations": count,
+    "damping": not_negative,
+}
+SINKHORN_HESSIAN: Declaration = {
+    **{name: check for name, check in SINKHORN_LOSS.items() if name != "ground"},
+    "lambda_x": not_negative,
+    "lambda_y": not_negative,
+    "cg": instance("be otdd.CGOptions()", CG_CLASS),
 }
 SINKHORN_LOSSES: Declaration = {
     **{name: check for name, check in SINKHORN_LOSS.items() if name != "start"},

@@ -145,3 +145,36 @@ def finite_differences(
         moved.view(-1)[index] = step
         gradient.view(-1)[index] = (function(point + moved) - function(point - moved)) / (2 * step)
     return gradient
+
+
+def hessian_product(
+    coupling: Tensor,
+    points: tuple[Tensor, Tensor],
+    along: tuple[Tensor, Tensor],
+    epsilon: float,
+    lambda_x: float = 0.5,
+) -> tuple[Tensor, Tensor]:
+    """How the gradients of OT_epsilon by x and y change along A (n, d), B (m, d), sums of P fixed.
+
+    Dense: both potentials answer by the pseudo-inverse of the whole system.
+    """
+    (x, y), (a, b), n = points, along, len(coupling)
+    r, c = coupling.sum(1), coupling.sum(0)
+    change = 2 * lambda_x * ((x[:, None] - y[None]) * (a[:, None] - b[None])).sum(2)
+    weighted = coupling * change
+    matrix = torch.cat((torch.cat((r.diag(), coupling), 1), torch.cat((coupling.T, c.diag()), 1)))
+    w = torch.linalg.pinv(matrix, rtol=1e-13, hermitian=True) @ torch.cat(
+        (weighted.sum(1), weighted.sum(0))
+    )
+    moved = (coupling * (w[:n, None] + w[None, n:]) - weighted) / epsilon
+    by_x = 2 * lambda_x * (r[:, None] * a - coupling @ b - moved @ y)
+    return by_x, 2 * lambda_x * (c[:, None] * b - coupling.T @ a - moved.T @ x)
+
+
+def own_hessian_product(
+    coupling: Tensor, x: Tensor, along: Tensor, epsilon: float, lambda_x: float = 0.5
+) -> Tensor:
+    """Likewise of the self term, both of whose arguments are x."""
+    return sum(
+        hessian_product(coupling, (x, x), (along, along), epsilon, lambda_x), torch.zeros(())
+    )

@@ -157,6 +157,14 @@ CALLS: dict[str, Entry] = {
         | {"labels_y": None, "class_table": None, "class_totals": None, "lambda_x": 0.5}
         | {"lambda_y": 0.5, "debias": False, "start": None, "options": None, "compute": None},
     ),
+    "sinkhorn_hessian": (
+        otdd.sinkhorn_hessian,
+        {"x": X, "y": Y, "a": None, "b": None, "epsilon": 1.0, "labels_x": None}
+        | {"labels_y": None, "class_table": None, "class_totals": None, "lambda_x": 0.5}
+        | {"lambda_y": 0.5, "debias": False, "start": None, "options": None, "compute": None}
+        | {"cg": otdd.CGOptions()},
+    ),
+    "CGOptions": (otdd.CGOptions, {"tolerance": 1e-5, "max_iterations": 10, "damping": 0.0}),
     "sinkhorn_losses": (
         otdd.sinkhorn_losses,
         {"x": [X], "y": [Y], "a": None, "b": None, "epsilon": 1.0, "labels_x": None}
@@ -230,6 +238,7 @@ def test_every_callable_that_is_public_is_called_here() -> None:
     called = {function for function, _ in CALLS.values()}
     made_here = {otdd.FlowResult, otdd.DistanceResult, otdd.PairwiseResult}
     made_here |= {otdd.NoiseFloor, otdd.SubsampleInterval, otdd.JointClassDistances}
+    made_here |= {otdd.SinkhornHessian, otdd.HessianProduct}
     for name in otdd.__all__:
         value = getattr(otdd, name)
         error = isinstance(value, type) and issubclass(value, Exception)

@@ -129,6 +129,8 @@ class Execution(NamedTuple):
         refined: makes the same cost to the full accuracy of the potentials, to end a solve on; None
             where the operator is that already.
         sampled: the cost between some rows (k,) and columns (l,), int64, each side of equal masses.
+        kept_plan: holds the plan of f (n,), g (m,) and an epsilon for many products, a `plan.Plan`;
+            None where it does not, or where memory is short.
     """
 
     backend: str
@@ -136,6 +138,7 @@ class Execution(NamedTuple):
     sampled: Callable[[Tensor, Tensor], Operator]
     refined: Callable[[], Operator] | None = None
     recorded: bool = False
+    kept_plan: Callable[[Tensor, Tensor, float], Any] | None = None
 
 
 class Certifiable(Protocol):
@@ -211,7 +214,7 @@ class Operator(Certifiable, Protocol):
     ) -> Applied:
         """P V (n, k) for V (m, k), and P 1 (n,); with `factors` A (n, r), B (m, r), (P o A B^T) V.
 
-        If `transposed`, P^T U (m, k) for U (n, k), and P^T 1 (m,).
+        If `transposed`, P^T U (m, k) for U (n, k), and P^T 1 (m,), or (P o A B^T)^T U.
         """
         ...
 

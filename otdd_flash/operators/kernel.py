@@ -131,15 +131,16 @@ class KernelOperator:
         transposed: bool = False,
         factors: tuple[Tensor, Tensor] | None = None,
     ) -> Applied:
-        """P V (n, k) and P 1 (n,), or (P o A B^T) V, or P^T U (m, k) and P^T 1 (m,)."""
-        if transposed:
-            scores = self._transposed._replace(parts=self._plan_parts)
-            sides = self._columns, self._rows, scores
-            return _applied(*sides, self.b, (g, f), epsilon, values, None)
+        """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
         packed = None
         if factors is not None:
             left, right = factors
             packed = _packed_matrix(left, self._rows), _packed_matrix(right, self._columns)
+        if transposed:
+            scores = self._transposed._replace(parts=self._plan_parts)
+            sides = self._columns, self._rows, scores
+            turned = None if packed is None else packed[::-1]
+            return _applied(*sides, self.b, (g, f), epsilon, values, turned)
         scores = self._scores._replace(parts=self._plan_parts)
         sides = self._rows, self._columns, scores
         return _applied(*sides, self.a, (f, g), epsilon, values, packed)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostRange
+from otdd_flash.operators.base import CostRange, Execution
 from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
 from otdd_flash.operators.labelled_cost import LabelledCost, equal_masses
+from otdd_flash.operators.memory import UNASKED, free_memory
+from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.operators.whole_points import whole_products
 
@@ -87,6 +89,17 @@ class StoredOperator(TiledOperator):
     def backend(self) -> str:
         """How the scores are held."""
         return "torch, scores kept"
+
+    @property
+    def execution(self) -> Execution:
+        """As of any tiles; a plan takes as much memory as the scores."""
+        return super().execution._replace(kept_plan=self._kept_plan)
+
+    def _kept_plan(self, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
+        needed = self.scores.nbytes
+        if needed > UNASKED and needed > free_memory(self.device) // 2:
+            return None
+        return KeptPlan(self.plan_entries(f, g, epsilon))
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64: one read of the scores."""

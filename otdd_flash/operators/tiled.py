@@ -221,21 +221,30 @@ class TiledOperator(ABC):
         transposed: bool = False,
         factors: tuple[Tensor, Tensor] | None = None,
     ) -> Applied:
-        """P V (n, k) and P 1 (n,), or (P o A B^T) V, or P^T U (m, k) and P^T 1 (m,)."""
+        """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
         values = values.to(self.dtype)
         sums = torch.zeros_like(self.b if transposed else self.a)
         out = torch.zeros((len(sums), values.shape[1]), dtype=self.dtype, device=self.device)
         for rows, plan in self._plan_tiles(f, g, epsilon):
             if transposed:
                 sums += plan.sum(0)
-                out.addmm_(plan.T, values[rows])
-                continue
-            sums[rows] = plan.sum(1).double()
+            else:
+                sums[rows] = plan.sum(1).double()
             if factors is not None:
                 left, right = (factor.to(self.dtype) for factor in factors)
                 plan.mul_(left[rows] @ right.T)
-            torch.mm(plan, values, out=out[rows])
+            if transposed:
+                out.addmm_(plan.T, values[rows])
+            else:
+                torch.mm(plan, values, out=out[rows])
         return Applied(out, sums)
+
+    def plan_entries(self, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
+        """P (n, m), in the type of scores."""
+        entries = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for rows, plan in self._plan_tiles(f, g, epsilon):
+            entries[rows] = plan
+        return entries
 
     def _plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         scale = LOG2_E / epsilon

@@ -2,43 +2,100 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
 
+# second(along): what the gradients change by, of every input, where the inputs move along these
+# directions, each of the shape of its input, or None where one stands still.
+Second = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
+
 
 class KnownGradient(torch.autograd.Function):
     """A value whose derivatives are known already: backward only scales them.
 
-    `KnownGradient.apply(value, gradients, *inputs)` is a copy of `value` whose derivative by
-    `inputs[k]` is `gradients[k]`, of the same shape. A value of shape (B,) is B values, each of the
-    inputs at its place of the first dimension alone. Differentiable once.
+    `KnownGradient.apply(value, gradients, second, *inputs)` is a copy of `value` whose derivative
+    by `inputs[k]` is `gradients[k]`, of the same shape. A value of shape (B,) is B values, each of
+    the inputs at its place of the first dimension alone. Differentiable twice where `second` tells
+    second derivatives, and else once.
     """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        gradients: tuple[Tensor, ...],
+        second: Second | None,
+        *inputs: Tensor,
+    ) -> Tensor:
         """The value; keeps the gradients, and the inputs that they belong to."""
         ctx.save_for_backward(*gradients)
         # Not saved: an input may change in place before backward, which does not read it.
-        ctx.inputs = inputs
+        ctx.inputs, ctx.second = inputs, second
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Scale times each gradient."""
-        # Scaled first: gradients in a half type may be too small without the loss scale.
-        scaled = [
-            (_spread(scale.detach(), gradient) * gradient).to(given)
-            for gradient, given in zip(ctx.saved_tensors, ctx.inputs, strict=True)
-        ]
         # Of create_graph=True.
+        again = torch.is_grad_enabled()
+        if again and ctx.second is not None:
+            scaled = _Moving.apply(ctx.second, ctx.saved_tensors, scale, *ctx.inputs)
+        else:
+            scaled = _scaled(scale.detach(), ctx.saved_tensors, ctx.inputs)
+            if again:
+                ties = scale, *ctx.inputs
+                scaled = tuple(OnceDifferentiable.apply(part, *ties) for part in scaled)
+        return None, None, None, *scaled
+
+
+class _Moving(torch.autograd.Function):
+    """Scaled gradients whose own derivatives are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, second: Second, gradients: Sequence[Tensor], scale: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Scale times each gradient."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(scale, *gradients)
+        ctx.second, ctx.inputs = second, inputs
+        return _scaled(scale, gradients, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
+        """By the scale and by every input."""
+        scale, *gradients = ctx.saved_tensors
+        if all(one is None for one in along):
+            return (None,) * (3 + len(ctx.inputs))
+        with torch.no_grad():
+            given = [None if one is None else one.detach() for one in along]
+            pairs = [
+                (one * gradient).sum()
+                for one, gradient in zip(given, gradients, strict=True)
+                if one is not None
+            ]
+            by_scale = torch.stack([pair.to(scale) for pair in pairs]).sum().reshape(scale.shape)
+            changes = ctx.second(given)
+            found = by_scale, *_scaled(scale, changes, ctx.inputs)
         if torch.is_grad_enabled():
-            ties = scale, *ctx.inputs
-            scaled = [cast(Tensor, OnceDifferentiable.apply(part, *ties)) for part in scaled]
-        return None, None, *scaled
+            ties = scale, *ctx.inputs, *(one for one in along if one is not None)
+            found = tuple(_TwiceDifferentiable.apply(part, *ties) for part in found)
+        return None, None, *found
+
+
+def _scaled(
+    scale: Tensor, gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    # Scaled first: gradients in a half type may be too small without the loss scale.
+    return tuple(
+        (_spread(scale, gradient) * gradient).to(given)
+        for gradient, given in zip(gradients, inputs, strict=True)
+    )
 
 
 def _spread(scale: Tensor, gradient: Tensor) -> Tensor:
@@ -69,4 +126,20 @@ class OnceDifferentiable(torch.autograd.Function):
         raise InputError(
             "the loss is differentiable once, and its gradient was to be differentiated; detach "
             "the gradient, or take differences of gradients at inputs nearby"
+        )
+
+
+class _TwiceDifferentiable(OnceDifferentiable):
+    """Likewise a second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        """Refused.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "the loss is differentiable twice, and its second derivative was to be "
+            "differentiated; detach that, or take differences of it at inputs nearby"
         )

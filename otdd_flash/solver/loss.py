@@ -9,20 +9,18 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
-from otdd_flash.errors import InputError, prefixed
-from otdd_flash.operators.build import Compute, ComputeOptions
+from otdd_flash.errors import InputError
+from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
 from otdd_flash.solver.known_gradient import KnownGradient
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.second_derivatives import SecondDerivatives
+from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
 from otdd_flash.solver.term_solves import Potentials
-
-# How far from 1 given masses may sum: float32 rounding of many of them, and nothing worse.
-MASS_TOLERANCE = 1e-6
 
 
 @takes(arguments.SINKHORN_LOSS)
@@ -47,10 +45,12 @@ def sinkhorn_loss(
 ) -> Tensor:
     """S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2, for autograd.
 
-    Differentiable, once, in x, y, a, b, class_table, lambda_x and lambda_y. The forward pass solves
-    to `options.tolerance` and computes what the inputs that require a gradient need; the backward
-    pass only scales it. Memory is that of the solve, whatever the number of iterations. Where the
-    gradient itself is differentiated, autograd ends in an `InputError`.
+    Differentiable in x, y, a, b, class_table, lambda_x and lambda_y, and twice in x and y where no
+    other of them requires a gradient (`create_graph=True`). The forward pass solves to
+    `options.tolerance` and computes what the inputs that require a gradient need; the backward pass
+    only scales it. Memory is that of the solve, whatever the number of iterations. A second
+    backward pass solves the linear systems of `sinkhorn_hessian`, to 1e-5, or 1e-10 of points in
+    float64, from the potentials alone.
 
     The gradient is exact for the dual value at the potentials that the solver returned, converged
     or not (Danskin; Feydy et al. 2019, Interpolating between optimal transport and MMD using
@@ -90,26 +90,23 @@ def sinkhorn_loss(
             reach.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
     """
-    _check_one_device(x, y)
-    _check_classes(labels_x, labels_y, class_table)
-    weights = GroundCost(_number("lambda_x", lambda_x), _number("lambda_y", lambda_y), ground)
-    totals = _class_totals(labels_x, labels_y, class_table, class_totals)
-    source = _samples(("x", "a"), x, labels_x, totals[0], a)
-    target = _samples(("y", "b"), y, labels_y, totals[1], b)
-    dtype = torch.promote_types(source.features.dtype, target.features.dtype)
-    if compute is None:
-        precision = "double" if dtype == torch.float64 else "fast"
-        compute = ComputeOptions(device=str(x.device), precision=precision)
-    compute = ComputeOptions.of(compute)
+    problem = problem_of_tensors(
+        (x, a, labels_x),
+        (y, b, labels_y),
+        epsilon,
+        class_table,
+        class_totals,
+        GroundCost(_number("lambda_x", lambda_x), _number("lambda_y", lambda_y), ground),
+        compute,
+        debias=debias,
+    )
     options = options or Converged()
-    table = None if class_table is None else class_table.detach()
     inputs: dict[Input, Any] = {
         **{"x": x, "y": y, "a": a, "b": b},
         **{"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y},
     }
     needs = _needs(inputs)
     with torch.no_grad():
-        problem = Problem.between(source, target, epsilon, table, weights, compute, debias=debias)
         gradient = DivergenceGradient(problem, needs, debias=debias)
         divergence = problem.solve(
             options,
@@ -119,13 +116,16 @@ def sinkhorn_loss(
             pulled=gradient.pulled if needs else None,
         )
     report_convergence(divergence, options)
-    value = torch.tensor(divergence.value, dtype=dtype, device=x.device)
+    value = torch.tensor(divergence.value, dtype=type_of(problem), device=x.device)
     if not needs:
         return value
-    _along_simplex(gradient.total, source, target)
+    _along_simplex(gradient.total, *problem.request.given)
     parts = tuple(gradient.total.values())
-    wanted = (inputs[key] for key in gradient.total)
-    return cast(Tensor, KnownGradient.apply(value, parts, *wanted))
+    wanted = [inputs[key] for key in gradient.total]
+    second = None
+    if ground == "sqeuclidean":
+        second = SecondDerivatives(tuple(gradient.total), wanted, problem, divergence, options)
+    return cast(Tensor, KnownGradient.apply(value, parts, second, *wanted))
 
 
 def _needs(inputs: dict[Input, Any]) -> Needs:
@@ -142,73 +142,6 @@ def _along_simplex(gradient: Gradient, source: LabeledSamples, target: LabeledSa
     sides: dict[Input, LabeledSamples] = {"a": source, "b": target}
     for key in gradient.keys() & sides.keys():
         gradient[key] -= sides[key].masses.to(gradient[key].device) @ gradient[key]
-
-
-def _check_one_device(x: Tensor, y: Tensor) -> None:
-    if x.device != y.device:
-        raise InputError(
-            f"x is on {x.device} and y on {y.device}; move both to one device with .to()"
-        )
-
-
-def _check_classes(labels_x: Tensor | None, labels_y: Tensor | None, table: Tensor | None) -> None:
-    """Refuse labels without distances between them, and distances without labels to look up."""
-    labelled = labels_x is not None or labels_y is not None
-    if labelled and table is None:
-        raise InputError(
-            "labels need class_table, the squared distances between their classes, such as "
-            "otdd.class_distances([x, y]).between(0, 1).full; without them leave the labels out"
-        )
-    if table is not None and not labelled:
-        raise InputError(
-            "class_table needs labels_x and labels_y, which tell the class of every point; without "
-            "classes leave the table out"
-        )
-
-
-def _samples(
-    called: tuple[str, str],
-    points: Tensor,
-    labels: Tensor | None,
-    classes: int,
-    masses: Tensor | None,
-) -> LabeledSamples:
-    """One side; `called` names the arguments of its points and of its masses."""
-    names = tuple(map(str, range(classes)))
-    weights = None if masses is None else masses.detach()
-    points = points.detach().contiguous()
-    try:
-        samples = LabeledSamples(points, labels, names, weights, name=called[0])
-    except InputError as error:
-        raise prefixed(called[0], error) from error
-    if weights is not None:
-        total = float(weights.double().sum())
-        if abs(total - 1) > MASS_TOLERANCE:
-            raise InputError(f"{called[1]} must sum to 1, got {total:.8g}; divide it by its sum")
-    return samples
-
-
-def _class_totals(
-    labels_x: Tensor | None,
-    labels_y: Tensor | None,
-    table: Tensor | None,
-    given: tuple[int, int] | None,
-) -> tuple[int, int]:
-    """(V_x, V_y): as given, or as the labels tell if that fits the table."""
-    if given is not None:
-        return given
-    seen_x, seen_y = (
-        1 if labels is None or not len(labels) else int(labels.max()) + 1
-        for labels in (labels_x, labels_y)
-    )
-    # Labels can only tell too few classes, so what fits the table is right.
-    if table is not None and table.shape != (seen_x + seen_y, seen_x + seen_y):
-        raise InputError(
-            f"class_table has shape {tuple(table.shape)}, but the labels tell of {seen_x} + "
-            f"{seen_y} classes; if the last class of a side has no point here, pass "
-            "class_totals=(V_x, V_y)"
-        )
-    return seen_x, seen_y
 
 
 def _number(name: str, value: float | Tensor) -> float:

@@ -15,12 +15,13 @@ from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.known_gradient import KnownGradient
-from otdd_flash.solver.loss import MASS_TOLERANCE, sinkhorn_loss
+from otdd_flash.solver.loss import sinkhorn_loss
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.batches import solve_batch
 from otdd_flash.solver.small.exchanged import Batch
 from otdd_flash.solver.small.route import pays
+from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
 
 Clouds = Tensor | Sequence[Tensor]
 
@@ -139,7 +140,7 @@ def sinkhorn_losses(
     losses = solved.values.to(clouds[0])
     if wanted:
         moved = (clouds[k] for k in wanted)
-        losses = cast(Tensor, KnownGradient.apply(losses, solved.gradients, *moved))
+        losses = cast(Tensor, KnownGradient.apply(losses, solved.gradients, None, *moved))
     rest = (~(solved.proved & admitted)).nonzero().flatten().tolist()
     if not rest:
         return losses

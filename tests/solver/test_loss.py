@@ -112,7 +112,7 @@ def test_backward_scales_and_is_not_disturbed_by_a_step() -> None:
     "of", [lambda loss: loss, torch.square, lambda loss: 2 * loss], ids=["itself", "square", "2"]
 )
 @pytest.mark.parametrize("inner", [lambda x: x, lambda x: x.exp()], ids=["leaf", "function"])
-def test_a_second_derivative_is_refused(
+def test_second_derivatives_by_others_are_refused(
     of: Callable[[Tensor], Tensor], inner: Callable[[Tensor], Tensor]
 ) -> None:
     x, y, lambda_x = leaf(cloud(9, 0)), cloud(7, 1), leaf(torch.tensor(0.5))
@@ -123,14 +123,25 @@ def test_a_second_derivative_is_refused(
 
     found, expected = gradients(create_graph=True), gradients(create_graph=False)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    message = r"^the loss is differentiable once, .*; detach the gradient, or take differences of "
+    message = r"^the loss is differentiable twice by x and y alone, .*; detach lambda_x$"
     for gradient in found:
         with pytest.raises(InputError, match=message):
             torch.autograd.grad(gradient.sum(), x, retain_graph=True)
+    message = r"^the loss is differentiable once, .*; detach the gradient, or take differences of "
     with pytest.raises(InputError, match=message):
         torch.autograd.functional.hvp(
-            lambda x: of(otdd.sinkhorn_loss(inner(x), y, epsilon=EPSILON)), cloud(9, 0), cloud(9, 2)
+            lambda x: of(otdd.sinkhorn_loss(inner(x), y, epsilon=EPSILON, ground="cosine")),
+            cloud(9, 0),
+            cloud(9, 2),
         )
+    # A third one as well.
+    message = r"^the loss is differentiable twice, .*; detach that, or take differences of it at "
+    (gradient,) = torch.autograd.grad(
+        of(otdd.sinkhorn_loss(inner(x), y, epsilon=EPSILON)), x, create_graph=True
+    )
+    (second,) = torch.autograd.grad(gradient.square().sum(), x, create_graph=True)
+    with pytest.raises(InputError, match=message):
+        torch.autograd.grad(second.sum(), x)
 
 
 def test_mass_gradients_run_along_the_simplex() -> None:

@@ -61,7 +61,7 @@ class ClassRepulsion:
             raise InputError("class_repulsion needs labelled particles")
         with torch.no_grad():
             value, gradient = _value_and_gradient(points, labels, masses, self.radius)
-        return cast(Tensor, KnownGradient.apply(value, (gradient,), points))
+        return cast(Tensor, KnownGradient.apply(value, (gradient,), None, points))
 
 
 def median_radius(start: LabeledSamples) -> float:

@@ -1,0 +1,120 @@
+"""The plan of two potentials, ready to be applied to one matrix after another.
+
+    P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon),      r = P 1,  c = P^T 1
+
+An operator evaluates it anew for every product; where it is held instead, a product is one read of
+it. Row and column sums are those of the very numbers that are multiplied, whatever rounded them.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import Operator
+
+# A (n, r) and B (m, r), entries of whose product A B^T weight those of a plan.
+Factors = tuple[Tensor, Tensor]
+
+
+class Plan(Protocol):
+    """A plan P (n, m); products come in float64, accurate to the type of the operator."""
+
+    @property
+    def rows(self) -> Tensor:
+        """P 1 (n,), float64."""
+        ...
+
+    @property
+    def columns(self) -> Tensor:
+        """P^T 1 (m,), float64."""
+        ...
+
+    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+        """P V (n, k) for V (m, k), or (P o A B^T) V."""
+        ...
+
+    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U."""
+        ...
+
+
+class StreamedPlan:
+    """Evaluated anew for every product.
+
+    Args:
+        operator: the cost and the masses.
+        f: (n,) potential, in units of the cost.
+        g: (m,) potential.
+        epsilon: regularisation, in units of the cost.
+    """
+
+    def __init__(self, operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> None:
+        self._operator, self._at = operator, (f, g, epsilon)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """P 1 (n,)."""
+        return self._operator.apply_plan(*self._at, _ones(self._operator.b)).masses
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """P^T 1 (m,)."""
+        ones = _ones(self._operator.a)
+        return self._operator.apply_plan(*self._at, ones, transposed=True).masses
+
+    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+        """P V (n, k), or (P o A B^T) V."""
+        return self._operator.apply_plan(*self._at, values, factors=factors).values.double()
+
+    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+        """P^T U (m, k), or (P o A B^T)^T U."""
+        applied = self._operator.apply_plan(*self._at, values, transposed=True, factors=factors)
+        return applied.values.double()
+
+
+class KeptPlan:
+    """Held as a matrix P (n, m)."""
+
+    def __init__(self, entries: Tensor) -> None:
+        self._entries = entries
+        self.rows, self.columns = (entries.sum(side, dtype=torch.float64) for side in (1, 0))
+
+    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+        """P V (n, k), or (P o A B^T) V."""
+        return self._apply(self._entries, values, factors)
+
+    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+        """P^T U (m, k), or (P o A B^T)^T U."""
+        return self._apply(self._entries.T, values, None if factors is None else factors[::-1])
+
+    def _apply(self, entries: Tensor, values: Tensor, factors: Factors | None) -> Tensor:
+        values = values.to(entries.dtype)
+        if factors is None:
+            return (entries @ values).double()
+        left, right = (factor.to(entries.dtype) for factor in factors)
+        height = max(1, WEIGHTED // len(right))
+        found = entries.new_empty((len(entries), values.shape[1]))
+        for first in range(0, len(entries), height):
+            rows = slice(first, first + height)
+            weighted = (left[rows] @ right.T).mul_(entries[rows])
+            torch.mm(weighted, values, out=found[rows])
+        return found.double()
+
+
+# Weighted entries that are there at once.
+WEIGHTED = 1 << 22
+
+
+def plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
+    """The plan of f (n,) and g (m,), held if the operator can and memory allows it."""
+    keep = operator.execution.kept_plan
+    kept = None if keep is None else keep(f, g, epsilon)
+    return StreamedPlan(operator, f, g, epsilon) if kept is None else kept
+
+
+def _ones(masses: Tensor) -> Tensor:
+    return torch.ones_like(masses).unsqueeze(1)

@@ -1,0 +1,313 @@
+"""Second derivatives of OT_epsilon by the points, along directions, in closed form.
+
+The gradient 2 L (r x - P y), L = lambda_x, moves with the points and with the plan. Along A (n, d)
+of x and B (m, d) of y the cost changes by C'_ij = 2 L <x_i - y_j, A_i - B_j> and the plan, whose
+sums r and c stay, by
+
+    dP = P o (w1 + w2^T - C') / epsilon,      dP 1 = 0,  dP^T 1 = 0,
+
+a linear system for w1 (n,) and w2 (m,), see `schur`. So (Ye et al. 2026, arXiv:2602.03067, Theorem
+5, for any plan and both clouds)
+
+    T_x = 2 L (r o A - P B - dP y)
+    T_y = 2 L (c o B - P^T A - dP^T x).
+
+With u = <x, A>, v = <y, B> by rows and e = (P v - <A, P y> - <x, P B>) / r the sums of P o C' are
+
+    s1 = 2 L r o (u + e)
+    s2 - P^T (s1 / r) = 2 L (c o v - <P^T A, y> - <B, P^T x> - P^T e)
+
+and with t1 = w1 - 2 L u = 2 L e - P w2 / r and t2 = w2 - 2 L v
+
+    epsilon dP y   = t1 o P y + P (t2 o y) + 2 L (P o (A y^T + x B^T)) y
+    epsilon dP^T x = t2 o P^T x + P^T (t1 o x) + 2 L (P o (A y^T + x B^T))^T x.
+
+Of these the row sums of P o A y^T with y are M_i A_i, M_i = sum_j P_ij y_j y_j^T, one pass for all
+directions where d is small. Points count from an origin near them, as dP 1 = 0 allows, and a
+direction is taken without its mean, whose image is known: T_x = 2 L r o (mean A - mean B).
+
+Between a cloud and itself, both arguments moving, B = A and both potentials are one:
+
+    (diag(r) + P) w = 2 L (r o (u + e) + P u),     e = -(<x, P A> + <A, P x>) / r
+    T = 4 L (r o A - P A - dP x).
+
+A system is solved to a residual, s - S w2 or s - (diag(r) + P) w, by which column sums of
+epsilon dP are off. As for a plan whose sums move, residual o y joins epsilon dP^T x, and residual o
+x that of a self term. With <w2, residual> / epsilon the curvature <(A, B), T (A, B)> then is off by
+the square of the residual only, and the system's share of it at most the exact one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import Operator, refined
+from otdd_flash.operators.build import CostInputs
+from otdd_flash.operators.plan import Factors, Plan, plan_of
+from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.solver.schur import (
+    CGOptions,
+    SchurSystem,
+    SelfSystem,
+    Solution,
+    System,
+    inverse,
+    solve,
+)
+from otdd_flash.solver.term.result import TransportTerm
+
+# Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.
+MOST_MOMENTS = 256
+
+# Coordinates of all points along all directions that are there at once.
+ELEMENTS = 1 << 25
+
+
+class Along(NamedTuple):
+    """Second derivatives along s directions.
+
+    Attributes:
+        x: (s, n, d) of the gradient by x, float64.
+        y: (s, m, d) of that by y; None where nothing asks for it.
+        curvature: (s,) float64, <direction, derivative>.
+        iterations: (s,) int64, of conjugate gradients.
+        residual: (s,) of the linear system, over its right-hand side.
+        converged: (s,) bool.
+    """
+
+    x: Tensor
+    y: Tensor | None
+    curvature: Tensor
+    iterations: Tensor
+    residual: Tensor
+    converged: Tensor
+
+
+class _Points:
+    """A plan and the points of its sides, about their origin, float64."""
+
+    def __init__(
+        self,
+        operator: Operator,
+        potentials: tuple[Tensor, Tensor],
+        epsilon: float,
+        inputs: CostInputs,
+        damping: float,
+        system: Callable[[Plan, float, float], System],
+    ) -> None:
+        exact = refined(operator)
+        unit = torch.finfo(operator.costs.dtype).eps / 2
+        self.epsilon, self.factor = epsilon, 2 * inputs.cost.squared.lambda_x
+        self.plan = plan_of(exact, *potentials, epsilon)
+        self.system = system(self.plan, unit, damping)
+        # What iterates is the cost that takes less time, if it is another one.
+        self.rounded = self.system
+        if exact is not operator:
+            self.rounded = system(plan_of(operator, *potentials, epsilon), unit, damping)
+        sides = [side.features for side in (inputs.source, inputs.target)]
+        clouds = zip(sides, (operator.a, operator.b), strict=True)
+        origin = origin_near(clouds, operator.costs.dtype).double()
+        self.x, self.y = (less_origin(points, origin) for points in sides)
+        self.by_row = inverse(self.plan.rows)
+
+    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+        """P V (s, n, k) for V (s, m, k)."""
+        return _apart(self.plan.times(_together(values), factors), len(values))
+
+    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+        """P^T U (s, m, k) for U (s, n, k)."""
+        return _apart(self.plan.transposed_times(_together(values), factors), len(values))
+
+    def times_both(self, values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """P V (s, n, k) and P q (s, n), for V (s, m, k) and q (s, m), in one pass."""
+        found = self.times(torch.cat((values, numbers[..., None]), 2))
+        return found[..., :-1], found[..., -1]
+
+    def transposed_times_both(self, values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """P^T U (s, m, k) and P^T q (s, m), likewise."""
+        found = self.transposed_times(torch.cat((values, numbers[..., None]), 2))
+        return found[..., :-1], found[..., -1]
+
+    @cached_property
+    def images(self) -> Tensor:
+        """P y (n, d)."""
+        return self.plan.times(self.y)
+
+    @cached_property
+    def transposed_images(self) -> Tensor:
+        """P^T x (m, d)."""
+        return self.plan.transposed_times(self.x)
+
+    @cached_property
+    def row_moments(self) -> Tensor | None:
+        """sum_j P_ij y_j y_j^T (n, d, d), for few coordinates."""
+        return _moments(self.plan.times, self.y)
+
+    @cached_property
+    def column_moments(self) -> Tensor | None:
+        """sum_i P_ij x_i x_i^T (m, d, d), likewise."""
+        return _moments(self.plan.transposed_times, self.x)
+
+
+class CrossCurvature:
+    """Of OT_epsilon between two clouds, at the potentials of a term.
+
+    Args:
+        operator: the cost that `inputs` describe.
+        term: potentials f (n,) and g (m,), and epsilon.
+        inputs: clouds and ground cost, squared Euclidean distances.
+        cg: how the linear systems are solved.
+    """
+
+    def __init__(
+        self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
+    ) -> None:
+        self._cg, given = cg, (operator, (term.f, term.g), term.epsilon, inputs, cg.damping)
+        self._at = _Points(*given, SchurSystem)
+
+    def along(self, a: Tensor, b: Tensor | None = None) -> Along:
+        """Along A (s, n, d) of x and B (s, m, d) of y, float64; without B, y stands still.
+
+        The derivative of the gradient by y is asked for by a B, which may be 0.
+        """
+        at, (r, c) = self._at, (self._at.plan.rows, self._at.plan.columns)
+        x, y, factor = at.x, at.y, at.factor
+        mean_a, a = _less_mean(a, r)
+        shift = mean_a
+        e = -_dot(a, at.images)
+        if b is not None:
+            mean_b, b = _less_mean(b, c)
+            shift = mean_a - mean_b
+            v = _dot(y, b)
+            of_b, of_v = at.times_both(b, v)
+            e += of_v - _dot(x, of_b)
+        e *= at.by_row
+        of_a, of_e = at.transposed_times_both(a, e)
+        right = -_dot(of_a, y) - of_e
+        if b is not None:
+            right += c * v - _dot(b, at.transposed_images)
+        solved = solve(at.system, at.rounded, (factor * right).T, self._cg)
+        w2 = solved.values.T
+        t2 = w2 if b is None else w2 - factor * v
+        moved, of_w2 = at.times_both(t2[..., None] * y, w2)
+        t1 = factor * e - at.by_row * of_w2
+        moved = moved + t1[..., None] * at.images + factor * self._weighted(a, b)
+        by_x = r[:, None] * a - moved / at.epsilon
+        by_y = None
+        if b is not None:
+            by_x -= of_b
+            moved = t2[..., None] * at.transposed_images + at.transposed_times(t1[..., None] * x)
+            moved += factor * self._transposed_weighted(a, b) + solved.left.T[..., None] * y
+            by_y = factor * (c[:, None] * (b - shift) - of_a - moved / at.epsilon)
+        by_x = factor * (by_x + r[:, None] * shift)
+        whole_a = a + mean_a
+        curvature = _dot(whole_a, by_x).sum(1)
+        if by_y is not None and b is not None:
+            curvature += _dot(b + mean_b, by_y).sum(1)
+        return _along(by_x, by_y, curvature, solved, at.epsilon)
+
+    def _weighted(self, a: Tensor, b: Tensor | None) -> Tensor:
+        """(P o (A y^T + x B^T)) y (s, n, d)."""
+        at = self._at
+        found = _paired(at.row_moments, a, lambda a: at.plan.times(at.y, (a, at.y)))
+        if b is not None:
+            found += torch.stack([at.plan.times(at.y, (at.x, one)) for one in b])
+        return found
+
+    def _transposed_weighted(self, a: Tensor, b: Tensor) -> Tensor:
+        """(P o (A y^T + x B^T))^T x (s, m, d)."""
+        at = self._at
+        found = _paired(at.column_moments, b, lambda b: at.plan.transposed_times(at.x, (at.x, b)))
+        return found + torch.stack([at.plan.transposed_times(at.x, (one, at.y)) for one in a])
+
+
+class SelfCurvature:
+    """Of OT_epsilon between a cloud and itself, both arguments moving; arguments as above."""
+
+    def __init__(
+        self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
+    ) -> None:
+        self._cg, given = cg, (operator, (term.f, term.f), term.epsilon, inputs, cg.damping)
+        self._at = _Points(*given, SelfSystem)
+
+    def along(self, a: Tensor) -> Along:
+        """Along A (s, n, d), float64."""
+        at, r = self._at, self._at.plan.rows
+        x, factor = at.x, at.factor
+        mean, a = _less_mean(a, r)
+        u = _dot(x, a)
+        of_a, of_u = at.times_both(a, u)
+        right = r * u - _dot(x, of_a) - _dot(a, at.images) + of_u
+        solved = solve(at.system, at.rounded, (factor * right).T, self._cg)
+        t = solved.values.T - factor * u
+        moved = t[..., None] * at.images + at.times(t[..., None] * x)
+        moved += factor * _paired(at.row_moments, a, lambda a: at.plan.times(x, (a, x)))
+        moved += factor * torch.stack([at.plan.times(x, (x, one)) for one in a])
+        moved += solved.left.T[..., None] * x
+        by_x = 2 * factor * (r[:, None] * a - of_a - moved / at.epsilon)
+        # Both potentials, so twice.
+        return _along(by_x, None, _dot(a + mean, by_x).sum(1), solved, at.epsilon / 2)
+
+
+def _along(
+    by_x: Tensor, by_y: Tensor | None, curvature: Tensor, solved: Solution, epsilon: float
+) -> Along:
+    curvature = curvature + (solved.values * solved.left).sum(0) / epsilon
+    return Along(by_x, by_y, curvature, solved.iterations, solved.residual, solved.converged)
+
+
+def in_parts(run: Callable[[slice], Along], directions: int, coordinates: int) -> Along:
+    """All directions, as many at once as memory is meant to hold, of so many coordinates each."""
+    size = max(1, ELEMENTS // coordinates)
+    parts = [run(slice(first, first + size)) for first in range(0, directions, size)]
+    if len(parts) == 1:
+        return parts[0]
+    x, y, *rest = zip(*parts, strict=True)
+    by_y = None if any(part is None for part in y) else torch.cat(y)
+    return Along(torch.cat(x), by_y, *(torch.cat(part) for part in rest))
+
+
+def _paired(moments: Tensor | None, along: Tensor, image: Callable[[Tensor], Tensor]) -> Tensor:
+    """Moments_i A_i (s, n, d) where there are any, else the images of A (n, d), one by one."""
+    if moments is None:
+        return torch.stack([image(one) for one in along])
+    return torch.einsum("nkl,snl->snk", moments, along)
+
+
+def _moments(times: Callable[[Tensor], Tensor], points: Tensor) -> Tensor | None:
+    """Images (n, d, d) of y_j y_j^T under a plan, None for many coordinates."""
+    dim = points.shape[1]
+    if dim * (dim + 1) // 2 > MOST_MOMENTS:
+        return None
+    first, second = torch.triu_indices(dim, dim, device=points.device)
+    images = times(points[:, first] * points[:, second])
+    found = images.new_empty((len(images), dim, dim))
+    found[:, first, second] = images
+    found[:, second, first] = images
+    return found
+
+
+def _less_mean(directions: Tensor, masses: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean (s, 1, d) of directions (s, n, d) over masses (n,), and what is left of them."""
+    mean = torch.einsum("n,snd->sd", masses, directions)[:, None] / masses.sum()
+    return mean, directions - mean
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """<one_i, other_i>, over the last dimension."""
+    return (one * other).sum(-1)
+
+
+def _together(values: Tensor) -> Tensor:
+    """(s, m, k) as the columns of one matrix (m, s k)."""
+    return values.transpose(0, 1).flatten(1)
+
+
+def _apart(values: Tensor, count: int) -> Tensor:
+    """A matrix (n, s k) as (s, n, k)."""
+    return values.reshape(len(values), count, -1).transpose(0, 1)

@@ -1,0 +1,266 @@
+"""Products of the divergence's Hessian by the points with directions, streamed."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from otdd_flash import arguments
+from otdd_flash.checks import shown, takes
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.build import Compute, CostInputs
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
+from otdd_flash.solver.divergence import Divergence, report_convergence
+from otdd_flash.solver.gradient import DivergenceGradient
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.tensor_problem import problem_of_tensors
+from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term_solves import Potentials
+
+
+@takes(arguments.SINKHORN_HESSIAN)
+def sinkhorn_hessian(
+    x: Tensor,
+    y: Tensor,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    epsilon: float,
+    labels_x: Tensor | None = None,
+    labels_y: Tensor | None = None,
+    class_table: Tensor | None = None,
+    class_totals: tuple[int, int] | None = None,
+    lambda_x: float = 0.5,
+    lambda_y: float = 0.5,
+    debias: bool = True,
+    start: Potentials | None = None,
+    options: Schedule | None = None,
+    cg: CGOptions = DEFAULTS,
+    compute: Compute | None = None,
+) -> SinkhornHessian:
+    """The Sinkhorn divergence with its first and second derivatives by the points x.
+
+    Args:
+        x: (n, d) points; this and what follows as in `sinkhorn_loss`, numbers for the lambdas.
+        y: (m, d) points, which stand still.
+        a: (n,) masses, uniform by default.
+        b: (m,) masses, likewise.
+        epsilon: regularisation, in units of the cost.
+        labels_x: (n,) class indices.
+        labels_y: (m,) class indices.
+        class_table: W (V_x + V_y, V_x + V_y).
+        class_totals: (V_x, V_y).
+        lambda_x: weight of ||x_i - y_j||^2.
+        lambda_y: weight of W.
+        debias: False leaves both self terms out.
+        start: potentials by term to start from.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
+        cg: when the linear systems of a product are solved.
+        compute: where and how passes run.
+
+    Raises:
+        InputError: as `sinkhorn_loss`.
+        ConvergenceError: `options.require_convergence` is set and a term stopped early.
+
+    Warns:
+        NotConvergedWarning: a term stopped early.
+    """
+    problem = problem_of_tensors(
+        (x, a, labels_x),
+        (y, b, labels_y),
+        epsilon,
+        class_table,
+        class_totals,
+        GroundCost(lambda_x, lambda_y),
+        compute,
+        debias=debias,
+    )
+    options = options or Converged()
+    gradient = DivergenceGradient(problem, frozenset({"x"}), debias=debias)
+    with torch.no_grad():
+        divergence = problem.solve(
+            options, debias=debias, start=start, solved=gradient, pulled=gradient.pulled
+        )
+    report_convergence(divergence, options)
+    return SinkhornHessian(problem, divergence, gradient.total["x"], options, cg)
+
+
+@dataclass(frozen=True, eq=False)
+class HessianProduct:
+    """A Hessian applied to s directions.
+
+    Attributes:
+        values: of the shape of the directions and the type of the points.
+        curvature: <v, T v> (s,), float64. Without debiasing it is at most the exact one but for
+            rounding, however early the linear system was left; with it an estimate.
+        iterations: of conjugate gradients, those of both terms, (s,) int64.
+        residual: of the linear system over its right-hand side, the larger of both terms', (s,).
+        converged: whether residuals are within the tolerance, (s,) bool.
+    """
+
+    values: Tensor
+    curvature: Tensor
+    iterations: Tensor
+    residual: Tensor
+    converged: Tensor
+
+
+class SinkhornHessian:
+    """A divergence with its gradient and Hessian T by the points x.
+
+    T is the derivative of the gradient at the sums r and c that the plan has, held fixed: of the
+    converged problem up to the marginal error, and always symmetric. Where x and y are equal, y
+    stands still.
+
+    Attributes:
+        divergence: the solved terms.
+        gradient: (n, d) by x, in the type of the points.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        divergence: Divergence,
+        gradient: Tensor,
+        options: Schedule,
+        cg: CGOptions,
+    ) -> None:
+        self.divergence, self.gradient = divergence, gradient
+        self._problem, self._options = problem, options
+        self._curvature = DivergenceCurvature(problem, divergence, cg)
+
+    @property
+    def value(self) -> float:
+        """The divergence, in units of the cost."""
+        return self.divergence.value
+
+    def product(self, v: Tensor) -> HessianProduct:
+        """T v for a direction v (n, d), or for each of v (s, n, d), which share all passes.
+
+        Raises:
+            InputError: v is no tensor of such a shape, of another type or device than x, or not
+                finite; or memory is short.
+            ConvergenceError: `options.require_convergence` is set and a linear system was not
+                solved to the tolerance.
+
+        Warns:
+            NotConvergedWarning: a linear system was not solved to the tolerance.
+        """
+        directions = self._checked(v)
+        with torch.no_grad():
+            found = self._problem.request.within_memory(
+                lambda: self._curvature.along(directions.double(), None)
+            )
+        report_residual(found, self._options)
+        values = found.x.to(directions.dtype)
+        values = values if v.ndim == 3 else values[0]
+        return HessianProduct(
+            values, found.curvature, found.iterations, found.residual, found.converged
+        )
+
+    def _checked(self, v: Tensor) -> Tensor:
+        points = self._problem.request.given[0].features
+        n, d = points.shape
+        accepted = f"v must be a tensor ({n}, {d}), or (s, {n}, {d}) of s >= 1 directions"
+        if not isinstance(v, Tensor) or v.ndim not in (2, 3) or v.shape[-2:] != points.shape:
+            raise InputError(f"{accepted}, got {shown(v)}")
+        if len(v) == 0:
+            raise InputError(f"{accepted}, got none")
+        if v.dtype != points.dtype or v.device != points.device:
+            raise InputError(
+                f"v must be {points.dtype} on {points.device} as the points, got {v.dtype} on "
+                f"{v.device}"
+            )
+        if not bool(v.isfinite().all()):
+            raise InputError("v holds NaN or infinite values")
+        return v.detach().reshape(-1, n, d)
+
+
+class DivergenceCurvature:
+    """Second derivatives of a solved divergence, T = T_xy - T_xx / 2 and likewise by y.
+
+    Args:
+        problem: the clouds and costs.
+        divergence: its terms.
+        cg: when linear systems are solved.
+    """
+
+    def __init__(self, problem: Problem, divergence: Divergence, cg: CGOptions) -> None:
+        self._problem, self._cg = problem, cg
+        self._terms: dict[str, TransportTerm] = divergence.terms
+
+    def along(self, a: Tensor, b: Tensor | None) -> Along:
+        """Along A (s, n, d) of x and B (s, m, d) of y, float64; without B, y stands still."""
+        coordinates = sum(side[0].numel() for side in (a, b) if side is not None)
+        return in_parts(
+            lambda part: self._along(a[part], None if b is None else b[part]), len(a), coordinates
+        )
+
+    def _along(self, a: Tensor, b: Tensor | None) -> Along:
+        found = self._cross.along(a, b)
+        if "xx" in self._terms:
+            found = _less_half(found, self._own_x.along(a), of_y=False)
+        if b is not None and "yy" in self._terms:
+            found = _less_half(found, self._own_y.along(b), of_y=True)
+        return found
+
+    @cached_property
+    def _cross(self) -> CrossCurvature:
+        return CrossCurvature(*self._of("xy"), self._cg)
+
+    @cached_property
+    def _own_x(self) -> SelfCurvature:
+        return SelfCurvature(*self._of("xx"), self._cg)
+
+    @cached_property
+    def _own_y(self) -> SelfCurvature:
+        return SelfCurvature(*self._of("yy"), self._cg)
+
+    def _of(self, name: str) -> tuple[Operator, TransportTerm, CostInputs]:
+        return self._problem.operator(name), self._terms[name], self._problem.inputs(name)
+
+
+def _less_half(found: Along, own: Along, *, of_y: bool) -> Along:
+    """The derivatives less half of those of a self term."""
+    x, y = found.x, found.y
+    if of_y:
+        assert y is not None
+        y = y - own.x / 2
+    else:
+        x = x - own.x / 2
+    return Along(
+        x,
+        y,
+        found.curvature - own.curvature / 2,
+        found.iterations + own.iterations,
+        torch.maximum(found.residual, own.residual),
+        found.converged & own.converged,
+    )
+
+
+def report_residual(found: Along, options: Schedule) -> None:
+    """Warn, or raise if convergence is required, where a linear system was not solved.
+
+    Raises:
+        ConvergenceError: as said.
+    """
+    if bool(found.converged.all()):
+        return
+    missed = int((~found.converged).sum())
+    message = (
+        f"conjugate gradients left a relative residual of {float(found.residual.max()):.1e} in "
+        f"{missed} of {len(found.converged)} directions; raise cg.tolerance or "
+        "cg.max_iterations, or set precision=double"
+    )
+    if options.require_convergence:
+        raise ConvergenceError(message)
+    warnings.warn(message, NotConvergedWarning, stacklevel=4)

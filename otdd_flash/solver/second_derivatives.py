@@ -1,0 +1,84 @@
+"""Second derivatives of a loss by its points, for autograd's second pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.gradient import POINTS, Input
+from otdd_flash.solver.hessian import DivergenceCurvature, report_residual
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schur import DEFAULTS, CGOptions
+
+# Of linear systems between points in float64.
+TIGHT = 1e-10
+
+# What the inputs are called where they are given.
+NAMES: dict[Input, str] = {"classes": "class_table"}
+
+
+class SecondDerivatives:
+    """What autograd's second pass asks for; holds points and potentials, and nothing of a solve.
+
+    Args:
+        keys: of the inputs.
+        inputs: that require a gradient.
+        problem: between the points as they were.
+        divergence: its terms.
+        options: whether a missed tolerance is an error.
+    """
+
+    def __init__(
+        self,
+        keys: tuple[Input, ...],
+        inputs: Sequence[Tensor],
+        problem: Problem,
+        divergence: Divergence,
+        options: Schedule,
+    ) -> None:
+        self._keys, self._problem, self._divergence = keys, problem, divergence
+        self._options = options
+        self._versions = [(given, given._version) for given in inputs]
+
+    def __call__(self, along: Sequence[Tensor | None]) -> list[Tensor]:
+        """The changes of all gradients, by the points alone.
+
+        Raises:
+            InputError: gradients by something else are to be differentiated, or something else
+                requires one; or points have changed in place since.
+            ConvergenceError: convergence is required and a linear system was not solved.
+        """
+        others = [key for key in self._keys if key not in POINTS]
+        if others:
+            names = ", ".join(NAMES.get(key, key) for key in others)
+            raise InputError(
+                "the loss is differentiable twice by x and y alone, and its gradient was to be "
+                f"differentiated where {names} require one too; detach {names}"
+            )
+        for given, version in self._versions:
+            if given._version != version:
+                raise InputError(
+                    "points were changed in place after the loss was computed, and its second "
+                    "derivative needs them as they were; clone them before"
+                )
+        directions = dict(zip(self._keys, along, strict=True))
+        x, y = (side.features for side in self._problem.request.given)
+
+        def of(key: Input, points: Tensor) -> Tensor:
+            one = directions.get(key)
+            still = torch.zeros_like(points, dtype=torch.float64)
+            return (still if one is None else one.to(still))[None]
+
+        a, b = of("x", x), of("y", y) if "y" in self._keys else None
+        tight = torch.float64 in (x.dtype, y.dtype)
+        cg = CGOptions(tolerance=TIGHT) if tight else DEFAULTS
+        curvature = DivergenceCurvature(self._problem, self._divergence, cg)
+        found = self._problem.request.within_memory(lambda: curvature.along(a, b))
+        report_residual(found, self._options)
+        changes = {"x": found.x} if found.y is None else {"x": found.x, "y": found.y}
+        return [changes[key][0] for key in self._keys]
