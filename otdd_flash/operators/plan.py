@@ -8,6 +8,7 @@ it. Row and column sums are those of the very numbers that are multiplied, whate
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Protocol
 
@@ -31,6 +32,11 @@ class Plan(Protocol):
     @property
     def columns(self) -> Tensor:
         """P^T 1 (m,), float64."""
+        ...
+
+    @property
+    def quick(self) -> Plan:
+        """The same, or one near it, whose products take less time and are less accurate."""
         ...
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
@@ -66,6 +72,11 @@ class StreamedPlan:
         ones = _ones(self._operator.a)
         return self._operator.apply_plan(*self._at, ones, transposed=True).masses
 
+    @property
+    def quick(self) -> Plan:
+        """This one."""
+        return self
+
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k), or (P o A B^T) V."""
         return self._operator.apply_plan(*self._at, values, factors=factors).values.double()
@@ -77,36 +88,57 @@ class StreamedPlan:
 
 
 class KeptPlan:
-    """Held as a matrix P (n, m)."""
+    """Held as a matrix P (n, m).
 
-    def __init__(self, entries: Tensor) -> None:
-        self._entries = entries
+    Products are summed in float64, a few rows at a time, or in the type of the entries.
+
+    Args:
+        entries: P.
+        products: the type to multiply and sum in.
+    """
+
+    def __init__(self, entries: Tensor, products: torch.dtype = torch.float64) -> None:
+        self._entries, self._products = entries, products
         self.rows, self.columns = (entries.sum(side, dtype=torch.float64) for side in (1, 0))
+
+    @cached_property
+    def quick(self) -> KeptPlan:
+        """The same with products in the type of the entries."""
+        same = self._entries.dtype == self._products
+        return self if same else KeptPlan(self._entries, self._entries.dtype)
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k), or (P o A B^T) V."""
-        return self._apply(self._entries, values, factors)
+        values = values.to(self._products)
+        found = values.new_empty((len(self._entries), values.shape[1]))
+        for rows, entries in self._blocks(factors):
+            torch.mm(entries, values, out=found[rows])
+        return found.double()
 
     def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P^T U (m, k), or (P o A B^T)^T U."""
-        return self._apply(self._entries.T, values, None if factors is None else factors[::-1])
-
-    def _apply(self, entries: Tensor, values: Tensor, factors: Factors | None) -> Tensor:
-        values = values.to(entries.dtype)
-        if factors is None:
-            return (entries @ values).double()
-        left, right = (factor.to(entries.dtype) for factor in factors)
-        height = max(1, WEIGHTED // len(right))
-        found = entries.new_empty((len(entries), values.shape[1]))
-        for first in range(0, len(entries), height):
-            rows = slice(first, first + height)
-            weighted = (left[rows] @ right.T).mul_(entries[rows])
-            torch.mm(weighted, values, out=found[rows])
+        values = values.to(self._products)
+        found = values.new_zeros((self._entries.shape[1], values.shape[1]))
+        for rows, entries in self._blocks(factors):
+            found.addmm_(entries.T, values[rows])
         return found.double()
 
+    def _blocks(self, factors: Factors | None) -> Iterator[tuple[slice, Tensor]]:
+        """Rows and their entries, weighted, in the type of the products."""
+        n, m = self._entries.shape
+        whole = factors is None and self._entries.dtype == self._products
+        height = n if whole else max(1, BLOCK_ENTRIES // m)
+        for first in range(0, n, height):
+            rows = slice(first, first + height)
+            entries = self._entries[rows].to(self._products)
+            if factors is not None:
+                left, right = (factor.to(self._products) for factor in factors)
+                entries = (left[rows] @ right.T).mul_(entries)
+            yield rows, entries
 
-# Weighted entries that are there at once.
-WEIGHTED = 1 << 22
+
+# Entries that are weighted, or converted, at once.
+BLOCK_ENTRIES = 1 << 20
 
 
 def plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:

@@ -240,10 +240,11 @@ class TiledOperator(ABC):
         return Applied(out, sums)
 
     def plan_entries(self, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
-        """P (n, m), in the type of scores."""
+        """P (n, m), computed in float64 and rounded once, to the type of scores."""
         entries = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for rows, plan in self._plan_tiles(f, g, epsilon):
-            entries[rows] = plan
+        f, g = present(self.a, f), present(self.b, g)
+        for rows, plan in self._exact_tiles(f, g, epsilon):
+            entries[rows] = plan.mul_(self.a[rows, None]).mul_(self.b)
         return entries
 
     def _plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:

@@ -106,9 +106,8 @@ class _Points:
         self.plan = plan_of(exact, *potentials, epsilon)
         self.system = system(self.plan, unit, damping)
         # What iterates is the cost that takes less time, if it is another one.
-        self.rounded = self.system
-        if exact is not operator:
-            self.rounded = system(plan_of(operator, *potentials, epsilon), unit, damping)
+        near = self.plan if exact is operator else plan_of(operator, *potentials, epsilon)
+        self.rounded = system(near.quick, unit, damping)
         sides = [side.features for side in (inputs.source, inputs.target)]
         clouds = zip(sides, (operator.a, operator.b), strict=True)
         origin = origin_near(clouds, operator.costs.dtype).double()
@@ -177,12 +176,11 @@ class CrossCurvature:
         """
         at, (r, c) = self._at, (self._at.plan.rows, self._at.plan.columns)
         x, y, factor = at.x, at.y, at.factor
-        mean_a, a = _less_mean(a, r)
-        shift = mean_a
+        shift, a = _less_mean(a, r)
         e = -_dot(a, at.images)
         if b is not None:
             mean_b, b = _less_mean(b, c)
-            shift = mean_a - mean_b
+            shift = shift - mean_b
             v = _dot(y, b)
             of_b, of_v = at.times_both(b, v)
             e += of_v - _dot(x, of_b)
@@ -205,10 +203,10 @@ class CrossCurvature:
             moved += factor * self._transposed_weighted(a, b) + solved.left.T[..., None] * y
             by_y = factor * (c[:, None] * (b - shift) - of_a - moved / at.epsilon)
         by_x = factor * (by_x + r[:, None] * shift)
-        whole_a = a + mean_a
-        curvature = _dot(whole_a, by_x).sum(1)
+        # Means and what is left are orthogonal.
+        curvature = factor * r.sum() * shift.square().sum((1, 2)) + _dot(a, by_x).sum(1)
         if by_y is not None and b is not None:
-            curvature += _dot(b + mean_b, by_y).sum(1)
+            curvature += _dot(b, by_y).sum(1)
         return _along(by_x, by_y, curvature, solved, at.epsilon)
 
     def _weighted(self, a: Tensor, b: Tensor | None) -> Tensor:
@@ -239,7 +237,7 @@ class SelfCurvature:
         """Along A (s, n, d), float64."""
         at, r = self._at, self._at.plan.rows
         x, factor = at.x, at.factor
-        mean, a = _less_mean(a, r)
+        _, a = _less_mean(a, r)
         u = _dot(x, a)
         of_a, of_u = at.times_both(a, u)
         right = r * u - _dot(x, of_a) - _dot(a, at.images) + of_u
@@ -251,7 +249,7 @@ class SelfCurvature:
         moved += solved.left.T[..., None] * x
         by_x = 2 * factor * (r[:, None] * a - of_a - moved / at.epsilon)
         # Both potentials, so twice.
-        return _along(by_x, None, _dot(a + mean, by_x).sum(1), solved, at.epsilon / 2)
+        return _along(by_x, None, _dot(a, by_x).sum(1), solved, at.epsilon / 2)
 
 
 def _along(

@@ -121,3 +121,20 @@ def test_hadamard_weighted_plan_times_matrix(case, precision, rank, near):
     error = (got.values.double() - expected).abs() / (applied.plan.sum(1, keepdim=True) * bound)
     assert float(error.nan_to_num(0).max()) <= 4 * TOLERANCE[precision] + applied.rtol
     applied.check_masses(got.masses, applied.plan)
+
+
+@pytest.mark.slow(after=1)
+@pairwise(case=CASES, near=NEAR, precision=PRECISIONS)
+def test_hadamard_weighted_transposed_plan_times_matrix(case, precision, near):
+    applied = Applied(case, precision, near)
+    n, m, *_ = case
+    draw = torch.Generator().manual_seed(3)
+    left, right = (torch.randn(size, 3, generator=draw).to(DEVICE) for size in (n, m))
+    values = torch.rand(n, 2, generator=draw).to(DEVICE)
+    got = applied.operator.apply_plan(
+        applied.f, applied.g, EPSILON, values, transposed=True, factors=(left, right)
+    )
+    bound = float(left.norm(dim=1).max() * right.norm(dim=1).max())
+    expected = (applied.plan * (left.double() @ right.double().T)).T @ values.double()
+    error = (got.values.double() - expected).abs() / (applied.plan.sum(0)[:, None] * bound)
+    assert float(error.nan_to_num(0).max()) <= 4 * TOLERANCE[precision] + applied.rtol

@@ -9,7 +9,7 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators import labelled_cost, streamed, tiled
+from otdd_flash.operators import labelled_cost, plan, stored, streamed, tiled
 from otdd_flash.operators.base import Applied
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
@@ -157,6 +157,56 @@ def test_hadamard_weighted_plan_application(case: Case) -> None:
     rtol = relative(case)
     torch.testing.assert_close(got.values.double(), expected, rtol=rtol, atol=1e-30)
     torch.testing.assert_close(got.masses, case.plan.sum(1), rtol=rtol, atol=1e-30)
+
+
+def test_transposed_hadamard_weighted_plan_application(case: Case) -> None:
+    (n, m) = case.operator.shape
+    values = torch.rand(n, 2, dtype=torch.float64) + 0.5
+    factors = torch.rand(n, 4).double() + 0.5, torch.rand(m, 4).double() + 0.5
+    got = case.operator.apply_plan(
+        case.f, case.g, EPSILON, values, transposed=True, factors=factors
+    )
+    expected = (case.plan * (factors[0] @ factors[1].T)).T @ values
+    rtol = relative(case)
+    torch.testing.assert_close(got.values.double(), expected, rtol=rtol, atol=1e-30)
+    torch.testing.assert_close(got.masses, case.plan.sum(0), rtol=rtol, atol=1e-30)
+
+
+@pytest.mark.parametrize("block", [1 << 20, 64])
+@pytest.mark.parametrize("quick", [False, True])
+def test_plans_that_are_kept_and_that_are_not(
+    case: Case, block: int, quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "BLOCK_ENTRIES", block)
+    (n, m), rtol = case.operator.shape, relative(case)
+    at = case.f, case.g, EPSILON
+    kept = plan.plan_of(case.operator, *at)
+    stored = isinstance(case.operator, StoredOperator)
+    assert isinstance(kept, plan.KeptPlan if stored else plan.StreamedPlan)
+    draw = torch.Generator().manual_seed(0)
+    rows, columns, *factors = (
+        torch.rand(size, k, generator=draw).double() + 0.5
+        for size, k in ((m, 3), (n, 3), (n, 2), (m, 2))
+    )
+    for each in (kept.quick if quick else kept, plan.StreamedPlan(case.operator, *at)):
+        torch.testing.assert_close(each.rows, case.plan.sum(1), rtol=rtol, atol=1e-30)
+        torch.testing.assert_close(each.columns, case.plan.sum(0), rtol=rtol, atol=1e-30)
+        for weights in (None, (factors[0], factors[1])):
+            entries = case.plan if weights is None else case.plan * (weights[0] @ weights[1].T)
+            got = each.times(rows, weights), each.transposed_times(columns, weights)
+            for found, expected in zip(got, (entries @ rows, entries.T @ columns), strict=True):
+                assert found.dtype == torch.float64
+                torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-30)
+
+
+def test_a_plan_is_kept_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "UNASKED", 0)
+    cost = torch.rand(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    operator = StoredOperator.from_cost(cost, *(torch.full((k,), 1 / k).double() for k in (6, 5)))
+    at = torch.zeros(6), torch.zeros(5), EPSILON
+    for free, kind in ((2 * cost.nbytes, plan.KeptPlan), (cost.nbytes, plan.StreamedPlan)):
+        monkeypatch.setattr(stored, "free_memory", lambda _, free=free: free)
+        assert isinstance(plan.plan_of(operator, *at), kind)
 
 
 def test_mean_cost_and_range(case: Case) -> None:

@@ -1,0 +1,143 @@
+"""Linear systems of a plan, against dense solves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.plan import KeptPlan
+from otdd_flash.solver import schur
+from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, conjugate_gradients, solve
+
+UNIT = 2.0**-53
+
+
+def plan(n: int, m: int, *, symmetric: bool = False, spread: float = 3.0) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    logs = spread * torch.randn(n, m, generator=draw, dtype=torch.float64)
+    entries = ((logs + logs.T) / 2 if symmetric else logs).exp()
+    return entries / entries.sum()
+
+
+def rounded(entries: Tensor, share: float) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    off = share * (2 * torch.rand(entries.shape, generator=draw, dtype=torch.float64) - 1)
+    return entries * (1 + off)
+
+
+def dense_schur(entries: Tensor, damping: float = 0.0) -> Tensor:
+    r, c = entries.sum(1), entries.sum(0)
+    inverse = torch.where(r > 0, 1 / r, 0)
+    return (1 + damping) * c.diag() - entries.T @ (inverse[:, None] * entries)
+
+
+def right_sides(matrix: Tensor, count: int = 3) -> Tensor:
+    draw = torch.Generator().manual_seed(2)
+    return matrix @ torch.randn(len(matrix), count, generator=draw, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_schur_complements(damping: float, zeros: bool) -> None:
+    entries = plan(30, 20)
+    if zeros:
+        entries[3], entries[:, 5] = 0, 0
+    matrix = dense_schur(entries, damping)
+    system = SchurSystem(KeptPlan(entries), UNIT, damping)
+    values = torch.randn(20, 3, generator=torch.Generator().manual_seed(3)).double()
+    torch.testing.assert_close(system.times(values), matrix @ values, rtol=1e-12, atol=1e-16)
+    right = right_sides(matrix)
+    found = solve(system, system, right, CGOptions(1e-12))
+    assert bool(found.converged.all())
+    assert float((matrix @ found.values - right).norm() / right.norm()) <= 1e-11
+    torch.testing.assert_close(found.left, right - matrix @ found.values, rtol=0, atol=1e-15)
+    assert float(found.residual.max()) <= 1e-12
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_self_systems(damping: float) -> None:
+    entries = plan(25, 25, symmetric=True, spread=1.0)
+    matrix = (1 + damping) * entries.sum(1).diag() + entries
+    system = SelfSystem(KeptPlan(entries), UNIT, damping)
+    right = right_sides(matrix)
+    found = solve(system, system, right, CGOptions(1e-12))
+    expected = torch.linalg.solve(matrix, right)
+    torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("share", [1e-3, 3e-2])
+def test_residuals_of_the_plan_itself_correct_what_a_rounded_one_gives(share: float) -> None:
+    entries = plan(30, 20, spread=1.0)
+    system = SchurSystem(KeptPlan(entries), UNIT)
+    near = SchurSystem(KeptPlan(rounded(entries, share)), UNIT)
+    right = right_sides(dense_schur(entries))
+    found = solve(system, near, right, CGOptions(1e-6))
+    assert bool(found.converged.all())
+    assert float(found.residual.max()) <= 1e-6
+    left = right - system.times(found.values)
+    torch.testing.assert_close(found.left, left, rtol=0, atol=1e-9 * float(right.abs().max()))
+
+
+def test_a_plan_that_is_too_far_is_given_up() -> None:
+    """Corrections that do not halve the residual end the solve; the best so far is returned."""
+    entries = plan(30, 20, spread=1.0)
+    system = SchurSystem(KeptPlan(entries), UNIT)
+    other = SchurSystem(KeptPlan(plan(30, 20, spread=2.0)), UNIT)
+    right = right_sides(dense_schur(entries))
+    found = solve(system, other, right, CGOptions(1e-10))
+    assert not bool(found.converged.any())
+    assert float(found.residual.max()) <= 1
+    assert float(found.residual.min()) > 1e-10
+
+
+def test_every_direction_stops_by_itself() -> None:
+    entries = plan(30, 20)
+    matrix = dense_schur(entries)
+    system = SchurSystem(KeptPlan(entries), UNIT)
+    right = right_sides(matrix)
+    right[:, 1] = 0
+    together = solve(system, system, right, CGOptions(1e-9))
+    assert int(together.iterations[1]) == 0
+    assert float(together.values[:, 1].abs().max()) == 0
+    for k in range(3):
+        alone = solve(system, system, right[:, [k]], CGOptions(1e-9))
+        torch.testing.assert_close(alone.values[:, 0], together.values[:, k], rtol=1e-9, atol=1e-12)
+        assert int(alone.iterations) == int(together.iterations[k])
+
+
+def test_no_more_iterations_than_asked_for() -> None:
+    entries = plan(60, 50)
+    system = SchurSystem(KeptPlan(entries), UNIT)
+    found = solve(system, system, right_sides(dense_schur(entries)), CGOptions(1e-12, 4))
+    assert found.iterations.tolist() == [4, 4, 4]
+    assert not bool(found.converged.any())
+
+
+def test_directions_without_energy_but_for_rounding_end_the_iteration() -> None:
+    """Two groups without mass between them: their difference is in the kernel."""
+    entries = torch.block_diag(plan(10, 8, spread=1.0), plan(10, 8, spread=1.0)) / 2
+    system = SchurSystem(KeptPlan(entries), 1e-10)
+    kernel = torch.cat((torch.ones(8), -torch.ones(8))).double()[:, None]
+    right = system.masses[:, None] * kernel
+    goal, most = torch.zeros(1, dtype=torch.float64), torch.tensor([1000])
+    values, iterations = conjugate_gradients(system, right, goal, most)
+    assert int(iterations) <= 1
+    assert bool(values.isfinite().all())
+    matrix = dense_schur(entries)
+    right = right_sides(matrix)
+    found = solve(system, system, right, CGOptions(1e-9))
+    assert bool(found.converged.all())
+    assert float((matrix @ found.values - right).norm() / right.norm()) <= 1e-8
+
+
+def test_constants_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the projection rounding adds a part that nothing takes away."""
+    entries = plan(40, 30, spread=2.0)
+    system = SchurSystem(KeptPlan(entries), UNIT)
+    right = right_sides(dense_schur(entries)) + 1e-3 * system.masses[:, None]
+    found = solve(system, system, right, CGOptions(1e-10))
+    assert bool(found.converged.all())
+    monkeypatch.setattr(system, "constants", False)
+    assert not bool(solve(system, system, right, CGOptions(1e-10)).converged.any())
+    assert CGOptions() == schur.DEFAULTS
