@@ -42,6 +42,8 @@ BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
 # Q is scaled by 2^10: rows whose sums lie in this range neither overflow nor lose bits.
 LOG2_SCALE = 10
 ROW_RANGE = 2.0**-5, 2.0**5
+# The exponent of a row that is not there.
+NOTHING = -1e30
 
 # Programs of neighbouring rows run together, so that tiles of y are read from the cache.
 GROUP = 8
@@ -184,6 +186,40 @@ def apply_plan_blocks(
         out.index_copy_(0, points, product)
         sums.index_copy_(0, points, row_sums.mul_(unit))
     return out[:count], sums[:count]
+
+
+def hold_plan(
+    rows: Side,
+    columns: Side,
+    scores: Scores,
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    present: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """All of Q in float16, scaled by 2^LOG2_SCALE, and Q 1.
+
+    Args:
+        rows: n packed points.
+        columns: m packed points.
+        scores: how they make scores, of one part.
+        potentials: f (N,) and g (M,), float32, in units of the cost.
+        epsilon: in units of the cost.
+        present: (N,) bool; the rows of other points, and of padding, are 0.
+
+    Returns:
+        (n, m) float16 and (n,) float32 in packed order; the first holds only as long as the second
+        stays within `ROW_RANGE` where there are points.
+    """
+    launch = _Launch(rows, columns, scores, potentials, epsilon, None)
+    filled = rows.points.layout.spread(present.float(), 0.0) > 0
+    launch.row_term = torch.where(filled, launch.row_term, NOTHING)
+    n, m = rows.points.layout.size, columns.points.layout.size
+    out = torch.empty((n, m), dtype=torch.float16, device=launch.device)
+    sums = torch.empty(n, device=launch.device)
+    for row in range(0, n, BLOCK_HEIGHT):
+        part = slice(row, min(row + BLOCK_HEIGHT, n))
+        sums[part] = launch(out[None, part], row, 0)
+    return out, sums * 2.0**-LOG2_SCALE
 
 
 def plan_tile(depth: int, device: torch.device, *, factors: bool, gather: bool) -> Tile:

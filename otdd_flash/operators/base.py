@@ -131,6 +131,8 @@ class Execution(NamedTuple):
         sampled: the cost between some rows (k,) and columns (l,), int64, each side of equal masses.
         kept_plan: holds the plan of f (n,), g (m,) and an epsilon for many products, a `plan.Plan`;
             None where it does not, or where memory is short.
+        rounded_plan: holds one near it for many products that take less time, a `plan.Products`;
+            likewise.
     """
 
     backend: str
@@ -139,6 +141,7 @@ class Execution(NamedTuple):
     refined: Callable[[], Operator] | None = None
     recorded: bool = False
     kept_plan: Callable[[Tensor, Tensor, float], Any] | None = None
+    rounded_plan: Callable[[Tensor, Tensor, float], Any] | None = None
 
 
 class Certifiable(Protocol):

@@ -16,15 +16,22 @@ from torch import Tensor
 
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.passes.half_step import half_step
-from otdd_flash.kernels.passes.plan_application import ROW_RANGE, apply_plan_blocks
+from otdd_flash.kernels.passes.plan_application import (
+    LOG2_SCALE,
+    ROW_RANGE,
+    apply_plan_blocks,
+    hold_plan,
+)
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import PackedPoints, arrange, pack, power_of_two_scale
 from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Execution, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
+from otdd_flash.operators.half_plan import HalfPlan
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
+from otdd_flash.operators.memory import UNASKED, free_memory
 from otdd_flash.operators.tiled import LOG2_ZERO
 
 PARTS = {"fast": 1, "high": 3}
@@ -91,11 +98,31 @@ class KernelOperator:
             self.sample,
             None if self._precision == "high" or self._lattice else self._refine,
             self.recorded,
+            rounded_plan=self._rounded_plan,
         )
 
     def _refine(self) -> KernelOperator:
         """The cost of the original points, to float32 accuracy."""
         return KernelOperator(self.cost, "high", self)
+
+    def _rounded_plan(self, f: Tensor, g: Tensor, epsilon: float) -> HalfPlan | None:
+        """In float16, of points of one part, if half of what memory is free holds it."""
+        layouts = self._rows.points.layout, self._columns.points.layout
+        needed = 2 * layouts[0].size * layouts[1].size
+        if needed > UNASKED and needed > free_memory(self.a.device) // 2:
+            return None
+        rows, columns = (
+            Side(side.points, side.points.squares[0] * self.cost.lambda_x, side.log2_masses)
+            for side in (self._rows, self._columns)
+        )
+        scores = self._scores._replace(parts=1)
+        potentials = _single(f), _single(g)
+        entries, sums = hold_plan(rows, columns, scores, potentials, epsilon, self.a > 0)
+        low, high = ROW_RANGE
+        there = sums[layouts[0].position[self.a > 0]]
+        if not bool(((there >= low) & (there <= high)).all()):
+            return None
+        return HalfPlan(entries, 2.0**-LOG2_SCALE, self.a, layouts)
 
     def seen_points(self) -> tuple[Tensor, Tensor]:
         """Both clouds less one point, as this precision rounds them, (n, d) and (m, d) float64."""

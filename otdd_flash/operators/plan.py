@@ -21,8 +21,8 @@ from otdd_flash.operators.base import Operator
 Factors = tuple[Tensor, Tensor]
 
 
-class Plan(Protocol):
-    """A plan P (n, m); products come in float64, accurate to the type of the operator."""
+class Products(Protocol):
+    """Products with a plan P (n, m), float64, and the sums of what they multiply."""
 
     @property
     def rows(self) -> Tensor:
@@ -34,8 +34,20 @@ class Plan(Protocol):
         """P^T 1 (m,), float64."""
         ...
 
+    def times(self, values: Tensor) -> Tensor:
+        """P V (n, k) for V (m, k)."""
+        ...
+
+    def transposed_times(self, values: Tensor) -> Tensor:
+        """P^T U (m, k) for U (n, k)."""
+        ...
+
+
+class Plan(Products, Protocol):
+    """A plan P (n, m) to the accuracy of its operator's type."""
+
     @property
-    def quick(self) -> Plan:
+    def quick(self) -> Products:
         """The same, or one near it, whose products take less time and are less accurate."""
         ...
 
@@ -72,10 +84,12 @@ class StreamedPlan:
         ones = _ones(self._operator.a)
         return self._operator.apply_plan(*self._at, ones, transposed=True).masses
 
-    @property
-    def quick(self) -> Plan:
-        """This one."""
-        return self
+    @cached_property
+    def quick(self) -> Products:
+        """One that is held, if the operator can and memory allows it."""
+        hold = self._operator.execution.rounded_plan
+        held: Products | None = None if hold is None else hold(*self._at)
+        return self if held is None else held
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k), or (P o A B^T) V."""

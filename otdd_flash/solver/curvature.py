@@ -48,7 +48,7 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.operators.plan import Factors, Plan, plan_of
+from otdd_flash.operators.plan import Factors, Products, plan_of
 from otdd_flash.solver.centred import less_origin, origin_near
 from otdd_flash.solver.schur import (
     CGOptions,
@@ -98,7 +98,7 @@ class _Points:
         epsilon: float,
         inputs: CostInputs,
         damping: float,
-        system: Callable[[Plan, float, float], System],
+        system: Callable[[Products, float, float], System],
     ) -> None:
         exact = refined(operator)
         unit = torch.finfo(operator.costs.dtype).eps / 2

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from otdd_flash.arguments import CG_OPTIONS
 from otdd_flash.checks import check_fields
-from otdd_flash.operators.plan import Plan
+from otdd_flash.operators.plan import Products
 
 # Corrections by the residual of the plan itself.
 REFINEMENTS = 3
@@ -82,7 +82,7 @@ class System(Protocol):
 class SchurSystem:
     """S + delta diag(c) of a plan between two clouds."""
 
-    def __init__(self, plan: Plan, precision: float, damping: float = 0.0) -> None:
+    def __init__(self, plan: Products, precision: float, damping: float = 0.0) -> None:
         self._plan, self.masses = plan, plan.columns
         self.constants, self.precision, self._scale = damping == 0, precision, 1 + damping
 
@@ -98,7 +98,7 @@ class SelfSystem:
 
     constants = False
 
-    def __init__(self, plan: Plan, precision: float, damping: float = 0.0) -> None:
+    def __init__(self, plan: Products, precision: float, damping: float = 0.0) -> None:
         self._plan, self.masses = plan, plan.rows
         self.precision, self._scale = precision, 1 + damping
 

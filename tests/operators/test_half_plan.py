@@ -1,0 +1,98 @@
+"""Plans that are held in float16, against dense float64."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+
+from otdd_flash.kernels.passes import plan_application
+from otdd_flash.operators import kernel
+from otdd_flash.operators.half_plan import HalfPlan
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.plan import StreamedPlan, plan_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EPSILON = 0.4
+# Entries and the points that they are made of have eleven bits each.
+UNIT = 2.0**-11
+
+
+def operator(n: int, m: int, classes: int) -> KernelOperator:
+    draw = torch.Generator().manual_seed(n)
+    x, y = (torch.randn(size, 5, generator=draw).to(DEVICE) / 2 for size in (n, m))
+    a, b = (torch.rand(size, generator=draw).double().to(DEVICE) + 0.1 for size in (n, m))
+    a[n // 2], b[0] = 0, 0
+    costs = torch.rand(classes, classes, generator=draw).double().to(DEVICE)
+    labels = (torch.arange(size, device=DEVICE) % classes for size in (n, m))
+    cost = LabelledCost(
+        x,
+        y,
+        a / a.sum(),
+        b / b.sum(),
+        labels_x=next(labels),
+        labels_y=next(labels),
+        class_costs=costs,
+        lambda_x=0.5,
+    )
+    return KernelOperator(cost, "fast")
+
+
+def potentials(cost: KernelOperator) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.rand(cost.shape[1], generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    return cost.softmin_rows(g, EPSILON), g
+
+
+def dense(cost: KernelOperator, f: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    x, y = cost.seen_points()
+    labels_x, labels_y = cost.cost.labels
+    costs = reference.dense_cost(x, y, 0.5, cost.cost.class_costs, labels_x, labels_y)
+    return reference.plan(costs, cost.a, cost.b, f, g, EPSILON)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "m", "classes"), [(150, 270, 1), (270, 140, 2), (130, 90, 40)])
+def test_products_and_sums(n: int, m: int, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_application, "BLOCK_HEIGHT", 128)
+    cost = operator(n, m, classes)
+    f, g = potentials(cost)
+    # Of a point without mass nothing is known.
+    f[n // 2] = 1e4
+    held = plan_of(cost, f, g, EPSILON).quick
+    assert isinstance(held, HalfPlan)
+    plan = dense(cost, f, g)
+    draw = torch.Generator().manual_seed(2)
+    values, others = (torch.randn(size, 3, generator=draw).double().to(DEVICE) for size in (m, n))
+    values[:, 2] *= 1e-9
+    for found, entries, given in (
+        (held.times(values), plan, values),
+        (held.transposed_times(others), plan.T, others),
+    ):
+        assert found.dtype == torch.float64
+        error = (found - entries @ given).abs() / (entries @ given.abs()).clamp_min(1e-300)
+        assert float(error.max()) <= 4 * UNIT
+    assert float((held.rows - plan.sum(1)).abs().sum()) <= 4 * UNIT
+    assert float((held.columns - plan.sum(0)).abs().sum()) <= 4 * UNIT
+    # Sums are of the numbers that are multiplied: far nearer to each other than to the plan's.
+    ones = torch.ones(m, 1, dtype=torch.float64, device=DEVICE)
+    torch.testing.assert_close(held.times(ones)[:, 0], held.rows, rtol=1e-6, atol=0)
+    torch.testing.assert_close(held.rows.sum(), held.columns.sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+def test_what_float16_does_not_hold_is_evaluated_anew() -> None:
+    cost = operator(140, 130, 1)
+    f, g = potentials(cost)
+    assert isinstance(plan_of(cost, f + 4 * EPSILON, g, EPSILON).quick, StreamedPlan)
+
+
+@pytest.mark.slow
+def test_a_plan_is_held_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = operator(140, 130, 1)
+    f, g = potentials(cost)
+    monkeypatch.setattr(kernel, "UNASKED", 0)
+    monkeypatch.setattr(kernel, "free_memory", lambda _: 2 * 2 * 256 * 256)
+    assert isinstance(plan_of(cost, f, g, EPSILON).quick, HalfPlan)
+    monkeypatch.setattr(kernel, "free_memory", lambda _: 2 * 2 * 100 * 100)
+    assert isinstance(plan_of(cost, f, g, EPSILON).quick, StreamedPlan)
