@@ -248,7 +248,8 @@ def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tens
     if labels.dtype.is_floating_point:
         labels = _whole(labels)
     labels = labels.to(torch.int64)
-    low, high = int(labels.min()), int(labels.max())
+    # Of both ends at once: a GPU is waited for.
+    low, high = torch.stack(torch.aminmax(labels)).tolist()
     if low < 0 or high >= len(class_names):
         raise InputError(
             f"labels must lie in [0, {len(class_names)}), one per class name, got {low} to {high}; "

@@ -91,7 +91,8 @@ def sinkhorn_hessian(
             options, debias=debias, start=start, solved=gradient, pulled=gradient.pulled
         )
     report_convergence(divergence, options)
-    return SinkhornHessian(problem, divergence, gradient.total["x"], options, cg)
+    by_x = gradient.total["x"].to(x)
+    return SinkhornHessian(problem, divergence, by_x, options, cg)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,7 @@ class HessianProduct:
     """A Hessian applied to s directions.
 
     Attributes:
-        values: of the shape of the directions and the type of the points.
+        values: of the shape and type of the directions, and where they are.
         curvature: <v, T v> (s,), float64. Without debiasing it is at most the exact one but for
             rounding, however early the linear system was left; with it an estimate.
         iterations: of conjugate gradients, those of both terms, (s,) int64.
@@ -123,7 +124,7 @@ class SinkhornHessian:
 
     Attributes:
         divergence: the solved terms.
-        gradient: (n, d) by x, in the type of the points.
+        gradient: (n, d) by x, in its type and where it is.
     """
 
     def __init__(
@@ -155,30 +156,28 @@ class SinkhornHessian:
         Warns:
             NotConvergedWarning: a linear system was not solved to the tolerance.
         """
-        directions = self._checked(v)
+        request, directions = self._problem.request, self._checked(v)
         with torch.no_grad():
-            found = self._problem.request.within_memory(
-                lambda: self._curvature.along(directions.double(), None)
-            )
+            directions = directions.to(request.device, torch.float64)
+            found = request.within_memory(lambda: self._curvature.along(directions, None))
         report_residual(found, self._options)
-        values = found.x.to(directions.dtype)
-        values = values if v.ndim == 3 else values[0]
+        values = found.x.to(v)
+        facts = found.curvature, found.iterations, found.residual, found.converged
         return HessianProduct(
-            values, found.curvature, found.iterations, found.residual, found.converged
+            values if v.ndim == 3 else values[0], *(fact.to(v.device) for fact in facts)
         )
 
     def _checked(self, v: Tensor) -> Tensor:
-        points = self._problem.request.given[0].features
-        n, d = points.shape
+        like = self.gradient
+        n, d = like.shape
         accepted = f"v must be a tensor ({n}, {d}), or (s, {n}, {d}) of s >= 1 directions"
-        if not isinstance(v, Tensor) or v.ndim not in (2, 3) or v.shape[-2:] != points.shape:
+        if not isinstance(v, Tensor) or v.ndim not in (2, 3) or v.shape[-2:] != like.shape:
             raise InputError(f"{accepted}, got {shown(v)}")
         if len(v) == 0:
             raise InputError(f"{accepted}, got none")
-        if v.dtype != points.dtype or v.device != points.device:
+        if v.dtype != like.dtype or v.device != like.device:
             raise InputError(
-                f"v must be {points.dtype} on {points.device} as the points, got {v.dtype} on "
-                f"{v.device}"
+                f"v must be {like.dtype} on {like.device} as x, got {v.dtype} on {v.device}"
             )
         if not bool(v.isfinite().all()):
             raise InputError("v holds NaN or infinite values")

@@ -141,5 +141,6 @@ class _TwiceDifferentiable(OnceDifferentiable):
         """
         raise InputError(
             "the loss is differentiable twice, and its second derivative was to be "
-            "differentiated; detach that, or take differences of it at inputs nearby"
+            "differentiated; detach that, or in place of torch.autograd.functional.hvp call vhp, "
+            "whose product is the same"
         )

@@ -191,6 +191,29 @@ def test_autograd_gives_the_products() -> None:
     torch.testing.assert_close(found_x, known.product(v).values, rtol=1e-8, atol=1e-10)
 
 
+def test_products_by_autograds_own_function() -> None:
+    x, y, v = cloud(12, 0), cloud(9, 1), cloud(12, 2)
+
+    def loss(x: Tensor) -> Tensor:
+        return otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=EXACT)
+
+    _, found = torch.autograd.functional.vhp(loss, x, v)
+    torch.testing.assert_close(found, hessian(x, y).product(v).values, rtol=1e-8, atol=1e-10)
+
+
+def test_half_types_stay_what_they_are() -> None:
+    x, y, v = (points.half() for points in (cloud(12, 0), cloud(9, 1), cloud(12, 2)))
+    found = hessian(x, y, options=None, cg=CGOptions())
+    values = found.product(v).values
+    assert found.gradient.dtype == values.dtype == torch.float16
+    exact = hessian(x.double(), y.double()).product(v.double()).values
+    torch.testing.assert_close(values.double(), exact, rtol=2e-3, atol=2e-3)
+    with pytest.raises(
+        InputError, match=r"^v must be torch.float16 on cpu as x, got torch.float32"
+    ):
+        found.product(v.float())
+
+
 def test_the_first_pass_of_autograd_solves_no_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it evaluate the plan again."""
     x = cloud(20, 0).requires_grad_()
@@ -386,7 +409,7 @@ REFUSED = {
     "none": (lambda: torch.zeros(0, 12, 3).double(), SHAPES + "got none$"),
     "another type": (
         lambda: cloud(12, 2).float(),
-        r"^v must be torch.float64 on cpu as the points, got torch.float32 on cpu$",
+        r"^v must be torch.float64 on cpu as x, got torch.float32 on cpu$",
     ),
     "not finite": (lambda: cloud(12, 2) / 0, r"^v holds NaN or infinite values$"),
 }

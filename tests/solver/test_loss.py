@@ -135,7 +135,9 @@ def test_second_derivatives_by_others_are_refused(
             cloud(9, 2),
         )
     # A third one as well.
-    message = r"^the loss is differentiable twice, .*; detach that, or take differences of it at "
+    message = (
+        r"^the loss is differentiable twice, .*; detach that, or in place of torch.* call vhp, "
+    )
     (gradient,) = torch.autograd.grad(
         of(otdd.sinkhorn_loss(inner(x), y, epsilon=EPSILON)), x, create_graph=True
     )
