@@ -196,7 +196,7 @@ def hold_plan(
     epsilon: float,
     present: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """All of Q in float16, scaled by 2^LOG2_SCALE, and Q 1.
+    """All of Q in float16, and Q 1, both scaled by 2^LOG2_SCALE.
 
     Args:
         rows: n packed points.
@@ -207,8 +207,8 @@ def hold_plan(
         present: (N,) bool; the rows of other points, and of padding, are 0.
 
     Returns:
-        (n, m) float16 and (n,) float32 in packed order; the first holds only as long as the second
-        stays within `ROW_RANGE` where there are points.
+        (n, m) float16 and (n,) float32 in packed order; the first holds only as long as the second,
+        unscaled, stays within `ROW_RANGE` where there are points.
     """
     launch = _Launch(rows, columns, scores, potentials, epsilon, None)
     filled = rows.points.layout.spread(present.float(), 0.0) > 0
@@ -219,7 +219,7 @@ def hold_plan(
     for row in range(0, n, BLOCK_HEIGHT):
         part = slice(row, min(row + BLOCK_HEIGHT, n))
         sums[part] = launch(out[None, part], row, 0)
-    return out, sums * 2.0**-LOG2_SCALE
+    return out, sums
 
 
 def plan_tile(depth: int, device: torch.device, *, factors: bool, gather: bool) -> Tile:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.passes.half_step import half_step
+from otdd_flash.kernels.passes.narrow_product import NarrowProduct
 from otdd_flash.kernels.passes.plan_application import (
     LOG2_SCALE,
     ROW_RANGE,
@@ -24,14 +25,20 @@ from otdd_flash.kernels.passes.plan_application import (
 )
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
-from otdd_flash.kernels.points.packed_points import PackedPoints, arrange, pack, power_of_two_scale
+from otdd_flash.kernels.points.packed_points import (
+    Layout,
+    PackedPoints,
+    arrange,
+    pack,
+    power_of_two_scale,
+)
 from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Execution, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
-from otdd_flash.operators.half_plan import HalfPlan
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.memory import UNASKED, free_memory
+from otdd_flash.operators.rounded_plans import FusedPlan, HeldPlan
 from otdd_flash.operators.tiled import LOG2_ZERO
 
 PARTS = {"fast": 1, "high": 3}
@@ -105,24 +112,34 @@ class KernelOperator:
         """The cost of the original points, to float32 accuracy."""
         return KernelOperator(self.cost, "high", self)
 
-    def _rounded_plan(self, f: Tensor, g: Tensor, epsilon: float) -> HalfPlan | None:
-        """In float16, of points of one part, if half of what memory is free holds it."""
-        layouts = self._rows.points.layout, self._columns.points.layout
-        needed = 2 * layouts[0].size * layouts[1].size
-        if needed > UNASKED and needed > free_memory(self.a.device) // 2:
-            return None
+    def _rounded_plan(self, f: Tensor, g: Tensor, epsilon: float) -> HeldPlan | FusedPlan | None:
+        """In float16, of points of one part: held if half of what memory is free does.
+
+        None where a row, or a column, has sums that float16 does not.
+        """
         rows, columns = (
             Side(side.points, side.points.squares[0] * self.cost.lambda_x, side.log2_masses)
             for side in (self._rows, self._columns)
         )
-        scores = self._scores._replace(parts=1)
-        potentials = _single(f), _single(g)
-        entries, sums = hold_plan(rows, columns, scores, potentials, epsilon, self.a > 0)
-        low, high = ROW_RANGE
-        there = sums[layouts[0].position[self.a > 0]]
-        if not bool(((there >= low) & (there <= high)).all()):
-            return None
-        return HalfPlan(entries, 2.0**-LOG2_SCALE, self.a, layouts)
+        of_rows, of_columns = rows.points.layout, columns.points.layout
+        layouts, unit = (of_rows, of_columns), 2.0**-LOG2_SCALE
+        forth = rows, columns, self._scores._replace(parts=1), (_single(f), _single(g))
+        needed = 2 * of_rows.size * of_columns.size
+        if needed <= UNASKED or needed <= free_memory(self.a.device) // 2:
+            entries, sums = hold_plan(*forth, epsilon, self.a > 0)
+            if not _in_range(sums * unit, of_rows, self.a):
+                return None
+            return HeldPlan(entries, unit, self.a, layouts)
+        back = columns, rows, self._transposed._replace(parts=1), (_single(g), _single(f))
+        sides = ((forth, self.a, layouts), (back, self.b, layouts[::-1]))
+        products = []
+        for given, masses, (own, other) in sides:
+            product = NarrowProduct(*given, epsilon, masses > 0)
+            ones = torch.ones((other.size, 1), dtype=torch.float16, device=masses.device)
+            if not _in_range(product(ones)[:, 0] * unit, own, masses):
+                return None
+            products.append(product)
+        return FusedPlan((products[0], products[1]), unit, (self.a, self.b), layouts)
 
     def seen_points(self) -> tuple[Tensor, Tensor]:
         """Both clouds less one point, as this precision rounds them, (n, d) and (m, d) float64."""
@@ -249,6 +266,13 @@ def _side(points: PackedPoints, masses: Tensor, lambda_x: float, parts: int) -> 
     squares = points.squares[0 if parts == 1 else 1] * lambda_x
     log2_masses = points.layout.spread(masses, 0.0).log2().clamp_min(LOG2_ZERO).float()
     return Side(points, squares, log2_masses)
+
+
+def _in_range(sums: Tensor, layout: Layout, masses: Tensor) -> bool:
+    """Whether sums (n,) over masses, in packed order, are what float16 numbers may sum to."""
+    low, high = ROW_RANGE
+    there = sums[layout.position[masses > 0]]
+    return bool(((there >= low) & (there <= high)).all())
 
 
 def _single(potential: Tensor) -> Tensor:

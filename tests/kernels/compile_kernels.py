@@ -24,6 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from otdd_flash.kernels.passes import resident_half_step
 from otdd_flash.kernels.passes.half_step import half_step_kernel
 from otdd_flash.kernels.passes.marginal_tiles import MarginalTile
+from otdd_flash.kernels.passes.narrow_product import MOST_COLUMNS, narrow_product_kernel
 from otdd_flash.kernels.passes.plan_application import plan_block_kernel
 from otdd_flash.kernels.passes.plan_marginals import GROUP, plan_marginals_kernel
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
@@ -31,7 +32,7 @@ from otdd_flash.kernels.points.digits import base_of
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-HALF_POINTERS = ("x", "y", "a", "b", "out_ptr")
+HALF_POINTERS = ("x", "y", "a", "b", "out_ptr", "values_ptr")
 INTEGER_POINTERS = ("block_class_ptr", "labels_ptr", "labels_x_ptr", "labels_y_ptr", "marked_ptr")
 DOUBLES = {"epsilon_ptr": "*fp64", "product_scale": "fp64"}
 FLOATS = ("scale", "costs_scale", "factor_scale")
@@ -168,6 +169,8 @@ def main() -> None:
         "plan_block_with_factors": (plan_block_kernel, [{"RANK": 64, "GROUP": 8}]),
         "symmetric_step": (symmetric_step_kernel, [{}]),
     }
+    if parts == 1:
+        variants["narrow_product"] = narrow_product_kernel, [{"COLUMNS": MOST_COLUMNS}]
     taken = {}
     for name, (kernel, choices) in variants.items():
         for choice, gather in product(choices, (False, True)):

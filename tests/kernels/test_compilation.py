@@ -24,6 +24,10 @@ SCRIPT = Path(__file__).with_name("compile_kernels.py")
 ROOT = SCRIPT.parents[2]
 
 
+# Kernels that take narrow tiles at any depth.
+NARROW = ("symmetric_step", "narrow_product")
+
+
 class Card(NamedTuple):
     capability: int
     shared_memory: int
@@ -51,9 +55,9 @@ def tiles_of(card: Card, dim: int, parts: int, monkeypatch: pytest.MonkeyPatch):
         }
         return of_plan | {
             "half_step": tile_for(depth, device),
-            "symmetric_step": narrow_tile(device),
             "half_step_gathering": gathering_tile(device),
-            "symmetric_step_gathering": gathering_tile(device),
+            **{name: narrow_tile(device) for name in NARROW},
+            **{f"{name}_gathering": gathering_tile(device) for name in NARROW},
         }
     finally:
         for function in (tile_for, narrow_tile, gathering_tile):
