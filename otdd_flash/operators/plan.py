@@ -93,12 +93,20 @@ class StreamedPlan:
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k), or (P o A B^T) V."""
-        return self._operator.apply_plan(*self._at, values, factors=factors).values.double()
+        return self._apply(values, factors, transposed=False)
 
     def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P^T U (m, k), or (P o A B^T)^T U."""
-        applied = self._operator.apply_plan(*self._at, values, transposed=True, factors=factors)
-        return applied.values.double()
+        return self._apply(values, factors, transposed=True)
+
+    def _apply(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
+        # An operator may round all columns on one scale, so they come at the same one.
+        largest = values.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny)
+        scale = largest.log2().ceil().exp2()
+        applied = self._operator.apply_plan(
+            *self._at, values / scale, transposed=transposed, factors=factors
+        )
+        return applied.values.double() * scale
 
 
 class KeptPlan:

@@ -89,6 +89,19 @@ def test_products_and_sums(
     torch.testing.assert_close(held.rows.sum(), held.columns.sum(), rtol=rtol, atol=0)
 
 
+@pytest.mark.slow
+def test_columns_of_any_size_are_multiplied_alike() -> None:
+    cost = operator(150, 140, 1)
+    f, g = potentials(cost)
+    values = torch.randn(140, 2, generator=torch.Generator().manual_seed(2)).double().to(DEVICE)
+    values[:, 1] = 1e-9 * values[:, 0]
+    for found in (
+        StreamedPlan(cost, f, g, EPSILON).times(values),
+        plan_of(cost, f, g, EPSILON).quick.times(values),
+    ):
+        torch.testing.assert_close(found[:, 1], 1e-9 * found[:, 0], rtol=1e-5, atol=1e-13)
+
+
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "UNASKED", 0)
     monkeypatch.setattr(kernel, "free_memory", lambda _: 0)
