@@ -111,8 +111,11 @@ def test_distances_and_their_gradient_tell_of_their_progress() -> None:
         steps=1,
         class_progress=lambda done, total: told.append((done, total)),
     )
-    # At both ends of the step 36 pairs of particles and 18 with the target, and their gradients.
-    assert told[-4:] == [(54, 54)] * 4
+    # At both ends of the step 36 pairs of particles and 18 with the target, and of their gradients
+    # those that show, which rounding may decide about.
+    assert told[-4::2] == [(54, 54)] * 2
+    for done, total in told[-3::2]:
+        assert 18 < done == total <= 54
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
