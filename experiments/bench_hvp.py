@@ -1,0 +1,186 @@
+"""Hessian products by the points, beside flash-sinkhorn: after Ye et al. 2026, Tables 14 and 15.
+
+    python -m experiments.bench_hvp [--device cpu] [--sizes N ...] [--dimensions D ...]
+
+n = m Gaussian points a side, uniform masses, the cost ||x - y||^2, epsilon a tenth of its mean
+(arXiv:2602.03067). Medians of five calls after two, by the host's clock until all is there:
+
+- product: one product without debiasing at given potentials, packing included, to 1e-4;
+- again: the same once more, with what the first has prepared;
+- debiased: as `product`, of the divergence;
+- directions: 25 of them at once;
+- end_to_end: clouds to product, with the solve to 1e-3 and its certificate;
+- flash_sinkhorn: `hvp_x_sqeuclid_from_potentials` at the same potentials, to 1e-4 and at its
+  defaults, whose damping changes the product.
+
+Errors are relative, against our own product in float64 at the same potentials, solved to 1e-9; a
+product that is off by more than a hundredth is not timed. Where n is too large for float64 the
+truth is `high` precision at 1e-7. Memory is the peak over what was there before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from experiments.environment import RESULTS
+from experiments.rows import Rows
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.hessian import DivergenceCurvature
+from otdd_flash.solver.problem import Problem
+
+SIZES, DIMENSIONS = (5_000, 10_000, 50_000), (4, 64, 512)
+RELATIVE_EPSILON, TOLERANCE, WORST = 0.1, 1e-4, 0.01
+CALLS, WARM_UPS, DIRECTIONS = 5, 2, 25
+LARGEST_IN_DOUBLE = 10_000
+COST = GroundCost(1.0, 1.0)
+
+
+class Work:
+    """Two clouds and the solved terms between them."""
+
+    def __init__(self, n: int, d: int, device: str) -> None:
+        draw = torch.Generator().manual_seed(0)
+        x, y, v = (torch.randn(n, d, generator=draw).to(device) for _ in range(3))
+        self.x, self.y, self.v, self.device = x, y + 0.5, v, device
+        self.epsilon = RELATIVE_EPSILON * (2 * d + 0.25 * d)
+        self.directions = torch.randn(DIRECTIONS, n, d, generator=draw).to(device)
+        self.divergence = self.hessian().divergence
+
+    def hessian(self, *, debias: bool = True) -> otdd.SinkhornHessian:
+        """From the clouds."""
+        cg = otdd.CGOptions(TOLERANCE)
+        return otdd.sinkhorn_hessian(
+            self.x, self.y, epsilon=self.epsilon, lambda_x=1.0, debias=debias, cg=cg
+        )
+
+    def curvature(self, precision: str, tolerance: float, *, debias: bool) -> DivergenceCurvature:
+        """At the potentials of the solve."""
+        compute = otdd.ComputeOptions(self.device, precision=precision)
+        x, y = (side.double() if precision == "double" else side for side in (self.x, self.y))
+        problem = Problem.between(x, y, self.epsilon, None, COST, compute, debias=debias)
+        terms = self.divergence.terms if debias else {"xy": self.divergence.xy}
+        dtype = compute.dtype
+        cast = {
+            name: replace(term, f=term.f.to(dtype), g=term.g.to(dtype))
+            for name, term in terms.items()
+        }
+        found = Divergence(cast["xy"], cast.get("xx"), cast.get("yy"), "", self.device, passes=0.0)
+        return DivergenceCurvature(problem, found, otdd.CGOptions(tolerance))
+
+    def truth(self, *, debias: bool) -> Tensor:
+        """The product, to many digits."""
+        small = len(self.x) <= LARGEST_IN_DOUBLE
+        curvature = self.curvature(
+            "double" if small else "high", 1e-9 if small else 1e-7, debias=debias
+        )
+        return curvature.along(self.v[None].double(), None).x[0]
+
+    def theirs(self, **settings: Any) -> Tensor:
+        """By flash-sinkhorn, whose potentials hold the masses."""
+        from flash_sinkhorn.hvp import hvp_x_sqeuclid_from_potentials
+
+        shift = self.epsilon * torch.log(torch.tensor(1 / len(self.x)))
+        f, g = (
+            potential.float() + shift for potential in (self.divergence.xy.f, self.divergence.xy.g)
+        )
+        product, _ = hvp_x_sqeuclid_from_potentials(
+            self.x, self.y, f, g, self.v, eps=self.epsilon, cost_scale=1.0, **settings
+        )
+        found: Tensor = product
+        return found
+
+
+def timed(call: Callable[[], Any], device: str) -> tuple[float, float | None, Any]:
+    """Median milliseconds, the peak of memory in MiB, and what came of the last call."""
+    cuda, times, found = device == "cuda", [], None
+    before = torch.cuda.memory_allocated() if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UPS + CALLS):
+        found = None
+        if cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        found = call()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - started))
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if cuda else None
+    return statistics.median(times[WARM_UPS:]), peak, found
+
+
+def bench(n: int, d: int, device: str) -> dict[str, Any]:
+    """One row."""
+    work = Work(n, d, device)
+    truths = {debias: work.truth(debias=debias) for debias in (False, True)}
+    one = work.v[None].double()
+    # The first of them is the one whose product is known.
+    many = torch.cat((one, work.directions[1:].double()))
+    kept = work.curvature("fast", TOLERANCE, debias=False)
+    calls: dict[str, tuple[Callable[[], Any], bool]] = {
+        "product": (
+            lambda: work.curvature("fast", TOLERANCE, debias=False).along(one, None).x[0],
+            False,
+        ),
+        "again": (lambda: kept.along(one, None).x[0], False),
+        "debiased": (
+            lambda: work.curvature("fast", TOLERANCE, debias=True).along(one, None).x[0],
+            True,
+        ),
+        "directions": (
+            lambda: work.curvature("fast", TOLERANCE, debias=False).along(many, None).x[0],
+            False,
+        ),
+        "end_to_end": (lambda: work.hessian().product(work.v).values, True),
+        "flash_sinkhorn": (lambda: work.theirs(cg_rtol=TOLERANCE, cg_atol=0.0, tau2=0.0), False),
+        "flash_sinkhorn_default": (lambda: work.theirs(), False),
+    }
+    row: dict[str, Any] = {"n": n, "d": d, "epsilon": work.epsilon, "device": device}
+    for name, (call, debias) in calls.items():
+        try:
+            milliseconds, peak, found = timed(call, device)
+        # A peer may fail in any way, and the other entries are still wanted.
+        except Exception as error:
+            row[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+            continue
+        off = float((found.double() - truths[debias]).norm() / truths[debias].norm())
+        entry: dict[str, Any] = {"relative_error": off}
+        if off <= WORST:
+            entry |= {"ms": milliseconds, "peak_mib": peak}
+        row[name] = entry
+    return row
+
+
+def main() -> None:
+    """Write bench_hvp_DEVICE.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--dimensions", type=int, nargs="+", default=DIMENSIONS)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--again", action="store_true", help="forget rows that are there")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)
+    packages = ("torch", "triton", "flash-sinkhorn")
+    name = f"bench_hvp_{given.device}"
+    rows = Rows(name, ("n", "d"), *packages, folder=given.output, again=given.again)
+    for n in given.sizes:
+        for d in given.dimensions:
+            if not rows.has(n=n, d=d):
+                rows.add(bench(n, d, given.device))
+
+
+if __name__ == "__main__":
+    main()
