@@ -17,12 +17,20 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator
 
+# Unit roundoffs that long sums are off by: a few, as those of their terms are of either sign.
+SUM_UNITS = 8
+
 # A (n, r) and B (m, r), entries of whose product A B^T weight those of a plan.
 Factors = tuple[Tensor, Tensor]
 
 
 class Products(Protocol):
     """Products with a plan P (n, m), float64, and the sums of what they multiply."""
+
+    @property
+    def precision(self) -> float:
+        """What products are off by, over products of sizes."""
+        ...
 
     @property
     def rows(self) -> Tensor:
@@ -73,6 +81,11 @@ class StreamedPlan:
     def __init__(self, operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> None:
         self._operator, self._at = operator, (f, g, epsilon)
 
+    @property
+    def precision(self) -> float:
+        """Of the operator's type."""
+        return SUM_UNITS * torch.finfo(self._operator.costs.dtype).eps / 2
+
     @cached_property
     def rows(self) -> Tensor:
         """P 1 (n,)."""
@@ -110,56 +123,47 @@ class StreamedPlan:
 
 
 class KeptPlan:
-    """Held as a matrix P (n, m).
+    """Held as a matrix P (n, m), float64."""
 
-    Products are summed in float64, a few rows at a time, or in the type of the entries.
+    precision = SUM_UNITS * torch.finfo(torch.float64).eps / 2
 
-    Args:
-        entries: P.
-        products: the type to multiply and sum in.
-    """
+    def __init__(self, entries: Tensor) -> None:
+        self._entries = entries
+        self.rows, self.columns = entries.sum(1), entries.sum(0)
 
-    def __init__(self, entries: Tensor, products: torch.dtype = torch.float64) -> None:
-        self._entries, self._products = entries, products
-        self.rows, self.columns = (entries.sum(side, dtype=torch.float64) for side in (1, 0))
-
-    @cached_property
+    @property
     def quick(self) -> KeptPlan:
-        """The same with products in the type of the entries."""
-        same = self._entries.dtype == self._products
-        return self if same else KeptPlan(self._entries, self._entries.dtype)
+        """This one: with less accurate products iterations take longer than they save."""
+        return self
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k), or (P o A B^T) V."""
-        values = values.to(self._products)
-        found = values.new_empty((len(self._entries), values.shape[1]))
+        found = values.new_empty((len(self._entries), values.shape[1]), dtype=torch.float64)
         for rows, entries in self._blocks(factors):
-            torch.mm(entries, values, out=found[rows])
-        return found.double()
+            torch.mm(entries, values.double(), out=found[rows])
+        return found
 
     def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P^T U (m, k), or (P o A B^T)^T U."""
-        values = values.to(self._products)
-        found = values.new_zeros((self._entries.shape[1], values.shape[1]))
+        found = values.new_zeros((self._entries.shape[1], values.shape[1]), dtype=torch.float64)
         for rows, entries in self._blocks(factors):
-            found.addmm_(entries.T, values[rows])
-        return found.double()
+            found.addmm_(entries.T, values[rows].double())
+        return found
 
     def _blocks(self, factors: Factors | None) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their entries, weighted, in the type of the products."""
+        """Rows and their entries, weighted."""
         n, m = self._entries.shape
-        whole = factors is None and self._entries.dtype == self._products
-        height = n if whole else max(1, BLOCK_ENTRIES // m)
+        if factors is None:
+            yield slice(0, n), self._entries
+            return
+        left, right = (factor.double() for factor in factors)
+        height = max(1, BLOCK_ENTRIES // m)
         for first in range(0, n, height):
             rows = slice(first, first + height)
-            entries = self._entries[rows].to(self._products)
-            if factors is not None:
-                left, right = (factor.to(self._products) for factor in factors)
-                entries = (left[rows] @ right.T).mul_(entries)
-            yield rows, entries
+            yield rows, (left[rows] @ right.T).mul_(self._entries[rows])
 
 
-# Entries that are weighted, or converted, at once.
+# Entries that are weighted at once.
 BLOCK_ENTRIES = 1 << 20
 
 

@@ -92,11 +92,11 @@ class StoredOperator(TiledOperator):
 
     @property
     def execution(self) -> Execution:
-        """As of any tiles; a plan takes as much memory as the scores."""
+        """As of any tiles; a plan takes as much memory as scores in float64."""
         return super().execution._replace(kept_plan=self._kept_plan)
 
     def _kept_plan(self, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
-        needed = self.scores.nbytes
+        needed = 8 * self.scores.numel()
         if needed > UNASKED and needed > free_memory(self.device) // 2:
             return None
         return KeptPlan(self.plan_entries(f, g, epsilon))

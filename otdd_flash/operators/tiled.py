@@ -240,8 +240,8 @@ class TiledOperator(ABC):
         return Applied(out, sums)
 
     def plan_entries(self, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
-        """P (n, m), computed in float64 and rounded once, to the type of scores."""
-        entries = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        """P (n, m), float64 throughout."""
+        entries = torch.empty(self.shape, dtype=torch.float64, device=self.device)
         f, g = present(self.a, f), present(self.b, g)
         for rows, plan in self._exact_tiles(f, g, epsilon):
             entries[rows] = plan.mul_(self.a[rows, None]).mul_(self.b)

@@ -98,16 +98,15 @@ class _Points:
         epsilon: float,
         inputs: CostInputs,
         damping: float,
-        system: Callable[[Products, float, float], System],
+        system: Callable[[Products, float], System],
     ) -> None:
         exact = refined(operator)
-        unit = torch.finfo(operator.costs.dtype).eps / 2
         self.epsilon, self.factor = epsilon, 2 * inputs.cost.squared.lambda_x
         self.plan = plan_of(exact, *potentials, epsilon)
-        self.system = system(self.plan, unit, damping)
+        self.system = system(self.plan, damping)
         # What iterates is the cost that takes less time, if it is another one.
         near = self.plan if exact is operator else plan_of(operator, *potentials, epsilon)
-        self.rounded = system(near.quick, unit, damping)
+        self.rounded = system(near.quick, damping)
         sides = [side.features for side in (inputs.source, inputs.target)]
         clouds = zip(sides, (operator.a, operator.b), strict=True)
         origin = origin_near(clouds, operator.costs.dtype).double()

@@ -67,7 +67,7 @@ class System(Protocol):
     Attributes:
         masses: (m,) float64, by which it is scaled; points without mass have rows of 0.
         constants: whether it takes constants to 0.
-        precision: unit roundoff of its products.
+        precision: of its products, relative to what they multiply, both scaled.
     """
 
     masses: Tensor
@@ -82,9 +82,9 @@ class System(Protocol):
 class SchurSystem:
     """S + delta diag(c) of a plan between two clouds."""
 
-    def __init__(self, plan: Products, precision: float, damping: float = 0.0) -> None:
-        self._plan, self.masses = plan, plan.columns
-        self.constants, self.precision, self._scale = damping == 0, precision, 1 + damping
+    def __init__(self, plan: Products, damping: float = 0.0) -> None:
+        self._plan, self.masses, self.precision = plan, plan.columns, plan.precision
+        self.constants, self._scale = damping == 0, 1 + damping
 
     def times(self, values: Tensor) -> Tensor:
         """S w (m, s)."""
@@ -98,9 +98,9 @@ class SelfSystem:
 
     constants = False
 
-    def __init__(self, plan: Products, precision: float, damping: float = 0.0) -> None:
-        self._plan, self.masses = plan, plan.rows
-        self.precision, self._scale = precision, 1 + damping
+    def __init__(self, plan: Products, damping: float = 0.0) -> None:
+        self._plan, self.masses, self.precision = plan, plan.rows, plan.precision
+        self._scale = 1 + damping
 
     def times(self, values: Tensor) -> Tensor:
         """(diag(r) + P) w (n, s)."""
@@ -169,6 +169,11 @@ def conjugate_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Solutions (m, s) from 0, and the iterations (s,) that each took.
 
+    Every step adds the rounding of its product to what the recursive residual does not know of
+    (van der Vorst & Ye 2000, Residual replacement strategies for Krylov subspace iterative methods
+    for the convergence of true residuals). A step that would bring it above the residual itself,
+    such as a long one where the matrix is 0 but for rounding, is not taken and ends the direction.
+
     Args:
         system: the matrix.
         right: (m, s) float64.
@@ -179,15 +184,17 @@ def conjugate_gradients(
     values, left = torch.zeros_like(right), _in_range(system, right)
     scaled = scale * left
     direction, size = scaled, (left * scaled).sum(0)
-    iterations = torch.zeros_like(most)
+    iterations, unknown = torch.zeros_like(most), torch.zeros_like(size)
     active = (size > goal.square()) & (most > 0)
     while bool(active.any()):
         image = system.times(direction)
         energy = (direction * image).sum(0)
-        # Rounding of products alone makes energies of this size.
-        least = system.precision * (direction.square() * system.masses[:, None]).sum(0)
-        active &= energy > least
-        step = torch.where(active, size / torch.where(active, energy, 1), 0)
+        length = (direction.square() * system.masses[:, None]).sum(0).sqrt()
+        positive = energy > 0
+        step = torch.where(positive, size / torch.where(positive, energy, 1), 0)
+        unknown += system.precision * step * length
+        active &= positive & (unknown <= size.sqrt())
+        step = torch.where(active, step, 0)
         values += step * direction
         left = _in_range(system, left - step * image)
         scaled = scale * left
