@@ -48,9 +48,12 @@ def losses(data: Data, epsilon: float, given: argparse.Namespace) -> tuple[Loss,
     compute = otdd.ComputeOptions(device=given.device, precision=precision)
     options = otdd.Converged(tolerance=given.tolerance)
     # S + tau I, where masses are 1 / n each, is S + n tau diag(c).
-    damped = otdd.CGOptions(damping=given.damping * len(data.x))
-    exact, paper = (Loss(data, epsilon, options, cg, compute) for cg in (otdd.CGOptions(), damped))
-    return exact, paper
+    damping = given.damping * len(data.x)
+    exact, damped = (
+        Loss(data, epsilon, options, otdd.CGOptions(given.cg_tolerance, damping=delta), compute)
+        for delta in (0.0, damping)
+    )
+    return exact, damped
 
 
 def measure(method: str, seed: int, exact: Loss, damped: Loss, max_steps: int) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def measure(method: str, seed: int, exact: Loss, damped: Loss, max_steps: int) -
     checks = trace.check_seconds
     return {
         **{"tolerance": loss.options.tolerance, "precision": loss.compute.precision},
-        "damping": loss.cg.damping,
+        **{"cg_tolerance": loss.cg.tolerance, "damping": loss.cg.damping},
         **{"loss": found.loss, "gradient_norm": found.gradient_norm},
         "ended_by_gradient": trace.ended_by_gradient,
         # Without damping, whatever the descent had.
@@ -112,6 +115,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--damping", type=float, default=1e-5, help="the paper's tau")
     parser.add_argument("--max-steps", type=int, default=500)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="L1 marginal error of solves")
+    parser.add_argument("--cg-tolerance", type=float, default=1e-4, help="residual of Hessians")
     parser.add_argument("--precision", help="double on a CPU and fast on a GPU by default")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no row after")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

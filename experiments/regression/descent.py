@@ -41,7 +41,7 @@ class Trace:
         modes: a letter for each step: "a" for Adam, "n" for Newton, "." for the end.
         loss: L.
         gradient_norm: |grad L|_F.
-        marginal_error: of the solve.
+        marginal_error: of the solves, the largest.
         seconds: since the start.
         checks: steps at which eigenvalues were measured.
         eigenvalue: the smallest one, at each of them.
@@ -57,7 +57,7 @@ class Trace:
     modes: str = ""
     loss: list[float] = field(default_factory=list)
     gradient_norm: list[float] = field(default_factory=list)
-    marginal_error: list[float] = field(default_factory=list)
+    marginal_error: float = 0.0
     seconds: list[float] = field(default_factory=list)
     checks: list[int] = field(default_factory=list)
     eigenvalue: list[float] = field(default_factory=list)
@@ -75,11 +75,9 @@ class Trace:
         return len(last) == PATIENCE and max(last) < SMALL_GRADIENT
 
     def compact(self) -> dict[str, Any]:
-        """As JSON holds it: six digits of each number."""
+        """As JSON holds it: six digits of each number in a list."""
         return {
-            name: [float(f"{entry:.6g}") if isinstance(entry, float) else entry for entry in value]
-            if isinstance(value, list)
-            else value
+            name: [_short(entry) for entry in value] if isinstance(value, list) else value
             for name, value in vars(self).items()
         }
 
@@ -154,7 +152,8 @@ class Descent:
     def _note(self) -> None:
         self.trace.loss.append(self.point.loss)
         self.trace.gradient_norm.append(self.point.gradient_norm)
-        self.trace.marginal_error.append(self.point.marginal_error)
+        worst = max(self.trace.marginal_error, self.point.marginal_error)
+        self.trace.marginal_error = worst
         self.trace.seconds.append(time.perf_counter() - self._started)
 
 
@@ -170,3 +169,7 @@ class Adam:
         self._w.grad = gradient.clone()
         self._adam.step()
         return self._w.detach().clone()
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.6g}") if isinstance(number, float) else number

@@ -45,15 +45,17 @@ def draw_descent(row: dict[str, Any], path: Path) -> None:
         seen = [place for place, step in enumerate(checked) if modes[step] == mode]
         along = [checked[place] for place in seen], [trace["eigenvalue"][place] for place in seen]
         panels[2].plot(*along, "o", color=color, markersize=4)
-    panels[2].set_yscale("symlog", linthresh=0.1, linscale=0.5)
+    panels[2].set_yscale("symlog", linthresh=0.01, linscale=0.5)
     panels[2].set_ylabel("smallest eigenvalue")
     panels[2].set_xlabel("step")
     _guide(panels[2], LEAST_EIGENVALUE, f"Newton: at least {LEAST_EIGENVALUE:g}")
     for axes in panels:
         _mark_escapes(axes, trace["escapes"])
-    panels[0].set_title(TITLE.format(**row), loc="left", fontsize=11, color=INK)
-    panels[0].legend(loc="upper right", frameon=False, fontsize=10)
-    figure.subplots_adjust(0.12, 0.07, 0.97, 0.95, hspace=0.12)
+    panels[0].set_title(TITLE.format(**row), loc="left", pad=26, fontsize=11, color=INK)
+    # Above the curves: escapes may be at any step.
+    place = (-0.02, 0.97)
+    panels[0].legend(loc="lower left", bbox_to_anchor=place, ncols=3, frameon=False, fontsize=10)
+    figure.subplots_adjust(0.12, 0.07, 0.97, 0.92, hspace=0.12)
     save_picture(figure, path)
 
 
