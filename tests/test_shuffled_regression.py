@@ -1,0 +1,57 @@
+"""The loss of shuffled regression: its Hessian by the weights, and how descents end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from experiments.regression.descent import Descent, Rules
+from experiments.regression.problem import Data, Loss, start, synthetic_cells
+
+DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
+
+
+def small_loss(cells: int, tolerance: float, *, epsilon: float = 0.5) -> Loss:
+    data = Data.of(synthetic_cells(cells), torch.float64)
+    options = otdd.Converged(tolerance=tolerance)
+    return Loss(data, epsilon, options, otdd.CGOptions(tolerance=tolerance), DOUBLE)
+
+
+def test_the_hessian_is_the_difference_of_gradients() -> None:
+    loss, w, step = small_loss(30, 1e-11, epsilon=1.0), start(0), 1e-4
+    here = loss.at(w)
+    found, _ = here.hessian()
+    directions = torch.randn(4, 5, 5, dtype=w.dtype, generator=torch.Generator().manual_seed(0))
+
+    def difference(along: Tensor) -> Tensor:
+        ahead, behind = (loss.at(w + sign * along, near=here).gradient for sign in (1, -1))
+        return ahead - behind
+
+    for along in directions:
+        # Of fourth order, so that neither rounding nor the step shows.
+        near, far = difference(step * along), difference(2 * step * along)
+        expected = ((8 * near - far) / (12 * step)).flatten()
+        assert (found @ along.flatten() - expected).norm() <= 1e-7 * expected.norm()
+    assert (found - found.T).norm() <= 1e-8 * found.norm()
+
+
+def test_a_descent_leaves_the_saddle_and_ends_as_newton_does() -> None:
+    descent = Descent(small_loss(40, 1e-7, epsilon=2.0), start(0), Rules(first_step=1.0))
+    descent.run()
+    trace = descent.trace
+    assert trace.ended_by_gradient
+    assert trace.eigenvalue[0] < 0 < trace.eigenvalue[-1]
+    assert len(trace.escapes) == len(trace.returns) + 1
+    assert trace.modes.endswith("nnn.")
+    assert trace.lengths[-3:] == [1.0, 1.0, 1.0]
+    far, near, end = trace.gradient_norm[-4:-1]
+    assert near < 5 * far**2
+    assert end < 5 * near**2
+
+
+def test_adam_alone_measures_no_eigenvalue() -> None:
+    descent = Descent(small_loss(30, 1e-4), start(0), Rules(12, first_step=None))
+    descent.run()
+    assert descent.trace.modes == 12 * "a" + "."
+    assert descent.trace.checks == []
