@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
@@ -200,22 +199,41 @@ def _small(
 
 def _padded(clouds: Clouds) -> Tensor:
     """One tensor (B, n, d), 0 where a cloud has no point."""
-    return clouds if isinstance(clouds, Tensor) else pad_sequence(list(clouds), batch_first=True)
+    if isinstance(clouds, Tensor):
+        return clouds
+    return _spread(torch.cat(list(clouds)), list(map(len, clouds)))
+
+
+def _spread(joined: Tensor, lengths: list[int]) -> Tensor:
+    """Rows of clouds, one after the other, as (B, longest, ...), 0 where a cloud has none."""
+    count, longest = len(lengths), max(lengths)
+    if min(lengths) == longest:
+        return joined.reshape(count, longest, *joined.shape[1:])
+    sizes = torch.tensor(lengths)
+    # By how much rows of a cloud move, from where they stand one after the other.
+    moves = torch.arange(count) * longest - (sizes.cumsum(0) - sizes)
+    places = torch.arange(len(joined)) + moves.repeat_interleave(sizes)
+    out = joined.new_zeros((count * longest, *joined.shape[1:]))
+    spread = out.index_copy(0, places.to(joined.device), joined)
+    return spread.reshape(count, longest, *joined.shape[1:])
 
 
 def _masses(clouds: Clouds, given: Clouds | None) -> Tensor | None:
     """Masses (B, n) float64, 0 where there is no point; None where all are uniform and as many."""
-    if given is None and len({len(cloud) for cloud in clouds}) == 1:
+    if isinstance(given, Tensor):
+        return given.detach().double()
+    lengths = list(map(len, clouds))
+    if given is not None:
+        return _spread(torch.cat(list(given)).detach().double(), lengths)
+    if min(lengths) == max(lengths):
         return None
-    if given is None:
-        given = [
-            cloud.new_full((len(cloud),), 1 / len(cloud), dtype=torch.float64) for cloud in clouds
-        ]
-    return _padded([part.detach().double() for part in given])
+    sizes = torch.tensor(lengths)
+    uniform = (1 / sizes.double()).repeat_interleave(sizes)
+    return _spread(uniform.to(clouds[0].device), lengths)
 
 
 def _labels(given: Clouds | None) -> Tensor | None:
-    return None if given is None else _padded([part.detach().long() for part in given])
+    return None if given is None else _padded(given).detach().long()
 
 
 def _admitted(batch: Batch, clouds: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
