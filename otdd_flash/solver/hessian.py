@@ -120,7 +120,8 @@ class SinkhornHessian:
 
     T is the derivative of the gradient at the sums r and c that the plan has, held fixed: of the
     converged problem up to the marginal error, and always symmetric. Where x and y are equal, y
-    stands still.
+    stands still. The first product makes what all of them need, plans among it where memory holds
+    them, and it is kept.
 
     Attributes:
         divergence: the solved terms.
