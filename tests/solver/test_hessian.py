@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
+from otdd_flash.operators import kernel
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import curvature
 from otdd_flash.solver.hessian import DivergenceCurvature
@@ -400,6 +402,38 @@ def test_products_in_triton(labels: bool, debias: bool) -> None:
         assert float((values - expected).norm() / expected.norm()) <= 5e-5
         energy = float((along * expected).sum())
         assert abs(float(found_energy) - energy) <= 5e-5 * float(along.norm() * expected.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("debias", [False, True])
+def test_products_of_many_points(
+    held: bool, labels: bool, debias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against products in float64 at the same potentials."""
+    if not held:
+        monkeypatch.setattr(kernel, "UNASKED", 0)
+        monkeypatch.setattr(kernel, "free_memory", lambda _: 0)
+    (n, m, d), options = (3000, 2500, 48), labelled(3000, 2500) if labels else {}
+    options = {
+        key: part.to(DEVICE) if isinstance(part, Tensor) else part for key, part in options.items()
+    }
+    x, y, v = (cloud(size, seed, d=d).float().to(DEVICE) / 3 for seed, size in enumerate((n, m, n)))
+    directions = torch.stack((v, v.flip(0), v.roll(1, 1)))
+    found = otdd.sinkhorn_hessian(x, y, epsilon=2.0, debias=debias, **options)
+    got = found.product(directions)
+    assert bool(got.converged.all())
+    exact = otdd.sinkhorn_hessian(
+        x.double(), y.double(), epsilon=2.0, debias=debias, cg=CGOptions(1e-8), **options
+    )
+    terms = found.divergence.terms
+    exact._curvature._terms = {
+        name: replace(term, f=term.f.double(), g=term.g.double()) for name, term in terms.items()
+    }
+    expected = exact.product(directions.double())
+    assert float((got.values - expected.values).norm() / expected.values.norm()) <= 1e-4
+    torch.testing.assert_close(got.curvature, expected.curvature, rtol=1e-3, atol=1e-6)
 
 
 SHAPES = r"^v must be a tensor \(12, 3\), or \(s, 12, 3\) of s >= 1 directions, "
