@@ -38,6 +38,7 @@ from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.memory import UNASKED, free_memory
+from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.operators.rounded_plans import FusedPlan, HeldPlan
 from otdd_flash.operators.tiled import LOG2_ZERO
 
@@ -45,6 +46,9 @@ PARTS = {"fast": 1, "high": 3}
 
 # Scores from which on saving work pays for launching more kernels.
 MANY_SCORES = 1 << 26
+
+# The most that a plan in float64 takes.
+KEPT_BYTES = 1 << 31
 
 # Products (scores times dimension) up to which a pass takes no longer than launching it.
 FEW_PRODUCTS = 1 << 36
@@ -105,12 +109,22 @@ class KernelOperator:
             self.sample,
             None if self._precision == "high" or self._lattice else self._refine,
             self.recorded,
-            rounded_plan=self._rounded_plan,
+            self._kept_plan,
+            self._rounded_plan,
         )
 
     def _refine(self) -> KernelOperator:
         """The cost of the original points, to float32 accuracy."""
         return KernelOperator(self.cost, "high", self)
+
+    def _kept_plan(self, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
+        """In float64, of the original points: where reading it takes less than evaluating it."""
+        needed = 8 * self.shape[0] * self.shape[1]
+        if needed > KEPT_BYTES:
+            return None
+        if needed > UNASKED and needed > free_memory(self.a.device) // 2:
+            return None
+        return KeptPlan(self.cost.plan_entries(f, g, epsilon), self._rounded_plan(f, g, epsilon))
 
     def _rounded_plan(self, f: Tensor, g: Tensor, epsilon: float) -> HeldPlan | FusedPlan | None:
         """In float16, of points of one part: held if half of what memory is free does.

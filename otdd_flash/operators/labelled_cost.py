@@ -21,6 +21,9 @@ from otdd_flash.operators.base import CostRange
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
 
+# In place of log 0: far below any other, and not infinite times 0 in a product.
+LOG_NOTHING = -1e200
+
 # Coordinates that are in float64 at once: 2 MiB stay near a core's cache; 16 MiB are little beside
 # the points on a GPU, which wants few, large launches.
 CHUNK_ELEMENTS_CPU = 1 << 18
@@ -137,6 +140,28 @@ class LabelledCost:
     def own_costs(self) -> Tensor:
         """C_ii (n,) of a cloud with itself, float64."""
         return self.class_costs[self.labels[0], self.labels[0]]
+
+    def plan_entries(self, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
+        """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) (n, m), float64.
+
+            log P_ij = u_i + v[l_i, j] + 2 lambda_x <x_i, y_j> / epsilon
+
+        One product of matrices adds u, v is gathered by class, and the exponential is taken in
+        place. Potentials of points without mass are not read.
+        """
+        (x, y), (labels_x, labels_y) = self.points, self.labels
+        u, v = (
+            torch.where(masses > 0, masses.log() + potential / epsilon, LOG_NOTHING)
+            - self.lambda_x / epsilon * squares
+            for masses, potential, squares in zip(
+                (self.a, self.b), (f.double(), g.double()), self.squares, strict=True
+            )
+        )
+        left = torch.cat((x.double() - self.centre, u[:, None]), 1)
+        right = (y.double() - self.centre) * (2 * self.lambda_x / epsilon)
+        right = torch.cat((right, torch.ones_like(v)[:, None]), 1)
+        logs = (v - self.class_costs[:, labels_y] / epsilon).index_select(0, labels_x)
+        return logs.addmm_(left, right.T).exp_()
 
     def sample(self, rows: Tensor, columns: Tensor) -> LabelledCost:
         """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""

@@ -33,6 +33,11 @@ class Products(Protocol):
         ...
 
     @property
+    def in_triton(self) -> bool:
+        """Whether they run in Triton."""
+        ...
+
+    @property
     def rows(self) -> Tensor:
         """P 1 (n,), float64."""
         ...
@@ -69,7 +74,7 @@ class Plan(Products, Protocol):
 
 
 class StreamedPlan:
-    """Evaluated anew for every product.
+    """Evaluated anew for every product, which tells the sums too.
 
     Args:
         operator: the cost and the masses.
@@ -78,31 +83,36 @@ class StreamedPlan:
         epsilon: regularisation, in units of the cost.
     """
 
+    in_triton = False
+
     def __init__(self, operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> None:
         self._operator, self._at = operator, (f, g, epsilon)
+        # Of rows, and of columns, once something was multiplied.
+        self._sums: dict[bool, Tensor] = {}
 
     @property
     def precision(self) -> float:
         """Of the operator's type."""
         return SUM_UNITS * torch.finfo(self._operator.costs.dtype).eps / 2
 
-    @cached_property
+    @property
     def rows(self) -> Tensor:
         """P 1 (n,)."""
-        return self._operator.apply_plan(*self._at, _ones(self._operator.b)).masses
+        if False not in self._sums:
+            self.times(_ones(self._operator.b))
+        return self._sums[False]
 
-    @cached_property
+    @property
     def columns(self) -> Tensor:
         """P^T 1 (m,)."""
-        ones = _ones(self._operator.a)
-        return self._operator.apply_plan(*self._at, ones, transposed=True).masses
+        if True not in self._sums:
+            self.transposed_times(_ones(self._operator.a))
+        return self._sums[True]
 
     @cached_property
     def quick(self) -> Products:
         """One that is held, if the operator can and memory allows it."""
-        hold = self._operator.execution.rounded_plan
-        held: Products | None = None if hold is None else hold(*self._at)
-        return self if held is None else held
+        return rounded_plan_of(self._operator, *self._at) or self
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k), or (P o A B^T) V."""
@@ -119,32 +129,42 @@ class StreamedPlan:
         applied = self._operator.apply_plan(
             *self._at, values / scale, transposed=transposed, factors=factors
         )
+        self._sums.setdefault(transposed, applied.masses)
         return applied.values.double() * scale
 
 
 class KeptPlan:
-    """Held as a matrix P (n, m), float64."""
+    """Held as a matrix P (n, m), float64.
 
-    precision = SUM_UNITS * torch.finfo(torch.float64).eps / 2
+    Args:
+        entries: P.
+        quick: products with a plan near it that take less time, if there are any.
+    """
 
-    def __init__(self, entries: Tensor) -> None:
-        self._entries = entries
-        self.rows, self.columns = entries.sum(1), entries.sum(0)
+    precision, in_triton = SUM_UNITS * torch.finfo(torch.float64).eps / 2, False
 
-    @property
-    def quick(self) -> KeptPlan:
-        """This one: with less accurate products iterations take longer than they save."""
-        return self
+    def __init__(self, entries: Tensor, quick: Products | None = None) -> None:
+        self._entries, self.quick = entries, quick or self
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """P 1 (n,)."""
+        return self._entries.sum(1)
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """P^T 1 (m,)."""
+        return self._entries.sum(0)
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P V (n, k), or (P o A B^T) V."""
+        """P V (n, k) for V (m, k), or (P o A B^T) V."""
         found = values.new_empty((len(self._entries), values.shape[1]), dtype=torch.float64)
         for rows, entries in self._blocks(factors):
             torch.mm(entries, values.double(), out=found[rows])
         return found
 
     def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P^T U (m, k), or (P o A B^T)^T U."""
+        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U."""
         found = values.new_zeros((self._entries.shape[1], values.shape[1]), dtype=torch.float64)
         for rows, entries in self._blocks(factors):
             found.addmm_(entries.T, values[rows].double())
@@ -157,14 +177,14 @@ class KeptPlan:
             yield slice(0, n), self._entries
             return
         left, right = (factor.double() for factor in factors)
-        height = max(1, BLOCK_ENTRIES // m)
+        height = max(1, (BLOCK_GPU if left.is_cuda else BLOCK_CPU) // m)
         for first in range(0, n, height):
             rows = slice(first, first + height)
             yield rows, (left[rows] @ right.T).mul_(self._entries[rows])
 
 
-# Entries that are weighted at once.
-BLOCK_ENTRIES = 1 << 20
+# Entries that are weighted at once: what the caches hold.
+BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 22
 
 
 def plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
@@ -172,6 +192,13 @@ def plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
     keep = operator.execution.kept_plan
     kept = None if keep is None else keep(f, g, epsilon)
     return StreamedPlan(operator, f, g, epsilon) if kept is None else kept
+
+
+def rounded_plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Products | None:
+    """One near it whose products take less time, if the operator has any."""
+    hold = operator.execution.rounded_plan
+    found: Products | None = None if hold is None else hold(f, g, epsilon)
+    return found
 
 
 def _ones(masses: Tensor) -> Tensor:

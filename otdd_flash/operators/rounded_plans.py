@@ -12,10 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.kernels.linear.halves import from_halves, to_halves
 from otdd_flash.kernels.points.packed_points import Layout
-
-# Numbers are scaled so that the largest of a column is below it: no float16 of them overflows.
-LOG2_LARGEST = 14
 
 # The product of a matrix in packed order and values (m, k) float16, (n, k) float32.
 PackedProduct = Callable[[Tensor], Tensor]
@@ -24,7 +22,7 @@ PackedProduct = Callable[[Tensor], Tensor]
 class _RoundedPlan:
     """What multiplies, two float16, has 22 bits, and sums have 24."""
 
-    precision = 2.0**-20
+    precision, in_triton = 2.0**-20, True
 
     def __init__(self, layouts: tuple[Layout, Layout]) -> None:
         self._layouts = layouts
@@ -62,18 +60,22 @@ class HeldPlan(_RoundedPlan):
         self, entries: Tensor, unit: float, masses: Tensor, layouts: tuple[Layout, Layout]
     ) -> None:
         super().__init__(layouts)
-        self._entries, self._scale = entries, (unit * masses)[:, None]
+        self._entries, self._weights = entries, unit * masses
+        self._ones = torch.ones_like(layouts[1].position, dtype=torch.float64)
 
     def times(self, values: Tensor) -> Tensor:
         """P V (N, k) for V (M, k), float64."""
-        found = _product(lambda both: _matrix_product(self._entries, both), values, *self._layouts)
-        return self._scale * found
+        rows, columns = self._layouts
+        packed, scales = to_halves(values, columns)
+        found = _matrix_product(self._entries, packed)
+        return from_halves(found, scales, rows, self._weights)
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """P^T U (M, k) for U (N, k), float64."""
-        back = self._layouts[::-1]
-        entries, scaled = self._entries.T, self._scale * values
-        return _product(lambda both: _matrix_product(entries, both), scaled, *back)
+        rows, columns = self._layouts
+        packed, scales = to_halves(values, rows, self._weights)
+        found = _matrix_product(self._entries.T, packed)
+        return from_halves(found, scales, columns, self._ones)
 
 
 class FusedPlan(_RoundedPlan):
@@ -95,27 +97,19 @@ class FusedPlan(_RoundedPlan):
     ) -> None:
         super().__init__(layouts)
         self._products = products
-        self._scales = tuple((unit * side)[:, None] for side in masses)
+        self._weights = unit * masses[0], unit * masses[1]
 
     def times(self, values: Tensor) -> Tensor:
         """P V (N, k) for V (M, k), float64."""
-        return self._scales[0] * _product(self._products[0], values, *self._layouts)
+        rows, columns = self._layouts
+        packed, scales = to_halves(values, columns)
+        return from_halves(self._products[0](packed), scales, rows, self._weights[0])
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """P^T U (M, k) for U (N, k), float64."""
-        return self._scales[1] * _product(self._products[1], values, *self._layouts[::-1])
-
-
-def _product(product: PackedProduct, values: Tensor, rows: Layout, columns: Layout) -> Tensor:
-    """A product with V (M, k) in the order of the points, (N, k) float64."""
-    packed = torch.where(columns.filled[:, None], values[columns.origin], 0)
-    exponents = packed.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny).log2().ceil()
-    scale = (LOG2_LARGEST - exponents).exp2()
-    packed *= scale
-    high = packed.half()
-    found = product(torch.cat((high, (packed - high).half()), 1)).double()
-    high_part, low_part = found.chunk(2, 1)
-    return ((high_part + low_part) / scale)[rows.position]
+        rows, columns = self._layouts
+        packed, scales = to_halves(values, rows)
+        return from_halves(self._products[1](packed), scales, columns, self._weights[1])
 
 
 def _matrix_product(entries: Tensor, values: Tensor) -> Tensor:

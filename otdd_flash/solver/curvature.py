@@ -48,17 +48,10 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.operators.plan import Factors, Products, plan_of
+from otdd_flash.operators.plan import Factors, plan_of
 from otdd_flash.solver.centred import less_origin, origin_near
-from otdd_flash.solver.schur import (
-    CGOptions,
-    SchurSystem,
-    SelfSystem,
-    Solution,
-    System,
-    inverse,
-    solve,
-)
+from otdd_flash.solver.conjugate_gradients import inverse
+from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, solve
 from otdd_flash.solver.term.result import TransportTerm
 
 # Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.
@@ -97,39 +90,21 @@ class _Points:
         potentials: tuple[Tensor, Tensor],
         epsilon: float,
         inputs: CostInputs,
-        damping: float,
-        system: Callable[[Products, float], System],
     ) -> None:
-        exact = refined(operator)
         self.epsilon, self.factor = epsilon, 2 * inputs.cost.squared.lambda_x
-        self.plan = plan_of(exact, *potentials, epsilon)
-        self.system = system(self.plan, damping)
-        # What iterates is the cost that takes less time, if it is another one.
-        near = self.plan if exact is operator else plan_of(operator, *potentials, epsilon)
-        self.rounded = system(near.quick, damping)
+        self.plan = plan_of(refined(operator), *potentials, epsilon)
         sides = [side.features for side in (inputs.source, inputs.target)]
         clouds = zip(sides, (operator.a, operator.b), strict=True)
         origin = origin_near(clouds, operator.costs.dtype).double()
         self.x, self.y = (less_origin(points, origin) for points in sides)
-        self.by_row = inverse(self.plan.rows)
 
-    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+    def times(self, values: Tensor) -> Tensor:
         """P V (s, n, k) for V (s, m, k)."""
-        return _apart(self.plan.times(_together(values), factors), len(values))
+        return _apart(self.plan.times(_together(values)), len(values))
 
-    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
+    def transposed_times(self, values: Tensor) -> Tensor:
         """P^T U (s, m, k) for U (s, n, k)."""
-        return _apart(self.plan.transposed_times(_together(values), factors), len(values))
-
-    def times_both(self, values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """P V (s, n, k) and P q (s, n), for V (s, m, k) and q (s, m), in one pass."""
-        found = self.times(torch.cat((values, numbers[..., None]), 2))
-        return found[..., :-1], found[..., -1]
-
-    def transposed_times_both(self, values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """P^T U (s, m, k) and P^T q (s, m), likewise."""
-        found = self.transposed_times(torch.cat((values, numbers[..., None]), 2))
-        return found[..., :-1], found[..., -1]
+        return _apart(self.plan.transposed_times(_together(values)), len(values))
 
     @cached_property
     def images(self) -> Tensor:
@@ -146,11 +121,6 @@ class _Points:
         """sum_j P_ij y_j y_j^T (n, d, d), for few coordinates."""
         return _moments(self.plan.times, self.y)
 
-    @cached_property
-    def column_moments(self) -> Tensor | None:
-        """sum_i P_ij x_i x_i^T (m, d, d), likewise."""
-        return _moments(self.plan.transposed_times, self.x)
-
 
 class CrossCurvature:
     """Of OT_epsilon between two clouds, at the potentials of a term.
@@ -165,62 +135,66 @@ class CrossCurvature:
     def __init__(
         self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
     ) -> None:
-        self._cg, given = cg, (operator, (term.f, term.g), term.epsilon, inputs, cg.damping)
-        self._at = _Points(*given, SchurSystem)
+        self._at = at = _Points(operator, (term.f, term.g), term.epsilon, inputs)
+        self._cg, self._system = cg, SchurSystem(at.plan, cg.damping)
+        self._rounded = SchurSystem(at.plan.quick, cg.damping)
 
     def along(self, a: Tensor, b: Tensor | None = None) -> Along:
         """Along A (s, n, d) of x and B (s, m, d) of y, float64; without B, y stands still.
 
         The derivative of the gradient by y is asked for by a B, which may be 0.
         """
-        at, (r, c) = self._at, (self._at.plan.rows, self._at.plan.columns)
-        x, y, factor = at.x, at.y, at.factor
+        return self._along_x(a) if b is None else self._along_both(a, b)
+
+    def _along_x(self, a: Tensor) -> Along:
+        at, factor, images = self._at, self._at.factor, self._at.images
+        r = at.plan.rows
         shift, a = _less_mean(a, r)
-        e = -_dot(a, at.images)
-        if b is not None:
-            mean_b, b = _less_mean(b, c)
-            shift = shift - mean_b
-            v = _dot(y, b)
-            of_b, of_v = at.times_both(b, v)
-            e += of_v - _dot(x, of_b)
-        e *= at.by_row
-        of_a, of_e = at.transposed_times_both(a, e)
-        right = -_dot(of_a, y) - of_e
-        if b is not None:
-            right += c * v - _dot(b, at.transposed_images)
-        solved = solve(at.system, at.rounded, (factor * right).T, self._cg)
+        e = -inverse(r) * _dot(a, images)
+        of_a, of_e = _both(at.transposed_times, a, e)
+        solved = self._solve(-_dot(of_a, at.y) - of_e)
         w2 = solved.values.T
-        t2 = w2 if b is None else w2 - factor * v
-        moved, of_w2 = at.times_both(t2[..., None] * y, w2)
-        t1 = factor * e - at.by_row * of_w2
-        moved = moved + t1[..., None] * at.images + factor * self._weighted(a, b)
-        by_x = r[:, None] * a - moved / at.epsilon
-        by_y = None
-        if b is not None:
-            by_x -= of_b
-            moved = t2[..., None] * at.transposed_images + at.transposed_times(t1[..., None] * x)
-            moved += factor * self._transposed_weighted(a, b) + solved.left.T[..., None] * y
-            by_y = factor * (c[:, None] * (b - shift) - of_a - moved / at.epsilon)
-        by_x = factor * (by_x + r[:, None] * shift)
+        if at.row_moments is None:
+            of_w2 = at.times(w2[..., None])[..., 0]
+            changes = [(factor * a, at.y), (torch.ones_like(r)[:, None], w2[..., None])]
+            moved = _weighted(at.plan.times, at.y, changes)
+        else:
+            moved, of_w2 = _both(at.times, w2[..., None] * at.y, w2)
+            moved = moved + factor * torch.einsum("nkl,snl->snk", at.row_moments, a)
+        t1 = factor * e - inverse(r) * of_w2
+        moved += t1[..., None] * images
+        by_x = factor * (r[:, None] * (a + shift) - moved / at.epsilon)
         # Means and what is left are orthogonal.
         curvature = factor * r.sum() * shift.square().sum((1, 2)) + _dot(a, by_x).sum(1)
-        if by_y is not None and b is not None:
-            curvature += _dot(b, by_y).sum(1)
+        return _along(by_x, None, curvature, solved, at.epsilon)
+
+    def _along_both(self, a: Tensor, b: Tensor) -> Along:
+        at, x, y, factor = self._at, self._at.x, self._at.y, self._at.factor
+        images, transposed_images = at.images, at.transposed_images
+        r, c = at.plan.rows, at.plan.columns
+        (mean_a, a), (mean_b, b) = _less_mean(a, r), _less_mean(b, c)
+        shift, v = mean_a - mean_b, _dot(y, b)
+        of_b, of_v = _both(at.times, b, v)
+        e = inverse(r) * (of_v - _dot(a, images) - _dot(x, of_b))
+        of_a, of_e = _both(at.transposed_times, a, e)
+        solved = self._solve(c * v - _dot(b, transposed_images) - _dot(of_a, y) - of_e)
+        w2 = solved.values.T
+        of_w2 = at.times(w2[..., None])[..., 0]
+        t1, t2 = factor * e - inverse(r) * of_w2, w2 - factor * v
+        changes = [(factor * a, y), (factor * x, b), (torch.ones_like(r)[:, None], t2[..., None])]
+        moved = t1[..., None] * images + _weighted(at.plan.times, y, changes)
+        by_x = factor * (r[:, None] * (a + shift) - of_b - moved / at.epsilon)
+        changes = [(factor * a, y), (factor * x, b), (t1[..., None], torch.ones_like(c)[:, None])]
+        moved = t2[..., None] * transposed_images
+        moved += _weighted(at.plan.transposed_times, x, changes)
+        moved += solved.left.T[..., None] * y
+        by_y = factor * (c[:, None] * (b - shift) - of_a - moved / at.epsilon)
+        curvature = factor * r.sum() * shift.square().sum((1, 2))
+        curvature += _dot(a, by_x).sum(1) + _dot(b, by_y).sum(1)
         return _along(by_x, by_y, curvature, solved, at.epsilon)
 
-    def _weighted(self, a: Tensor, b: Tensor | None) -> Tensor:
-        """(P o (A y^T + x B^T)) y (s, n, d)."""
-        at = self._at
-        found = _paired(at.row_moments, a, lambda a: at.plan.times(at.y, (a, at.y)))
-        if b is not None:
-            found += torch.stack([at.plan.times(at.y, (at.x, one)) for one in b])
-        return found
-
-    def _transposed_weighted(self, a: Tensor, b: Tensor) -> Tensor:
-        """(P o (A y^T + x B^T))^T x (s, m, d)."""
-        at = self._at
-        found = _paired(at.column_moments, b, lambda b: at.plan.transposed_times(at.x, (at.x, b)))
-        return found + torch.stack([at.plan.transposed_times(at.x, (one, at.y)) for one in a])
+    def _solve(self, right: Tensor) -> Solution:
+        return solve(self._system, self._rounded, (self._at.factor * right).T, self._cg)
 
 
 class SelfCurvature:
@@ -229,22 +203,22 @@ class SelfCurvature:
     def __init__(
         self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
     ) -> None:
-        self._cg, given = cg, (operator, (term.f, term.f), term.epsilon, inputs, cg.damping)
-        self._at = _Points(*given, SelfSystem)
+        self._at = at = _Points(operator, (term.f, term.f), term.epsilon, inputs)
+        self._cg, self._system = cg, SelfSystem(at.plan, cg.damping)
+        self._rounded = SelfSystem(at.plan.quick, cg.damping)
 
     def along(self, a: Tensor) -> Along:
         """Along A (s, n, d), float64."""
-        at, r = self._at, self._at.plan.rows
-        x, factor = at.x, at.factor
+        at, x, factor, images = self._at, self._at.x, self._at.factor, self._at.images
+        r = at.plan.rows
         _, a = _less_mean(a, r)
         u = _dot(x, a)
-        of_a, of_u = at.times_both(a, u)
-        right = r * u - _dot(x, of_a) - _dot(a, at.images) + of_u
-        solved = solve(at.system, at.rounded, (factor * right).T, self._cg)
-        t = solved.values.T - factor * u
-        moved = t[..., None] * at.images + at.times(t[..., None] * x)
-        moved += factor * _paired(at.row_moments, a, lambda a: at.plan.times(x, (a, x)))
-        moved += factor * torch.stack([at.plan.times(x, (x, one)) for one in a])
+        of_a, of_u = _both(at.times, a, u)
+        right = r * u - _dot(x, of_a) - _dot(a, images) + of_u
+        solved = solve(self._system, self._rounded, (factor * right).T, self._cg)
+        t = (solved.values.T - factor * u)[..., None]
+        changes = [(factor * a, x), (factor * x, a), (torch.ones_like(r)[:, None], t)]
+        moved = t * images + _weighted(at.plan.times, x, changes)
         moved += solved.left.T[..., None] * x
         by_x = 2 * factor * (r[:, None] * a - of_a - moved / at.epsilon)
         # Both potentials, so twice.
@@ -269,11 +243,33 @@ def in_parts(run: Callable[[slice], Along], directions: int, coordinates: int) -
     return Along(torch.cat(x), by_y, *(torch.cat(part) for part in rest))
 
 
-def _paired(moments: Tensor | None, along: Tensor, image: Callable[[Tensor], Tensor]) -> Tensor:
-    """Moments_i A_i (s, n, d) where there are any, else the images of A (n, d), one by one."""
-    if moments is None:
-        return torch.stack([image(one) for one in along])
-    return torch.einsum("nkl,snl->snk", moments, along)
+def _weighted(times: Callable[..., Tensor], values: Tensor, changes: list[Factors]) -> Tensor:
+    """(P o sum of L R^T) V (s, n, d), for V (m, d) and pairs L (n, k) and R (m, k).
+
+    They are the same for all directions, or one for each, with a leading dimension.
+    """
+    count = max(len(side) for pair in changes for side in pair if side.ndim == 3)
+    pairs = [
+        [side.expand(count, *side.shape[-2:]) for side in _balanced(*pair)] for pair in changes
+    ]
+    left, right = (torch.cat(sides, 2) for sides in zip(*pairs, strict=True))
+    return torch.stack([times(values, factors) for factors in zip(left, right, strict=True)])
+
+
+def _balanced(left: Tensor, right: Tensor) -> Factors:
+    """The same product of two sides of one size: side by side, pairs are rounded on one scale."""
+    sizes = [side.abs().max() for side in (left, right)]
+    ratio = torch.where(sizes[0] * sizes[1] > 0, sizes[1] / sizes[0], 1)
+    scale = (ratio.log2() / 2).round().exp2()
+    return left * scale, right / scale
+
+
+def _both(
+    times: Callable[[Tensor], Tensor], values: Tensor, numbers: Tensor
+) -> tuple[Tensor, Tensor]:
+    """P V (s, n, k) and P q (s, n), for V (s, m, k) and q (s, m), in one pass."""
+    found = times(torch.cat((values, numbers[..., None]), 2))
+    return found[..., :-1], found[..., -1]
 
 
 def _moments(times: Callable[[Tensor], Tensor], points: Tensor) -> Tensor | None:

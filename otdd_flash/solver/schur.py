@@ -11,16 +11,16 @@ It is symmetric and positive but for constants, whose image is 0; scaled by c^(-
 its eigenvalues lie in [0, 1]. Between a cloud and itself, where both potentials are one, the system
 is (diag(r) + P) w = s, scaled with eigenvalues in [0, 2], in [1, 2] for squared distances.
 
-Both are solved by conjugate gradients scaled by the masses (Jacobi), every direction by itself, the
-products of all in one pass. Residuals keep no part outside the range of S: their sum is 0. Products
-may be those of a rounded plan with its own sums; then the residual of the plan itself corrects the
-solution (iterative refinement, as Higham 2002, Accuracy and stability of numerical algorithms).
+Both are solved by `conjugate_gradients`. Products may be those of a rounded plan with its own sums;
+then the residual of the plan itself corrects the solution (iterative refinement, as Higham 2002,
+Accuracy and stability of numerical algorithms).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ from torch import Tensor
 from otdd_flash.arguments import CG_OPTIONS
 from otdd_flash.checks import check_fields
 from otdd_flash.operators.plan import Products
+from otdd_flash.solver.conjugate_gradients import (
+    System,
+    conjugate_gradients,
+    in_range,
+    inverse,
+    scaled_size,
+)
 
 # Corrections by the residual of the plan itself.
 REFINEMENTS = 3
@@ -61,36 +68,30 @@ class CGOptions:
 DEFAULTS = CGOptions()
 
 
-class System(Protocol):
-    """A symmetric, positive semi-definite matrix (m, m) whose rows belong to points.
-
-    Attributes:
-        masses: (m,) float64, by which it is scaled; points without mass have rows of 0.
-        constants: whether it takes constants to 0.
-        precision: of its products, relative to what they multiply, both scaled.
-    """
-
-    masses: Tensor
-    constants: bool
-    precision: float
-
-    def times(self, values: Tensor) -> Tensor:
-        """Its product (m, s) with values (m, s), float64."""
-        ...
-
-
 class SchurSystem:
     """S + delta diag(c) of a plan between two clouds."""
 
     def __init__(self, plan: Products, damping: float = 0.0) -> None:
-        self._plan, self.masses, self.precision = plan, plan.columns, plan.precision
+        self._plan, self.precision, self.in_triton = plan, plan.precision, plan.in_triton
         self.constants, self._scale = damping == 0, 1 + damping
+
+    @property
+    def masses(self) -> Tensor:
+        """Column sums c (m,)."""
+        return self._plan.columns
+
+    @cached_property
+    def _by_row(self) -> Tensor:
+        return inverse(self._plan.rows)[:, None]
+
+    @cached_property
+    def _scaled_masses(self) -> Tensor:
+        return (self._scale * self.masses)[:, None]
 
     def times(self, values: Tensor) -> Tensor:
         """S w (m, s)."""
-        image = self._plan.times(values).mul_(inverse(self._plan.rows)[:, None])
-        scaled = (self._scale * self.masses)[:, None] * values
-        return scaled.sub_(self._plan.transposed_times(image))
+        image = self._plan.times(values).mul_(self._by_row)
+        return self._scaled_masses * values - self._plan.transposed_times(image)
 
 
 class SelfSystem:
@@ -99,8 +100,13 @@ class SelfSystem:
     constants = False
 
     def __init__(self, plan: Products, damping: float = 0.0) -> None:
-        self._plan, self.masses, self.precision = plan, plan.rows, plan.precision
+        self._plan, self.precision, self.in_triton = plan, plan.precision, plan.in_triton
         self._scale = 1 + damping
+
+    @property
+    def masses(self) -> Tensor:
+        """Row sums r (n,)."""
+        return self._plan.rows
 
     def times(self, values: Tensor) -> Tensor:
         """(diag(r) + P) w (n, s)."""
@@ -137,8 +143,8 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
         right: in the range of the matrix, but for rounding.
         options: when to stop.
     """
-    right = _in_range(system, right)
-    size = _size(system, right)
+    right = in_range(system, right)
+    size = scaled_size(system, right)
     target = options.tolerance * size
     values, left, now = torch.zeros_like(right), right, size
     iterations = torch.zeros_like(size, dtype=torch.int64)
@@ -151,8 +157,8 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
         correction, taken = conjugate_gradients(rounded, left, goal, most)
         iterations += taken
         corrected = values + correction
-        after = _in_range(system, right - system.times(corrected))
-        found = _size(system, after)
+        after = in_range(system, right - system.times(corrected))
+        found = scaled_size(system, after)
         better = pending & (found < now)
         values, left = (
             torch.where(better, new, old) for new, old in ((corrected, values), (after, left))
@@ -162,65 +168,3 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
         now = torch.where(better, found, now)
     residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
     return Solution(values, left, residual, iterations, now <= target)
-
-
-def conjugate_gradients(
-    system: System, right: Tensor, goal: Tensor, most: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Solutions (m, s) from 0, and the iterations (s,) that each took.
-
-    Every step adds the rounding of its product to what the recursive residual does not know of
-    (van der Vorst & Ye 2000, Residual replacement strategies for Krylov subspace iterative methods
-    for the convergence of true residuals). A step that would bring it above the residual itself,
-    such as a long one where the matrix is 0 but for rounding, is not taken and ends the direction.
-
-    Args:
-        system: the matrix.
-        right: (m, s) float64.
-        goal: (s,) size of the recursive residual to stop at.
-        most: (s,) int64, iterations at the most.
-    """
-    scale = inverse(system.masses)[:, None]
-    values, left = torch.zeros_like(right), _in_range(system, right)
-    scaled = scale * left
-    direction, size = scaled, (left * scaled).sum(0)
-    iterations, unknown = torch.zeros_like(most), torch.zeros_like(size)
-    active = (size > goal.square()) & (most > 0)
-    while bool(active.any()):
-        image = system.times(direction)
-        energy = (direction * image).sum(0)
-        length = (direction.square() * system.masses[:, None]).sum(0).sqrt()
-        positive = energy > 0
-        step = torch.where(positive, size / torch.where(positive, energy, 1), 0)
-        unknown += system.precision * step * length
-        active &= positive & (unknown <= size.sqrt())
-        step = torch.where(active, step, 0)
-        values += step * direction
-        left = _in_range(system, left - step * image)
-        scaled = scale * left
-        after = (left * scaled).sum(0)
-        kept = torch.where(active, after / torch.where(active, size, 1), 0)
-        direction = scaled + kept * direction
-        iterations += active
-        size = torch.where(active, after, size)
-        active &= (size > goal.square()) & (iterations < most)
-    return values, iterations
-
-
-def inverse(masses: Tensor) -> Tensor:
-    """One over masses, 0 where there is none."""
-    return torch.where(masses > 0, 1 / masses, 0)
-
-
-def _in_range(system: System, values: Tensor) -> Tensor:
-    """Values (m, s) less their part outside the range of the matrix, 0 where there is no mass."""
-    masses = system.masses[:, None]
-    values = torch.where(masses > 0, values, 0)
-    if not system.constants:
-        return values
-    return values - masses * (values.sum(0) / masses.sum())
-
-
-def _size(system: System, values: Tensor) -> Tensor:
-    """Sizes (s,) of values (m, s), scaled by masses^(-1/2)."""
-    return (values.square() * inverse(system.masses)[:, None]).sum(0).sqrt()

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.solver import schur
-from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, conjugate_gradients, solve
+from otdd_flash.solver.conjugate_gradients import conjugate_gradients
+from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, solve
 
 
 def plan(n: int, m: int, *, symmetric: bool = False, spread: float = 3.0) -> Tensor:
@@ -132,7 +133,7 @@ def test_groups_with_no_mass_between_them() -> None:
 class InFloat32:
     """A matrix whose products are rounded."""
 
-    constants, precision = False, 8 * 2.0**-24
+    constants, precision, in_triton = False, 8 * 2.0**-24, False
 
     def __init__(self, matrix: Tensor) -> None:
         self._matrix, self.masses = matrix.float(), torch.ones(len(matrix), dtype=torch.float64)

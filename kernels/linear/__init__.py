@@ -1,0 +1,1 @@
+"""Kernels of linear systems: conjugate gradients, and numbers as sums of two float16."""

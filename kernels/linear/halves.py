@@ -1,0 +1,125 @@
+"""Columns of float64 numbers as sums hi + lo of two float16, for tensor cores.
+
+    packed = 2^e (values weights) in packed order,      hi = half(packed),  lo = half(packed - hi)
+
+The power of two of a column brings its largest number below 2^14, so that none overflows. Padding
+is 0. Results of products with hi and lo go the same way back.
+
+Shapes: values (N, s), packed (n, 2 s), first the hi and then the lo of all columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.points.packed_points import Layout
+
+LARGEST = tl.constexpr(2.0**14)
+# The smallest number whose logarithm is taken, a float32.
+TINY = tl.constexpr(2.0**-126)
+BLOCK = 4096
+
+
+@triton.jit
+def to_halves_kernel(
+    values_ptr,  # (N, s) float64, of any strides
+    weights_ptr,  # (N,) float64, read if WEIGHTS
+    origin_ptr,  # (n,) int64
+    filled_ptr,  # (n,) bool
+    out_ptr,  # (n, 2 s) float16
+    scales_ptr,  # (s,) float64
+    n,
+    s,
+    row_stride,
+    column_stride,
+    WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per column."""
+    i = tl.program_id(0).to(tl.int64)
+    values_ptr += i * column_stride
+    largest = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, n, BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        filled = tl.load(filled_ptr + o, mask=o < n, other=0) != 0
+        origin = tl.load(origin_ptr + o, mask=filled, other=0)
+        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0)
+        if WEIGHTS:
+            values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)
+        largest = tl.maximum(largest, tl.abs(values))
+    exponent = tl.ceil(tl.log2(tl.maximum(tl.max(largest, 0), TINY)))
+    scale = tl.exp2(-exponent) * LARGEST
+    tl.store(scales_ptr + i, scale)
+    for first in range(0, n, BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        filled = tl.load(filled_ptr + o, mask=o < n, other=0) != 0
+        origin = tl.load(origin_ptr + o, mask=filled, other=0)
+        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0)
+        if WEIGHTS:
+            values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)
+        values *= scale
+        high = values.to(tl.float32).to(tl.float16)
+        low = (values - high.to(tl.float64)).to(tl.float32).to(tl.float16)
+        o_out = o.to(tl.int64) * 2 * s + i
+        tl.store(out_ptr + o_out, high, mask=o < n)
+        tl.store(out_ptr + o_out + s, low, mask=o < n)
+
+
+@triton.jit
+def from_halves_kernel(
+    found_ptr,  # (n, 2 s) float32
+    scales_ptr,  # (s,) float64
+    weights_ptr,  # (N,) float64
+    position_ptr,  # (N,) int64
+    out_ptr,  # (N, s) float64, columns of stride N
+    count,
+    s,
+    BLOCK: tl.constexpr,
+):
+    """One program per BLOCK points of a column."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(1).to(tl.int64)
+    mask = o < count
+    o_found = tl.load(position_ptr + o, mask=mask, other=0) * 2 * s + i
+    high = tl.load(found_ptr + o_found, mask=mask, other=0.0).to(tl.float64)
+    low = tl.load(found_ptr + o_found + s, mask=mask, other=0.0).to(tl.float64)
+    weights = tl.load(weights_ptr + o, mask=mask, other=0.0)
+    tl.store(out_ptr + i * count + o, weights * ((high + low) / tl.load(scales_ptr + i)), mask=mask)
+
+
+def to_halves(
+    values: Tensor, layout: Layout, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values (N, s) float64 times weights (N,) as (n, 2 s) float16, and their scales (s,)."""
+    count = values.shape[1]
+    packed = torch.empty((layout.size, 2 * count), dtype=torch.float16, device=values.device)
+    scales = torch.empty(count, dtype=torch.float64, device=values.device)
+    to_halves_kernel[(count,)](
+        values,
+        values if weights is None else weights,
+        layout.origin,
+        layout.filled,
+        packed,
+        scales,
+        layout.size,
+        count,
+        *values.stride(),
+        WEIGHTS=weights is not None,
+        BLOCK=BLOCK,
+        num_warps=16,
+    )
+    return packed, scales
+
+
+def from_halves(found: Tensor, scales: Tensor, layout: Layout, weights: Tensor) -> Tensor:
+    """Weights (N,) times what products (n, 2 s) float32 of such columns stand for, (N, s)."""
+    count, points = len(scales), len(layout.position)
+    out = torch.empty((count, points), dtype=torch.float64, device=found.device)
+    block = 1024
+    from_halves_kernel[(triton.cdiv(points, block), count)](
+        found.contiguous(), scales, weights, layout.position, out, points, count, BLOCK=block
+    )
+    return out.T
