@@ -1,11 +1,10 @@
-"""Apply the plan of two potentials to a matrix, a cache-sized block of the plan at a time.
+"""Apply the plan of two potentials to a matrix, a block of the plan at a time.
 
     out = P V,  or (P o A B^T) V,      P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon)
 
 A kernel computes a block of Q_ij = P_ij / a_i in float16 and cuBLAS multiplies it by the rows of V
 (Ye et al. 2026, arXiv:2602.03067, Algorithms 2, 4 and 5, with the product of a block left to the
-library whose matrix products are fastest). A block stays in the second-level cache; the plan is
-never stored.
+library whose matrix products are fastest). The plan is never stored as a whole.
 
 Shapes: V (m, k), A (n, r), B (m, r). Rows of Q sum to r_i / a_i, about 1, and are scaled by 2^10 so
 that entries down to 2^-24 of the row keep all their bits. In `high` precision a block, V, A and B
@@ -37,8 +36,9 @@ from otdd_flash.kernels.tiling import (
     tile_for,
 )
 
-# A block of the plan: 64 MiB a part, about what the second-level cache of an H200 holds.
-BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
+# A block of the plan: 128 MiB a part. In blocks that the second-level cache holds, launches and not
+# memory take most of the time.
+BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 8192
 # Q is scaled by 2^10: rows whose sums lie in this range neither overflow nor lose bits.
 LOG2_SCALE = 10
 ROW_RANGE = 2.0**-5, 2.0**5

@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.passes.fused_product import (
+    FusedProduct,
+    apply_plan_fused,
+    most_columns,
+)
 from otdd_flash.kernels.passes.half_step import half_step
-from otdd_flash.kernels.passes.narrow_product import NarrowProduct
 from otdd_flash.kernels.passes.plan_application import (
     LOG2_SCALE,
     ROW_RANGE,
@@ -47,8 +51,12 @@ PARTS = {"fast": 1, "high": 3}
 # Scores from which on saving work pays for launching more kernels.
 MANY_SCORES = 1 << 26
 
-# The most that a plan in float64 takes.
-KEPT_BYTES = 1 << 31
+# The most that a plan in float64 takes, and coordinates up to which it may fill half of what memory
+# is free: computing it then takes no longer than reading it.
+KEPT_BYTES, FEW_COORDINATES = 1 << 28, 16
+
+# Columns from which on a plan is written to blocks, over those of a fused product.
+FEW_CHUNKS = 2
 
 # Products (scores times dimension) up to which a pass takes no longer than launching it.
 FEW_PRODUCTS = 1 << 36
@@ -120,7 +128,7 @@ class KernelOperator:
     def _kept_plan(self, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
         """In float64, of the original points: where reading it takes less than evaluating it."""
         needed = 8 * self.shape[0] * self.shape[1]
-        if needed > KEPT_BYTES:
+        if needed > KEPT_BYTES and self.cost.points[0].shape[1] > FEW_COORDINATES:
             return None
         if needed > UNASKED and needed > free_memory(self.a.device) // 2:
             return None
@@ -148,12 +156,12 @@ class KernelOperator:
         sides = ((forth, self.a, layouts), (back, self.b, layouts[::-1]))
         products = []
         for given, masses, (own, other) in sides:
-            product = NarrowProduct(*given, epsilon, masses > 0)
+            product = FusedProduct(*given, epsilon, masses > 0)
             ones = torch.ones((other.size, 1), dtype=torch.float16, device=masses.device)
-            if not _in_range(product(ones)[:, 0] * unit, own, masses):
+            if not _in_range(product(ones)[1], own, masses):
                 return None
             products.append(product)
-        return FusedPlan((products[0], products[1]), unit, (self.a, self.b), layouts)
+        return FusedPlan((products[0], products[1]), (self.a, self.b), layouts)
 
     def seen_points(self) -> tuple[Tensor, Tensor]:
         """Both clouds less one point, as this precision rounds them, (n, d) and (m, d) float64."""
@@ -242,9 +250,14 @@ def _applied(
     f, g = map(_single, potentials)
     packed = _packed_matrix(values, columns)
 
+    device, dim, count = f.device, rows.points.coordinates.shape[1], values.shape[1]
+    fused = factors is None and count <= FEW_CHUNKS * most_columns(dim, scores.parts, device)
+
     def apply(f: Tensor) -> tuple[Tensor, Tensor]:
-        sides = rows, columns, scores
-        return apply_plan_blocks(*sides, (f, g), epsilon, packed, factors)
+        given = rows, columns, scores, (f, g), epsilon
+        if fused:
+            return apply_plan_fused(*given, packed)
+        return apply_plan_blocks(*given, packed, factors)
 
     out, sums = apply(f)
     low, high = ROW_RANGE

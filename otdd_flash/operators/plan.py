@@ -183,8 +183,8 @@ class KeptPlan:
             yield rows, (left[rows] @ right.T).mul_(self._entries[rows])
 
 
-# Entries that are weighted at once: what the caches hold.
-BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 22
+# Entries that are weighted at once: what a cache holds, and few launches.
+BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
 
 
 def plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:

@@ -15,8 +15,8 @@ from torch import Tensor
 from otdd_flash.kernels.linear.halves import from_halves, to_halves
 from otdd_flash.kernels.points.packed_points import Layout
 
-# The product of a matrix in packed order and values (m, k) float16, (n, k) float32.
-PackedProduct = Callable[[Tensor], Tensor]
+# The product of a matrix in packed order and values (m, k) float16, (n, k) float32, and its sums.
+PackedProduct = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class _RoundedPlan:
@@ -79,11 +79,10 @@ class HeldPlan(_RoundedPlan):
 
 
 class FusedPlan(_RoundedPlan):
-    """P_ij = a_i unit Q_ij = b_j unit Q'_ji, evaluated anew and rounded in every product.
+    """P_ij = a_i Q_ij = b_j Q'_ji, evaluated anew and rounded in every product.
 
     Args:
         products: of Q (n, m) and of Q' (m, n).
-        unit: as said.
         masses: a (N,) and b (M,) float64, in the order of the points.
         layouts: of the rows and of the columns.
     """
@@ -91,25 +90,23 @@ class FusedPlan(_RoundedPlan):
     def __init__(
         self,
         products: tuple[PackedProduct, PackedProduct],
-        unit: float,
         masses: tuple[Tensor, Tensor],
         layouts: tuple[Layout, Layout],
     ) -> None:
         super().__init__(layouts)
-        self._products = products
-        self._weights = unit * masses[0], unit * masses[1]
+        self._products, self._masses = products, masses
 
     def times(self, values: Tensor) -> Tensor:
         """P V (N, k) for V (M, k), float64."""
         rows, columns = self._layouts
         packed, scales = to_halves(values, columns)
-        return from_halves(self._products[0](packed), scales, rows, self._weights[0])
+        return from_halves(self._products[0](packed)[0], scales, rows, self._masses[0])
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """P^T U (M, k) for U (N, k), float64."""
         rows, columns = self._layouts
         packed, scales = to_halves(values, rows)
-        return from_halves(self._products[1](packed), scales, columns, self._weights[1])
+        return from_halves(self._products[1](packed)[0], scales, columns, self._masses[1])
 
 
 def _matrix_product(entries: Tensor, values: Tensor) -> Tensor:

@@ -83,10 +83,13 @@ def test_the_whole_error_of_hydra_is_there_for_who_asks(command, monkeypatch):
 @pytest.mark.parametrize("imported", ["hydra", "torch"])
 @pytest.mark.parametrize("name", ["distance", "flow"])
 def test_ctrl_c_during_imports_is_130_without_a_traceback(folder, imported, name):
-    """A module that interrupts the process that imports it stands in for the one named."""
+    """A module that interrupts the process that imports it stands in for the one named.
+
+    It then waits: the signal may arrive at another thread, and some time later.
+    """
     (folder / imported).mkdir()
     (folder / imported / "__init__.py").write_text(
-        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\n"
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-m", f"otdd_flash.{name}", "hydra.run.dir=run"],

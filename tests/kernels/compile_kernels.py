@@ -22,9 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from otdd_flash.kernels.passes import resident_half_step
+from otdd_flash.kernels.passes.fused_product import fused_product_kernel
 from otdd_flash.kernels.passes.half_step import half_step_kernel
 from otdd_flash.kernels.passes.marginal_tiles import MarginalTile
-from otdd_flash.kernels.passes.narrow_product import MOST_COLUMNS, narrow_product_kernel
 from otdd_flash.kernels.passes.plan_application import plan_block_kernel
 from otdd_flash.kernels.passes.plan_marginals import GROUP, plan_marginals_kernel
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
@@ -170,7 +170,10 @@ def main() -> None:
         "symmetric_step": (symmetric_step_kernel, [{}]),
     }
     if parts == 1:
-        variants["narrow_product"] = narrow_product_kernel, [{"COLUMNS": MOST_COLUMNS}]
+        variants["fused_product"] = (
+            fused_product_kernel,
+            [{"COLUMNS": 16, "EXTRA": 0, "HELD": False}],
+        )
     taken = {}
     for name, (kernel, choices) in variants.items():
         for choice, gather in product(choices, (False, True)):

@@ -19,6 +19,7 @@ from kernel_cases import (
 from pairwise import pairwise
 
 from otdd_flash.kernels.passes import plan_application
+from otdd_flash.operators import kernel
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 
@@ -63,8 +64,11 @@ NEAR = [pytest.param(True, id="near"), pytest.param(False, id="far")]
 
 
 @pytest.mark.slow(after=1)
-@pairwise(case=CASES, near=NEAR, precision=PRECISIONS, columns=[1, 9])
-def test_plan_times_matrix(case, precision, columns, near):
+@pairwise(case=CASES, near=NEAR, precision=PRECISIONS, columns=[1, 9, 20, 150], fused=[True, False])
+def test_plan_times_matrix(case, precision, columns, near, fused, monkeypatch):
+    """In tiles that are multiplied where they are computed, or in blocks."""
+    if not fused:
+        monkeypatch.setattr(kernel, "FEW_CHUNKS", 0)
     applied = Applied(case, precision, near)
     draw = torch.Generator().manual_seed(2)
     values = torch.randn(case[1], columns, generator=draw).double().to(DEVICE) * 30

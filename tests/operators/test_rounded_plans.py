@@ -10,7 +10,7 @@ from otdd_flash.kernels.passes import plan_application
 from otdd_flash.operators import kernel
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.plan import StreamedPlan, plan_of
+from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.rounded_plans import FusedPlan, HeldPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,8 +116,38 @@ def test_what_float16_does_not_hold_is_evaluated_anew(
         without_memory(monkeypatch)
     cost = operator(140, 130, 1)
     f, g = potentials(cost)
-    assert not isinstance(plan_of(cost, f, g, EPSILON).quick, StreamedPlan)
-    assert isinstance(plan_of(cost, f + 4 * EPSILON, g, EPSILON).quick, StreamedPlan)
+    assert isinstance(plan_of(cost, f, g, EPSILON).quick, (HeldPlan, FusedPlan))
+    exact = plan_of(cost, f + 4 * EPSILON, g, EPSILON)
+    assert exact.quick is exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("classes", [1, 3])
+def test_a_plan_in_float64_is_that_of_the_points_themselves(
+    classes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, m = 150, 140
+    cost = operator(n, m, classes)
+    f, g = potentials(cost)
+    f[n // 2] = 1e4
+    held = plan_of(cost, f, g, EPSILON)
+    assert isinstance(held, KeptPlan)
+    (x, y), (labels_x, labels_y) = cost.cost.points, cost.cost.labels
+    costs = reference.dense_cost(
+        x.double(), y.double(), 0.5, cost.cost.class_costs, labels_x, labels_y
+    )
+    plan = reference.plan(costs, cost.a, cost.b, f, g, EPSILON)
+    identity = torch.eye(m, dtype=torch.float64, device=DEVICE)
+    torch.testing.assert_close(held.times(identity), plan, rtol=1e-12, atol=0)
+    # A plan of many coordinates is kept while it is small, one of few while memory allows.
+    monkeypatch.setattr(kernel, "KEPT_BYTES", 8 * n * m - 1)
+    assert isinstance(plan_of(cost, f, g, EPSILON), KeptPlan)
+    monkeypatch.setattr(kernel, "FEW_COORDINATES", 4)
+    assert isinstance(plan_of(cost, f, g, EPSILON), StreamedPlan)
+    monkeypatch.setattr(kernel, "KEPT_BYTES", 8 * n * m)
+    assert isinstance(plan_of(cost, f, g, EPSILON), KeptPlan)
+    without_memory(monkeypatch)
+    assert isinstance(plan_of(cost, f, g, EPSILON), StreamedPlan)
 
 
 @pytest.mark.slow

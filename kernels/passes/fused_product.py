@@ -1,0 +1,310 @@
+"""A plan times some columns, fused: every tile of the plan is multiplied where it was computed.
+
+    out = Q V,      Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon)
+
+Scores are those of `half_step`; rows of Q sum to about 1 and are scaled by 2^LOG2_SCALE meanwhile,
+as in `plan_application`. A tile of Q is rounded to float16 and multiplied on tensor cores, with
+float32 sums; a column of ones in V gives the sums of just the numbers that are multiplied. With
+three parts a tile and V are sums hi + lo, of which hi hi + hi lo + lo hi is taken. Tensor cores cut
+off what they add to long sums, so products of tiles are added up without them.
+
+One program owns a block of rows, whose coordinates it holds if they are few, and a range of column
+blocks. V has COLUMNS columns, a power of two, and EXTRA more, which is what a number per point
+beside its coordinates needs.
+
+Work: 2 n m (d + k) operations on tensor cores, times the parts, and n m exponentials; nothing of
+size n m is stored.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.epsilon import LOG2_E, on_device
+from otdd_flash.kernels.passes.half_step import bias_of
+from otdd_flash.kernels.passes.plan_application import LOG2_SCALE, NOTHING
+from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.packed_points import PackedPoints
+from otdd_flash.kernels.tiling import (
+    BLOCK_ROWS,
+    Tile,
+    column_ranges,
+    gathering_tile,
+    load_step,
+    load_tile,
+    narrow_tile,
+    operand,
+)
+
+# Columns of V at once: what one product of a tensor core takes, up to what registers hold.
+NARROW, WIDE = 16, 128
+# Coordinates of a block of rows that are held, columns of a tile then, and how many are in flight.
+HELD_COORDINATES, HELD_COLUMNS, STAGES = 128, 64, 2
+
+
+@triton.jit
+def multiply(
+    high,  # (BLOCK_M, BLOCK_N) float16
+    low,  # (BLOCK_M, BLOCK_N) float16, read if PARTS is 3
+    values_ptr,  # (2 m, WIDTH) float16: hi parts, then lo parts
+    o_column,  # (BLOCK_N,)
+    first,
+    m,
+    unit,
+    out,  # (BLOCK_M, COLUMNS) float32
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A tile times COLUMNS columns of V from `first` on, times a unit, added to `out`."""
+    o_value = o_column.to(tl.int64)[:, None] * WIDTH + (first + tl.arange(0, COLUMNS))[None, :]
+    values = tl.load(values_ptr + o_value)
+    product = tl.dot(high, values)
+    if PARTS == 3:
+        product = tl.dot(low, values, product)
+        low_values = tl.load(values_ptr + m.to(tl.int64) * WIDTH + o_value)
+        product = tl.dot(high, low_values, product)
+    return out + product * unit
+
+
+@triton.jit
+def fused_product_kernel(
+    x,  # (2 n, DIM) float16
+    y,  # (2 m, DIM) float16
+    bias_ptr,  # (V, m) float32
+    row_term_ptr,  # (n,) float32
+    block_class_ptr,  # (n / BLOCK_M,) int32
+    costs_ptr,  # (V_x, costs_width) float32, read if GATHER
+    labels_x_ptr,  # (n,) int32, read if GATHER
+    labels_y_ptr,  # (m,) int32, read if GATHER
+    values_ptr,  # (2 m, COLUMNS + EXTRA) float16: hi parts, then lo parts
+    ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
+    products_ptr,  # (slots, n, COLUMNS + EXTRA) float32
+    sums_ptr,  # (slots, n) float32
+    n,
+    m,
+    unit,
+    scale,
+    costs_width,
+    costs_scale,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EXTRA: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    GATHER: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """One program per range of column blocks of one block of BLOCK_M rows."""
+    p_range = ranges_ptr + 4 * tl.program_id(0)
+    i_block, first, blocks, slot = (
+        tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
+    )  # fmt: skip
+    bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * m
+    o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_term = tl.load(row_term_ptr + o_row)
+    if GATHER:
+        # Indices into the table, below 2^31, take half of the registers of pointers.
+        o_costs = tl.load(labels_x_ptr + o_row) * costs_width
+
+    STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
+    WIDTH: tl.constexpr = COLUMNS + EXTRA
+    sums = tl.zeros((BLOCK_M,), tl.float32)
+    out = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+    if EXTRA > 0:
+        extra = tl.zeros((BLOCK_M, EXTRA), tl.float32)
+    if HELD:
+        high_x = load_tile(x, i_block * BLOCK_M, 0, BLOCK_M, BLOCK_K, DIM, DESCRIPTORS)
+        if PARTS == 3:
+            low_x = load_tile(x, n + i_block * BLOCK_M, 0, BLOCK_M, BLOCK_K, DIM, DESCRIPTORS)
+    for j in tl.range(0, blocks, num_stages=STAGES if HELD else 1):
+        column = (first + j) * BLOCK_N
+        if HELD:
+            high_y = load_tile(y, column, 0, BLOCK_N, BLOCK_K, DIM, DESCRIPTORS)
+            scores = tl.dot(high_x, high_y.T)  # (BLOCK_M, BLOCK_N)
+            if PARTS == 3:
+                low_y = load_tile(y, m + column, 0, BLOCK_N, BLOCK_K, DIM, DESCRIPTORS)
+                scores = tl.dot(high_x, low_y.T, scores)
+                scores = tl.dot(low_x, high_y.T, scores)
+        else:
+            scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for step in tl.range(0, STEPS, num_stages=STAGES):
+                b_x, b_y = load_step(
+                    x, y, i_block * BLOCK_M, column, step, n, m,
+                    DIM, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS,
+                )  # fmt: skip
+                scores = tl.dot(b_x, b_y.T, scores)
+        o_column = column + tl.arange(0, BLOCK_N)
+        logits = scores * scale + tl.load(bias_ptr + o_column)[None, :]
+        if GATHER:
+            labels_y = tl.load(labels_y_ptr + o_column)
+            logits -= costs_scale * tl.load(costs_ptr + (o_costs[:, None] + labels_y[None, :]))
+        plan = tl.exp2(logits + row_term[:, None])
+        sums += tl.sum(plan, 1)
+        high = plan.to(tl.float16)
+        low = (plan - high.to(tl.float32)).to(tl.float16)
+        out = multiply(high, low, values_ptr, o_column, 0, m, unit, out, WIDTH, COLUMNS, PARTS)
+        if EXTRA > 0:
+            extra = multiply(
+                high, low, values_ptr, o_column, COLUMNS, m, unit, extra, WIDTH, EXTRA, PARTS
+            )
+    tl.store(sums_ptr + slot.to(tl.int64) * n + o_row, sums * unit)
+    p_out = products_ptr + (slot.to(tl.int64) * n + o_row)[:, None] * WIDTH
+    tl.store(p_out + tl.arange(0, COLUMNS)[None, :], out)
+    if EXTRA > 0:
+        tl.store(p_out + COLUMNS + tl.arange(0, EXTRA)[None, :], extra)
+
+
+class FusedProduct:
+    """Q V for one V after another, of the same potentials.
+
+    Args:
+        rows: n packed points.
+        columns: m packed points.
+        scores: how they make scores.
+        potentials: f (N,) and g (M,), float32, in units of the cost.
+        epsilon: in units of the cost.
+        present: (N,) bool; the rows of other points, and of padding, are 0.
+    """
+
+    def __init__(
+        self,
+        rows: Side,
+        columns: Side,
+        scores: Scores,
+        potentials: tuple[Tensor, Tensor],
+        epsilon: float,
+        present: Tensor,
+    ) -> None:
+        self._rows, self._columns, self._scores = rows.points, columns.points, scores
+        self._scale, (f, g) = LOG2_E.value / epsilon, potentials
+        self._bias = bias_of(rows, columns, scores, g, on_device(epsilon, f.device))
+        layout = rows.points.layout
+        row_term = (layout.spread(f, 0.0) - rows.squares) * self._scale + LOG2_SCALE
+        filled = layout.spread(present.float(), 0.0) > 0
+        self._row_term = torch.where(filled, row_term, NOTHING)
+
+    def __call__(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Q V (n, k) and Q 1 (n,), float32 in packed order.
+
+        Args:
+            values: V (m, k) float16; with three parts (2 m, k), hi parts, then lo parts.
+        """
+        count, layout = values.shape[1], self._rows.layout
+        x, y, parts = self._rows.coordinates, self._columns.coordinates, self._scores.parts
+        most = most_columns(x.shape[1], parts, x.device)
+        if count > most:
+            size = -(-count // -(-count // most))
+            found = [self(part) for part in values.split(size, 1)]
+            return torch.cat([part for part, _ in found], 1), found[0][1]
+        columns, extra = widths(count)
+        width = columns + extra
+        padded = torch.nn.functional.pad(values, (0, width - count)).contiguous()
+        held = most > NARROW
+        tile = product_tile(x.shape[1], columns, parts, x.device, pure=layout.pure, held=held)
+        n, m = layout.size, self._columns.layout.size
+        ranges = column_ranges(n // BLOCK_ROWS, m // tile.columns, tile, x.device)
+        # Blocks of rows with fewer ranges leave the others 0.
+        out = torch.zeros((ranges.most, n, width), device=x.device)
+        sums = torch.zeros((ranges.most, n), device=x.device)
+        fused_product_kernel[(len(ranges.programs),)](
+            operand(x, BLOCK_ROWS, tile),
+            operand(y, tile.columns, tile),
+            self._bias,
+            self._row_term,
+            layout.block_class,
+            self._scores.costs,
+            layout.labels,
+            self._columns.layout.labels,
+            padded,
+            ranges.programs,
+            out,
+            sums,
+            n,
+            m,
+            2.0**-LOG2_SCALE,
+            self._scores.scale * self._scale,
+            self._scores.costs.shape[1],
+            self._scale,
+            DIM=x.shape[1],
+            COLUMNS=columns,
+            EXTRA=extra,
+            PARTS=parts,
+            BLOCK_M=BLOCK_ROWS,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            STAGES=tile.stages,
+            DESCRIPTORS=tile.descriptors,
+            GATHER=not layout.pure,
+            HELD=held,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        return out.sum(0)[:, :count], sums.sum(0)
+
+
+def most_columns(dim: int, parts: int, device: torch.device) -> int:
+    """Columns of V at once: those of a tensor core where coordinates are not held."""
+    if dim > HELD_COORDINATES:
+        return NARROW
+    if device.type == "cuda":
+        copies, depth = (1 if parts == 1 else 2), _depth(dim)
+        columns = STAGES * (HELD_COLUMNS * depth + HELD_COLUMNS * (WIDE + NARROW))
+        needed = 2 * copies * (BLOCK_ROWS * depth + columns)
+        if needed > torch.cuda.get_device_properties(device).shared_memory_per_block_optin:
+            return NARROW
+    return WIDE + NARROW
+
+
+def widths(count: int) -> tuple[int, int]:
+    """COLUMNS and EXTRA for V with so many columns."""
+    if count <= NARROW:
+        return NARROW, 0
+    power = max(NARROW, 1 << (count.bit_length() - 1))
+    if count == power:
+        return power, 0
+    return (power, NARROW) if count <= power + NARROW else (2 * power, 0)
+
+
+def product_tile(
+    dim: int, columns: int, parts: int, device: torch.device, *, pure: bool, held: bool
+) -> Tile:
+    """The tile for points of so many coordinates and V of so many columns."""
+    tile = narrow_tile(device) if pure else gathering_tile(device)
+    if not held:
+        return tile
+    tile = tile._replace(depth=_depth(dim), stages=STAGES)
+    if columns == NARROW and parts == 1:
+        return tile
+    return tile._replace(columns=HELD_COLUMNS, warps=8)
+
+
+def _depth(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def apply_plan_fused(
+    rows: Side,
+    columns: Side,
+    scores: Scores,
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    values: PackedPoints,
+) -> tuple[Tensor, Tensor]:
+    """Q V and Q 1 as `apply_plan_blocks` has them, without factors."""
+    f, _ = potentials
+    there = torch.ones(len(f), dtype=torch.bool, device=f.device)
+    product = FusedProduct(rows, columns, scores, potentials, epsilon, there)
+    coordinates = values.coordinates
+    if scores.parts == 1:
+        coordinates = coordinates[: columns.points.layout.size]
+    out, sums = product(coordinates)
+    position = rows.points.layout.position
+    return out[position].div_(values.scale), sums[position]
