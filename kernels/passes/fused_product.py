@@ -43,6 +43,8 @@ from otdd_flash.kernels.tiling import (
 NARROW, WIDE = 16, 128
 # Coordinates of a block of rows that are held, columns of a tile then, and how many are in flight.
 HELD_COORDINATES, HELD_COLUMNS, STAGES = 128, 64, 2
+# Bytes for biases, labels and barriers.
+MISCELLANEOUS = 2048
 
 
 @triton.jit
@@ -254,13 +256,22 @@ def most_columns(dim: int, parts: int, device: torch.device) -> int:
     """Columns of V at once: those of a tensor core where coordinates are not held."""
     if dim > HELD_COORDINATES:
         return NARROW
-    if device.type == "cuda":
-        copies, depth = (1 if parts == 1 else 2), _depth(dim)
-        columns = STAGES * (HELD_COLUMNS * depth + HELD_COLUMNS * (WIDE + NARROW))
-        needed = 2 * copies * (BLOCK_ROWS * depth + columns)
-        if needed > torch.cuda.get_device_properties(device).shared_memory_per_block_optin:
-            return NARROW
-    return WIDE + NARROW
+    if device.type != "cuda":
+        return WIDE + NARROW
+    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    fitting = (
+        columns
+        for columns in (WIDE + NARROW, WIDE // 2 + NARROW)
+        if shared_bytes(dim, parts, columns) <= room
+    )
+    return next(fitting, NARROW)
+
+
+def shared_bytes(dim: int, parts: int, columns: int) -> int:
+    """Shared memory of a program that holds coordinates, at the most: rows, tiles in flight, Q."""
+    copies, depth = (1 if parts == 1 else 2), _depth(dim)
+    in_flight = STAGES * HELD_COLUMNS * (depth + columns)
+    return 2 * copies * (BLOCK_ROWS * (depth + HELD_COLUMNS) + in_flight) + MISCELLANEOUS
 
 
 def widths(count: int) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """Entries of a plan from integer scores, and their sums over a part of a tile, to stated errors.
 
-    p_ij = 2^e_ij,   e_ij = scale N_ij + u_i + v_j - W[l_i, l_j]
+    p_ij = 2^e_ij,   e_ij = scale (N_ij + M_ij / B^2) + u_i + v_j - W[l_i, l_j]
 
 Errors hold in the worst case and on every card; a unit is 2^-24:
 
-- e is computed in float64. Its five roundings are at most 2^-50 of |scale N| + |u| + |v| + |W|.
+- e is computed in float64. Its roundings, seven with M and five without, are at most 2^-50 of
+  |scale N| + |u| + |v| + |W|.
 - p is known to 5 units: e is rounded to a multiple of 2^-23, which is 0.7 units of p, and cut into
   k + t, 0 <= t < 1; the hardware's 2^t is known to 2^-22, 4 units; 2^k is exact. Entries below
   2^-125 count as 0, those from 2^128 on make a sum infinite. Terms are finite.
@@ -74,6 +75,7 @@ def join_columns(left, right, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def sum_piece(
     scores,  # (128, WIDTH) int32
+    fractions,  # (128, WIDTH) int32, if FRACTIONS
     row_term,  # (128,) float64
     o_costs,  # (128,) int32, if GATHER
     column,
@@ -85,6 +87,8 @@ def sum_piece(
     WIDTH: tl.constexpr,
     LOG_WIDTH: tl.constexpr,
     GATHER: tl.constexpr,
+    FRACTIONS: tl.constexpr,
+    BASE: tl.constexpr,
 ):
     """Entries from `column` on, summed over columns, (128, 4), and over each 16 rows, (8, WIDTH).
 
@@ -93,6 +97,8 @@ def sum_piece(
     """
     o_column = column + tl.arange(0, WIDTH)
     exponents = exact_double(scores) * product_scale + row_term[:, None]
+    if FRACTIONS:
+        exponents += exact_double(fractions) * (product_scale / (BASE * BASE))
     exponents += tl.load(column_term_ptr + o_column)[None, :]
     if GATHER:
         labels_y = tl.load(labels_y_ptr + o_column)

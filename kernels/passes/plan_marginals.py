@@ -9,7 +9,8 @@ what `digits` says, a sum of entries to `plan_entries.SUM_ERROR`.
 
 Pairs of digits add up by levels s + t, each in accumulators of its own, so that a tile of digits is
 loaded once for all its pairs. Levels then join to one int32 N, B S for digits of base B; |v| is so
-limited on both sides that |B S| stays below 2^31. With one digit N = S.
+limited on both sides that |B S| stays below 2^31. With one digit N = S. Four digits of few
+coordinates keep a second int32 M of levels 2 and 3, B S = N + M / B^2.
 
 One program owns a block of rows and a range of column blocks. Its loop runs over (column block, K
 block) as one flat sequence, so that loads are in flight across column blocks. Entries are computed
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes, marginal_tile
 from otdd_flash.kernels.passes.plan_entries import halve_columns, join_columns, sum_piece
-from otdd_flash.kernels.points.digits import base_of, pack_digits, padded_dim
+from otdd_flash.kernels.points.digits import base_of, keeps_fractions, pack_digits, padded_dim
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.kernels.tiling import load_tile, operand, pipeline_stages
 
@@ -76,6 +77,7 @@ def plan_marginals_kernel(
     DESCRIPTORS: tl.constexpr,
     GATHER: tl.constexpr,
     TRIANGLE: tl.constexpr,
+    FRACTIONS: tl.constexpr,
 ):
     """One program per range of column blocks of one block of BLOCK_M rows."""
     row_blocks = height // BLOCK_M
@@ -131,11 +133,17 @@ def plan_marginals_kernel(
         if t % K_BLOCKS == K_BLOCKS - 1:
             scores = level_0
             level_0 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
-            if DIGITS > 3:
+            fractions = scores
+            if FRACTIONS:
+                fractions = (level_2 << SHIFT) + level_3
+            elif DIGITS > 3:
                 level_2 += (level_3 + BASE // 2) >> SHIFT
+            if DIGITS > 3:
                 level_3 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
             if DIGITS > 1:
-                scores = (scores << SHIFT) + level_1 + ((level_2 + BASE // 2) >> SHIFT)
+                scores = (scores << SHIFT) + level_1
+                if not FRACTIONS:
+                    scores += (level_2 + BASE // 2) >> SHIFT
                 level_1 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
                 level_2 = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
             row_term = tl.load(row_term_ptr + o_row)
@@ -144,21 +152,26 @@ def plan_marginals_kernel(
             left, right = halve_columns(scores, BLOCK_M, BLOCK_N)
             s_0, s_1 = halve_columns(left, BLOCK_M, BLOCK_N // 2)
             s_2, s_3 = halve_columns(right, BLOCK_M, BLOCK_N // 2)
+            f_0, f_1, f_2, f_3 = s_0, s_1, s_2, s_3
+            if FRACTIONS:
+                left, right = halve_columns(fractions, BLOCK_M, BLOCK_N)
+                f_0, f_1 = halve_columns(left, BLOCK_M, BLOCK_N // 2)
+                f_2, f_3 = halve_columns(right, BLOCK_M, BLOCK_N // 2)
             rows_0, columns_0 = sum_piece(
-                s_0, row_term, o_costs, column, column_term_ptr, labels_y_ptr, costs_ptr,
-                product_scale, BLOCK_M, PIECE, LOG_PIECE, GATHER,
+                s_0, f_0, row_term, o_costs, column, column_term_ptr, labels_y_ptr, costs_ptr,
+                product_scale, BLOCK_M, PIECE, LOG_PIECE, GATHER, FRACTIONS, BASE,
             )  # fmt: skip
             rows_1, columns_1 = sum_piece(
-                s_1, row_term, o_costs, column + PIECE, column_term_ptr, labels_y_ptr, costs_ptr,
-                product_scale, BLOCK_M, PIECE, LOG_PIECE, GATHER,
+                s_1, f_1, row_term, o_costs, column + PIECE, column_term_ptr, labels_y_ptr,
+                costs_ptr, product_scale, BLOCK_M, PIECE, LOG_PIECE, GATHER, FRACTIONS, BASE,
             )  # fmt: skip
             rows_2, columns_2 = sum_piece(
-                s_2, row_term, o_costs, column + 2 * PIECE, column_term_ptr, labels_y_ptr,
-                costs_ptr, product_scale, BLOCK_M, PIECE, LOG_PIECE, GATHER,
+                s_2, f_2, row_term, o_costs, column + 2 * PIECE, column_term_ptr, labels_y_ptr,
+                costs_ptr, product_scale, BLOCK_M, PIECE, LOG_PIECE, GATHER, FRACTIONS, BASE,
             )  # fmt: skip
             rows_3, columns_3 = sum_piece(
-                s_3, row_term, o_costs, column + 3 * PIECE, column_term_ptr, labels_y_ptr,
-                costs_ptr, product_scale, BLOCK_M, PIECE, LOG_PIECE, GATHER,
+                s_3, f_3, row_term, o_costs, column + 3 * PIECE, column_term_ptr, labels_y_ptr,
+                costs_ptr, product_scale, BLOCK_M, PIECE, LOG_PIECE, GATHER, FRACTIONS, BASE,
             )  # fmt: skip
             of_rows = ((rows_0 + rows_1) + (rows_2 + rows_3)).to(tl.float64)
             columns_0 = join_columns(columns_0, columns_1, BLOCK_M // 16, PIECE)
@@ -265,6 +278,7 @@ class _Launch:
         self._terms = rows.term.contiguous(), columns.term.contiguous()
         self._digits, self._symmetric = digits, symmetric
         self._base = base_of(rows.points.shape[1])
+        self._fractions = keeps_fractions(digits, rows.points.shape[1])
         self._product_scale = product_scale / (1 if digits == 1 else self._base)
         layouts = rows.layout, columns.layout
         if costs is None:
@@ -329,6 +343,7 @@ class _Launch:
             DESCRIPTORS=tile.descriptors,
             GATHER=self._gather,
             TRIANGLE=triangle,
+            FRACTIONS=self._fractions,
             num_warps=tile.warps,
             num_stages=tile.stages,
             maxnreg=registers,

@@ -16,7 +16,9 @@ Schwarz
 
 so each point's share of it is measured when it is packed, `omitted`. And levels s + t are added
 from the finest: a level k >= 2 is rounded to a multiple of B^-(k - 1) before it joins the next one,
-`carry_error`. Levels 1 and 0 are added exactly. One digit is exact for points whose v are integers.
+`carry_error`, but where four digits of few coordinates keep levels 2 and 3 as a number of their own
+(`keeps_fractions`). Levels 1 and 0 are added exactly. One digit is exact for points whose v are
+integers.
 
 What the digits themselves leave of v is `lost`, for the caller to account for.
 """
@@ -34,6 +36,8 @@ from otdd_flash.kernels.points.packed_points import Layout, load_scaled
 
 # Coordinates up to which four digits of base 256 add up in int32: 2 ||X_0|| ||Y_3|| + 2 128^2 d.
 MOST_COORDINATES = 57_344
+# Coordinates up to which levels 2 and 3 of four digits are one int32: (3 B + 4) 128^2 d < 2^31.
+FEW_COORDINATES = 128
 # Rows start at multiples of 64 bytes, the depth of most tiles: none is in two lines of a cache.
 ALIGNMENT = 64
 
@@ -182,9 +186,16 @@ def pack_digits(
     return Digits(values, squares, lost, omitted)
 
 
+def keeps_fractions(digits: int, dim: int) -> bool:
+    """Whether levels 2 and 3 are kept whole for points of `dim` coordinates."""
+    return digits == 4 and dim <= FEW_COORDINATES
+
+
 def carry_error(digits: int, dim: int) -> float:
     """Bound on what carries lose of a score, in units of v^2, for points of `dim` coordinates.
 
     Carries out of levels D - 1, ..., 2 are rounded by at most 1/2 of B^-(D - 2), ..., B^-1.
     """
+    if keeps_fractions(digits, dim):
+        return 0.0
     return sum(0.5 * float(base_of(dim)) ** -(level - 1) for level in range(2, digits))

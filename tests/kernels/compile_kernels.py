@@ -28,7 +28,7 @@ from otdd_flash.kernels.passes.marginal_tiles import MarginalTile
 from otdd_flash.kernels.passes.plan_application import plan_block_kernel
 from otdd_flash.kernels.passes.plan_marginals import GROUP, plan_marginals_kernel
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
-from otdd_flash.kernels.points.digits import base_of
+from otdd_flash.kernels.points.digits import base_of, keeps_fractions
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -83,6 +83,7 @@ def marginal_needs(
         "DESCRIPTORS": tile.descriptors,
         "GATHER": gather,
         "TRIANGLE": triangle,
+        "FRACTIONS": keeps_fractions(digits, dim),
     }
     names = kernel.arg_names
     types = {"product_scale": "fp64", "labels_x_ptr": "*i32", "labels_y_ptr": "*i32"}
@@ -169,11 +170,11 @@ def main() -> None:
         "plan_block_with_factors": (plan_block_kernel, [{"RANK": 64, "GROUP": 8}]),
         "symmetric_step": (symmetric_step_kernel, [{}]),
     }
-    if parts == 1:
-        variants["fused_product"] = (
-            fused_product_kernel,
-            [{"COLUMNS": 16, "EXTRA": 0, "HELD": False}],
-        )
+    for name in tiles:
+        if name.startswith("fused_product") and not name.endswith("_gathering"):
+            columns, extra = map(int, name.split()[1:])
+            choice = {"COLUMNS": columns, "EXTRA": extra, "HELD": tiles[name].depth >= dim}
+            variants[name] = fused_product_kernel, [choice]
     taken = {}
     for name, (kernel, choices) in variants.items():
         for choice, gather in product(choices, (False, True)):

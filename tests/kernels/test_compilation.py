@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from otdd_flash.kernels import tiling
+from otdd_flash.kernels.passes.fused_product import NARROW, most_columns, product_tile, widths
 from otdd_flash.kernels.passes.marginal_tiles import marginal_tile
 from otdd_flash.kernels.passes.plan_application import plan_tile
 from otdd_flash.kernels.points.digits import padded_dim
@@ -22,10 +24,6 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 ROOT = SCRIPT.parents[2]
-
-
-# Kernels that take narrow tiles at any depth.
-NARROW = ("symmetric_step", "narrow_product")
 
 
 class Card(NamedTuple):
@@ -44,8 +42,19 @@ def tiles_of(card: Card, dim: int, parts: int, monkeypatch: pytest.MonkeyPatch):
     """The tile that each kernel gets on a card."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(card.capability, 10))
     monkeypatch.setattr(tiling, "_has_room_for_wide_tiles", lambda _: card.shared_memory > 200_000)
+    properties = SimpleNamespace(shared_memory_per_block_optin=card.shared_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     device, depth = torch.device("cuda"), dim * parts
     try:
+        most = most_columns(dim, parts, device)
+        products = {}
+        for count in sorted({1, min(65, most), most}):
+            columns, extra = widths(count)
+            for gather in (False, True):
+                name = f"fused_product {columns} {extra}{'_gathering' * gather}"
+                products[name] = product_tile(
+                    dim, columns, parts, device, pure=not gather, held=most > NARROW
+                )
         of_plan = {
             f"plan_block{'_with_factors' * factors}{'_gathering' * gather}": plan_tile(
                 depth, device, factors=factors, gather=gather
@@ -53,12 +62,16 @@ def tiles_of(card: Card, dim: int, parts: int, monkeypatch: pytest.MonkeyPatch):
             for factors in (False, True)
             for gather in (False, True)
         }
-        return of_plan | {
-            "half_step": tile_for(depth, device),
-            "half_step_gathering": gathering_tile(device),
-            **{name: narrow_tile(device) for name in NARROW},
-            **{f"{name}_gathering": gathering_tile(device) for name in NARROW},
-        }
+        return (
+            of_plan
+            | products
+            | {
+                "half_step": tile_for(depth, device),
+                "half_step_gathering": gathering_tile(device),
+                "symmetric_step": narrow_tile(device),
+                "symmetric_step_gathering": gathering_tile(device),
+            }
+        )
     finally:
         for function in (tile_for, narrow_tile, gathering_tile):
             function.cache_clear()
@@ -79,7 +92,7 @@ def compiled(card: Card, dim: int, parts: int, tiles):
 @pytest.mark.parametrize(
     ("name", "dim", "parts"),
     [
-        *(("H200", *of) for of in ((16, 1), (300, 1), (512, 3))),
+        *(("H200", *of) for of in ((16, 1), (128, 3), (300, 1), (512, 3))),
         *((name, 512, 3) for name in ("A100", "RTX 4090")),
     ],
 )
