@@ -45,7 +45,7 @@ SYNTHETIC_CELLS = 500
 def losses(data: Data, epsilon: float, given: argparse.Namespace) -> tuple[Loss, Loss]:
     """The loss as it is, and with the paper's damping."""
     precision = given.precision or ("double" if given.device == "cpu" else "fast")
-    compute = otdd.ComputeOptions(given.device, given.backend, precision)
+    compute = otdd.ComputeOptions(device=given.device, precision=precision)
     options = otdd.Converged(tolerance=given.tolerance)
     # S + tau I, where masses are 1 / n each, is S + n tau diag(c).
     damping = given.damping * len(data.x)
@@ -65,7 +65,6 @@ def measure(method: str, seed: int, exact: Loss, damped: Loss, max_steps: int) -
     checks = trace.check_seconds
     return {
         **{"tolerance": loss.options.tolerance, "precision": loss.compute.precision},
-        "backend": loss.compute.backend,
         **{"cg_tolerance": loss.cg.tolerance, "damping": loss.cg.damping},
         **{"loss": found.loss, "gradient_norm": found.gradient_norm},
         "ended_by_gradient": trace.ended_by_gradient,
@@ -118,8 +117,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=1e-4, help="L1 marginal error of solves")
     parser.add_argument("--cg-tolerance", type=float, default=1e-4, help="residual of Hessians")
     parser.add_argument("--precision", help="double on a CPU and fast on a GPU by default")
-    # Cells are up to 64 deviations from the mean, where it rounds costs least.
-    parser.add_argument("--backend", default="torch", choices=("torch", "triton"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no row after")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=RESULTS)

@@ -3,9 +3,9 @@
     packed = 2^e (values weights) in packed order,      hi = half(packed),  lo = half(packed - hi)
 
 The power of two of a column brings its largest number below 2^14, so that none overflows. Padding
-is 0. Results of products with hi and lo go the same way back.
+is 0. Results of products with hi and lo, or with their sum, go the same way back.
 
-Shapes: values (N, s), packed (n, 2 s), first the hi and then the lo of all columns.
+Shapes: values (N, s), packed (n, 2, s).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def to_halves_kernel(
     weights_ptr,  # (N,) float64, read if WEIGHTS
     origin_ptr,  # (n,) int64
     filled_ptr,  # (n,) bool
-    out_ptr,  # (n, 2 s) float16
+    out_ptr,  # (n, 2, s) float16
     scales_ptr,  # (s,) float64
     n,
     s,
@@ -70,32 +70,34 @@ def to_halves_kernel(
 
 @triton.jit
 def from_halves_kernel(
-    found_ptr,  # (n, 2 s) float32
+    found_ptr,  # (n, PARTS, s) float32
     scales_ptr,  # (s,) float64
     weights_ptr,  # (N,) float64
     position_ptr,  # (N,) int64
     out_ptr,  # (N, s) float64, columns of stride N
     count,
     s,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per BLOCK points of a column."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.program_id(1).to(tl.int64)
     mask = o < count
-    o_found = tl.load(position_ptr + o, mask=mask, other=0) * 2 * s + i
-    high = tl.load(found_ptr + o_found, mask=mask, other=0.0).to(tl.float64)
-    low = tl.load(found_ptr + o_found + s, mask=mask, other=0.0).to(tl.float64)
+    o_found = tl.load(position_ptr + o, mask=mask, other=0) * PARTS * s + i
+    found = tl.load(found_ptr + o_found, mask=mask, other=0.0).to(tl.float64)
+    if PARTS == 2:
+        found += tl.load(found_ptr + o_found + s, mask=mask, other=0.0).to(tl.float64)
     weights = tl.load(weights_ptr + o, mask=mask, other=0.0)
-    tl.store(out_ptr + i * count + o, weights * ((high + low) / tl.load(scales_ptr + i)), mask=mask)
+    tl.store(out_ptr + i * count + o, weights * (found / tl.load(scales_ptr + i)), mask=mask)
 
 
 def to_halves(
     values: Tensor, layout: Layout, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Values (N, s) float64 times weights (N,) as (n, 2 s) float16, and their scales (s,)."""
+    """Values (N, s) float64 times weights (N,) as (n, 2, s) float16, and their scales (s,)."""
     count = values.shape[1]
-    packed = torch.empty((layout.size, 2 * count), dtype=torch.float16, device=values.device)
+    packed = torch.empty((layout.size, 2, count), dtype=torch.float16, device=values.device)
     scales = torch.empty(count, dtype=torch.float64, device=values.device)
     to_halves_kernel[(count,)](
         values,
@@ -115,11 +117,25 @@ def to_halves(
 
 
 def from_halves(found: Tensor, scales: Tensor, layout: Layout, weights: Tensor) -> Tensor:
-    """Weights (N,) times what products (n, 2 s) float32 of such columns stand for, (N, s)."""
-    count, points = len(scales), len(layout.position)
+    """Weights (N,) times what products of such columns stand for, (N, s) float64.
+
+    Args:
+        found: (n, 2, s) float32, of hi and of lo parts; or (n, 1, s), of both.
+        scales: (s,) float64.
+        layout: of the n packed rows.
+        weights: (N,) float64.
+    """
+    (_, parts, count), points, block = found.shape, len(layout.position), 1024
     out = torch.empty((count, points), dtype=torch.float64, device=found.device)
-    block = 1024
     from_halves_kernel[(triton.cdiv(points, block), count)](
-        found.contiguous(), scales, weights, layout.position, out, points, count, BLOCK=block
+        found.contiguous(),
+        scales,
+        weights,
+        layout.position,
+        out,
+        points,
+        count,
+        PARTS=parts,
+        BLOCK=block,
     )
     return out.T

@@ -51,10 +51,9 @@ MISCELLANEOUS = 2048
 def multiply(
     high,  # (BLOCK_M, BLOCK_N) float16
     low,  # (BLOCK_M, BLOCK_N) float16, read if PARTS is 3
-    values_ptr,  # (2 m, WIDTH) float16: hi parts, then lo parts
+    values_ptr,  # (m, COPIES, WIDTH) float16
     o_column,  # (BLOCK_N,)
     first,
-    m,
     unit,
     out,  # (BLOCK_M, COLUMNS) float32
     WIDTH: tl.constexpr,
@@ -62,13 +61,14 @@ def multiply(
     PARTS: tl.constexpr,
 ):
     """A tile times COLUMNS columns of V from `first` on, times a unit, added to `out`."""
-    o_value = o_column.to(tl.int64)[:, None] * WIDTH + (first + tl.arange(0, COLUMNS))[None, :]
-    values = tl.load(values_ptr + o_value)
+    COPIES: tl.constexpr = 1 if PARTS == 1 else 2
+    o_value = (first + tl.arange(0, COLUMNS))[None, :]
+    p_values = values_ptr + o_column.to(tl.int64)[:, None] * (COPIES * WIDTH) + o_value
+    values = tl.load(p_values)
     product = tl.dot(high, values)
     if PARTS == 3:
         product = tl.dot(low, values, product)
-        low_values = tl.load(values_ptr + m.to(tl.int64) * WIDTH + o_value)
-        product = tl.dot(high, low_values, product)
+        product = tl.dot(high, tl.load(p_values + WIDTH), product)
     return out + product * unit
 
 
@@ -82,7 +82,7 @@ def fused_product_kernel(
     costs_ptr,  # (V_x, costs_width) float32, read if GATHER
     labels_x_ptr,  # (n,) int32, read if GATHER
     labels_y_ptr,  # (m,) int32, read if GATHER
-    values_ptr,  # (2 m, COLUMNS + EXTRA) float16: hi parts, then lo parts
+    values_ptr,  # (m, COPIES, COLUMNS + EXTRA) float16: hi parts, and lo parts if PARTS is 3
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
     products_ptr,  # (slots, n, COLUMNS + EXTRA) float32
     sums_ptr,  # (slots, n) float32
@@ -152,10 +152,10 @@ def fused_product_kernel(
         sums += tl.sum(plan, 1)
         high = plan.to(tl.float16)
         low = (plan - high.to(tl.float32)).to(tl.float16)
-        out = multiply(high, low, values_ptr, o_column, 0, m, unit, out, WIDTH, COLUMNS, PARTS)
+        out = multiply(high, low, values_ptr, o_column, 0, unit, out, WIDTH, COLUMNS, PARTS)
         if EXTRA > 0:
             extra = multiply(
-                high, low, values_ptr, o_column, COLUMNS, m, unit, extra, WIDTH, EXTRA, PARTS
+                high, low, values_ptr, o_column, COLUMNS, unit, extra, WIDTH, EXTRA, PARTS
             )
     tl.store(sums_ptr + slot.to(tl.int64) * n + o_row, sums * unit)
     p_out = products_ptr + (slot.to(tl.int64) * n + o_row)[:, None] * WIDTH
@@ -197,14 +197,14 @@ class FusedProduct:
         """Q V (n, k) and Q 1 (n,), float32 in packed order.
 
         Args:
-            values: V (m, k) float16; with three parts (2 m, k), hi parts, then lo parts.
+            values: V (m, 1, k) float16, or its hi and lo parts (m, 2, k) with three parts.
         """
-        count, layout = values.shape[1], self._rows.layout
+        count, layout = values.shape[2], self._rows.layout
         x, y, parts = self._rows.coordinates, self._columns.coordinates, self._scores.parts
         most = most_columns(x.shape[1], parts, x.device)
         if count > most:
             size = -(-count // -(-count // most))
-            found = [self(part) for part in values.split(size, 1)]
+            found = [self(part) for part in values.split(size, 2)]
             return torch.cat([part for part, _ in found], 1), found[0][1]
         columns, extra = widths(count)
         width = columns + extra
@@ -313,9 +313,7 @@ def apply_plan_fused(
     f, _ = potentials
     there = torch.ones(len(f), dtype=torch.bool, device=f.device)
     product = FusedProduct(rows, columns, scores, potentials, epsilon, there)
-    coordinates = values.coordinates
-    if scores.parts == 1:
-        coordinates = coordinates[: columns.points.layout.size]
-    out, sums = product(coordinates)
+    copies = values.coordinates.unflatten(0, (2, -1))[: 1 if scores.parts == 1 else 2]
+    out, sums = product(copies.transpose(0, 1))
     position = rows.points.layout.position
     return out[position].div_(values.scale), sums[position]

@@ -129,10 +129,10 @@ class Execution(NamedTuple):
         refined: makes the same cost to the full accuracy of the potentials, to end a solve on; None
             where the operator is that already.
         sampled: the cost between some rows (k,) and columns (l,), int64, each side of equal masses.
-        kept_plan: holds the plan of f (n,), g (m,) and an epsilon for many products, a `plan.Plan`;
-            None where it does not, or where memory is short.
-        rounded_plan: holds one near it for many products that take less time, a `plan.Products`;
-            likewise.
+        prepared_plan: prepares the plan of f (n,), g (m,) and an epsilon for many products, a
+            `plan.Plan`; None where `apply_plan` is as good, or where memory is short.
+        rounded_plan: prepares one near it for products that take less time, a `plan.Products`;
+            None where it has none.
     """
 
     backend: str
@@ -140,7 +140,7 @@ class Execution(NamedTuple):
     sampled: Callable[[Tensor, Tensor], Operator]
     refined: Callable[[], Operator] | None = None
     recorded: bool = False
-    kept_plan: Callable[[Tensor, Tensor, float], Any] | None = None
+    prepared_plan: Callable[[Tensor, Tensor, float], Any] | None = None
     rounded_plan: Callable[[Tensor, Tensor, float], Any] | None = None
 
 

@@ -15,22 +15,15 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import on_device
-from otdd_flash.kernels.passes.fused_product import (
-    FusedProduct,
-    apply_plan_fused,
-    most_columns,
-)
+from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_columns
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.plan_application import (
-    LOG2_SCALE,
     ROW_RANGE,
     apply_plan_blocks,
-    hold_plan,
 )
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import (
-    Layout,
     PackedPoints,
     arrange,
     pack,
@@ -39,24 +32,17 @@ from otdd_flash.kernels.points.packed_points import (
 from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Execution, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_one_segment import KernelSegment
+from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, single
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
-from otdd_flash.operators.memory import UNASKED, free_memory
-from otdd_flash.operators.plan import KeptPlan
-from otdd_flash.operators.rounded_plans import FusedPlan, HeldPlan
+from otdd_flash.operators.plan import KeptPlan, StreamedPlan
 from otdd_flash.operators.tiled import LOG2_ZERO
+from otdd_flash.operators.triton_plans import ExactFusedPlan
 
 PARTS = {"fast": 1, "high": 3}
 
 # Scores from which on saving work pays for launching more kernels.
 MANY_SCORES = 1 << 26
-
-# The most that a plan in float64 takes, and coordinates up to which it may fill half of what memory
-# is free: computing it then takes no longer than reading it.
-KEPT_BYTES, FEW_COORDINATES = 1 << 28, 16
-
-# Columns from which on a plan is written to blocks, over those of a fused product.
-FEW_CHUNKS = 2
 
 # Products (scores times dimension) up to which a pass takes no longer than launching it.
 FEW_PRODUCTS = 1 << 36
@@ -95,6 +81,7 @@ class KernelOperator:
         costs = cost.class_costs.float()
         self._scores = Scores(scale, costs.contiguous(), parts)
         self._transposed = Scores(scale, costs.T.contiguous(), parts)
+        self._plans = KernelPlans(cost, self._rows, self._columns, self._scores, self._transposed)
         # A plan's entries and what it is applied to are on no lattice.
         self._plan_parts = PARTS["high" if self._lattice else precision]
         self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
@@ -117,51 +104,18 @@ class KernelOperator:
             self.sample,
             None if self._precision == "high" or self._lattice else self._refine,
             self.recorded,
-            self._kept_plan,
-            self._rounded_plan,
+            self._prepared_plan,
+            self._plans.rounded,
         )
 
     def _refine(self) -> KernelOperator:
         """The cost of the original points, to float32 accuracy."""
         return KernelOperator(self.cost, "high", self)
 
-    def _kept_plan(self, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
-        """In float64, of the original points: where reading it takes less than evaluating it."""
-        needed = 8 * self.shape[0] * self.shape[1]
-        if needed > KEPT_BYTES and self.cost.points[0].shape[1] > FEW_COORDINATES:
-            return None
-        if needed > UNASKED and needed > free_memory(self.a.device) // 2:
-            return None
-        return KeptPlan(self.cost.plan_entries(f, g, epsilon), self._rounded_plan(f, g, epsilon))
-
-    def _rounded_plan(self, f: Tensor, g: Tensor, epsilon: float) -> HeldPlan | FusedPlan | None:
-        """In float16, of points of one part: held if half of what memory is free does.
-
-        None where a row, or a column, has sums that float16 does not.
-        """
-        rows, columns = (
-            Side(side.points, side.points.squares[0] * self.cost.lambda_x, side.log2_masses)
-            for side in (self._rows, self._columns)
-        )
-        of_rows, of_columns = rows.points.layout, columns.points.layout
-        layouts, unit = (of_rows, of_columns), 2.0**-LOG2_SCALE
-        forth = rows, columns, self._scores._replace(parts=1), (_single(f), _single(g))
-        needed = 2 * of_rows.size * of_columns.size
-        if needed <= UNASKED or needed <= free_memory(self.a.device) // 2:
-            entries, sums = hold_plan(*forth, epsilon, self.a > 0)
-            if not _in_range(sums * unit, of_rows, self.a):
-                return None
-            return HeldPlan(entries, unit, self.a, layouts)
-        back = columns, rows, self._transposed._replace(parts=1), (_single(g), _single(f))
-        sides = ((forth, self.a, layouts), (back, self.b, layouts[::-1]))
-        products = []
-        for given, masses, (own, other) in sides:
-            product = FusedProduct(*given, epsilon, masses > 0)
-            ones = torch.ones((other.size, 1), dtype=torch.float16, device=masses.device)
-            if not _in_range(product(ones)[1], own, masses):
-                return None
-            products.append(product)
-        return FusedPlan((products[0], products[1]), (self.a, self.b), layouts)
+    def _prepared_plan(
+        self, f: Tensor, g: Tensor, epsilon: float
+    ) -> KeptPlan | ExactFusedPlan | None:
+        return self._plans.prepared(f, g, epsilon, StreamedPlan(self, f, g, epsilon))
 
     def seen_points(self) -> tuple[Tensor, Tensor]:
         """Both clouds less one point, as this precision rounds them, (n, d) and (m, d) float64."""
@@ -172,7 +126,7 @@ class KernelOperator:
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         if self._masses is not None and guess is g and self._many:
-            masses, potential = self._masses, _single(g)
+            masses, potential = self._masses, single(g)
             level = on_device(epsilon, g.device)
             return symmetric_step(self._rows, self._scores, masses, potential, level)
         return self._half_step(self._rows, self._columns, self._scores, g, epsilon, guess)
@@ -232,9 +186,9 @@ class KernelOperator:
         epsilon: Epsilon,
         guess: Tensor | None,
     ) -> Tensor:
-        near = None if guess is None or not self._many else _single(guess)
+        near = None if guess is None or not self._many else single(guess)
         level = on_device(epsilon, potential.device)
-        return half_step(rows, columns, scores, _single(potential), level, near)
+        return half_step(rows, columns, scores, single(potential), level, near)
 
 
 def _applied(
@@ -247,7 +201,7 @@ def _applied(
     values: Tensor,
     factors: tuple[PackedPoints, PackedPoints] | None,
 ) -> Applied:
-    f, g = map(_single, potentials)
+    f, g = map(single, potentials)
     packed = _packed_matrix(values, columns)
 
     device, dim, count = f.device, rows.points.coordinates.shape[1], values.shape[1]
@@ -293,14 +247,3 @@ def _side(points: PackedPoints, masses: Tensor, lambda_x: float, parts: int) -> 
     squares = points.squares[0 if parts == 1 else 1] * lambda_x
     log2_masses = points.layout.spread(masses, 0.0).log2().clamp_min(LOG2_ZERO).float()
     return Side(points, squares, log2_masses)
-
-
-def _in_range(sums: Tensor, layout: Layout, masses: Tensor) -> bool:
-    """Whether sums (n,) over masses, in packed order, are what float16 numbers may sum to."""
-    low, high = ROW_RANGE
-    there = sums[layout.position[masses > 0]]
-    return bool(((there >= low) & (there <= high)).all())
-
-
-def _single(potential: Tensor) -> Tensor:
-    return potential.to(torch.float32).contiguous()

@@ -188,16 +188,16 @@ BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
 
 
 def plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
-    """The plan of f (n,) and g (m,), held if the operator can and memory allows it."""
-    keep = operator.execution.kept_plan
-    kept = None if keep is None else keep(f, g, epsilon)
-    return StreamedPlan(operator, f, g, epsilon) if kept is None else kept
+    """The plan of f (n,) and g (m,), prepared if the operator can."""
+    prepare = operator.execution.prepared_plan
+    found = None if prepare is None else prepare(f, g, epsilon)
+    return StreamedPlan(operator, f, g, epsilon) if found is None else found
 
 
 def rounded_plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Products | None:
     """One near it whose products take less time, if the operator has any."""
-    hold = operator.execution.rounded_plan
-    found: Products | None = None if hold is None else hold(f, g, epsilon)
+    prepare = operator.execution.rounded_plan
+    found: Products | None = None if prepare is None else prepare(f, g, epsilon)
     return found
 
 

@@ -93,9 +93,9 @@ class StoredOperator(TiledOperator):
     @property
     def execution(self) -> Execution:
         """As of any tiles; a plan takes as much memory as scores in float64."""
-        return super().execution._replace(kept_plan=self._kept_plan)
+        return super().execution._replace(prepared_plan=self._prepared_plan)
 
-    def _kept_plan(self, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
+    def _prepared_plan(self, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
         needed = 8 * self.scores.numel()
         if needed > UNASKED and needed > free_memory(self.device) // 2:
             return None

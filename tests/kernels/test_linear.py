@@ -93,4 +93,4 @@ def test_numbers_as_two_halves(weighted: bool, monkeypatch: pytest.MonkeyPatch) 
     expected = weights[:, None] * given
     error = (found - expected).abs().amax(0)
     assert bool((error <= 2.0**-21 * given.abs().amax(0)).all())
-    assert float(packed[:, :2].abs().amax(0).min()) >= 2.0**12
+    assert float(packed[:, 0, :2].abs().amax(0).min()) >= 2.0**12

@@ -16,8 +16,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
-from otdd_flash.operators import kernel
-from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators import kernel_plans
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import curvature
 from otdd_flash.solver.hessian import DivergenceCurvature
@@ -113,7 +112,7 @@ def test_products_are_those_of_the_dense_pseudo_inverse(
     (n, m), labels, zeros, lambda_x, debias, count, iterations, moments, kept = case
     monkeypatch.setattr(curvature, "MOST_MOMENTS", moments)
     if not kept:
-        monkeypatch.setattr(StoredOperator, "_kept_plan", lambda *_: None)
+        monkeypatch.setattr(StoredOperator, "_prepared_plan", lambda *_: None)
     x, y = cloud(n, 0), cloud(m, 1)
     a, b = masses(n, 0, zeros=zeros), masses(m, 1)
     options: dict[str, Any] = {"lambda_x": lambda_x} | (labelled(n, m) if labels else {})
@@ -393,7 +392,8 @@ def test_products_in_triton(
 ) -> None:
     """Rounded points iterate, those themselves tell the residual."""
     if not kept:
-        monkeypatch.setattr(KernelOperator, "_kept_plan", lambda *_: None)
+        monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+        monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
     x, y, v = (points.float().to(DEVICE) for points in (cloud(50, 0), cloud(40, 1), cloud(50, 2)))
     options = {
         key: part.to(DEVICE) for key, part in labelled(50, 40).items() if key != "class_totals"
@@ -422,10 +422,11 @@ def test_products_of_many_points(
 ) -> None:
     """Against products in float64 at the same potentials."""
     if memory != "double":
-        monkeypatch.setattr(KernelOperator, "_kept_plan", lambda *_: None)
+        monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+        monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
     if memory == "none":
-        monkeypatch.setattr(kernel, "UNASKED", 0)
-        monkeypatch.setattr(kernel, "free_memory", lambda _: 0)
+        monkeypatch.setattr(kernel_plans, "UNASKED", 0)
+        monkeypatch.setattr(kernel_plans, "free_memory", lambda _: 0)
     (n, m, d), options = (3000, 2500, 48), labelled(3000, 2500) if labels else {}
     options = {
         key: part.to(DEVICE) if isinstance(part, Tensor) else part for key, part in options.items()

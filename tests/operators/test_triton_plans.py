@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import reference
 import torch
 
 from otdd_flash.kernels.passes import plan_application
-from otdd_flash.operators import kernel
+from otdd_flash.operators import kernel_plans
+from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
-from otdd_flash.operators.rounded_plans import FusedPlan, HeldPlan
+from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan, HeldPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON = 0.4
@@ -103,8 +106,8 @@ def test_columns_of_any_size_are_multiplied_alike() -> None:
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "UNASKED", 0)
-    monkeypatch.setattr(kernel, "free_memory", lambda _: 0)
+    monkeypatch.setattr(kernel_plans, "UNASKED", 0)
+    monkeypatch.setattr(kernel_plans, "free_memory", lambda _: 0)
 
 
 @pytest.mark.slow
@@ -140,11 +143,11 @@ def test_a_plan_in_float64_is_that_of_the_points_themselves(
     identity = torch.eye(m, dtype=torch.float64, device=DEVICE)
     torch.testing.assert_close(held.times(identity), plan, rtol=1e-12, atol=0)
     # A plan of many coordinates is kept while it is small, one of few while memory allows.
-    monkeypatch.setattr(kernel, "KEPT_BYTES", 8 * n * m - 1)
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 8 * n * m - 1)
     assert isinstance(plan_of(cost, f, g, EPSILON), KeptPlan)
-    monkeypatch.setattr(kernel, "FEW_COORDINATES", 4)
+    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 4)
     assert isinstance(plan_of(cost, f, g, EPSILON), StreamedPlan)
-    monkeypatch.setattr(kernel, "KEPT_BYTES", 8 * n * m)
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 8 * n * m)
     assert isinstance(plan_of(cost, f, g, EPSILON), KeptPlan)
     without_memory(monkeypatch)
     assert isinstance(plan_of(cost, f, g, EPSILON), StreamedPlan)
@@ -155,7 +158,44 @@ def test_a_plan_is_held_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> 
     cost = operator(140, 130, 1)
     f, g = potentials(cost)
     without_memory(monkeypatch)
-    monkeypatch.setattr(kernel, "free_memory", lambda _: 2 * 2 * 256 * 256)
+    monkeypatch.setattr(kernel_plans, "free_memory", lambda _: 2 * 2 * 256 * 256)
     assert isinstance(plan_of(cost, f, g, EPSILON).quick, HeldPlan)
-    monkeypatch.setattr(kernel, "free_memory", lambda _: 2 * 2 * 100 * 100)
+    monkeypatch.setattr(kernel_plans, "free_memory", lambda _: 2 * 2 * 100 * 100)
     assert isinstance(plan_of(cost, f, g, EPSILON).quick, FusedPlan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("classes", [1, 3])
+def test_a_fused_plan_is_that_of_the_points_themselves(
+    classes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products one way and back, sums, many columns, weighted entries, and rows out of range."""
+    n, m = 150, 270
+    cost = refined(operator(n, m, classes))
+    assert isinstance(cost, KernelOperator)
+    f, g = potentials(cost)
+    without_memory(monkeypatch)
+    plan, found = dense(cost, f, g), plan_of(cost, f, g, EPSILON)
+    assert isinstance(found, ExactFusedPlan)
+    draw = torch.Generator().manual_seed(2)
+    for count in (1, 20, 400):
+        values, others = (
+            torch.randn(size, count, generator=draw).double().to(DEVICE) for size in (m, n)
+        )
+        for got, entries, given in (
+            (found.times(values), plan, values),
+            (found.transposed_times(others), plan.T, others),
+        ):
+            error = (got - entries @ given).abs() / (entries @ given.abs()).clamp_min(1e-300)
+            assert float(error.max()) <= 2e-5
+    torch.testing.assert_close(found.rows, plan.sum(1), rtol=2e-5, atol=1e-30)
+    torch.testing.assert_close(found.columns, plan.sum(0), rtol=2e-5, atol=1e-30)
+    left, right = (torch.rand(size, 2, generator=draw).double().to(DEVICE) for size in (n, m))
+    weighted = (plan * (left @ right.T)) @ values
+    got = found.times(values, (left, right))
+    assert float((got - weighted).abs().max()) <= 1e-4 * float(weighted.abs().max())
+    far = plan_of(cost, f + 8 * EPSILON, g, EPSILON)
+    scale = math.exp(8)
+    torch.testing.assert_close(far.rows, scale * plan.sum(1), rtol=1e-4, atol=1e-30)
+    torch.testing.assert_close(far.columns, scale * plan.sum(0), rtol=1e-4, atol=1e-30)
+    assert float((far.times(values) - scale * plan @ values).abs().max()) <= 1e-3 * scale

@@ -1,0 +1,119 @@
+"""How a cost in Triton prepares the plan of two potentials for many products."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.kernels.passes.fused_product import NARROW, FusedProduct, most_columns
+from otdd_flash.kernels.passes.plan_application import LOG2_SCALE, ROW_RANGE, hold_plan
+from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.packed_points import Layout
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.memory import UNASKED, free_memory
+from otdd_flash.operators.plan import KeptPlan, StreamedPlan
+from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan, HeldPlan
+
+# The most that a plan in float64 takes, and coordinates up to which it may fill half of what memory
+# is free: computing it then takes no longer than reading it.
+KEPT_BYTES, FEW_COORDINATES = 1 << 28, 16
+
+# Columns from which on a plan is written to blocks, over those of a fused product.
+FEW_CHUNKS = 2
+
+
+class KernelPlans(NamedTuple):
+    """What plans of a cost are made of.
+
+    Attributes:
+        cost: two labelled clouds.
+        rows: packed points of the first.
+        columns: packed points of the second.
+        scores: how they make scores.
+        transposed: the same with sides exchanged.
+    """
+
+    cost: LabelledCost
+    rows: Side
+    columns: Side
+    scores: Scores
+    transposed: Scores
+
+    def prepared(
+        self, f: Tensor, g: Tensor, epsilon: float, streamed: StreamedPlan
+    ) -> KeptPlan | ExactFusedPlan | None:
+        """Of the original points: in float64 where that takes less than evaluating it, or fused."""
+        (n, m), dim = self.cost.shape, self.cost.points[0].shape[1]
+        needed = 8 * n * m
+        worthwhile = needed <= KEPT_BYTES or dim <= FEW_COORDINATES
+        if worthwhile and _fits(needed, f.device):
+            return KeptPlan(self.cost.plan_entries(f, g, epsilon), self.rounded(f, g, epsilon))
+        most = most_columns(self.rows.points.coordinates.shape[1], self.scores.parts, f.device)
+        if self.scores.parts == 1 or most == NARROW:
+            return None
+        layouts = self.rows.points.layout, self.columns.points.layout
+        masses = self.cost.a, self.cost.b
+        return ExactFusedPlan(
+            self._products(f, g, epsilon),
+            masses,
+            layouts,
+            lambda sums, side: in_range(sums, layouts[side], masses[side]),
+            FEW_CHUNKS * most,
+            streamed,
+        )
+
+    def rounded(self, f: Tensor, g: Tensor, epsilon: float) -> HeldPlan | FusedPlan | None:
+        """In float16, of points of one part: held if half of what memory is free does.
+
+        None where a row, or a column, has sums that float16 does not.
+        """
+        near = self._of_one_part()
+        layouts = of_rows, of_columns = near.rows.points.layout, near.columns.points.layout
+        masses = near.cost.a, near.cost.b
+        if _fits(2 * of_rows.size * of_columns.size, f.device):
+            potentials, unit = (single(f), single(g)), 2.0**-LOG2_SCALE
+            sides = near.rows, near.columns, near.scores
+            entries, sums = hold_plan(*sides, potentials, epsilon, masses[0] > 0)
+            if not in_range(sums * unit, of_rows, masses[0]):
+                return None
+            return HeldPlan(entries, unit, masses[0], layouts)
+        products = near._products(f, g, epsilon)
+        for side, product in enumerate(products):
+            ones = torch.ones((layouts[1 - side].size, 1, 1), dtype=torch.half, device=f.device)
+            if not in_range(product(ones)[1], layouts[side], masses[side]):
+                return None
+        return FusedPlan(products, masses, layouts)
+
+    def _of_one_part(self) -> KernelPlans:
+        rows, columns = (
+            Side(side.points, side.points.squares[0] * self.cost.lambda_x, side.log2_masses)
+            for side in (self.rows, self.columns)
+        )
+        scores, transposed = (scores._replace(parts=1) for scores in (self.scores, self.transposed))
+        return KernelPlans(self.cost, rows, columns, scores, transposed)
+
+    def _products(self, f: Tensor, g: Tensor, epsilon: float) -> tuple[FusedProduct, FusedProduct]:
+        forth, back = (single(f), single(g)), (single(g), single(f))
+        there = self.cost.a > 0, self.cost.b > 0
+        return (
+            FusedProduct(self.rows, self.columns, self.scores, forth, epsilon, there[0]),
+            FusedProduct(self.columns, self.rows, self.transposed, back, epsilon, there[1]),
+        )
+
+
+def _fits(needed: int, device: torch.device) -> bool:
+    return needed <= UNASKED or needed <= free_memory(device) // 2
+
+
+def in_range(sums: Tensor, layout: Layout, masses: Tensor) -> bool:
+    """Whether sums (n,) over masses, in packed order, are what float16 numbers may sum to."""
+    low, high = ROW_RANGE
+    there = sums[layout.position[masses > 0]]
+    return bool(((there >= low) & (there <= high)).all())
+
+
+def single(potential: Tensor) -> Tensor:
+    """As kernels read it."""
+    return potential.to(torch.float32).contiguous()
