@@ -160,8 +160,9 @@ class ExactFusedPlan:
 
     @property
     def quick(self) -> Products:
-        """One that is rounded to float16."""
-        return self._streamed.quick
+        """One that is rounded to float16, if sums allow."""
+        found = self._streamed.quick
+        return self if found is self._streamed else found
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (N, k) for V (M, k), or (P o A B^T) V, float64."""

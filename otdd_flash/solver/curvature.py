@@ -137,7 +137,8 @@ class CrossCurvature:
     ) -> None:
         self._at = at = _Points(operator, (term.f, term.g), term.epsilon, inputs)
         self._cg, self._system = cg, SchurSystem(at.plan, cg.damping)
-        self._rounded = SchurSystem(at.plan.quick, cg.damping)
+        quick = at.plan.quick
+        self._rounded = self._system if quick is at.plan else SchurSystem(quick, cg.damping)
 
     def along(self, a: Tensor, b: Tensor | None = None) -> Along:
         """Along A (s, n, d) of x and B (s, m, d) of y, float64; without B, y stands still.
@@ -205,7 +206,8 @@ class SelfCurvature:
     ) -> None:
         self._at = at = _Points(operator, (term.f, term.f), term.epsilon, inputs)
         self._cg, self._system = cg, SelfSystem(at.plan, cg.damping)
-        self._rounded = SelfSystem(at.plan.quick, cg.damping)
+        quick = at.plan.quick
+        self._rounded = self._system if quick is at.plan else SelfSystem(quick, cg.damping)
 
     def along(self, a: Tensor) -> Along:
         """Along A (s, n, d), float64."""

@@ -134,8 +134,9 @@ class Solution(NamedTuple):
 def solve(system: System, rounded: System, right: Tensor, options: CGOptions) -> Solution:
     """Solve for right-hand sides (m, s), float64.
 
-    A direction is given up where the recomputed residual no longer halves from one correction to
-    the next, or where rounding makes the matrix seem to have no positive direction left.
+    Where the recomputed residual no longer halves from one correction to the next, the matrix near
+    it is too far away and iterations go on with the matrix itself; then rounding makes it seem to
+    have no positive direction left, and the direction is given up.
 
     Args:
         system: the matrix.
@@ -148,23 +149,24 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
     target = options.tolerance * size
     values, left, now = torch.zeros_like(right), right, size
     iterations = torch.zeros_like(size, dtype=torch.int64)
-    pending = now > target
-    for _ in range(1 + REFINEMENTS):
-        if not bool(pending.any()):
-            break
-        goal = torch.where(pending, AIM * target, torch.inf)
-        most = options.max_iterations - iterations
-        correction, taken = conjugate_gradients(rounded, left, goal, most)
-        iterations += taken
-        corrected = values + correction
-        after = in_range(system, right - system.times(corrected))
-        found = scaled_size(system, after)
-        better = pending & (found < now)
-        values, left = (
-            torch.where(better, new, old) for new, old in ((corrected, values), (after, left))
-        )
-        # In float64 nothing is lost by going on from where it is; in less, rounding decides.
-        pending &= (found <= now / 2) & (found > target) & (iterations < options.max_iterations)
-        now = torch.where(better, found, now)
+    for near in (rounded,) if rounded is system else (rounded, system):
+        pending = (now > target) & (iterations < options.max_iterations)
+        for _ in range(1 + REFINEMENTS):
+            if not bool(pending.any()):
+                break
+            goal = torch.where(pending, AIM * target, torch.inf)
+            most = options.max_iterations - iterations
+            correction, taken = conjugate_gradients(near, left, goal, most)
+            iterations += taken
+            corrected = values + correction
+            after = in_range(system, right - system.times(corrected))
+            found = scaled_size(system, after)
+            better = pending & (found < now)
+            values, left = (
+                torch.where(better, new, old) for new, old in ((corrected, values), (after, left))
+            )
+            pending &= (found <= now / 2) & (found > target)
+            pending &= iterations < options.max_iterations
+            now = torch.where(better, found, now)
     residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
     return Solution(values, left, residual, iterations, now <= target)
