@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import otdd_flash as otdd
 from experiments.regression.problem import Loss, Point, Spectrum
 
 LEARNING_RATE = 0.03
@@ -134,12 +133,12 @@ class Descent:
         direction = spectrum.newton_direction(here.gradient)
         slope = float((direction * here.gradient).sum())
         for length in (first / 2**halved for halved in range(HALVINGS + 1)):
-            try:
-                found = self._loss.at(here.w + length * direction, near=here)
-            except otdd.InputError:  # So far away that float32 cannot solve it.
+            w = here.w + length * direction
+            limit = here.loss + ARMIJO * length * slope + ROUNDING * abs(here.loss)
+            if self._loss.surely_above(w, limit, here):
                 continue
-            allowed = ARMIJO * length * slope + ROUNDING * abs(here.loss)
-            if found.loss <= here.loss + allowed:
+            found = self._loss.at(w, near=here)
+            if found.loss <= limit:
                 self.trace.modes += "n"
                 self.trace.lengths.append(length)
                 return found

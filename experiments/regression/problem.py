@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import otdd_flash as otdd
 
 CHANNELS = 5
 NOISE, DEGREES_OF_FREEDOM = 0.05, 3
+# Iterations of a solve that is to show that a step goes too far.
+SHORT = 30
 DATA_SEED, FIRST_START_SEED = 0, 1
 
 
@@ -126,6 +129,11 @@ class Point:
         return float(self.gradient.norm())
 
     @property
+    def lower_bound(self) -> float:
+        """Of the loss."""
+        return self._hessian.divergence.bounds[0]
+
+    @property
     def marginal_error(self) -> float:
         """Of the solve."""
         return self._hessian.divergence.marginal_error
@@ -181,6 +189,20 @@ class Loss:
             return self._at(w, near, self.options)
         except otdd.InputError:
             return self._at(w, near, replace(self.options, tolerance=None))
+
+    def surely_above(self, w: Tensor, limit: float, near: Point) -> bool:
+        """Whether the loss at w exceeds a limit, by the lower bound of a short solve.
+
+        Far away a solve takes long, and there is nothing to be had.
+        """
+        short = replace(self.options, tolerance=None, max_iterations=SHORT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", otdd.NotConvergedWarning)
+            try:
+                found = self._at(w, near, short)
+            except otdd.InputError:  # So far that float32 cannot solve it.
+                return True
+        return found.lower_bound > limit
 
     def _at(self, w: Tensor, near: Point | None, options: otdd.Converged) -> Point:
         hessian = otdd.sinkhorn_hessian(
