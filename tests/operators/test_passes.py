@@ -176,7 +176,7 @@ def test_transposed_hadamard_weighted_plan_application(case: Case) -> None:
 def test_plans_that_are_kept_and_that_are_not(
     case: Case, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(plan, "BLOCK_CPU", block)
     (n, m), rtol = case.operator.shape, relative(case)
     at = case.f, case.g, EPSILON
     kept = plan.plan_of(case.operator, *at)
