@@ -140,9 +140,11 @@ def test_kernels_hold_two_half_parts_of_every_coordinate_and_a_block_of_the_plan
     cross = kernel_bytes(CostSize(60_000, 60_000, 509, 10, symmetric=False))
     assert cross == coordinates + bias + plan
     own = kernel_bytes(CostSize(60_000, 60_000, 509, 10, symmetric=True))
-    assert own == coordinates // 2 + bias + 4 * (60_000 // 128) * 60_000
+    assert own == coordinates // 2 + bias + plan
     few = kernel_bytes(CostSize(60_000, 60_000, 64, 10, symmetric=False))
     assert few == 2 * 2 * 120_000 * 64 + bias
+    few = kernel_bytes(CostSize(60_000, 60_000, 64, 10, symmetric=True))
+    assert few == 2 * 2 * 60_000 * 64 + bias + 4 * (60_000 // 128) * 60_000
 
 
 def test_streaming_blocks_are_larger_on_a_gpu() -> None:
