@@ -178,3 +178,24 @@ def own_hessian_product(
     return sum(
         hessian_product(coupling, (x, x), (along, along), epsilon, lambda_x), torch.zeros(())
     )
+
+
+def adjoint(
+    coupling: Tensor,
+    cotangent: Tensor,
+    sides: tuple[Tensor, Tensor] | None = None,
+    sums: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P o (G - u 1^T - 1 v^T), u (n,) and v (m,) of a plan, a system by the pseudo-inverse.
+
+    `sides` are cotangents of what P is solved for, `sums` stand in place of those of P.
+    """
+    r, c = (coupling.sum(1), coupling.sum(0)) if sums is None else sums
+    matrix = torch.cat((torch.cat((r.diag(), coupling), 1), torch.cat((coupling.T, c.diag()), 1)))
+    weighted = coupling * cotangent
+    right = torch.cat((weighted.sum(1), weighted.sum(0)))
+    if sides is not None:
+        right = right + torch.cat(sides)
+    found = torch.linalg.pinv(matrix, rtol=1e-13, hermitian=True) @ right
+    u, v = found[: len(r)], found[len(r) :]
+    return weighted - coupling * (u[:, None] + v), u, v
