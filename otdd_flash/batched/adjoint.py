@@ -25,21 +25,40 @@ to 0, and residuals keep no part along it. Conjugate gradients solve it, each ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.plan import SUM_UNITS
 
-# Of residuals over right-hand sides.
-TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}
-
-# Steps over the rows of the matrix: as many as it has are enough but for rounding.
-STEPS_PER_ROW = 2
+# The largest number of rows or columns that the kernel takes.
+MOST_IN_TRITON = 128
 
 # Entries of matrices that are solved for at once, to stay in the cache of a core.
 ENTRIES_AT_ONCE = 1 << 16
+
+
+class Limits(NamedTuple):
+    """When a matrix is left.
+
+    Attributes:
+        tolerance: of a residual over the right-hand side.
+        rounding: a direction's curvature p^T S p over p^T p that rounding alone may make.
+        smallest: sums below it are 0.
+        steps_per_row: of the system, which as many steps as rows solve but for rounding.
+    """
+
+    tolerance: float
+    rounding: float
+    smallest: float
+    steps_per_row: int = 2
+
+
+LIMITS = {
+    dtype: Limits(tolerance, SUM_UNITS * torch.finfo(dtype).eps / 2, torch.finfo(dtype).tiny)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-12))
+}
 
 
 class Adjoint(NamedTuple):
@@ -62,6 +81,8 @@ def adjoint(
     cotangents: Tensor,
     row_cotangents: Tensor | None = None,
     column_cotangents: Tensor | None = None,
+    *,
+    in_triton: bool | None = None,
 ) -> Adjoint:
     """Solve for the gradient of a function of B plans, of their optimality and not of a loop.
 
@@ -75,10 +96,50 @@ def adjoint(
         row_cotangents: s (B, n), 0 by default.
         column_cotangents: t (B, m), likewise. Only with sum s = sum t there is a solution, and what
             the sums differ by is left out.
+        in_triton: whether the kernel solves; by default where it can, on a GPU and for up to 128
+            rows and columns.
     """
+    given = plans, cotangents, row_cotangents, column_cotangents
+    if not (_pays(plans) if in_triton is None else in_triton):
+        return _in_torch(*given)
+    from otdd_flash.kernels.batched.small_adjoint import small_adjoint
+
+    weighted, rows, columns = small_adjoint(*given, **_limits(plans, cotangents))
+    assert rows is not None
+    assert columns is not None
+    return Adjoint(weighted, rows, columns)
+
+
+def plan_gradient(plans: Tensor, cotangents: Tensor, *, in_triton: bool | None = None) -> Tensor:
+    """P o (G - u 1^T - 1 v^T) (B, n, m) alone: arguments and errors as `adjoint`."""
+    if not (_pays(plans) if in_triton is None else in_triton):
+        return _in_torch(plans, cotangents, None, None).weighted
+    from otdd_flash.kernels.batched.small_adjoint import small_adjoint
+
+    return small_adjoint(plans, cotangents, **_limits(plans, cotangents), sides=False)[0]
+
+
+def _pays(plans: Tensor) -> bool:
+    return plans.device.type == "cuda" and max(plans.shape[1:]) <= MOST_IN_TRITON
+
+
+def _types(plans: Tensor, cotangents: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Of results, and of what they are computed in."""
     result = torch.promote_types(plans.dtype, cotangents.dtype)
-    dtype = torch.promote_types(result, torch.float32)
-    count, n, m = plans.shape
+    return result, torch.promote_types(result, torch.float32)
+
+
+def _limits(plans: Tensor, cotangents: Tensor) -> dict[str, Any]:
+    return LIMITS[_types(plans, cotangents)[1]]._asdict()
+
+
+def _in_torch(
+    plans: Tensor,
+    cotangents: Tensor,
+    row_cotangents: Tensor | None,
+    column_cotangents: Tensor | None,
+) -> Adjoint:
+    (result, dtype), (count, n, m) = _types(plans, cotangents), plans.shape
     found = Adjoint(
         plans.new_empty((count, n, m), dtype=result),
         plans.new_empty((count, n), dtype=dtype),
@@ -108,44 +169,48 @@ def _solve(
     plan: Tensor, cotangent: Tensor, by_row: Tensor | None, by_column: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Both u (n, s) and v (m, s) of s matrices (n, m, s), by a system of m rows."""
-    c = _sum(plan.clone(), 0)
-    # 1 / r itself may overflow.
-    per_row, per_column = (_inverse_root(sums) for sums in (_sum(plan.clone(), 1), c))
+    limits = LIMITS[plan.dtype]
+    r, c = _sum(plan.clone(), 1), _sum(plan.clone(), 0)
     e = _sum(plan * cotangent, 1)
     if by_row is not None:
         e += by_row
-    e *= per_row
-    e *= per_row
+    e = _over(e, r)
     right = _sum(plan * (cotangent - e[:, None]), 0)
     if by_column is not None:
         right += by_column
+    per_column = torch.where(c >= limits.smallest, 1 / c.sqrt(), 0)
 
     def times(values: Tensor) -> Tensor:
-        images = per_row * _sum(plan * (per_column * values), 1)
-        return values - per_column * _sum(plan * (per_row * images)[:, None], 0)
+        images = _over(_sum(plan * (per_column * values), 1), r)
+        return values - per_column * _sum(plan * images[:, None], 0)
 
-    v = per_column * _conjugate_gradients(times, per_column * right, c.sqrt())
-    return e - per_row * (per_row * _sum(plan * v, 1)), v
+    v = per_column * _conjugate_gradients(times, per_column * right, per_column * c, limits)
+    return e - _over(_sum(plan * v, 1), r), v
 
 
-def _conjugate_gradients(times: Callable[[Tensor], Tensor], right: Tensor, null: Tensor) -> Tensor:
+def _conjugate_gradients(
+    times: Callable[[Tensor], Tensor], right: Tensor, null: Tensor, limits: Limits
+) -> Tensor:
     """Solutions (m, s) of s systems, orthogonal to their null vectors (m, s)."""
-    unit = torch.finfo(right.dtype).eps / 2
-    null = null * _inverse_root(_dot(null, null))
+    null = _over(null, _dot(null, null).sqrt())
 
     def in_range(values: Tensor) -> Tensor:
         return values - null * _dot(null, values)
 
     left = in_range(right)
+    # So that no square overflows or is lost.
+    largest = left.abs().amax(0)
+    largest = torch.where(largest > 0, largest, 1)
+    left = left / largest
     # 0, or NaN where the right-hand side is not finite.
     values = 0 * left
     direction, size = left, _dot(left, left)
-    goal, length = TOLERANCES[right.dtype] ** 2 * size, size
+    goal, length = limits.tolerance**2 * size, size
     active = size > 0
-    for _ in range(STEPS_PER_ROW * len(right)):
+    for _ in range(limits.steps_per_row * len(right)):
         image = times(direction)
         energy = _dot(direction, image)
-        active &= energy > SUM_UNITS * unit * length
+        active &= energy > limits.rounding * length
         if not bool(active.any()):
             break
         step = torch.where(active, size / energy, 0)
@@ -157,11 +222,12 @@ def _conjugate_gradients(times: Callable[[Tensor], Tensor], right: Tensor, null:
         # Residuals are orthogonal to the directions before them.
         size, length = after, after + kept.square() * length
         active &= size > goal
-    return values
+    return largest * values
 
 
-def _inverse_root(sums: Tensor) -> Tensor:
-    return torch.where(sums > 0, 1 / sums.sqrt(), 0)
+def _over(numbers: Tensor, sums: Tensor) -> Tensor:
+    """Numbers over sums, 0 where there is no sum; 1 / sums may overflow."""
+    return torch.where(sums >= torch.finfo(sums.dtype).tiny, numbers / sums, 0)
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:

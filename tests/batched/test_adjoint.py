@@ -7,7 +7,7 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.batched.adjoint import TOLERANCES, adjoint
+from otdd_flash.batched.adjoint import LIMITS, adjoint
 
 SHAPES = [(1, 1), (1, 4), (2, 2), (3, 7), (7, 3), (5, 5), (9, 11), (33, 70)]
 
@@ -55,14 +55,14 @@ def test_the_pseudo_inverse(shape: tuple[int, int], dtype: torch.dtype) -> None:
     expected = dense(p.double(), g.double(), s.double(), t.double())
     # A residual is as much of the right-hand side, and is divided by an eigenvalue's root.
     error = (found.weighted - expected).abs().max()
-    assert float(error) <= 10 * TOLERANCES[dtype] * float(expected.abs().max())
+    assert float(error) <= 10 * LIMITS[dtype].tolerance * float(expected.abs().max())
     # The system itself, whose solutions differ by a constant.
     u, v, p, g = (part.double() for part in (found.rows, found.columns, p, g))
     left = (p * (g - u[:, :, None] - v[:, None])).sum(2) + s
     right = (p * (g - u[:, :, None] - v[:, None])).sum(1) + t
     most = float((p * g).abs().sum((1, 2)).max() + s.abs().max() + t.abs().max())
     for residual in (left, right):
-        assert float(residual.abs().max()) <= (30 * unit + TOLERANCES[dtype]) * most
+        assert float(residual.abs().max()) <= (30 * unit + LIMITS[dtype].tolerance) * most
 
 
 @pytest.mark.parametrize(
