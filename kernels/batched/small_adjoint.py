@@ -43,9 +43,9 @@ class Packing(NamedTuple):
 
 
 # Warps by the bytes of a padded matrix up to which they hold it, next to its cotangent.
-WARPS = {1 << 10: 1, 1 << 12: 2, 1 << 14: 4, 1 << 15: 8}
+WARPS = {1 << 12: 1, 1 << 14: 2, 1 << 15: 4}
 # Of a larger one.
-MOST_WARPS = 16
+MOST_WARPS = 8
 # Bytes of all matrices of a program, where several fit it.
 PROGRAM_BYTES = 1 << 11
 # Bytes of the rows that are loaded at once of a matrix larger than that.
@@ -109,7 +109,7 @@ def small_adjoint_kernel(
         e = tl.sum(plan * cotangent, 2)
         if ROW_COTANGENTS:
             e += load_numbers(row_cotangent_ptr, o_batch, o_row, count, n)
-        e = over(e, tl.sum(plan, 2), SMALLEST)
+        e *= inverse(tl.sum(plan, 2), SMALLEST)
         c += tl.sum(plan, 1)
         right += tl.sum(plan * (cotangent - e[:, :, None]), 1)
     if COLUMN_COTANGENTS:
@@ -133,19 +133,20 @@ def small_adjoint_kernel(
     running = tl.max(active.to(tl.int32), 0)
     if HELD:
         held = load_rows(p_plan, tl.arange(0, N), plan_row_stride, n, m_column).to(TYPE)
-        r = tl.sum(held, 2)
+        per_row = inverse(tl.sum(held, 2), SMALLEST)
     step = 0
     while (step < STEPS_PER_ROW * m) & (running > 0):
         scaled = per_column * direction
         if HELD:
-            images = over(tl.sum(held * scaled[:, None, :], 2), r, SMALLEST)
+            images = per_row * tl.sum(held * scaled[:, None, :], 2)
             image = tl.sum(held * images[:, :, None], 1)
         else:
             image = tl.zeros((BATCH, M), TYPE)
             for first in range(0, N, ROWS):
                 o_rows = first + tl.arange(0, ROWS)
                 part = load_rows(p_plan, o_rows, plan_row_stride, n, m_column).to(TYPE)
-                parts = over(tl.sum(part * scaled[:, None, :], 2), tl.sum(part, 2), SMALLEST)
+                parts = inverse(tl.sum(part, 2), SMALLEST)
+                parts *= tl.sum(part * scaled[:, None, :], 2)
                 image += tl.sum(part * parts[:, :, None], 1)
         image = direction - per_column * image
         energy = tl.sum(direction * image, 1)
@@ -172,7 +173,7 @@ def small_adjoint_kernel(
         u = tl.sum(plan * (cotangent - v[:, None, :]), 2)
         if ROW_COTANGENTS:
             u += load_numbers(row_cotangent_ptr, o_batch, o_row, count, n)
-        u = over(u, tl.sum(plan, 2), SMALLEST)
+        u *= inverse(tl.sum(plan, 2), SMALLEST)
         weighted = plan * (cotangent - u[:, :, None] - v[:, None, :])
         m_rows = m_column[:, None, :] & (o_row < n)[None, :, None]
         tl.store(
@@ -218,14 +219,14 @@ def store_numbers(numbers_ptr, o_batch, o, count, size, numbers):
 
 
 @triton.jit
-def over(numbers, sums, SMALLEST: tl.constexpr):
-    """Numbers / sums, 0 where there is no sum; 1 / sums may overflow."""
-    return tl.where(sums >= SMALLEST, numbers / tl.maximum(sums, SMALLEST), 0)
+def inverse(sums, SMALLEST: tl.constexpr):
+    """1 / sums, 0 where there is no sum."""
+    return tl.where(sums >= SMALLEST, 1 / tl.maximum(sums, SMALLEST), 0)
 
 
 @triton.jit
 def inverse_root(sums, SMALLEST: tl.constexpr):
-    """1 / sqrt(sums), 0 where there is no sum."""
+    """1 / sqrt(sums), likewise."""
     return tl.where(sums >= SMALLEST, 1 / tl.sqrt(tl.maximum(sums, SMALLEST)), 0)
 
 

@@ -170,29 +170,30 @@ def _solve(
 ) -> tuple[Tensor, Tensor]:
     """Both u (n, s) and v (m, s) of s matrices (n, m, s), by a system of m rows."""
     limits = LIMITS[plan.dtype]
-    r, c = _sum(plan.clone(), 1), _sum(plan.clone(), 0)
+    c = _sum(plan.clone(), 0)
+    per_row = _inverse(_sum(plan.clone(), 1))
     e = _sum(plan * cotangent, 1)
     if by_row is not None:
         e += by_row
-    e = _over(e, r)
+    e *= per_row
     right = _sum(plan * (cotangent - e[:, None]), 0)
     if by_column is not None:
         right += by_column
-    per_column = torch.where(c >= limits.smallest, 1 / c.sqrt(), 0)
+    per_column = _inverse(c).sqrt()
 
     def times(values: Tensor) -> Tensor:
-        images = _over(_sum(plan * (per_column * values), 1), r)
+        images = per_row * _sum(plan * (per_column * values), 1)
         return values - per_column * _sum(plan * images[:, None], 0)
 
     v = per_column * _conjugate_gradients(times, per_column * right, per_column * c, limits)
-    return e - _over(_sum(plan * v, 1), r), v
+    return e - per_row * _sum(plan * v, 1), v
 
 
 def _conjugate_gradients(
     times: Callable[[Tensor], Tensor], right: Tensor, null: Tensor, limits: Limits
 ) -> Tensor:
     """Solutions (m, s) of s systems, orthogonal to their null vectors (m, s)."""
-    null = _over(null, _dot(null, null).sqrt())
+    null = null * _inverse(_dot(null, null)).sqrt()
 
     def in_range(values: Tensor) -> Tensor:
         return values - null * _dot(null, values)
@@ -225,9 +226,8 @@ def _conjugate_gradients(
     return largest * values
 
 
-def _over(numbers: Tensor, sums: Tensor) -> Tensor:
-    """Numbers over sums, 0 where there is no sum; 1 / sums may overflow."""
-    return torch.where(sums >= torch.finfo(sums.dtype).tiny, numbers / sums, 0)
+def _inverse(sums: Tensor) -> Tensor:
+    return torch.where(sums >= LIMITS[sums.dtype].smallest, 1 / sums, 0)
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ def test_types_and_shapes(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert off(found, exact) <= LIMITS[computed].tolerance + units
     # One constant is free.
     shift = (found.columns - exact.columns).mean(1, keepdim=True)
-    close = {"rtol": 1e-4, "atol": 1e-4} if computed == torch.float32 else {"rtol": 0, "atol": 1e-10}
+    close = (
+        {"rtol": 1e-4, "atol": 1e-4} if computed == torch.float32 else {"rtol": 0, "atol": 1e-10}
+    )
     torch.testing.assert_close(found.columns.double() - shift, exact.columns, **close)
     torch.testing.assert_close(found.rows.double() + shift, exact.rows, **close)
     alone = plan_gradient(p, g, in_triton=True)

@@ -84,6 +84,9 @@ def needs(n: int, m: int, io: str, order: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     taken = [
-        needs(*size, io, order) for io in ("fp32", "fp16", "fp64") for order in ORDERS for size in SIZES
+        needs(*size, io, order)
+        for io in ("fp32", "fp16", "fp64")
+        for order in ORDERS
+        for size in SIZES
     ]
     sys.stdout.write(json.dumps(taken) + "\n")
