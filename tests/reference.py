@@ -199,3 +199,26 @@ def adjoint(
     found = torch.linalg.pinv(matrix, rtol=1e-13, hermitian=True) @ right
     u, v = found[: len(r)], found[len(r) :]
     return weighted - coupling * (u[:, None] + v), u, v
+
+
+def held_potentials(
+    cost: Tensor,
+    masses: tuple[Tensor, Tensor],
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    iterations: int = 400,
+) -> tuple[Tensor, Tensor]:
+    """The same potentials as the solution of a problem, which autograd differentiates.
+
+    Of the problem whose plan has the sums that theirs has, relative to the masses: for optimal
+    potentials the problem itself. Where there is no mass they are softmins.
+    """
+    a, b = masses
+    f, g = (potential.detach() for potential in potentials)
+    with torch.no_grad():
+        q = torch.where(a > 0, (f - softmin_rows(cost, b, g, epsilon)) / epsilon, 0)
+        p = torch.where(b > 0, (g - softmin_rows(cost.T, a, f, epsilon)) / epsilon, 0)
+    for _ in range(iterations):
+        f = softmin_rows(cost, b, g, epsilon) + epsilon * q
+        g = softmin_rows(cost.T, a, f, epsilon) + epsilon * p
+    return f, g

@@ -34,7 +34,9 @@ from otdd_flash.operators.build import build_operator, class_indices
 from otdd_flash.operators.plan import Factors, Plan, Products, plan_of
 from otdd_flash.solver.centred import less_origin, origin_near
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.schur import CGOptions, SchurSystem, Solution, inverse, solve
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schur import CGOptions, SchurSystem, inverse, solve
+from otdd_flash.solver.solved_gradient import report_system
 
 
 class Entries:
@@ -89,16 +91,27 @@ class Entries:
             return self.plan.columns / self.b
         return self.transposed_times(self.a[:, None])[:, 0]
 
-    def solve(self, s: Tensor, t: Tensor, cg: CGOptions) -> tuple[Tensor, Tensor, Solution]:
-        """Both w1 (n,) and w2 (m,) with r o w1 + P w2 = s and P^T w1 + c o w2 = t; 0 at no mass."""
+    def solve(
+        self, s: Tensor, t: Tensor, cg: CGOptions, options: Schedule
+    ) -> tuple[Tensor, Tensor]:
+        """Both w1 (n,) and w2 (m,) with r o w1 + P w2 = s and P^T w1 + c o w2 = t; 0 at no mass.
+
+        Where s or t are not finite, NaN.
+
+        Raises:
+            ConvergenceError: `options` require convergence, and the system was not solved.
+        """
+        if not bool(s.isfinite().all() & t.isfinite().all()):
+            return torch.full_like(s, torch.nan), torch.full_like(t, torch.nan)
         products: Products = self.plan if self._whole else _Weighted(self)
         near = self._near.quick if self._whole else products
         per_row = inverse(products.rows)[:, None]
         right = t[:, None] - products.transposed_times(per_row * s[:, None])
         system, rounded = (SchurSystem(each, cg.damping) for each in (products, near))
         found = solve(system, rounded, right, cg)
+        report_system(found, options)
         w1 = per_row * (s[:, None] - products.times(found.values))
-        return w1[:, 0], found.values[:, 0], found
+        return w1[:, 0], found.values[:, 0]
 
 
 class _Weighted:

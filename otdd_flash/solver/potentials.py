@@ -38,7 +38,7 @@ from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schur import DEFAULTS, CGOptions
-from otdd_flash.solver.solved_gradient import Inputs, Solved, report_system
+from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.term_solves import Potentials
 
@@ -166,12 +166,8 @@ class PotentialGradient:
             t = t - b * entries.transposed_times(h[:, None])[:, 0]
         if bool((b == 0).any()):
             s = s - a * entries.times(k[:, None])[:, 0]
-        w1, w2, solution = entries.solve(s, t, self._cg)
+        w1, w2 = entries.solve(s, t, self._cg, self._options)
         h, k = h + a * w1, k + b * w2
-        if not bool(of_f.isfinite().all() & of_g.isfinite().all()):
-            h, k = torch.full_like(h, torch.nan), torch.full_like(k, torch.nan)
-        else:
-            report_system(solution, self._options)
         gradient = cost_gradient(problem, CostWeights(entries, h, k), self._needs)
         if "a" in self._needs:
             gradient["a"] = -epsilon * entries.times(k[:, None])[:, 0]

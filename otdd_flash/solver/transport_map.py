@@ -46,7 +46,7 @@ from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schur import DEFAULTS, CGOptions
-from otdd_flash.solver.solved_gradient import Inputs, Solved, report_system
+from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
 from otdd_flash.solver.term_solves import Potentials
 
@@ -208,9 +208,7 @@ class MapGradient:
         right = torch.cat((values, torch.ones_like(values[:, :1])), 1)
         pulled = entries.transposed_times(left)
         sums = (right * pulled).sum(1)
-        w1, w2, solution = entries.solve(torch.zeros_like(a), b * sums, self._cg)
-        if bool(cotangent.isfinite().all()):
-            report_system(solution, self._options)
+        w1, w2 = entries.solve(torch.zeros_like(a), b * sums, self._cg, self._options)
         factors = left / -problem.epsilon, right
         weights = CostWeights(entries, a * w1 / problem.epsilon, b * w2 / problem.epsilon, factors)
         gradient = cost_gradient(problem, weights, self.needs)
