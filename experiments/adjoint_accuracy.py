@@ -32,7 +32,8 @@ def through(logits: Tensor, cotangents: Tensor, iterations: int) -> Tensor:
     """Autograd through the iterations."""
     leaf = logits.clone().requires_grad_()
     result = (balanced(leaf, iterations) * cotangents).sum()
-    return torch.autograd.grad(result, leaf)[0]
+    (found,) = torch.autograd.grad(result, leaf)
+    return found
 
 
 def solution(logits: Tensor, cotangents: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ def with_ones(plans: Tensor, cotangents: Tensor) -> Tensor:
     matrices = torch.cat((torch.cat((ones, plans), 2), torch.cat((plans.mT, ones), 2)), 1)
     weighted = plans * cotangents
     right = torch.cat((weighted.sum(2), weighted.sum(1)), 1)[..., None]
-    found = (torch.linalg.pinv(matrices, rtol=1e-10, hermitian=True) @ right)[..., 0]
+    found: Tensor = (torch.linalg.pinv(matrices, rtol=1e-10, hermitian=True) @ right)[..., 0]
     return weighted - plans * (found[:, :n, None] + found[:, None, n:])
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 import otdd_flash as otdd
 from experiments.environment import RESULTS
@@ -60,7 +61,7 @@ class Work:
         self.logits = RANGE * torch.rand(count, n, n, **options)
         self.cotangents = torch.randn(count, n, n, **options)
         # In parts, whose steps fit memory.
-        self.plans = torch.cat([balanced(part) for part in self.logits.split(1 << 16)])
+        self.plans = torch.cat([balanced(part) for part in torch.split(self.logits, 1 << 16)])
         some = self.logits[:COMPARED].double().requires_grad_()
         result = (balanced(some) * self.cotangents[:COMPARED]).sum()
         (self.truth,) = torch.autograd.grad(result, some)
@@ -111,7 +112,7 @@ class Work:
 
         gradient = jax.jit(jax.vmap(jax.grad(loss)))
         given = [jax.numpy.asarray(part.cpu().numpy()) for part in (self.logits, self.cotangents)]
-        return lambda: torch.from_dlpack(gradient(*given).block_until_ready())
+        return lambda: from_dlpack(gradient(*given).block_until_ready())
 
 
 def graphed(call: Backward) -> float:

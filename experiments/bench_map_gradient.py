@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 import otdd_flash as otdd
 from experiments.environment import RESULTS
@@ -82,7 +83,7 @@ class Work:
             f, g = (part for part in solver(linear_problem.LinearProblem(cost)).potentials)
             return ((f + g.mean()) * cotangent).sum() / 2
 
-        return torch.from_dlpack(jax.jit(jax.grad(loss))(x).block_until_ready())
+        return from_dlpack(jax.jit(jax.grad(loss))(x).block_until_ready())
 
 
 def timed(call: Callable[[], Tensor], device: str) -> tuple[float, float | None, Tensor]:

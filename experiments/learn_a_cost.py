@@ -94,7 +94,7 @@ def learned(sides: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor], steps: 
         }
         if step < steps:
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         rows.append(row | {"seconds": time.perf_counter() - started})
         sys.stdout.write(f"{rows[-1]}\n")

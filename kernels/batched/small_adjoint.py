@@ -221,13 +221,13 @@ def store_numbers(numbers_ptr, o_batch, o, count, size, numbers):
 @triton.jit
 def inverse(sums, SMALLEST: tl.constexpr):
     """1 / sums, 0 where there is no sum."""
-    return tl.where(sums >= SMALLEST, 1 / tl.maximum(sums, SMALLEST), 0)
+    return tl.where(sums >= SMALLEST, 1 / sums, 0)
 
 
 @triton.jit
 def inverse_root(sums, SMALLEST: tl.constexpr):
     """1 / sqrt(sums), likewise."""
-    return tl.where(sums >= SMALLEST, 1 / tl.sqrt(tl.maximum(sums, SMALLEST)), 0)
+    return tl.where(sums >= SMALLEST, tl.rsqrt(sums), 0)
 
 
 def padded(n: int, m: int) -> tuple[int, int]:
