@@ -42,12 +42,19 @@ class Packing(NamedTuple):
     warps: int
 
 
-# Warps by the bytes of a padded matrix up to which they hold it, next to its cotangent.
-WARPS = {1 << 12: 1, 1 << 14: 2, 1 << 15: 4}
+# Matrices of a program and its warps, by the bytes of a padded matrix in float32 up to which they
+# were the fastest on an H200; float64 takes twice the warps where one is not enough.
+PACKINGS = {
+    1 << 4: (32, 1),
+    1 << 6: (8, 1),
+    1 << 8: (4, 1),
+    1 << 10: (2, 1),
+    1 << 12: (1, 1),
+    1 << 14: (1, 2),
+    1 << 15: (1, 4),
+}
 # Of a larger one.
 MOST_WARPS = 8
-# Bytes of all matrices of a program, where several fit it.
-PROGRAM_BYTES = 1 << 11
 # Bytes of the rows that are loaded at once of a matrix larger than that.
 ROW_BYTES = 1 << 14
 
@@ -239,9 +246,10 @@ def packing_for(n: int, m: int, dtype: torch.dtype) -> Packing:
     """The packing of matrices (n, m) that are computed in float32 or float64."""
     rows, columns = padded(n, m)
     size = rows * columns * dtype.itemsize
-    for most, warps in WARPS.items():
+    for most, (matrices, warps) in PACKINGS.items():
         if size <= most:
-            return Packing(max(1, PROGRAM_BYTES // size), rows, held=True, warps=warps)
+            warps *= dtype.itemsize // 4 if warps > 1 else 1
+            return Packing(matrices, rows, held=True, warps=warps)
     at_once = ROW_BYTES // (columns * dtype.itemsize)
     return Packing(1, at_once, held=dtype == torch.float32, warps=MOST_WARPS)
 

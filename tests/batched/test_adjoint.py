@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.batched.adjoint import LIMITS, adjoint
+from otdd_flash.batched.adjoint import LIMITS, adjoint, plan_gradient
 
 SHAPES = [(1, 1), (1, 4), (2, 2), (3, 7), (7, 3), (5, 5), (9, 11), (33, 70)]
 
@@ -189,3 +191,36 @@ def test_sums_that_are_tiny() -> None:
     p, g = plans(3, 4, 5).float(), drawn(3, 4, 5, seed=1).float()
     p[:, 1] *= 1e-39
     assert all(bool(part.isfinite().all()) for part in adjoint(p, g))
+
+
+class Implicit(torch.autograd.Function):
+    """Balanced matrices with the gradient of the solution."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.plans = balanced(logits, 50)
+        return ctx.plans
+
+    @staticmethod
+    def backward(ctx: Any, cotangents: Tensor) -> Tensor:
+        return plan_gradient(ctx.plans, cotangents)
+
+
+@pytest.mark.slow
+def test_a_layer_learns_alike() -> None:
+    """To sort four numbers, by 4 x 4 matrices of a linear map."""
+    points = drawn(64, 4)
+    losses = []
+    for layer in (Implicit.apply, lambda logits: balanced(logits, 50)):
+        weights = (drawn(4, 16, seed=1) / 4).requires_grad_()
+        optimizer = torch.optim.SGD([weights], 0.3)
+        for _ in range(30):
+            matrices = layer((points @ weights).reshape(-1, 4, 4))
+            moved = (matrices @ points[:, :, None])[..., 0]
+            loss = (moved - points.sort(1).values).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[0] <= 0.6
+    assert abs(losses[0] - losses[1]) <= 1e-6 * losses[1]

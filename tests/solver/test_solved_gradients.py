@@ -234,6 +234,28 @@ def test_numbers_for_lambdas(lambda_x: float) -> None:
     assert torch.equal(found, torch.autograd.grad(other, with_number["x"])[0])
 
 
+@pytest.mark.slow
+def test_a_map_learns_alike() -> None:
+    """Points that are sent where others are, by unrolled autograd and by the system."""
+    given, losses = problem(12, 10, labels=False), []
+    target = drawn(12, 3, seed=9) / 3
+    for implicit in (True, False):
+        x = given["x"].clone().requires_grad_()
+        for _ in range(10):
+            inputs = given | {"x": x}
+            if implicit:
+                mapped = quiet(otdd.transport_map, inputs)
+            else:
+                still = {key: part.detach() for key, part in inputs.items()}
+                at = quiet(otdd.sinkhorn_potentials, still)
+                mapped = dense(inputs, at)[2] @ given["y"]
+            loss = (mapped - target).square().mean()
+            (by_x,) = torch.autograd.grad(loss, x)
+            x = (x - 10 * by_x).detach().requires_grad_()
+        losses.append(float(loss.detach()))
+    assert abs(losses[0] - losses[1]) <= 1e-7 * losses[1]
+
+
 def test_a_map_of_ones_is_one() -> None:
     given = leaves(problem(6, 7) | {"values": torch.ones(7, 2, dtype=torch.float64)})
     mapped = quiet(otdd.transport_map, given)
