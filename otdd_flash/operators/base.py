@@ -129,8 +129,8 @@ class Execution(NamedTuple):
         refined: makes the same cost to the full accuracy of the potentials, to end a solve on; None
             where the operator is that already.
         sampled: the cost between some rows (k,) and columns (l,), int64, each side of equal masses.
-        kept_plan: holds the plan of f (n,), g (m,) and an epsilon for many products, a `plan.Plan`;
-            None where it does not, or where memory is short.
+        kept_plan: holds the plan of f (n,), g (m,) and an epsilon for many products, a `plan.Plan`,
+            in so many bytes, half of free memory for None; None where it does not, or cannot.
         rounded_plan: holds one near it for many products that take less time, a `plan.Products`;
             likewise.
     """
@@ -140,8 +140,8 @@ class Execution(NamedTuple):
     sampled: Callable[[Tensor, Tensor], Operator]
     refined: Callable[[], Operator] | None = None
     recorded: bool = False
-    kept_plan: Callable[[Tensor, Tensor, float], Any] | None = None
-    rounded_plan: Callable[[Tensor, Tensor, float], Any] | None = None
+    kept_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
+    rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
 
 
 class Certifiable(Protocol):

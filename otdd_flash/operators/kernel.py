@@ -37,7 +37,7 @@ from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
-from otdd_flash.operators.memory import UNASKED, free_memory
+from otdd_flash.operators.memory import holds
 from otdd_flash.operators.rounded_plans import FusedPlan, HeldPlan
 from otdd_flash.operators.tiled import LOG2_ZERO
 
@@ -112,8 +112,10 @@ class KernelOperator:
         """The cost of the original points, to float32 accuracy."""
         return KernelOperator(self.cost, "high", self)
 
-    def _rounded_plan(self, f: Tensor, g: Tensor, epsilon: float) -> HeldPlan | FusedPlan | None:
-        """In float16, of points of one part: held if half of what memory is free does.
+    def _rounded_plan(
+        self, f: Tensor, g: Tensor, epsilon: float, most: int | None = None
+    ) -> HeldPlan | FusedPlan | None:
+        """In float16, of points of one part: held where `most` bytes allow it.
 
         None where a row, or a column, has sums that float16 does not.
         """
@@ -124,8 +126,7 @@ class KernelOperator:
         of_rows, of_columns = rows.points.layout, columns.points.layout
         layouts, unit = (of_rows, of_columns), 2.0**-LOG2_SCALE
         forth = rows, columns, self._scores._replace(parts=1), (_single(f), _single(g))
-        needed = 2 * of_rows.size * of_columns.size
-        if needed <= UNASKED or needed <= free_memory(self.a.device) // 2:
+        if holds(2 * of_rows.size * of_columns.size, most, self.a.device):
             entries, sums = hold_plan(*forth, epsilon, self.a > 0)
             if not _in_range(sums * unit, of_rows, self.a):
                 return None

@@ -76,10 +76,13 @@ class StreamedPlan:
         f: (n,) potential, in units of the cost.
         g: (m,) potential.
         epsilon: regularisation, in units of the cost.
+        most: bytes that a plan may take that is held, half of free memory by default.
     """
 
-    def __init__(self, operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> None:
-        self._operator, self._at = operator, (f, g, epsilon)
+    def __init__(
+        self, operator: Operator, f: Tensor, g: Tensor, epsilon: float, most: int | None = None
+    ) -> None:
+        self._operator, self._at, self._most = operator, (f, g, epsilon), most
 
     @property
     def precision(self) -> float:
@@ -101,7 +104,7 @@ class StreamedPlan:
     def quick(self) -> Products:
         """One that is held, if the operator can and memory allows it."""
         hold = self._operator.execution.rounded_plan
-        held: Products | None = None if hold is None else hold(*self._at)
+        held: Products | None = None if hold is None else hold(*self._at, self._most)
         return self if held is None else held
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
@@ -167,11 +170,13 @@ class KeptPlan:
 BLOCK_ENTRIES = 1 << 20
 
 
-def plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
-    """The plan of f (n,) and g (m,), held if the operator can and memory allows it."""
+def plan_of(
+    operator: Operator, f: Tensor, g: Tensor, epsilon: float, most: int | None = None
+) -> Plan:
+    """The plan of f (n,) and g (m,), held if the operator can and `most` bytes allow it."""
     keep = operator.execution.kept_plan
-    kept = None if keep is None else keep(f, g, epsilon)
-    return StreamedPlan(operator, f, g, epsilon) if kept is None else kept
+    kept = None if keep is None else keep(f, g, epsilon, most)
+    return StreamedPlan(operator, f, g, epsilon, most) if kept is None else kept
 
 
 def _ones(masses: Tensor) -> Tensor:

@@ -38,6 +38,9 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import CGOptions, SchurSystem, inverse, solve
 from otdd_flash.solver.solved_gradient import report_system
 
+# Bytes of a plan that is held; a larger one is evaluated anew for every product.
+MOST_HELD = 1 << 28
+
 
 class Entries:
     """Products with e and with P of two potentials, float64.
@@ -61,11 +64,11 @@ class Entries:
         operator = build_operator(inputs)
         exact = refined(operator)
         self._masses = exact.a[:, None], exact.b[:, None]
-        self.plan: Plan = plan_of(exact, f, g, problem.epsilon)
+        self.plan: Plan = plan_of(exact, f, g, problem.epsilon, MOST_HELD)
         # What iterates is the cost that takes less time, if it is another one.
         self._near = self.plan
         if exact is not operator:
-            self._near = plan_of(operator, f, g, problem.epsilon)
+            self._near = plan_of(operator, f, g, problem.epsilon, MOST_HELD)
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """The product e V (n, k) for V (m, k), or (e o A B^T) V."""

@@ -33,13 +33,14 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import Compute, build_operator
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.plan import StreamedPlan
 from otdd_flash.solver.adjoint import (
     CostWeights,
     Entries,
     cost_gradient,
     potentials_everywhere,
 )
-from otdd_flash.solver.centred import conditional_means, less_origin, origin_near
+from otdd_flash.solver.centred import less_origin, origin_near
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
@@ -75,8 +76,8 @@ def transport_map(
 
     Differentiable once by x, y, values, a, b, class_table, lambda_x and lambda_y. The backward pass
     solves one linear system by conjugate gradients, from the potentials alone: memory is that of
-    the inputs, however many iterations the solve took, and the plan is never stored unless memory
-    is plentiful. The gradient is that of the optimum at the masses that the plan has, and not of
+    the inputs, however many iterations the solve took, and a plan of more than 256 MiB is never
+    stored. The gradient is that of the optimum at the masses that the plan has, and not of
     the iterations. By masses it is the one along the simplex, up to a constant.
 
     Args:
@@ -183,14 +184,14 @@ class MapGradient:
         self._options, self._cg = options, cg
 
     def mapped(self) -> Tensor:
-        """T (n, k), in the type of the operator."""
+        """T (n, k), float64."""
         inputs, (values, origin) = self._problem.inputs("xy"), self._centred()
         # Rows without mass have a conditional plan, which is the same at any other mass.
         inputs = replace(inputs, source=replace(inputs.source, weights=None))
         operator = refined(build_operator(inputs, keep_scores=False))
-        origin = origin.to(operator.costs.dtype)
-        at = *self._potentials, self._problem.epsilon
-        return conditional_means(operator, *at, values + origin, origin).add_(origin)
+        plan = StreamedPlan(operator, *self._potentials, self._problem.epsilon)
+        found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
+        return found[:, :-1] / found[:, -1:] + origin
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients for a cotangent T' (n, k)."""

@@ -42,6 +42,7 @@ def off(one: Adjoint, other: Adjoint) -> float:
     return float((one.weighted.double() - other.weighted.double()).abs().max()) / largest
 
 
+@pytest.mark.slow(after=10)
 @pytest.mark.parametrize("shape", SHAPES + slow(LARGE))
 @pytest.mark.parametrize("dtype", TYPES)
 def test_types_and_shapes(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -76,7 +77,8 @@ def test_a_batch_is_its_members(shape: tuple[int, int, int]) -> None:
             assert torch.equal(one[0], many[k])
 
 
-@pytest.mark.parametrize("spread", [1.0, 10.0, 100.0])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("spread", [100.0, 10.0, 1.0])
 def test_spread_logits(spread: float) -> None:
     """Curvature below rounding is cut, which costs the root of a unit at the most."""
     p, g = (part.float() for part in inputs(20, 16, 16, spread)[:2])

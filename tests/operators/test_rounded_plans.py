@@ -7,7 +7,7 @@ import reference
 import torch
 
 from otdd_flash.kernels.passes import plan_application
-from otdd_flash.operators import kernel
+from otdd_flash.operators import memory
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.plan import StreamedPlan, plan_of
@@ -103,8 +103,8 @@ def test_columns_of_any_size_are_multiplied_alike() -> None:
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "UNASKED", 0)
-    monkeypatch.setattr(kernel, "free_memory", lambda _: 0)
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 0)
 
 
 @pytest.mark.slow
@@ -125,7 +125,10 @@ def test_a_plan_is_held_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> 
     cost = operator(140, 130, 1)
     f, g = potentials(cost)
     without_memory(monkeypatch)
-    monkeypatch.setattr(kernel, "free_memory", lambda _: 2 * 2 * 256 * 256)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * 2 * 256 * 256)
     assert isinstance(plan_of(cost, f, g, EPSILON).quick, HeldPlan)
-    monkeypatch.setattr(kernel, "free_memory", lambda _: 2 * 2 * 100 * 100)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * 2 * 100 * 100)
     assert isinstance(plan_of(cost, f, g, EPSILON).quick, FusedPlan)
+    assert isinstance(plan_of(cost, f, g, EPSILON, 2 * 256 * 256).quick, HeldPlan)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * 2 * 256 * 256)
+    assert isinstance(plan_of(cost, f, g, EPSILON, 2 * 100 * 100).quick, FusedPlan)

@@ -16,7 +16,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
-from otdd_flash.operators import kernel
+from otdd_flash.operators import memory
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import curvature
 from otdd_flash.solver.hessian import DivergenceCurvature
@@ -413,8 +413,8 @@ def test_products_of_many_points(
 ) -> None:
     """Against products in float64 at the same potentials."""
     if not held:
-        monkeypatch.setattr(kernel, "UNASKED", 0)
-        monkeypatch.setattr(kernel, "free_memory", lambda _: 0)
+        monkeypatch.setattr(memory, "UNASKED", 0)
+        monkeypatch.setattr(memory, "free_memory", lambda _: 0)
     (n, m, d), options = (3000, 2500, 48), labelled(3000, 2500) if labels else {}
     options = {
         key: part.to(DEVICE) if isinstance(part, Tensor) else part for key, part in options.items()
