@@ -51,9 +51,11 @@ if TYPE_CHECKING:
     from otdd_flash.solver.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
     from otdd_flash.solver.loss import sinkhorn_loss
     from otdd_flash.solver.losses import sinkhorn_losses
+    from otdd_flash.solver.potentials import sinkhorn_potentials
     from otdd_flash.solver.schedules.converged import Converged
     from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
     from otdd_flash.solver.schur import CGOptions
+    from otdd_flash.solver.transport_map import transport_map
 
 __all__ = [
     "CGOptions",
@@ -94,7 +96,9 @@ __all__ = [
     "sinkhorn_hessian",
     "sinkhorn_loss",
     "sinkhorn_losses",
+    "sinkhorn_potentials",
     "subsample_interval",
+    "transport_map",
 ]
 
 # Where each name is defined, and the modules whose names are used through them.
@@ -134,7 +138,9 @@ _HOMES = {
     "sinkhorn_hessian": "otdd_flash.solver.hessian",
     "sinkhorn_loss": "otdd_flash.solver.loss",
     "sinkhorn_losses": "otdd_flash.solver.losses",
+    "sinkhorn_potentials": "otdd_flash.solver.potentials",
     "subsample_interval": "otdd_flash.sampling",
+    "transport_map": "otdd_flash.solver.transport_map",
 }
 _MODULES = ("extractors", "labels")
 

@@ -285,6 +285,11 @@ SINKHORN_HESSIAN: Declaration = {
     "lambda_y": not_negative,
     "cg": instance("be otdd.CGOptions()", CG_CLASS),
 }
+SINKHORN_POTENTIALS: Declaration = {
+    **{name: check for name, check in SINKHORN_LOSS.items() if name not in ("ground", "debias")},
+    "cg": instance("be otdd.CGOptions()", CG_CLASS),
+}
+TRANSPORT_MAP: Declaration = {**SINKHORN_POTENTIALS, "values": optional(tensor("(m, k)"))}
 SINKHORN_LOSSES: Declaration = {
     **{name: check for name, check in SINKHORN_LOSS.items() if name != "start"},
     "x": tensors("(n, d)"),

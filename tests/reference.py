@@ -178,3 +178,47 @@ def own_hessian_product(
     return sum(
         hessian_product(coupling, (x, x), (along, along), epsilon, lambda_x), torch.zeros(())
     )
+
+
+def adjoint(
+    coupling: Tensor,
+    cotangent: Tensor,
+    sides: tuple[Tensor, Tensor] | None = None,
+    sums: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P o (G - u 1^T - 1 v^T), u (n,) and v (m,) of a plan, a system by the pseudo-inverse.
+
+    `sides` are cotangents of what P is solved for, `sums` stand in place of those of P.
+    """
+    r, c = (coupling.sum(1), coupling.sum(0)) if sums is None else sums
+    matrix = torch.cat((torch.cat((r.diag(), coupling), 1), torch.cat((coupling.T, c.diag()), 1)))
+    weighted = coupling * cotangent
+    right = torch.cat((weighted.sum(1), weighted.sum(0)))
+    if sides is not None:
+        right = right + torch.cat(sides)
+    found = torch.linalg.pinv(matrix, rtol=1e-13, hermitian=True) @ right
+    u, v = found[: len(r)], found[len(r) :]
+    return weighted - coupling * (u[:, None] + v), u, v
+
+
+def held_potentials(
+    cost: Tensor,
+    masses: tuple[Tensor, Tensor],
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    iterations: int = 400,
+) -> tuple[Tensor, Tensor]:
+    """The same potentials as the solution of a problem, which autograd differentiates.
+
+    Of the problem whose plan has the sums that theirs has, relative to the masses: for optimal
+    potentials the problem itself. Where there is no mass they are softmins.
+    """
+    a, b = masses
+    f, g = (potential.detach() for potential in potentials)
+    with torch.no_grad():
+        q = torch.where(a > 0, (f - softmin_rows(cost, b, g, epsilon)) / epsilon, 0)
+        p = torch.where(b > 0, (g - softmin_rows(cost.T, a, f, epsilon)) / epsilon, 0)
+    for _ in range(iterations):
+        f = softmin_rows(cost, b, g, epsilon) + epsilon * q
+        g = softmin_rows(cost.T, a, f, epsilon) + epsilon * p
+    return f, g

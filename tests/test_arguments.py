@@ -164,6 +164,20 @@ CALLS: dict[str, Entry] = {
         | {"lambda_y": 0.5, "debias": False, "start": None, "options": None, "compute": None}
         | {"cg": otdd.CGOptions()},
     ),
+    "transport_map": (
+        otdd.transport_map,
+        {"x": X, "y": Y, "a": None, "b": None, "values": None, "epsilon": 1.0, "labels_x": None}
+        | {"labels_y": None, "class_table": None, "class_totals": None, "lambda_x": 0.5}
+        | {"lambda_y": 0.5, "start": None, "options": None, "compute": None}
+        | {"cg": otdd.CGOptions()},
+    ),
+    "sinkhorn_potentials": (
+        otdd.sinkhorn_potentials,
+        {"x": X, "y": Y, "a": None, "b": None, "epsilon": 1.0, "labels_x": None}
+        | {"labels_y": None, "class_table": None, "class_totals": None, "lambda_x": 0.5}
+        | {"lambda_y": 0.5, "start": None, "options": None, "compute": None}
+        | {"cg": otdd.CGOptions()},
+    ),
     "CGOptions": (otdd.CGOptions, {"tolerance": 1e-5, "max_iterations": 10, "damping": 0.0}),
     "sinkhorn_losses": (
         otdd.sinkhorn_losses,

@@ -130,9 +130,10 @@ class Execution(NamedTuple):
             where the operator is that already.
         sampled: the cost between some rows (k,) and columns (l,), int64, each side of equal masses.
         prepared_plan: prepares the plan of f (n,), g (m,) and an epsilon for many products, a
-            `plan.Plan`; None where `apply_plan` is as good, or where memory is short.
-        rounded_plan: prepares one near it for products that take less time, a `plan.Products`;
-            None where it has none.
+            `plan.Plan`, held only in so many bytes, half of free memory for None; None where
+            `apply_plan` is as good, or memory is short.
+        rounded_plan: prepares one near it for products that take less time, a `plan.Products`,
+            likewise; None where it has none.
     """
 
     backend: str
@@ -140,8 +141,8 @@ class Execution(NamedTuple):
     sampled: Callable[[Tensor, Tensor], Operator]
     refined: Callable[[], Operator] | None = None
     recorded: bool = False
-    prepared_plan: Callable[[Tensor, Tensor, float], Any] | None = None
-    rounded_plan: Callable[[Tensor, Tensor, float], Any] | None = None
+    prepared_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
+    rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
 
 
 class Certifiable(Protocol):

@@ -113,9 +113,9 @@ class KernelOperator:
         return KernelOperator(self.cost, "high", self)
 
     def _prepared_plan(
-        self, f: Tensor, g: Tensor, epsilon: float
+        self, f: Tensor, g: Tensor, epsilon: float, most: int | None
     ) -> KeptPlan | ExactFusedPlan | None:
-        return self._plans.prepared(f, g, epsilon, StreamedPlan(self, f, g, epsilon))
+        return self._plans.prepared(StreamedPlan(self, f, g, epsilon, most), f, g, epsilon, most)
 
     def seen_points(self) -> tuple[Tensor, Tensor]:
         """Both clouds less one point, as this precision rounds them, (n, d) and (m, d) float64."""

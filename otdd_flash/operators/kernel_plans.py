@@ -12,7 +12,7 @@ from otdd_flash.kernels.passes.plan_application import LOG2_SCALE, ROW_RANGE, ho
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.memory import UNASKED, free_memory
+from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan, HeldPlan
 
@@ -42,16 +42,20 @@ class KernelPlans(NamedTuple):
     transposed: Scores
 
     def prepared(
-        self, f: Tensor, g: Tensor, epsilon: float, streamed: StreamedPlan
+        self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float, most: int | None
     ) -> KeptPlan | ExactFusedPlan | None:
-        """Of the original points: in float64 where that takes less than evaluating it, or fused."""
+        """Of the original points: in float64 where that takes less than evaluating it, or fused.
+
+        What is held takes up to `most` bytes, half of what is free for None.
+        """
         (n, m), dim = self.cost.shape, self.cost.points[0].shape[1]
         needed = 8 * n * m
         worthwhile = needed <= KEPT_BYTES or dim <= FEW_COORDINATES
-        if worthwhile and _fits(needed, f.device):
-            return KeptPlan(self.cost.plan_entries(f, g, epsilon), self.rounded(f, g, epsilon))
-        most = most_columns(self.rows.points.coordinates.shape[1], self.scores.parts, f.device)
-        if self.scores.parts == 1 or most == NARROW:
+        if worthwhile and holds(needed, most, f.device):
+            quick = self.rounded(f, g, epsilon, most)
+            return KeptPlan(self.cost.plan_entries(f, g, epsilon), quick)
+        columns = most_columns(self.rows.points.coordinates.shape[1], self.scores.parts, f.device)
+        if self.scores.parts == 1 or columns == NARROW:
             return None
         layouts = self.rows.points.layout, self.columns.points.layout
         masses = self.cost.a, self.cost.b
@@ -60,19 +64,21 @@ class KernelPlans(NamedTuple):
             masses,
             layouts,
             lambda sums, side: in_range(sums, layouts[side], masses[side]),
-            FEW_CHUNKS * most,
+            FEW_CHUNKS * columns,
             streamed,
         )
 
-    def rounded(self, f: Tensor, g: Tensor, epsilon: float) -> HeldPlan | FusedPlan | None:
-        """In float16, of points of one part: held if half of what memory is free does.
+    def rounded(
+        self, f: Tensor, g: Tensor, epsilon: float, most: int | None
+    ) -> HeldPlan | FusedPlan | None:
+        """In float16, of points of one part: held in `most` bytes, as above.
 
         None where a row, or a column, has sums that float16 does not.
         """
         near = self._of_one_part()
         layouts = of_rows, of_columns = near.rows.points.layout, near.columns.points.layout
         masses = near.cost.a, near.cost.b
-        if _fits(2 * of_rows.size * of_columns.size, f.device):
+        if holds(2 * of_rows.size * of_columns.size, most, f.device):
             potentials, unit = (single(f), single(g)), 2.0**-LOG2_SCALE
             sides = near.rows, near.columns, near.scores
             entries, sums = hold_plan(*sides, potentials, epsilon, masses[0] > 0)
@@ -101,10 +107,6 @@ class KernelPlans(NamedTuple):
             FusedProduct(self.rows, self.columns, self.scores, forth, epsilon, there[0]),
             FusedProduct(self.columns, self.rows, self.transposed, back, epsilon, there[1]),
         )
-
-
-def _fits(needed: int, device: torch.device) -> bool:
-    return needed <= UNASKED or needed <= free_memory(device) // 2
 
 
 def in_range(sums: Tensor, layout: Layout, masses: Tensor) -> bool:

@@ -65,6 +65,11 @@ def free_memory(device: torch.device) -> int:
     return available * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
+def holds(needed: int, most: int | None, device: torch.device) -> bool:
+    """Whether to hold what takes so many bytes: up to `most`, or half of what is free for None."""
+    return needed <= UNASKED or needed <= (free_memory(device) // 2 if most is None else most)
+
+
 def readable_bytes(count: int) -> str:
     """A number of bytes in the largest unit that it fills: 1.5 GiB."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):

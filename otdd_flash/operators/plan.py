@@ -81,12 +81,15 @@ class StreamedPlan:
         f: (n,) potential, in units of the cost.
         g: (m,) potential.
         epsilon: regularisation, in units of the cost.
+        most: bytes that a plan may take that is held, half of free memory by default.
     """
 
     in_triton = False
 
-    def __init__(self, operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> None:
-        self._operator, self._at = operator, (f, g, epsilon)
+    def __init__(
+        self, operator: Operator, f: Tensor, g: Tensor, epsilon: float, most: int | None = None
+    ) -> None:
+        self._operator, self._at, self._most = operator, (f, g, epsilon), most
         # Of rows, and of columns, once something was multiplied.
         self._sums: dict[bool, Tensor] = {}
 
@@ -112,7 +115,9 @@ class StreamedPlan:
     @cached_property
     def quick(self) -> Products:
         """One that is held, if the operator can and memory allows it."""
-        return rounded_plan_of(self._operator, *self._at) or self
+        prepare = self._operator.execution.rounded_plan
+        found: Products | None = None if prepare is None else prepare(*self._at, self._most)
+        return found or self
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k), or (P o A B^T) V."""
@@ -187,18 +192,13 @@ class KeptPlan:
 BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
 
 
-def plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
-    """The plan of f (n,) and g (m,), prepared if the operator can."""
+def plan_of(
+    operator: Operator, f: Tensor, g: Tensor, epsilon: float, most: int | None = None
+) -> Plan:
+    """The plan of f (n,) and g (m,), prepared if the operator can and held in `most` bytes."""
     prepare = operator.execution.prepared_plan
-    found = None if prepare is None else prepare(f, g, epsilon)
-    return StreamedPlan(operator, f, g, epsilon) if found is None else found
-
-
-def rounded_plan_of(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Products | None:
-    """One near it whose products take less time, if the operator has any."""
-    prepare = operator.execution.rounded_plan
-    found: Products | None = None if prepare is None else prepare(f, g, epsilon)
-    return found
+    found = None if prepare is None else prepare(f, g, epsilon, most)
+    return StreamedPlan(operator, f, g, epsilon, most) if found is None else found
 
 
 def _ones(masses: Tensor) -> Tensor:

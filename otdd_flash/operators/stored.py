@@ -10,7 +10,7 @@ from torch import Tensor
 from otdd_flash.operators.base import CostRange, Execution
 from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
 from otdd_flash.operators.labelled_cost import LabelledCost, equal_masses
-from otdd_flash.operators.memory import UNASKED, free_memory
+from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.operators.whole_points import whole_products
@@ -95,9 +95,10 @@ class StoredOperator(TiledOperator):
         """As of any tiles; a plan takes as much memory as scores in float64."""
         return super().execution._replace(prepared_plan=self._prepared_plan)
 
-    def _prepared_plan(self, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
-        needed = 8 * self.scores.numel()
-        if needed > UNASKED and needed > free_memory(self.device) // 2:
+    def _prepared_plan(
+        self, f: Tensor, g: Tensor, epsilon: float, most: int | None
+    ) -> KeptPlan | None:
+        if not holds(8 * self.scores.numel(), most, self.device):
             return None
         return KeptPlan(self.plan_entries(f, g, epsilon))
 

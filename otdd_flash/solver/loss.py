@@ -96,7 +96,7 @@ def sinkhorn_loss(
         epsilon,
         class_table,
         class_totals,
-        GroundCost(_number("lambda_x", lambda_x), _number("lambda_y", lambda_y), ground),
+        GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y), ground),
         compute,
         debias=debias,
     )
@@ -144,7 +144,12 @@ def _along_simplex(gradient: Gradient, source: LabeledSamples, target: LabeledSa
         gradient[key] -= sides[key].masses.to(gradient[key].device) @ gradient[key]
 
 
-def _number(name: str, value: float | Tensor) -> float:
+def plain_number(name: str, value: float | Tensor) -> float:
+    """A weight without its gradient.
+
+    Raises:
+        InputError: a tensor of any dimension.
+    """
     if not isinstance(value, Tensor):
         return float(value)
     if value.ndim != 0:

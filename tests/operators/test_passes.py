@@ -9,7 +9,7 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators import labelled_cost, plan, stored, streamed, tiled
+from otdd_flash.operators import labelled_cost, memory, plan, streamed, tiled
 from otdd_flash.operators.base import Applied
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
@@ -199,13 +199,15 @@ def test_plans_that_are_kept_and_that_are_not(
 
 
 def test_a_plan_is_kept_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "UNASKED", 0)
+    monkeypatch.setattr(memory, "UNASKED", 0)
     cost = torch.rand(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     operator = StoredOperator.from_cost(cost, *(torch.full((k,), 1 / k).double() for k in (6, 5)))
     at = torch.zeros(6), torch.zeros(5), EPSILON
     for free, kind in ((2 * 8 * 30, plan.KeptPlan), (8 * 30, plan.StreamedPlan)):
-        monkeypatch.setattr(stored, "free_memory", lambda _, free=free: free)
+        monkeypatch.setattr(memory, "free_memory", lambda _, free=free: free)
         assert isinstance(plan.plan_of(operator, *at), kind)
+    for most, kind in ((8 * 30, plan.KeptPlan), (8 * 30 - 1, plan.StreamedPlan)):
+        assert isinstance(plan.plan_of(operator, *at, most), kind)
 
 
 def test_mean_cost_and_range(case: Case) -> None:

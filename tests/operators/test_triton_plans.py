@@ -9,7 +9,7 @@ import reference
 import torch
 
 from otdd_flash.kernels.passes import plan_application
-from otdd_flash.operators import kernel_plans
+from otdd_flash.operators import kernel_plans, memory
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -106,8 +106,8 @@ def test_columns_of_any_size_are_multiplied_alike() -> None:
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_plans, "UNASKED", 0)
-    monkeypatch.setattr(kernel_plans, "free_memory", lambda _: 0)
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 0)
 
 
 @pytest.mark.slow
@@ -158,10 +158,13 @@ def test_a_plan_is_held_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> 
     cost = operator(140, 130, 1)
     f, g = potentials(cost)
     without_memory(monkeypatch)
-    monkeypatch.setattr(kernel_plans, "free_memory", lambda _: 2 * 2 * 256 * 256)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * 2 * 256 * 256)
     assert isinstance(plan_of(cost, f, g, EPSILON).quick, HeldPlan)
-    monkeypatch.setattr(kernel_plans, "free_memory", lambda _: 2 * 2 * 100 * 100)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * 2 * 100 * 100)
     assert isinstance(plan_of(cost, f, g, EPSILON).quick, FusedPlan)
+    assert isinstance(plan_of(cost, f, g, EPSILON, 2 * 256 * 256).quick, HeldPlan)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 2 * 2 * 256 * 256)
+    assert isinstance(plan_of(cost, f, g, EPSILON, 2 * 100 * 100).quick, FusedPlan)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
-from otdd_flash.operators import kernel_plans
+from otdd_flash.operators import kernel_plans, memory
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import curvature
 from otdd_flash.solver.hessian import DivergenceCurvature
@@ -414,19 +414,19 @@ def test_products_in_triton(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("memory", ["none", "half", "double"])
+@pytest.mark.parametrize("held", ["none", "half", "double"])
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize("debias", [False, True])
 def test_products_of_many_points(
-    memory: str, labels: bool, debias: bool, monkeypatch: pytest.MonkeyPatch
+    held: str, labels: bool, debias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against products in float64 at the same potentials."""
-    if memory != "double":
+    if held != "double":
         monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
         monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
-    if memory == "none":
-        monkeypatch.setattr(kernel_plans, "UNASKED", 0)
-        monkeypatch.setattr(kernel_plans, "free_memory", lambda _: 0)
+    if held == "none":
+        monkeypatch.setattr(memory, "UNASKED", 0)
+        monkeypatch.setattr(memory, "free_memory", lambda _: 0)
     (n, m, d), options = (3000, 2500, 48), labelled(3000, 2500) if labels else {}
     options = {
         key: part.to(DEVICE) if isinstance(part, Tensor) else part for key, part in options.items()

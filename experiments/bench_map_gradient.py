@@ -1,0 +1,155 @@
+"""Transport maps and potentials with their gradients by the points, beside OTT-JAX.
+
+    python -m experiments.bench_map_gradient [--device cpu] [--sizes N ...] [--epsilons E ...]
+
+n = m Gaussian points in 64 dimensions, uniform masses, the cost ||x - y||^2 / 2, epsilon relative
+to its mean. Medians of three calls after one, by the host's clock until all is there:
+
+- map_forward, map_backward: `transport_map`, to 1e-3, and its gradient by x, to 1e-5;
+- potentials_forward, potentials_backward: `sinkhorn_potentials`, likewise;
+- ott_jax: potentials and gradient by x, from `PointCloud` with `ImplicitDiff`, together.
+
+Errors are relative, against float64 at 1e-10, up to n = 1,000. Memory is the peak over what was
+there before, of the backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+import otdd_flash as otdd
+from experiments.environment import RESULTS
+from experiments.rows import Rows
+
+SIZES, EPSILONS, DIM, SHIFT = (1_000, 5_000, 10_000, 50_000), (0.1, 0.01, 0.001), 64, 0.5
+CALLS, WARM_UPS, LARGEST_IN_DOUBLE, WORST = 3, 1, 1_000, 0.01
+
+
+class Work:
+    """Clouds, a cotangent of each result, and the truth."""
+
+    def __init__(self, n: int, d: int, relative: float, device: str) -> None:
+        draw = torch.Generator().manual_seed(0)
+        x, y, of_map = (torch.randn(n, d, generator=draw).to(device) for _ in range(3))
+        self.x, self.y = x, y + SHIFT
+        self.epsilon = relative * (d + d * SHIFT**2 / 2)
+        self.cotangents = {"map": of_map, "potentials": torch.randn(n, generator=draw).to(device)}
+
+    def forward(self, name: str, x: Tensor, **settings: Any) -> Tensor:
+        """The map, or f."""
+        y = self.y.to(x)
+        if name == "map":
+            return otdd.transport_map(x, y, epsilon=self.epsilon, **settings)
+        return otdd.sinkhorn_potentials(x, y, epsilon=self.epsilon, **settings)[0]
+
+    def backward(self, name: str, x: Tensor, result: Tensor) -> Tensor:
+        """By x."""
+        cotangent = self.cotangents[name].to(result)
+        return torch.autograd.grad(result, x, cotangent, retain_graph=True)[0]
+
+    def truth(self, name: str) -> Tensor:
+        """The gradient, to many digits."""
+        x = self.x.double().requires_grad_()
+        settings = {"options": otdd.Converged(1e-10), "cg": otdd.CGOptions(1e-10)}
+        return self.backward(name, x, self.forward(name, x, **settings))
+
+    def ott_jax(self) -> Tensor:
+        """The gradient of <cotangent, f> by x."""
+        import jax
+        from ott.geometry import costs, pointcloud
+        from ott.problems.linear import linear_problem
+        from ott.solvers.linear import implicit_differentiation, sinkhorn
+
+        implicit = implicit_differentiation.ImplicitDiff()
+        solver = sinkhorn.Sinkhorn(threshold=1e-3, implicit_diff=implicit)
+        given = (self.x, self.y, self.cotangents["potentials"])
+        x, y, cotangent = (jax.numpy.asarray(part.cpu().numpy()) for part in given)
+
+        def loss(x: Any) -> Any:
+            cost = pointcloud.PointCloud(
+                x, y, cost_fn=costs.SqEuclidean(), epsilon=2 * self.epsilon, batch_size=1024
+            )
+            f, g = (part for part in solver(linear_problem.LinearProblem(cost)).potentials)
+            return ((f + g.mean()) * cotangent).sum() / 2
+
+        return from_dlpack(jax.jit(jax.grad(loss))(x).block_until_ready())
+
+
+def timed(call: Callable[[], Tensor], device: str) -> tuple[float, float | None, Tensor]:
+    """Median milliseconds, the peak of memory in MiB, and what came of the last call."""
+    cuda, times = device == "cuda", []
+    before = torch.cuda.memory_allocated() if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UPS + CALLS):
+        started = time.perf_counter()
+        found = call()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - started))
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if cuda else None
+    return statistics.median(times[WARM_UPS:]), peak, found
+
+
+def bench(n: int, d: int, relative: float, device: str) -> dict[str, Any]:
+    """One row."""
+    work = Work(n, d, relative, device)
+    row: dict[str, Any] = {"n": n, "d": d, "relative_epsilon": relative, "device": device}
+    for name in ("map", "potentials"):
+        x = work.x.clone().requires_grad_()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            forward, _, result = timed(partial(work.forward, name, x), device)
+            backward, peak, found = timed(partial(work.backward, name, x, result), device)
+        entry: dict[str, Any] = {"forward_ms": forward, "backward_ms": backward, "peak_mib": peak}
+        entry["warnings"] = sorted({str(one.message) for one in caught})
+        if n <= LARGEST_IN_DOUBLE:
+            truth = work.truth(name)
+            entry["relative_error"] = float((found.double() - truth).norm() / truth.norm())
+        row[name] = entry
+    try:
+        milliseconds, _, theirs = timed(work.ott_jax, device)
+        off = float((theirs.to(found) - found).norm() / found.norm())
+        row["ott_jax"] = {"difference": off} | ({"ms": milliseconds} if off <= WORST else {})
+    # A peer may fail in any way, and the other entries are still wanted.
+    except Exception as error:
+        row["ott_jax"] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+    return row
+
+
+def main() -> None:
+    """Write bench_map_gradient_DEVICE.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--dimension", type=int, default=DIM)
+    parser.add_argument("--epsilons", type=float, nargs="+", default=EPSILONS)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--again", action="store_true", help="forget rows that are there")
+    given = parser.parse_args()
+    rows = Rows(
+        f"bench_map_gradient_{given.device}",
+        ("n", "d", "relative_epsilon"),
+        *("torch", "triton", "ott-jax", "jax", "flash-sinkhorn"),
+        folder=given.output,
+        again=given.again,
+    )
+    for n in given.sizes:
+        for relative in given.epsilons:
+            if not rows.has(n=n, d=given.dimension, relative_epsilon=relative):
+                rows.add(bench(n, given.dimension, relative, given.device))
+
+
+if __name__ == "__main__":
+    main()

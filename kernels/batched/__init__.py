@@ -1,0 +1,1 @@
+"""Kernels of many small matrices, each in registers from one end to the other."""

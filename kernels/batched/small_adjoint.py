@@ -1,0 +1,331 @@
+"""Gradients through many small plans in one launch, each solved for in registers.
+
+    diag(r) u + P v   = (G o P) 1 + s,        r = P 1
+    P^T u + diag(c) v = (G o P)^T 1 + t,      c = P^T 1
+    out = P o (G - u 1^T - 1 v^T)
+
+for B plans P (n, m), cotangents G of them, s (n,) of rows and t (m,) of columns. Eliminated and
+scaled as in `otdd_flash.batched.adjoint`: conjugate gradients on I - A^T A with A = diag(r)^(-1/2)
+P diag(c)^(-1/2), of the smaller side, A applied from the registers that hold P.
+
+One program holds BATCH matrices, padded by rows and columns of 0 to powers of two, and iterates
+until the last of them has stopped. A matrix that has stopped stays as it is. Sums have an order
+that depends on sizes and type alone, so a matrix gets the same bits among any others.
+
+Memory: P and G are read, and `out` is written, once. Padded matrices of 64 KB and more are read
+twice, and those in float64 at every step. Work: 4 n m operations a step, and 12 n m.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Packing(NamedTuple):
+    """What a program holds.
+
+    Attributes:
+        matrices: that it solves for.
+        rows: of a matrix that are loaded at once, before and after the iteration.
+        held: whether matrices stay in registers while it iterates; else rows are loaded again.
+        warps: that it has.
+    """
+
+    matrices: int
+    rows: int
+    held: bool
+    warps: int
+
+
+# Matrices of a program and its warps, by the bytes of a padded matrix in float32 up to which they
+# were the fastest on an H200; float64 takes twice the warps where one is not enough.
+PACKINGS = {
+    1 << 4: (32, 1),
+    1 << 6: (8, 1),
+    1 << 8: (4, 1),
+    1 << 10: (2, 1),
+    1 << 12: (1, 1),
+    1 << 14: (1, 2),
+    1 << 15: (1, 4),
+}
+# Of a larger one.
+MOST_WARPS = 8
+# Bytes of the rows that are loaded at once of a matrix larger than that.
+ROW_BYTES = 1 << 14
+
+
+@triton.jit
+def small_adjoint_kernel(
+    plan_ptr,  # (B, n, m) of any strides
+    cotangent_ptr,  # (B, n, m) of any strides
+    row_cotangent_ptr,  # (B, n), read if ROW_COTANGENTS
+    column_cotangent_ptr,  # (B, m), read if COLUMN_COTANGENTS
+    weighted_ptr,  # (B, n, m), rows or columns contiguous
+    rows_ptr,  # (B, n), written if SIDES
+    columns_ptr,  # (B, m), written if SIDES
+    count,
+    n,
+    m,
+    plan_stride,
+    plan_row_stride,
+    plan_column_stride,
+    cotangent_stride,
+    cotangent_row_stride,
+    cotangent_column_stride,
+    weighted_stride,
+    weighted_row_stride,
+    weighted_column_stride,
+    TYPE: tl.constexpr,
+    ROW_COTANGENTS: tl.constexpr,
+    COLUMN_COTANGENTS: tl.constexpr,
+    SIDES: tl.constexpr,
+    GOAL: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    STEPS_PER_ROW: tl.constexpr,
+    BATCH: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """One program per BATCH matrices, which loads ROWS of their rows at once."""
+    o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
+    o_column = tl.arange(0, M).to(tl.int64)
+    m_batch = o_batch < count
+    m_column = m_batch[:, None] & (o_column < m)[None, :]  # (BATCH, M)
+    p_plan = first_rows(plan_ptr, o_batch, o_column, plan_stride, plan_column_stride)
+    p_cotangent = first_rows(
+        cotangent_ptr, o_batch, o_column, cotangent_stride, cotangent_column_stride
+    )
+    p_weighted = first_rows(
+        weighted_ptr, o_batch, o_column, weighted_stride, weighted_column_stride
+    )
+
+    c = tl.zeros((BATCH, M), TYPE)
+    right = tl.zeros((BATCH, M), TYPE)
+    for first in range(0, N, ROWS):
+        o_row = first + tl.arange(0, ROWS)
+        plan = load_rows(p_plan, o_row, plan_row_stride, n, m_column).to(TYPE)
+        cotangent = load_rows(p_cotangent, o_row, cotangent_row_stride, n, m_column).to(TYPE)
+        e = tl.sum(plan * cotangent, 2)
+        if ROW_COTANGENTS:
+            e += load_numbers(row_cotangent_ptr, o_batch, o_row, count, n)
+        e *= inverse(tl.sum(plan, 2), SMALLEST)
+        c += tl.sum(plan, 1)
+        right += tl.sum(plan * (cotangent - e[:, :, None]), 1)
+    if COLUMN_COTANGENTS:
+        right += load_numbers(column_cotangent_ptr, o_batch, o_column, count, m)
+
+    per_column = inverse_root(c, SMALLEST)
+    # What the matrix takes to 0, and residuals keep no part of.
+    null = c * per_column
+    null *= inverse_root(tl.sum(null * null, 1), SMALLEST)[:, None]
+    left = per_column * right
+    left -= null * tl.sum(null * left, 1)[:, None]
+    largest = tl.max(tl.abs(left), 1)  # (BATCH,)
+    largest = tl.where(largest > 0, largest, 1)
+    left /= largest[:, None]
+    # 0, or NaN where the right-hand side is not finite.
+    values = 0 * left
+    direction = left
+    size = tl.sum(left * left, 1)
+    length, goal = size, GOAL * size
+    active = size > 0
+    running = tl.max(active.to(tl.int32), 0)
+    if HELD:
+        held = load_rows(p_plan, tl.arange(0, N), plan_row_stride, n, m_column).to(TYPE)
+        per_row = inverse(tl.sum(held, 2), SMALLEST)
+    step = 0
+    while (step < STEPS_PER_ROW * m) & (running > 0):
+        scaled = per_column * direction
+        if HELD:
+            images = per_row * tl.sum(held * scaled[:, None, :], 2)
+            image = tl.sum(held * images[:, :, None], 1)
+        else:
+            image = tl.zeros((BATCH, M), TYPE)
+            for first in range(0, N, ROWS):
+                o_rows = first + tl.arange(0, ROWS)
+                part = load_rows(p_plan, o_rows, plan_row_stride, n, m_column).to(TYPE)
+                parts = inverse(tl.sum(part, 2), SMALLEST)
+                parts *= tl.sum(part * scaled[:, None, :], 2)
+                image += tl.sum(part * parts[:, :, None], 1)
+        image = direction - per_column * image
+        energy = tl.sum(direction * image, 1)
+        active = active & (energy > ROUNDING * length)
+        taken = tl.where(active, size / energy, 0)
+        values += taken[:, None] * direction
+        left -= taken[:, None] * image
+        left -= null * tl.sum(null * left, 1)[:, None]
+        after = tl.sum(left * left, 1)
+        kept = tl.where(active, after / size, 0)
+        direction = left + kept[:, None] * direction
+        # Residuals are orthogonal to the directions before them.
+        length = after + kept * kept * length
+        size = after
+        active = active & (size > goal)
+        running = tl.max(active.to(tl.int32), 0)
+        step += 1
+
+    v = per_column * (values * largest[:, None])
+    for first in range(0, N, ROWS):
+        o_row = first + tl.arange(0, ROWS)
+        plan = load_rows(p_plan, o_row, plan_row_stride, n, m_column).to(TYPE)
+        cotangent = load_rows(p_cotangent, o_row, cotangent_row_stride, n, m_column).to(TYPE)
+        u = tl.sum(plan * (cotangent - v[:, None, :]), 2)
+        if ROW_COTANGENTS:
+            u += load_numbers(row_cotangent_ptr, o_batch, o_row, count, n)
+        u *= inverse(tl.sum(plan, 2), SMALLEST)
+        weighted = plan * (cotangent - u[:, :, None] - v[:, None, :])
+        m_rows = m_column[:, None, :] & (o_row < n)[None, :, None]
+        tl.store(
+            p_weighted + (o_row.to(tl.int64) * weighted_row_stride)[None, :, None],
+            weighted.to(weighted_ptr.dtype.element_ty),
+            mask=m_rows,
+        )
+        if SIDES:
+            store_numbers(rows_ptr, o_batch, o_row, count, n, u)
+    if SIDES:
+        store_numbers(columns_ptr, o_batch, o_column, count, m, v)
+
+
+@triton.jit
+def first_rows(matrices_ptr, o_batch, o_column, stride, column_stride):
+    """Pointers (BATCH, 1, M) to the first rows of matrices."""
+    return (
+        matrices_ptr + (o_batch * stride)[:, None, None] + (o_column * column_stride)[None, None, :]
+    )
+
+
+@triton.jit
+def load_rows(p_first, o_row, row_stride, n, m_column):
+    """Rows (BATCH, ROWS, M) of matrices."""
+    m_rows = m_column[:, None, :] & (o_row < n)[None, :, None]
+    return tl.load(
+        p_first + (o_row.to(tl.int64) * row_stride)[None, :, None], mask=m_rows, other=0.0
+    )
+
+
+@triton.jit
+def load_numbers(numbers_ptr, o_batch, o, count, size):
+    """Numbers (BATCH, ...) of rows or columns, of (B, size)."""
+    m = (o_batch < count)[:, None] & (o < size)[None, :]
+    return tl.load(numbers_ptr + o_batch[:, None] * size + o[None, :], mask=m, other=0.0)
+
+
+@triton.jit
+def store_numbers(numbers_ptr, o_batch, o, count, size, numbers):
+    """Likewise."""
+    m = (o_batch < count)[:, None] & (o < size)[None, :]
+    tl.store(numbers_ptr + o_batch[:, None] * size + o[None, :], numbers, mask=m)
+
+
+@triton.jit
+def inverse(sums, SMALLEST: tl.constexpr):
+    """1 / sums, 0 where there is no sum."""
+    return tl.where(sums >= SMALLEST, 1 / sums, 0)
+
+
+@triton.jit
+def inverse_root(sums, SMALLEST: tl.constexpr):
+    """1 / sqrt(sums), likewise."""
+    return tl.where(sums >= SMALLEST, tl.rsqrt(sums), 0)
+
+
+def padded(n: int, m: int) -> tuple[int, int]:
+    """Rows and columns of the tile of a matrix (n, m): powers of two from 2."""
+    return max(2, triton.next_power_of_2(n)), max(2, triton.next_power_of_2(m))
+
+
+def packing_for(n: int, m: int, dtype: torch.dtype) -> Packing:
+    """The packing of matrices (n, m) that are computed in float32 or float64."""
+    rows, columns = padded(n, m)
+    size = rows * columns * dtype.itemsize
+    for most, (matrices, warps) in PACKINGS.items():
+        if size <= most:
+            warps *= dtype.itemsize // 4 if warps > 1 else 1
+            return Packing(matrices, rows, held=True, warps=warps)
+    at_once = ROW_BYTES // (columns * dtype.itemsize)
+    return Packing(1, at_once, held=dtype == torch.float32, warps=MOST_WARPS)
+
+
+def small_adjoint(
+    plans: Tensor,
+    cotangents: Tensor,
+    row_cotangents: Tensor | None = None,
+    column_cotangents: Tensor | None = None,
+    *,
+    tolerance: float,
+    rounding: float,
+    smallest: float,
+    steps_per_row: int,
+    sides: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Solve for all matrices.
+
+    Args:
+        plans: P (B, n, m), n and m up to 128, float16 to float64, of any strides.
+        cotangents: G (B, n, m), likewise.
+        row_cotangents: s (B, n), 0 by default.
+        column_cotangents: t (B, m), likewise.
+        tolerance: of a residual over the right-hand side.
+        rounding: a direction's curvature p^T S p over p^T p that rounding alone may make, and ends
+            its matrix.
+        smallest: sums below it are 0.
+        steps_per_row: at the most, over the rows of the system.
+        sides: whether u and v are asked for.
+
+    Returns:
+        P o (G - u 1^T - 1 v^T) (B, n, m) of the type that plans and cotangents have together, and
+        u (B, n) and v (B, m) in float32, or float64 if one of them is.
+    """
+    result = torch.promote_types(plans.dtype, cotangents.dtype)
+    dtype = torch.promote_types(result, torch.float32)
+    weighted = torch.empty(plans.shape, dtype=result, device=plans.device)
+    # What nothing is written to, or read from.
+    u, v = (
+        torch.empty(shape, dtype=dtype, device=plans.device) if sides else weighted
+        for shape in (plans.shape[:2], plans.shape[::2])
+    )
+    s, t = (
+        plans if given is None else given.to(dtype).contiguous()
+        for given in (row_cotangents, column_cotangents)
+    )
+    given = row_cotangents is not None, column_cotangents is not None
+    tensors = plans, cotangents, s, t, weighted, u, v
+    if plans.shape[1] < plans.shape[2]:
+        # The transposed problem, whose system is the smaller one.
+        tensors, given = (plans.mT, cotangents.mT, t, s, weighted.mT, v, u), given[::-1]
+    count, n, m = tensors[0].shape
+    if count == 0:
+        return weighted, (u if sides else None), (v if sides else None)
+    packing, (tile_rows, tile_columns) = packing_for(n, m, dtype), padded(n, m)
+    small_adjoint_kernel[(triton.cdiv(count, packing.matrices),)](
+        *tensors,
+        count,
+        n,
+        m,
+        *tensors[0].stride(),
+        *tensors[1].stride(),
+        *tensors[4].stride(),
+        TYPE=tl.float64 if dtype == torch.float64 else tl.float32,
+        ROW_COTANGENTS=given[0],
+        COLUMN_COTANGENTS=given[1],
+        SIDES=sides,
+        GOAL=tolerance**2,
+        ROUNDING=rounding,
+        SMALLEST=smallest,
+        STEPS_PER_ROW=steps_per_row,
+        BATCH=packing.matrices,
+        N=tile_rows,
+        M=tile_columns,
+        ROWS=packing.rows,
+        HELD=packing.held,
+        num_warps=packing.warps,
+    )
+    return weighted, (u if sides else None), (v if sides else None)

@@ -1,0 +1,244 @@
+"""Gradients through plans that are optimal for their own sums, many small matrices at once.
+
+A plan P = a b^T exp((f + g - C) / epsilon) (n, m) with sums r = P 1 and c = P^T 1 moves with its
+cost and masses. For a cotangent G = dL/dP, and cotangents s, t of what it is solved for by rows and
+by columns, one symmetric system tells how,
+
+    diag(r) u + P v   = (G o P) 1 + s
+    P^T u + diag(c) v = (G o P)^T 1 + t.
+
+With it dL/dC = -P o (G - u 1^T - 1 v^T) / epsilon, and dL/da = u and dL/db = v along the simplex
+(Luise et al. 2018, Differential properties of Sinkhorn approximation for learning with Wasserstein
+distance; Eisenberger et al. 2022, A unified framework for implicit Sinkhorn differentiation). Those
+set r and c to what they converge to. With the sums that the plan has, there is a solution however
+early it was left.
+
+By e = ((G o P) 1 + s) / r, u = e - P v / r and the scaling w = c^(1/2) o v there is left
+
+    (I - A^T A) w = c^(-1/2) o ((P o (G - e 1^T))^T 1 + t),
+    A = diag(r)^(-1/2) P diag(c)^(-1/2),
+
+of eigenvalues in [0, 1]. A is applied as it stands and A^T A never formed. The matrix takes c^(1/2)
+to 0, and residuals keep no part along it. Conjugate gradients solve it, each matrix by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.plan import SUM_UNITS
+
+# The largest number of rows or columns that the kernel takes.
+MOST_IN_TRITON = 128
+
+# Entries of matrices that are solved for at once, to stay in the cache of a core.
+ENTRIES_AT_ONCE = 1 << 16
+
+
+class Limits(NamedTuple):
+    """When a matrix is left.
+
+    Attributes:
+        tolerance: of a residual over the right-hand side.
+        rounding: a direction's curvature p^T S p over p^T p that rounding alone may make.
+        smallest: sums below it are 0.
+        steps_per_row: of the system, which as many steps as rows solve but for rounding.
+    """
+
+    tolerance: float
+    rounding: float
+    smallest: float
+    steps_per_row: int = 2
+
+
+LIMITS = {
+    dtype: Limits(tolerance, SUM_UNITS * torch.finfo(dtype).eps / 2, torch.finfo(dtype).tiny)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-12))
+}
+
+
+class Adjoint(NamedTuple):
+    """Of B plans.
+
+    Attributes:
+        weighted: P o (G - u 1^T - 1 v^T) (B, n, m), of the type that plans and cotangents have
+            together.
+        rows: u (B, n), float32 or float64; 0 where a row of the plan is.
+        columns: v (B, m), likewise; u + t and v - t are as good for any number t.
+    """
+
+    weighted: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+def adjoint(
+    plans: Tensor,
+    cotangents: Tensor,
+    row_cotangents: Tensor | None = None,
+    column_cotangents: Tensor | None = None,
+    *,
+    in_triton: bool | None = None,
+) -> Adjoint:
+    """Solve for the gradient of a function of B plans, of their optimality and not of a loop.
+
+    A matrix is left at a residual of 1e-6, in float64 1e-12, over the right-hand side, or where its
+    direction has no curvature but for rounding, as between the blocks of a decomposable matrix. One
+    whose cotangents are not finite gets NaN. All get what they get alone, bit for bit.
+
+    Args:
+        plans: P (B, n, m), not negative, float16 to float64; computed in float32 or float64.
+        cotangents: G (B, n, m).
+        row_cotangents: s (B, n), 0 by default.
+        column_cotangents: t (B, m), likewise. Only with sum s = sum t there is a solution, and what
+            the sums differ by is left out.
+        in_triton: whether the kernel solves; by default where it can, on a GPU and for up to 128
+            rows and columns.
+    """
+    given = plans, cotangents, row_cotangents, column_cotangents
+    if not (_pays(plans) if in_triton is None else in_triton):
+        return _in_torch(*given)
+    from otdd_flash.kernels.batched.small_adjoint import small_adjoint
+
+    weighted, rows, columns = small_adjoint(*given, **_limits(plans, cotangents))
+    assert rows is not None
+    assert columns is not None
+    return Adjoint(weighted, rows, columns)
+
+
+def plan_gradient(plans: Tensor, cotangents: Tensor, *, in_triton: bool | None = None) -> Tensor:
+    """P o (G - u 1^T - 1 v^T) (B, n, m) alone: arguments and errors as `adjoint`."""
+    if not (_pays(plans) if in_triton is None else in_triton):
+        return _in_torch(plans, cotangents, None, None).weighted
+    from otdd_flash.kernels.batched.small_adjoint import small_adjoint
+
+    return small_adjoint(plans, cotangents, **_limits(plans, cotangents), sides=False)[0]
+
+
+def _pays(plans: Tensor) -> bool:
+    return plans.device.type == "cuda" and max(plans.shape[1:]) <= MOST_IN_TRITON
+
+
+def _types(plans: Tensor, cotangents: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Of results, and of what they are computed in."""
+    result = torch.promote_types(plans.dtype, cotangents.dtype)
+    return result, torch.promote_types(result, torch.float32)
+
+
+def _limits(plans: Tensor, cotangents: Tensor) -> dict[str, Any]:
+    return LIMITS[_types(plans, cotangents)[1]]._asdict()
+
+
+def _in_torch(
+    plans: Tensor,
+    cotangents: Tensor,
+    row_cotangents: Tensor | None,
+    column_cotangents: Tensor | None,
+) -> Adjoint:
+    (result, dtype), (count, n, m) = _types(plans, cotangents), plans.shape
+    found = Adjoint(
+        plans.new_empty((count, n, m), dtype=result),
+        plans.new_empty((count, n), dtype=dtype),
+        plans.new_empty((count, m), dtype=dtype),
+    )
+    height = max(1, ENTRIES_AT_ONCE // max(n * m, 1))
+    for first in range(0, count, height):
+        part = slice(first, first + height)
+        # Matrices last: operations then run along them, whatever their shape.
+        plan, cotangent = (
+            given[part].to(dtype).permute(1, 2, 0).contiguous() for given in (plans, cotangents)
+        )
+        by_row, by_column = (
+            None if given is None else given[part].to(dtype).T
+            for given in (row_cotangents, column_cotangents)
+        )
+        if n < m:
+            v, u = _solve(plan.transpose(0, 1), cotangent.transpose(0, 1), by_column, by_row)
+        else:
+            u, v = _solve(plan, cotangent, by_row, by_column)
+        found.weighted[part] = (plan * (cotangent - u[:, None] - v)).permute(2, 0, 1)
+        found.rows[part], found.columns[part] = u.T, v.T
+    return found
+
+
+def _solve(
+    plan: Tensor, cotangent: Tensor, by_row: Tensor | None, by_column: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Both u (n, s) and v (m, s) of s matrices (n, m, s), by a system of m rows."""
+    limits = LIMITS[plan.dtype]
+    c = _sum(plan.clone(), 0)
+    per_row = _inverse(_sum(plan.clone(), 1))
+    e = _sum(plan * cotangent, 1)
+    if by_row is not None:
+        e += by_row
+    e *= per_row
+    right = _sum(plan * (cotangent - e[:, None]), 0)
+    if by_column is not None:
+        right += by_column
+    per_column = _inverse(c).sqrt()
+
+    def times(values: Tensor) -> Tensor:
+        images = per_row * _sum(plan * (per_column * values), 1)
+        return values - per_column * _sum(plan * images[:, None], 0)
+
+    v = per_column * _conjugate_gradients(times, per_column * right, per_column * c, limits)
+    return e - per_row * _sum(plan * v, 1), v
+
+
+def _conjugate_gradients(
+    times: Callable[[Tensor], Tensor], right: Tensor, null: Tensor, limits: Limits
+) -> Tensor:
+    """Solutions (m, s) of s systems, orthogonal to their null vectors (m, s)."""
+    null = null * _inverse(_dot(null, null)).sqrt()
+
+    def in_range(values: Tensor) -> Tensor:
+        return values - null * _dot(null, values)
+
+    left = in_range(right)
+    # So that no square overflows or is lost.
+    largest = left.abs().amax(0)
+    largest = torch.where(largest > 0, largest, 1)
+    left = left / largest
+    # 0, or NaN where the right-hand side is not finite.
+    values = 0 * left
+    direction, size = left, _dot(left, left)
+    goal, length = limits.tolerance**2 * size, size
+    active = size > 0
+    for _ in range(limits.steps_per_row * len(right)):
+        image = times(direction)
+        energy = _dot(direction, image)
+        active &= energy > limits.rounding * length
+        if not bool(active.any()):
+            break
+        step = torch.where(active, size / energy, 0)
+        values += step * direction
+        left = in_range(left - step * image)
+        after = _dot(left, left)
+        kept = torch.where(active, after / size, 0)
+        direction = left + kept * direction
+        # Residuals are orthogonal to the directions before them.
+        size, length = after, after + kept.square() * length
+        active &= size > goal
+    return largest * values
+
+
+def _inverse(sums: Tensor) -> Tensor:
+    return torch.where(sums >= LIMITS[sums.dtype].smallest, 1 / sums, 0)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    return _sum(one * other, 0)
+
+
+def _sum(values: Tensor, dim: int) -> Tensor:
+    """Sums along a dimension, by halves in an order that only its length decides; overwrites."""
+    while (size := values.shape[dim]) > 1:
+        half = (size + 1) // 2
+        second = values.narrow(dim, half, size - half)
+        values = values.narrow(dim, 0, half)
+        values.narrow(dim, 0, size - half).add_(second)
+    return values.select(dim, 0)

@@ -1,0 +1,177 @@
+"""Optimal potentials as differentiable functions of tensors.
+
+For cotangents f' (n,) and g' (m,) of the potentials, at masses that are not 0,
+
+    r o h + P k = f',    P^T h + c o k = g'
+
+and M = P o (h 1^T + 1 k^T) is dL/dC. Elsewhere a potential is a softmin, -epsilon log q_i for f_i =
+0, so that it passes its cotangent on by its conditional plan: to costs, to the other side's
+potentials and to masses, with f'_i / q_i in place of a_i h_i. With masses in h and k,
+
+    dL/da = -epsilon e k,    dL/db = -epsilon e^T h.
+
+Potentials are shifted so that <b, g> = 0: f + t and g - t with t = <b, g>. So g' gets b (sum f' -
+sum g'), and dL/db gets g (sum f' - sum g'). Both sides then have the same sum, as the system asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from otdd_flash import arguments
+from otdd_flash.checks import takes
+from otdd_flash.operators.build import Compute
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.solver.adjoint import (
+    CostWeights,
+    Entries,
+    cost_gradient,
+    potentials_everywhere,
+)
+from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.loss import plain_number
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.solved_gradient import Inputs, Solved
+from otdd_flash.solver.tensor_problem import problem_of_tensors
+from otdd_flash.solver.term_solves import Potentials
+
+
+@takes(arguments.SINKHORN_POTENTIALS)
+def sinkhorn_potentials(
+    x: Tensor,
+    y: Tensor,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    epsilon: float,
+    labels_x: Tensor | None = None,
+    labels_y: Tensor | None = None,
+    class_table: Tensor | None = None,
+    class_totals: tuple[int, int] | None = None,
+    lambda_x: float | Tensor = 0.5,
+    lambda_y: float | Tensor = 0.5,
+    start: Potentials | None = None,
+    options: Schedule | None = None,
+    cg: CGOptions = DEFAULTS,
+    compute: Compute | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Optimal potentials f (n,) and g (m,) of OT_epsilon(x, y) with <b, g> = 0, for autograd.
+
+    Differentiable once by x, y, a, b, class_table, lambda_x and lambda_y. The backward pass solves
+    one linear system by conjugate gradients, from the potentials alone: memory is that of the
+    inputs, however many iterations the solve took. The gradient is that of the optimum at the
+    masses that the plan has, and not of the iterations. By masses it is the one along the simplex,
+    up to a constant. A cotangent that is not finite gives NaN.
+
+    Args:
+        x: (n, d) points; this and what follows as in `sinkhorn_loss`.
+        y: (m, d) points.
+        a: (n,) masses, uniform by default. The potential of a point without mass is a softmin.
+        b: (m,) masses, likewise.
+        epsilon: regularisation, in units of the cost.
+        labels_x: (n,) class indices.
+        labels_y: (m,) class indices.
+        class_table: W (V_x + V_y, V_x + V_y), of which the block [x, y] is read.
+        class_totals: (V_x, V_y).
+        lambda_x: weight of ||x_i - y_j||^2.
+        lambda_y: weight of W.
+        start: potentials by term to start from, {"xy": g}.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
+        cg: when the linear system of the backward pass is solved.
+        compute: where and how passes run.
+
+    Returns:
+        f and g in units of the cost, float64, where the points are.
+
+    Raises:
+        InputError: as `sinkhorn_loss`; in the backward pass an input that was changed in place; a
+            second derivative.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
+            the backward pass, the linear system was not solved.
+
+    Warns:
+        NotConvergedWarning: one of both.
+    """
+    weights = GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y))
+    sides = (x, a, labels_x), (y, b, labels_y)
+    table = class_table, class_totals
+    problem = problem_of_tensors(*sides, epsilon, *table, weights, compute, debias=False)
+    options = options or Converged()
+    inputs = Inputs(
+        {"x": x, "y": y, "a": a, "b": b}
+        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
+    )
+    with torch.no_grad():
+        divergence = problem.solve(options, debias=False, start=start)
+        report_convergence(divergence, options)
+        term = divergence.xy
+        solved = problem.request.within_memory(
+            lambda: potentials_everywhere(problem, term.f, term.g)
+        )
+        f, g = (potential.double() for potential in solved)
+        shift = problem.request.seen[1].masses @ g
+        results = (f + shift).to(x.device), (g - shift).to(x.device)
+    if not inputs.tensors:
+        return results
+    backward = PotentialGradient(problem, solved, frozenset(inputs.tensors), options, cg)
+    found = Solved.apply("sinkhorn_potentials", backward, inputs, results, *inputs.tensors.values())
+    return cast(tuple[Tensor, Tensor], found)
+
+
+class PotentialGradient:
+    """The backward pass.
+
+    Args:
+        problem: the clouds and costs.
+        potentials: f (n,) and g (m,), everywhere.
+        needs: inputs to differentiate by.
+        options: whether a missed tolerance is an error.
+        cg: when the system is solved.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        potentials: tuple[Tensor, Tensor],
+        needs: frozenset[str],
+        options: Schedule,
+        cg: CGOptions,
+    ) -> None:
+        self._problem, self._potentials, self._needs = problem, potentials, needs
+        self._options, self._cg = options, cg
+
+    def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients for cotangents of f (n,) and g (m,)."""
+        device = self._problem.request.device
+        of_f, of_g = (cotangent.to(device, torch.float64) for cotangent in cotangents)
+        return self._problem.request.within_memory(lambda: self._gradient(of_f, of_g))
+
+    def _gradient(self, of_f: Tensor, of_g: Tensor) -> dict[str, Tensor]:
+        problem, epsilon = self._problem, self._problem.epsilon
+        entries = Entries(problem, *self._potentials)
+        a, b = entries.a, entries.b
+        surplus = of_f.sum() - of_g.sum()
+        of_g = of_g + b * surplus
+        h = torch.where(a > 0, 0, of_f / entries.q)
+        k = torch.where(b > 0, 0, of_g / entries.p)
+        s, t = torch.where(a > 0, of_f, 0), torch.where(b > 0, of_g, 0)
+        if bool((a == 0).any()):
+            t = t - b * entries.transposed_times(h[:, None])[:, 0]
+        if bool((b == 0).any()):
+            s = s - a * entries.times(k[:, None])[:, 0]
+        w1, w2 = entries.solve(s, t, self._cg, self._options)
+        h, k = h + a * w1, k + b * w2
+        gradient = cost_gradient(problem, CostWeights(entries, h, k), self._needs)
+        if "a" in self._needs:
+            gradient["a"] = -epsilon * entries.times(k[:, None])[:, 0]
+        if "b" in self._needs:
+            gradient["b"] = -epsilon * entries.transposed_times(h[:, None])[:, 0]
+            gradient["b"] += self._potentials[1].double() * surplus
+        return gradient

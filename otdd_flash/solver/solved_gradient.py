@@ -1,0 +1,122 @@
+"""Results for autograd whose derivatives a linear system tells, once cotangents are there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.solver.known_gradient import OnceDifferentiable
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schur import Solution
+
+
+class Inputs:
+    """Tensors that a result depends on, as they were.
+
+    Args:
+        by_key: what was given, numbers and None among it.
+    """
+
+    def __init__(self, by_key: dict[str, Any]) -> None:
+        self.tensors = {
+            key: given
+            for key, given in by_key.items()
+            if torch.is_grad_enabled() and isinstance(given, Tensor) and given.requires_grad
+        }
+        read = (given for given in by_key.values() if isinstance(given, Tensor))
+        self._versions = [(given, given._version) for given in read]
+
+    def check_unchanged(self) -> None:
+        """Refuse what has changed in place.
+
+        Raises:
+            InputError: as said.
+        """
+        if any(given._version != version for given, version in self._versions):
+            raise InputError(
+                "an input was changed in place after the result was computed, and the gradient "
+                "needs it as it was; clone it before"
+            )
+
+
+# backward(cotangents): gradients by key.
+Backward = Callable[[Sequence[Tensor]], dict[str, Tensor]]
+
+
+class Solved(torch.autograd.Function):
+    """Results for autograd, whose backward pass solves a linear system.
+
+    `Solved.apply(name, backward, inputs, results, *inputs.tensors.values())` returns copies of the
+    results. `backward` gives gradients for their cotangents; `name` is of the function, for errors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str,
+        backward: Backward,
+        inputs: Inputs,
+        results: tuple[Tensor, ...],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The results; keeps nothing of how they were found."""
+        ctx.name, ctx.solve, ctx.inputs = name, backward, inputs
+        return tuple(result.clone() for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """By every input."""
+        ctx.inputs.check_unchanged()
+        tensors = ctx.inputs.tensors
+        with torch.no_grad():
+            found = ctx.solve([cotangent.detach() for cotangent in cotangents])
+            parts = [found[key].to(given).reshape(given.shape) for key, given in tensors.items()]
+        if torch.is_grad_enabled():
+            ties = (*cotangents, *tensors.values())
+            parts = [_Once.apply(part, ctx.name, *ties) for part in parts]
+        return None, None, None, None, *parts
+
+
+class _Once(OnceDifferentiable):
+    """A gradient of such a result."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *ties: Any) -> Tensor:
+        """A copy of the gradient; the first of `ties` is the name of the function."""
+        ctx.name = ties[0]
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        """Refused.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            f"{ctx.name} is differentiable once, and its gradient was to be differentiated; detach "
+            "the gradient, or take differences of gradients at inputs nearby"
+        )
+
+
+def report_system(solution: Solution, options: Schedule) -> None:
+    """Warn, or raise if convergence is required, where the linear system was not solved.
+
+    Raises:
+        ConvergenceError: as said.
+    """
+    if bool(solution.converged.all()):
+        return
+    message = (
+        f"conjugate gradients left a relative residual of {float(solution.residual.max()):.1e} in "
+        "the system of the gradient; raise cg.tolerance or cg.max_iterations, or set "
+        "precision=double"
+    )
+    if options.require_convergence:
+        raise ConvergenceError(message)
+    warnings.warn(message, NotConvergedWarning, stacklevel=2)

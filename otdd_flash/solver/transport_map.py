@@ -1,0 +1,234 @@
+"""The barycentric map of a plan as a differentiable function of tensors.
+
+    T_i = sum_j e_ij b_j V_j / q_i
+
+is the mean of V under the conditional plan of x_i. For its cotangent T' (n, k) the plan has the
+cotangent G = A B^T / a with
+
+    A = [T' / q, -(T' . T) / q] (n, k + 1),    B = [V, 1] (m, k + 1),
+
+whose row sums under P are 0 and column sums b o (B . e^T A), dots by rows. With
+
+    r o u + P v = 0,    P^T u + c o v = b o (B . e^T A)
+
+the derivatives are dL/dV = b o e^T (T' / q), dL/da = u, dL/db = v and dL/dC = -M / epsilon,
+
+    M = e o (A B^T) b - P o (u 1^T + 1 v^T).
+
+V and T are taken about an origin near them, as A B^T cancels what they share. At points without
+mass u = -e (b o v) / q and v = (B . e^T A - e^T (a o u)) / p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from otdd_flash import arguments
+from otdd_flash.checks import shown, takes
+from otdd_flash.errors import InputError
+from otdd_flash.operators.base import refined
+from otdd_flash.operators.build import Compute, build_operator
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.plan import StreamedPlan
+from otdd_flash.solver.adjoint import (
+    CostWeights,
+    Entries,
+    cost_gradient,
+    potentials_everywhere,
+)
+from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.loss import plain_number
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.solved_gradient import Inputs, Solved
+from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
+from otdd_flash.solver.term_solves import Potentials
+
+
+@takes(arguments.TRANSPORT_MAP)
+def transport_map(
+    x: Tensor,
+    y: Tensor,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    values: Tensor | None = None,
+    epsilon: float,
+    labels_x: Tensor | None = None,
+    labels_y: Tensor | None = None,
+    class_table: Tensor | None = None,
+    class_totals: tuple[int, int] | None = None,
+    lambda_x: float | Tensor = 0.5,
+    lambda_y: float | Tensor = 0.5,
+    start: Potentials | None = None,
+    options: Schedule | None = None,
+    cg: CGOptions = DEFAULTS,
+    compute: Compute | None = None,
+) -> Tensor:
+    """T = diag(1 / r) P V: what the plan of OT_epsilon(x, y) sends to every x_i, for autograd.
+
+    Differentiable once by x, y, values, a, b, class_table, lambda_x and lambda_y. The backward pass
+    solves one linear system by conjugate gradients, from the potentials alone: memory is that of
+    the inputs, however many iterations the solve took, and a plan of more than 256 MiB is never
+    stored. The gradient is that of the optimum at the masses that the plan has, and not of
+    the iterations. By masses it is the one along the simplex, up to a constant.
+
+    Args:
+        x: (n, d) points; this and what follows as in `sinkhorn_loss`.
+        y: (m, d) points.
+        a: (n,) masses, uniform by default. Points without mass are mapped too, by the conditional
+            plan that their potential defines.
+        b: (m,) masses, likewise.
+        values: V (m, k), of the type of y and where it is; y by default.
+        epsilon: regularisation, in units of the cost.
+        labels_x: (n,) class indices.
+        labels_y: (m,) class indices.
+        class_table: W (V_x + V_y, V_x + V_y), of which the block [x, y] is read.
+        class_totals: (V_x, V_y).
+        lambda_x: weight of ||x_i - y_j||^2.
+        lambda_y: weight of W.
+        start: potentials by term to start from, {"xy": g}.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
+        cg: when the linear system of the backward pass is solved.
+        compute: where and how passes run.
+
+    Returns:
+        (n, k) where the points are, float64 if a cloud is and float32 otherwise.
+
+    Raises:
+        InputError: as `sinkhorn_loss`; values of another length, type or device than y, or not
+            finite; in the backward pass an input that was changed in place; a second derivative.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
+            the backward pass, the linear system was not solved.
+
+    Warns:
+        NotConvergedWarning: one of both.
+    """
+    weights = GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y))
+    sides = (x, a, labels_x), (y, b, labels_y)
+    table = class_table, class_totals
+    problem = problem_of_tensors(*sides, epsilon, *table, weights, compute, debias=False)
+    images = None if values is None else _checked(values, y)
+    options = options or Converged()
+    inputs = Inputs(
+        {"x": x, "y": y, "a": a, "b": b, "values": values}
+        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
+    )
+    with torch.no_grad():
+        divergence = problem.solve(options, debias=False, start=start)
+        report_convergence(divergence, options)
+        term = divergence.xy
+        potentials = problem.request.within_memory(
+            lambda: potentials_everywhere(problem, term.f, term.g)
+        )
+        gradient = MapGradient(problem, potentials, images, options, cg)
+        result = problem.request.within_memory(gradient.mapped)
+        result = result.to(x.device, type_of(problem))
+    if not inputs.tensors:
+        return result
+    gradient.needs = frozenset(inputs.tensors)
+    found = Solved.apply("transport_map", gradient, inputs, (result,), *inputs.tensors.values())
+    mapped: Tensor = found[0]
+    return mapped
+
+
+def _checked(values: Tensor, y: Tensor) -> Tensor:
+    """V (m, k), detached.
+
+    Raises:
+        InputError: it does not fit y, or is not finite.
+    """
+    if values.ndim != 2 or len(values) != len(y) or values.shape[1] == 0:
+        raise InputError(f"values must be a tensor ({len(y)}, k), got {shown(values)}")
+    if values.dtype != y.dtype or values.device != y.device:
+        raise InputError(
+            f"values must be {y.dtype} on {y.device} as y, got {values.dtype} on {values.device}"
+        )
+    if not bool(values.isfinite().all()):
+        raise InputError("values holds NaN or infinite entries")
+    return values.detach()
+
+
+class MapGradient:
+    """The map, and its backward pass.
+
+    Args:
+        problem: the clouds and costs.
+        potentials: f (n,) and g (m,), everywhere.
+        images: V (m, k), None for y.
+        options: whether a missed tolerance is an error.
+        cg: when the system is solved.
+
+    Attributes:
+        needs: inputs to differentiate by.
+    """
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        problem: Problem,
+        potentials: tuple[Tensor, Tensor],
+        images: Tensor | None,
+        options: Schedule,
+        cg: CGOptions,
+    ) -> None:
+        self._problem, self._potentials, self._images = problem, potentials, images
+        self._options, self._cg = options, cg
+
+    def mapped(self) -> Tensor:
+        """T (n, k), float64."""
+        inputs, (values, origin) = self._problem.inputs("xy"), self._centred()
+        # Rows without mass have a conditional plan, which is the same at any other mass.
+        inputs = replace(inputs, source=replace(inputs.source, weights=None))
+        operator = refined(build_operator(inputs, keep_scores=False))
+        plan = StreamedPlan(operator, *self._potentials, self._problem.epsilon)
+        found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
+        return found[:, :-1] / found[:, -1:] + origin
+
+    def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients for a cotangent T' (n, k)."""
+        (cotangent,) = cotangents
+        cotangent = cotangent.to(self._problem.request.device, torch.float64)
+        return self._problem.request.within_memory(lambda: self._gradient(cotangent))
+
+    def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:
+        problem, (values, _) = self._problem, self._centred()
+        entries = Entries(problem, *self._potentials)
+        (a, b), per_q = (entries.a, entries.b), 1 / entries.q[:, None]
+        means = per_q * entries.times(b[:, None] * values)
+        dots = (cotangent * means).sum(1, keepdim=True)
+        left = per_q * torch.cat((cotangent, -dots), 1)
+        right = torch.cat((values, torch.ones_like(values[:, :1])), 1)
+        pulled = entries.transposed_times(left)
+        sums = (right * pulled).sum(1)
+        w1, w2 = entries.solve(torch.zeros_like(a), b * sums, self._cg, self._options)
+        factors = left / -problem.epsilon, right
+        weights = CostWeights(entries, a * w1 / problem.epsilon, b * w2 / problem.epsilon, factors)
+        gradient = cost_gradient(problem, weights, self.needs)
+        if self.needs & {"a", "b"}:
+            u = -per_q[:, 0] * entries.times((b * w2)[:, None])[:, 0]
+            gradient["a"] = u
+            if "b" in self.needs:
+                of_u = entries.transposed_times((a * u)[:, None])[:, 0]
+                gradient["b"] = torch.where(b > 0, w2, (sums - of_u) / entries.p)
+        by_values = b[:, None] * pulled[:, :-1]
+        if self._images is not None:
+            gradient["values"] = by_values
+        elif "y" in self.needs:
+            gradient["y"] = gradient["y"] + by_values
+        return gradient
+
+    def _centred(self) -> tuple[Tensor, Tensor]:
+        """V about an origin (k,) near it, and that, float64."""
+        target = self._problem.inputs("xy").target
+        values = target.features if self._images is None else self._images.to(target.masses.device)
+        origin = origin_near([(values, target.masses)], torch.float64)
+        return less_origin(values, origin), origin

@@ -1,0 +1,182 @@
+"""Gradients through small plans in one launch, against PyTorch's and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiers import slow
+from torch import Tensor
+
+from otdd_flash.batched.adjoint import LIMITS, Adjoint, adjoint, plan_gradient
+from otdd_flash.kernels.batched.small_adjoint import packing_for
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = [(1, 1), (2, 2), (3, 3), (4, 4), (3, 7), (7, 3), (16, 16)]
+LARGE = [(33, 33), (64, 64), (128, 128)]
+TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+BATCHES = [(1, 2, 2), (63, 4, 4), (63, 2, 2), (63, 3, 7), (2, 33, 20)]
+LARGE_BATCHES = [(63, 16, 16), (63, 33, 20), (1000, 4, 4), (1000, 3, 7)]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=draw, dtype=torch.float64).to(DEVICE)
+
+
+def balanced(logits: Tensor, iterations: int = 100) -> Tensor:
+    v = torch.zeros_like(logits[..., 0, :])
+    for _ in range(iterations):
+        u = -(logits + v[..., None, :]).logsumexp(-1)
+        v = -(logits + u[..., None]).logsumexp(-2)
+    return (logits + u[..., None] + v[..., None, :]).exp()
+
+
+def inputs(count: int, n: int, m: int, spread: float = 1.0) -> list[Tensor]:
+    """Plans, their cotangents, and those of rows and columns."""
+    p = balanced(spread * drawn(count, n, m))
+    return [p, drawn(count, n, m, seed=1), drawn(count, n, seed=2), drawn(count, m, seed=3)]
+
+
+def off(one: Adjoint, other: Adjoint) -> float:
+    largest = float(other.weighted.abs().max()) + 1e-30
+    return float((one.weighted.double() - other.weighted.double()).abs().max()) / largest
+
+
+@pytest.mark.slow(after=10)
+@pytest.mark.parametrize("shape", SHAPES + slow(LARGE))
+@pytest.mark.parametrize("dtype", TYPES)
+def test_types_and_shapes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    given = inputs(5, *shape)
+    p, g, s, t = (part.to(dtype) for part in given)
+    found = adjoint(p, g, s, t, in_triton=True)
+    computed = torch.promote_types(dtype, torch.float32)
+    assert found.weighted.dtype == dtype
+    assert found.rows.dtype == found.columns.dtype == computed
+    exact = adjoint(p.double(), g.double(), s.double(), t.double(), in_triton=False)
+    # Of rows of 1 to 128 entries, at eigenvalues far from 0.
+    units = 50 * torch.finfo(computed).eps + torch.finfo(dtype).eps
+    assert off(found, exact) <= LIMITS[computed].tolerance + units
+    # One constant is free.
+    shift = (found.columns - exact.columns).mean(1, keepdim=True)
+    close = (
+        {"rtol": 1e-4, "atol": 1e-4} if computed == torch.float32 else {"rtol": 0, "atol": 1e-10}
+    )
+    torch.testing.assert_close(found.columns.double() - shift, exact.columns, **close)
+    torch.testing.assert_close(found.rows.double() + shift, exact.rows, **close)
+    alone = plan_gradient(p, g, in_triton=True)
+    assert torch.equal(alone, adjoint(p, g, in_triton=True).weighted)
+
+
+@pytest.mark.parametrize("shape", BATCHES + slow(LARGE_BATCHES))
+def test_a_batch_is_its_members(shape: tuple[int, int, int]) -> None:
+    given, count = [part.float() for part in inputs(*shape, 3.0)], shape[0]
+    together = adjoint(*given, in_triton=True)
+    for k in {0, count // 2, count - 1}:
+        alone = adjoint(*(part[k : k + 1] for part in given), in_triton=True)
+        for one, many in zip(alone, together, strict=True):
+            assert torch.equal(one[0], many[k])
+    moved = adjoint(*(part.roll(1, 0) for part in given), in_triton=True)
+    for one, many in zip(moved, together, strict=True):
+        assert torch.equal(one, many.roll(1, 0))
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("spread", [100.0, 10.0, 1.0])
+def test_spread_logits(spread: float) -> None:
+    """Curvature below rounding is cut, which costs the root of a unit at the most."""
+    p, g = (part.float() for part in inputs(20, 16, 16, spread)[:2])
+    found, exact = adjoint(p, g, in_triton=True), adjoint(p.double(), g.double(), in_triton=False)
+    cut = LIMITS[torch.float32].rounding ** 0.5 if spread == 100 else 2e-6
+    assert off(found, exact) <= cut * float(g.abs().max())
+    assert float(found.columns.abs().max()) <= 10 * float(g.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["blocks", "permutation", "constant", "rank one", "nothing"])
+def test_special_matrices(kind: str) -> None:
+    p, g = torch.zeros(6, 8, 8, dtype=torch.float64, device=DEVICE), drawn(6, 8, 8, seed=1)
+    if kind == "blocks":
+        p[:, :3, :3], p[:, 3:, 3:] = inputs(6, 3, 3)[0], inputs(6, 5, 5)[0]
+    elif kind == "permutation":
+        p += torch.eye(8, dtype=torch.float64, device=DEVICE)[torch.randperm(8)]
+    elif kind == "constant":
+        p += 1 / 8
+    elif kind == "rank one":
+        p += drawn(6, 8, 1).exp() * drawn(6, 1, 8, seed=2).exp()
+    for dtype in (torch.float32, torch.float64):
+        found = adjoint(p.to(dtype), g.to(dtype), in_triton=True)
+        exact = adjoint(p, g, in_triton=False)
+        units = 20 * torch.finfo(dtype).eps * float((p * g.abs()).max())
+        assert float((found.weighted - exact.weighted).abs().max()) <= units
+        assert all(bool(part.isfinite().all()) for part in found)
+    if kind in ("permutation", "nothing"):
+        assert float(found.weighted.abs().max()) <= 1e-14
+
+
+def test_what_is_loaded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(3, 20, 9)
+    whole = adjoint(*given, in_triton=True)
+    for held in (False, True):
+        packing = packing_for(20, 9, torch.float64)._replace(rows=8, held=held)
+        monkeypatch.setattr(
+            "otdd_flash.kernels.batched.small_adjoint.packing_for",
+            lambda *_, packing=packing: packing,
+        )
+        for one, other in zip(adjoint(*given, in_triton=True), whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+
+
+def test_strides_are_read_as_they_are() -> None:
+    p, g, s, t = inputs(5, 4, 6)
+    expected = adjoint(p, g, s, t, in_triton=True)
+    wide = torch.full((10, 8, 18), torch.nan, dtype=torch.float64, device=DEVICE)
+    strided = wide[::2, ::2, ::3]
+    strided.copy_(p)
+    last = g.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    found = adjoint(strided, last, s[:, :1].expand(5, 4), t.T.contiguous().T, in_triton=True)
+    spread = adjoint(p, g, s[:, :1].repeat(1, 4), t, in_triton=True)
+    for one, other in zip(found, spread, strict=True):
+        assert torch.equal(one, other)
+    # A gradient of a sum is one number, read everywhere.
+    ones = torch.ones((), dtype=torch.float64, device=DEVICE).expand(5, 4, 6)
+    assert float(adjoint(p, ones, in_triton=True).weighted.abs().max()) <= 1e-15
+    assert expected.weighted.is_contiguous()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_cotangents_that_are_not_finite(value: float) -> None:
+    p, g = inputs(3, 4, 5)[:2]
+    clean, spoilt = adjoint(p, g, in_triton=True), g.clone()
+    spoilt[1, 2, 3] = value
+    for one, other in zip(adjoint(p, spoilt, in_triton=True), clean, strict=True):
+        assert bool(one[1].isnan().all())
+        assert torch.equal(one[[0, 2]], other[[0, 2]])
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e25])
+def test_squares_that_leave_float32(factor: float) -> None:
+    p, g = (part.float() for part in inputs(3, 4, 4)[:2])
+    for in_triton in (False, True):
+        one = adjoint(p, g, in_triton=in_triton).weighted * factor
+        other = adjoint(p, g * factor, in_triton=in_triton).weighted
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6 * factor)
+
+
+def test_an_empty_batch() -> None:
+    found = adjoint(*(torch.ones(0, 4, 3, device=DEVICE),) * 2, in_triton=True)
+    assert found.weighted.shape == (0, 4, 3)
+    assert found.rows.shape == (0, 4)
+
+
+@pytest.mark.slow
+def test_autograd_on_many() -> None:
+    """As Sinkhorn gradients were checked where they were proposed: 1e-7 a matrix, in the mean."""
+    draw = torch.Generator().manual_seed(0)
+    count = 65_536 if DEVICE.type == "cuda" else 512
+    logits = 4 * torch.rand(count, 16, 16, generator=draw).to(DEVICE)
+    g = torch.randn(count, 16, 16, generator=draw).to(DEVICE)
+    leaf = logits.double().requires_grad_()
+    p = balanced(leaf)
+    (exact,) = torch.autograd.grad((p * g).sum(), leaf)
+    found = plan_gradient(balanced(logits), g, in_triton=True)
+    assert float((found - exact).abs().mean()) <= 1e-7
