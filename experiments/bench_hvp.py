@@ -24,6 +24,7 @@ truth is `high` precision at 1e-7. Memory is the peak over what was there before
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 import warnings
@@ -125,6 +126,7 @@ class Work:
 def timed(call: Callable[[], Any], device: str) -> tuple[float, float | None, Any]:
     """Median milliseconds, the peak of memory in MiB, and what came of the last call."""
     cuda, times, found = device == "cuda", [], None
+    gc.collect()
     before = torch.cuda.memory_allocated() if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -159,6 +159,21 @@ def test_a_small_epsilon_takes_more_digits_and_grey_values_take_one() -> None:
     assert grey.cost_error < 1e-6 * grey.cost.mean_cost
 
 
+def test_one_point_far_away_spoils_the_costs_of_others_little() -> None:
+    """64 deviations away, as a cell may be: with levels rounded the error is a hundred times it."""
+    x, y = (torch.randn(200, 5, generator=draw_of(seed)) for seed in (0, 1))
+    x[0, 0] = 64
+    masses, labels = torch.full((200,), 1 / 200).double(), torch.zeros(200, dtype=torch.int64)
+    cost = LabelledCost(
+        *(part.to(DEVICE) for part in (x, y, masses, masses)),
+        labels_x=labels.to(DEVICE),
+        labels_y=labels.to(DEVICE),
+        class_costs=torch.zeros(1, 1, dtype=torch.float64, device=DEVICE),
+        lambda_x=1.0,
+    )
+    assert KernelOperator(cost, "high").costs.error <= 3e-6 * cost.mean_cost
+
+
 def test_digits_are_as_few_as_epsilon_allows() -> None:
     """Three where their mean error is below a share of epsilon, and just not beyond."""
     fixed = KernelOperator(cost_of("random", own=False), "fast")._fixed_point
