@@ -316,8 +316,8 @@ def small_balance(
     sizes: Tensor | None,
     iterations: int,
     tolerance: float | None,
-    *,
     negated: bool,
+    *,
     potentials: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Balance all matrices.
