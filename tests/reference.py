@@ -199,3 +199,22 @@ def adjoint(
     found = torch.linalg.pinv(matrix, rtol=1e-13, hermitian=True) @ right
     u, v = found[: len(r)], found[len(r) :]
     return weighted - coupling * (u[:, None] + v), u, v
+
+
+def balanced_matrices(logits: Tensor, iterations: int) -> Tensor:
+    """Rows, then columns of exp(logits) (..., n, n) divided by their sums, in the log domain."""
+    for _ in range(iterations):
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+    return logits.exp()
+
+
+def entropic_plan(
+    cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor | float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plan (n, m) after some updates of both potentials from g = 0, and these, for autograd."""
+    g = torch.zeros_like(b)
+    for _ in range(iterations):
+        f = softmin_rows(cost, b, g, epsilon)
+        g = softmin_rows(cost.T, a, f, epsilon)
+    return plan(cost, a, b, f, g, epsilon), f, g

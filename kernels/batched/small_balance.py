@@ -44,13 +44,12 @@ class Packing(NamedTuple):
 
 # By the entries of a padded matrix up to which it holds.
 PACKINGS = {
-    16: Packing(64, 2),
-    64: Packing(16, 2),
-    256: Packing(8, 4),
-    1024: Packing(2, 4),
+    16: Packing(32, 1),
+    64: Packing(4, 1),
+    256: Packing(4, 1),
+    1024: Packing(1, 1),
     4096: Packing(1, 4),
-    8192: Packing(1, 8),
-    16384: Packing(1, 16),
+    16384: Packing(1, 8),
 }
 
 

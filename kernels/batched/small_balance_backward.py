@@ -196,12 +196,15 @@ def differentiate(
 
     unit = weights(kernel, phi, gamma, LOG)
     m_entry = m_row[:, :, None] & m_column[:, None, :]
-    unit *= tl.load(p_cotangents, mask=m_entry, other=0.0).to(TYPE)
-    by_a = tl.sum(unit * mass_b[:, None, :], 2)
-    by_b = tl.sum(unit * mass_a[:, :, None], 1)
-    by_row += mass_a * by_a
+    cotangents = tl.load(p_cotangents, mask=m_entry, other=0.0).to(TYPE)
+    by_b = tl.sum(unit * cotangents * mass_a[:, :, None], 1)
+    # The last columns, entry by entry: what they take is most of what there is.
     by_column += mass_b * by_b
-    gradient = unit * mass_a[:, :, None] * mass_b[:, None, :]
+    unit *= mass_b[:, None, :] * cotangents - by_column[:, None, :]
+    gradient = mass_a[:, :, None] * unit
+    by_a = tl.sum(unit, 2)
+    by_row += mass_a * by_a
+    by_column = tl.zeros((BATCH, M), TYPE)
 
     for segment in range(0, (most_made + LENGTH - 1) // LENGTH):
         begin = (most_made - 1) // LENGTH * LENGTH - segment * LENGTH

@@ -234,13 +234,15 @@ def differentiate(
     given, by_row, by_column = cotangents
     assert given is not None
     unit = weights(kernel, phi, gamma, log)
-    by_logits = unit * chunk.a[:, None] * chunk.b * given
-    left_rows = sum_by_halves(by_logits.clone(), 1)
-    left_columns = sum_by_halves(by_logits.clone(), 0)
-    by_a = sum_by_halves(unit * chunk.b * given, 1)
     by_b = sum_by_halves(unit * chunk.a[:, None] * given, 0)
-    left_rows = left_rows if by_row is None else left_rows + by_row
+    # The last columns, entry by entry: what they take is most of what there is.
+    left_columns = chunk.b * by_b
     left_columns = left_columns if by_column is None else left_columns + by_column
+    unit *= chunk.b * given - left_columns
+    by_logits = chunk.a[:, None] * unit
+    by_a = sum_by_halves(unit, 1)
+    left_rows = chunk.a * by_a if by_row is None else chunk.a * by_a + by_row
+    left_columns = torch.zeros_like(left_columns)
     for i in range(most_made, 0, -1):
         here, before = counts >= i, history[i - 1]
         phi = scaling(kernel, before, b, 1, chunk.rows, log)
