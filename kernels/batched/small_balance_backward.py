@@ -3,8 +3,8 @@
     log phi_i   = -log sum_j b_j K_ij gamma_j      weights  w_ij = b_j phi_i K_ij gamma_j
     log gamma_j = -log sum_i a_i phi_i K_ij        weights  w_ij = a_i phi_i K_ij gamma_j
 
-Backwards through one of them, its cotangent times its weights leaves that of the logits log K, and
-their sums along the other side that of the scalings it was made of. A step needs the column
+Backwards through one of them, its weights times its cotangent are taken from that of the logits log
+K; sums of what is left along the other side are the next cotangent. A step needs the column
 scalings before and after it. Iterations are made again: column scalings of every LENGTH-th are kept
 on chip, and from there those of LENGTH at a time. So nothing grows with iterations but on chip, as
 their root, and no work faster than they.
@@ -196,15 +196,10 @@ def differentiate(
 
     unit = weights(kernel, phi, gamma, LOG)
     m_entry = m_row[:, :, None] & m_column[:, None, :]
-    cotangents = tl.load(p_cotangents, mask=m_entry, other=0.0).to(TYPE)
-    by_b = tl.sum(unit * cotangents * mass_a[:, :, None], 1)
-    # The last columns, entry by entry: what they take is most of what there is.
-    by_column += mass_b * by_b
-    unit *= mass_b[:, None, :] * cotangents - by_column[:, None, :]
-    gradient = mass_a[:, :, None] * unit
-    by_a = tl.sum(unit, 2)
-    by_row += mass_a * by_a
-    by_column = tl.zeros((BATCH, M), TYPE)
+    unit *= tl.load(p_cotangents, mask=m_entry, other=0.0).to(TYPE)
+    by_a = tl.sum(unit * mass_b[:, None, :], 2)
+    by_b = tl.sum(unit * mass_a[:, :, None], 1)
+    gradient = unit * mass_a[:, :, None] * mass_b[:, None, :]
 
     for segment in range(0, (most_made + LENGTH - 1) // LENGTH):
         begin = (most_made - 1) // LENGTH * LENGTH - segment * LENGTH
@@ -220,17 +215,15 @@ def differentiate(
             active = (counts > begin + i)[:, None]
             before = tl.sum(tl.where(o_kept == i, history, 0), 2)
             phi = tl.where(m_row, inverse(sums_of(kernel, before, b, 2, LOG), LOG), 0)
-            moved = weights(kernel, phi, gamma, LOG) * tl.where(active, by_column, 0)[:, None, :]
+            # Sums of what is left, which what was rounded away before is part of.
+            left = tl.where(active, tl.sum(gradient, 1) + by_column, 0)
+            moved = weights(kernel, phi, gamma, LOG) * left[:, None, :]
             gradient -= mass_a[:, :, None] * moved
-            along = tl.sum(moved, 2)
-            by_a -= along
-            by_row = tl.where(active, by_row - mass_a * along, by_row)
-            moved = weights(kernel, phi, before, LOG) * tl.where(active, by_row, 0)[:, :, None]
+            by_a -= tl.sum(moved, 2)
+            left = tl.where(active, tl.sum(gradient, 2) + by_row, 0)
+            moved = weights(kernel, phi, before, LOG) * left[:, :, None]
             gradient -= mass_b[:, None, :] * moved
-            along_columns = tl.sum(moved, 1)
-            by_b -= along_columns
-            by_column = tl.where(active, -mass_b * along_columns, by_column)
-            by_row = tl.where(active, 0, by_row)
+            by_b -= tl.sum(moved, 1)
             gamma = tl.where(active, before, gamma)
     return gradient, by_a, by_b, most
 

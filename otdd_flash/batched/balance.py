@@ -16,9 +16,6 @@ from otdd_flash.batched.adjoint import adjoint, plan_gradient
 from otdd_flash.batched.cpu import Problems
 from otdd_flash.errors import InputError
 
-GRADIENTS = ("unrolled", "implicit", "none")
-
-
 @torch.library.custom_op("otdd_flash::balance", mutates_args=())
 def balance(
     matrices: Tensor,
@@ -235,7 +232,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
     if gradient == "unrolled":
         ctx.save_for_backward(matrices, scale, a, b, sizes, counts, rows, columns)
-    elif gradient == "implicit":
+    else:
         # Matrices themselves for what else than they has a gradient.
         kept = matrices if a is not None or scale.requires_grad else None
         ctx.save_for_backward(kept, scale, a, b, sizes, balanced, rows, columns)
@@ -244,8 +241,6 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, balanced_: Tensor | None, rows_: Tensor | None, columns_: Tensor | None,
               *_: Any) -> tuple[Any, ...]:  # fmt: skip
     iterations, tolerance, negated, gradient, in_triton = ctx.settings
-    if gradient == "none":
-        raise InputError('gradient="none" keeps nothing for a gradient; take "implicit"')
     matrices, scale, a, b, sizes, kept, rows, columns = ctx.saved_tensors
     if a is None:
         rows_ = columns_ = None

@@ -234,29 +234,22 @@ def differentiate(
     given, by_row, by_column = cotangents
     assert given is not None
     unit = weights(kernel, phi, gamma, log)
+    by_a = sum_by_halves(unit * chunk.b * given, 1)
     by_b = sum_by_halves(unit * chunk.a[:, None] * given, 0)
-    # The last columns, entry by entry: what they take is most of what there is.
-    left_columns = chunk.b * by_b
-    left_columns = left_columns if by_column is None else left_columns + by_column
-    unit *= chunk.b * given - left_columns
-    by_logits = chunk.a[:, None] * unit
-    by_a = sum_by_halves(unit, 1)
-    left_rows = chunk.a * by_a if by_row is None else chunk.a * by_a + by_row
-    left_columns = torch.zeros_like(left_columns)
+    by_logits = unit.mul_(chunk.a[:, None]).mul_(chunk.b).mul_(given)
+    row_extra, column_extra = (0 if extra is None else extra for extra in (by_row, by_column))
     for i in range(most_made, 0, -1):
         here, before = counts >= i, history[i - 1]
         phi = scaling(kernel, before, b, 1, chunk.rows, log)
-        moved = weights(kernel, phi, history[i], log) * torch.where(here, left_columns, 0)
+        # Sums of what is left, which what was rounded away before is part of.
+        left = torch.where(here, sum_by_halves(by_logits.clone(), 0) + column_extra, 0)
+        moved = weights(kernel, phi, history[i], log).mul_(left)
         by_logits -= chunk.a[:, None] * moved
-        moved = sum_by_halves(moved, 1)
-        by_a -= moved
-        left_rows = torch.where(here, left_rows - chunk.a * moved, left_rows)
-        moved = weights(kernel, phi, before, log) * torch.where(here, left_rows, 0)[:, None]
+        by_a -= sum_by_halves(moved, 1)
+        left = torch.where(here, sum_by_halves(by_logits.clone(), 1) + row_extra, 0)
+        moved = weights(kernel, phi, before, log).mul_(left[:, None])
         by_logits -= chunk.b * moved
-        moved = sum_by_halves(moved, 0)
-        by_b -= moved
-        left_columns = torch.where(here, -chunk.b * moved, left_columns)
-        left_rows = torch.where(here, 0, left_rows)
+        by_b -= sum_by_halves(moved, 0)
     return by_logits, present(by_a, chunk.rows), present(by_b, chunk.columns), most
 
 

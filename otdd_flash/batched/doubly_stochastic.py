@@ -78,6 +78,11 @@ def doubly_stochastic(
             f"{most} iterations are too many to differentiate one by one, which goes up to "
             f'{MOST_UNROLLED}; take gradient="implicit"'
         )
+    if isinstance(temperature, Tensor) and temperature.ndim:
+        raise InputError(
+            "temperature must be a number or a 0-dim tensor, got shape "
+            f"{tuple(temperature.shape)}; divide the logits by what differs between matrices"
+        )
     positive_number("temperature", temperature)
     device, dtype, in_triton = placement(logits, compute)
     shape = logits.shape
@@ -88,6 +93,8 @@ def doubly_stochastic(
         scale = 1 / temperature.to(device, torch.float64)
     else:
         scale = torch.full((), 1 / temperature, dtype=torch.float64, device=device)
+    if gradient == "none":
+        matrices, scale = matrices.detach(), scale.detach()
     balanced, *_ = balance(
         matrices, scale, None, None, None, most, tolerance, False, False, gradient, in_triton
     )

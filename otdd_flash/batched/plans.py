@@ -89,6 +89,9 @@ def sinkhorn_plans(
         else _masses(name, given, count, size, sizes, side, matrices)
         for side, (name, given, size) in enumerate((("a", a, n), ("b", b, m)))
     ]
+    if gradient == "none":
+        matrices, eps = matrices.detach(), eps.detach()
+        masses = [given.detach() for given in masses]
     plans, f, g, errors, counts = balance(
         matrices,
         1 / eps,
