@@ -5,12 +5,14 @@
 `small_balance` without masses, errors and potentials, as there in the log domain first and then by
 scalings of a fixed matrix E with entries in [0, 1]; see there for what is done again, and why.
 
-A row of N entries is one load of a thread, which holds all N rows of its matrix: sums along rows
-and along columns are its own. N sums have one reciprocal: 1 / s_0 = (s_1 s_2 s_3) / (s_0 s_1 s_2
-s_3), which overflows or is lost only where scalings are beyond 2^30, and is then NaN to the end.
+Matrices are loaded in one piece and turned over once, so that every entry is a vector along
+matrices: sums along rows and along columns are a thread's own. N sums have one reciprocal,
+1 / s_0 = (s_1 s_2 s_3) / (s_0 s_1 s_2 s_3), which overflows or is lost only where scalings are
+beyond 2^30, and is then NaN to the end. 1 / s is the square of 1 / sqrt(s), one instruction each
+where a quotient is eight, and right to three units in the last place.
 
-Memory: x is read, and R written, once. Work: for 4 x 4 50 operations and two reciprocals an
-iteration, 32 exponentials in all.
+Memory: x is read, and R written, once. Work: for 4 x 4 54 operations an iteration, two of them on
+the special-function unit, and 32 exponentials in all.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.batched.small_adjoint import padded
-from otdd_flash.kernels.batched.small_balance import LOG2_E, MOST_SCALING, log_sum
+from otdd_flash.kernels.batched.small_balance import LOG2_E, MOST_SCALING
 
 # Rows and columns that the kernel takes at the most.
 MOST = 4
@@ -51,181 +53,241 @@ def tiny_balance_kernel(
 ):
     """One program per BATCH matrices; FULL where n is N, CONTIGUOUS where matrices then are."""
     o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
-    o_column = tl.arange(0, N)
-    m_batch = (o_batch < count)[:, None]
-    m_entry = m_batch if FULL else m_batch & (o_column < n)[None, :]  # (BATCH, N)
-    scale = (tl.load(scale_ptr) * LOG2_E).to(TYPE)
-    logits = ()
-    for i in tl.static_range(N):
-        if CONTIGUOUS:
-            p_row = matrices_ptr + o_batch[:, None] * (N * N) + (i * N + o_column)[None, :]
-        else:
-            p_row = matrices_ptr + o_batch[:, None] * stride + i * row_stride
-            p_row += (o_column * column_stride)[None, :]
-        m_here = tl.full((1, 1), i, tl.int32) < n
-        x = tl.load(p_row, mask=m_entry if FULL else m_entry & m_here, other=0.0).to(TYPE)
-        if not FULL:
-            x = tl.where((o_column < n)[None, :] & m_here, x, -float("inf"))
-        highest = tl.max(x, 1)[:, None]
-        if not FULL:
-            highest = tl.where(m_here, highest, 0)
-        logits = logits + ((x - highest) * scale,)
+    o_entry = tl.arange(0, N * N)
+    o_row, o_column = o_entry // N, o_entry % N
+    m_here = (o_row < n) & (o_column < n)
+    m_entry = (o_batch < count)[:, None] & m_here[None, :]  # (BATCH, N * N)
+    if CONTIGUOUS:
+        p_entries = matrices_ptr + o_batch[:, None] * (N * N) + o_entry[None, :]
+    else:
+        p_entries = matrices_ptr + (o_batch * stride)[:, None]
+        p_entries += (o_row.to(tl.int64) * row_stride + o_column.to(tl.int64) * column_stride)[
+            None, :
+        ]
+    if FULL:
+        m_entry = (o_batch < count)[:, None]
+        x = tl.load(p_entries, mask=m_entry, other=0.0).to(TYPE)
+    else:
+        x = tl.load(p_entries, mask=m_entry, other=0.0).to(TYPE)
+        x = tl.where(m_here[None, :], x, -float("inf"))
+    logits = entries_of(x, BATCH, N)
+    logits = centred(logits, (tl.load(scale_ptr) * LOG2_E).to(TYPE), n, FULL, N)
 
-    # The first iteration. Rows have 0 for their largest logit.
-    raised = tl.full((BATCH, N), -float("inf"), TYPE)
-    kernel = ()
-    for i in tl.static_range(N):
-        sums = tl.sum(tl.exp2(logits[i]), 1)
-        if not FULL:
-            sums = tl.where(i < n, sums, 1)
-        row = logits[i] - tl.log2(sums)[:, None]
-        kernel = kernel + (row,)
-        raised = tl.maximum(raised, row)
-    if not FULL:
-        raised = tl.where((o_column < n)[None, :], raised, 0)
-    gamma = tl.zeros((BATCH, N), TYPE)
-    entries = ()
-    for i in tl.static_range(N):
-        entry = tl.exp2(kernel[i] - raised)
-        entries = entries + (entry,)
-        gamma += entry
-    gamma = 1 / (gamma if FULL else tl.where((o_column < n)[None, :], gamma, 1))
-    kernel = ()
+    ones = ()
+    for _ in tl.static_range(N):
+        ones += (tl.full((BATCH,), 1, TYPE),)
+    kernel = first_iteration(logits, n, FULL, N)
     lost = tl.zeros((BATCH,), tl.int32)
-    for i in tl.static_range(N):
-        kernel = kernel + (entries[i] * gamma,)
-        missing = (kernel[i] < TINY) & (logits[i] > -float("inf"))
-        lost = tl.maximum(lost, tl.max(missing.to(tl.int32), 1))
-
-    phi, gamma = ones_of(kernel, BATCH, N, TYPE)
-    most = tl.zeros((BATCH, N), TYPE)
+    total = tl.zeros((BATCH,), TYPE)
+    for k in tl.static_range(N * N):
+        missing = (kernel[k] < TINY) & (logits[k] > -float("inf"))
+        lost = tl.maximum(lost, missing.to(tl.int32))
+        total += kernel[k]
+    # A column without an entry spoils its matrix.
+    spoiled = 0 * total
+    phi, gamma, most = ones, ones, tl.zeros((BATCH,), TYPE)
     for _ in range((iterations - 1) // LOOK_EVERY):
         for _ in tl.static_range(LOOK_EVERY):
             phi = row_scalings(kernel, gamma, n, FULL, N)
-            gamma = column_scalings(kernel, phi, o_column < n, FULL, BATCH, N)
+            gamma = column_scalings(kernel, phi, n, FULL, N)
         most = moved(most, phi, gamma, N)
     for _ in range((iterations - 1) % LOOK_EVERY):
         phi = row_scalings(kernel, gamma, n, FULL, N)
-        gamma = column_scalings(kernel, phi, o_column < n, FULL, BATCH, N)
+        gamma = column_scalings(kernel, phi, n, FULL, N)
     most = moved(most, phi, gamma, N)
     # Overflow ends in NaN or infinity, which are not below any number; maxima forget NaN.
-    highest = tl.max(most, 1) + 0 * (tl.sum(gamma, 1) + phi[0])
-    again = ((lost > 0) & (highest > MOST_SCALING)) | ((highest < float("inf")) == 0)
-    for i in tl.static_range(N):
-        row = kernel[i] * phi[i][:, None] * gamma
-        store_row(balanced_ptr, o_batch, o_column, i, n, row, m_entry, FULL, N)
+    most += 0 * (gamma[0] + phi[0]) + spoiled
+    again = ((lost > 0) & (most > MOST_SCALING)) | ((most < float("inf")) == 0)
+    balanced = ()
+    for k in tl.static_range(N * N):
+        balanced += (kernel[k] * phi[k // N] * gamma[k % N] + spoiled,)
+    if CONTIGUOUS or FULL:
+        p_balanced = balanced_ptr + o_batch[:, None] * (N * N) + o_entry[None, :]
+    else:
+        p_balanced = balanced_ptr + (o_batch * n * n)[:, None] + (o_row * n + o_column)[None, :]
+    whole = matrix_of(balanced, BATCH, N)
+    tl.store(p_balanced, whole.to(balanced_ptr.dtype.element_ty), mask=m_entry)
     if tl.max(again.to(tl.int32), 0) > 0:
-        u, v = (), tl.zeros((BATCH, N), TYPE)
-        for i in tl.static_range(N):
-            u = u + (tl.zeros((BATCH,), TYPE),)
+        u, v = (), ()
+        for _ in tl.static_range(N):
+            u += (tl.zeros((BATCH,), TYPE),)
+            v += (tl.zeros((BATCH,), TYPE),)
         for _ in range(iterations):
-            u = log_row_scalings(logits, v, n, FULL, N)
-            v = log_column_scalings(logits, u, o_column < n, FULL, N)
-        # A column without an entry spoils its matrix.
-        spoiled = 0 * tl.sum(v, 1)[:, None]
-        for i in tl.static_range(N):
-            row = tl.exp2(logits[i] + u[i][:, None] + v) + spoiled
-            m_again = m_entry & again[:, None]
-            store_row(balanced_ptr, o_batch, o_column, i, n, row, m_again, FULL, N)
+            u = log_scalings(logits, v, n, True, FULL, N)
+            v = log_scalings(logits, u, n, False, FULL, N)
+        balanced = ()
+        for k in tl.static_range(N * N):
+            balanced += (tl.exp2(logits[k] + u[k // N] + v[k % N]) + spoiled,)
+        whole = matrix_of(balanced, BATCH, N)
+        m_again = m_entry & again[:, None]
+        tl.store(p_balanced, whole.to(balanced_ptr.dtype.element_ty), mask=m_again)
 
 
 @triton.jit
-def ones_of(kernel, BATCH: tl.constexpr, N: tl.constexpr, TYPE: tl.constexpr):
-    """Scalings of 1, all of them NaN where the kernel has one."""
-    total = tl.zeros((BATCH,), TYPE)
+def entries_of(x, BATCH: tl.constexpr, N: tl.constexpr):
+    """The N * N entries (BATCH,) of matrices (BATCH, N * N)."""
+    if N == 2:
+        left, right = tl.split(tl.reshape(x, (BATCH, 2, 2)))
+        a, c = tl.split(left)
+        b, d = tl.split(right)
+        entries = (a, b, c, d)
+    else:
+        parts = (tl.reshape(x, (BATCH, 2, 2, 2, 2)),)
+        for _ in tl.static_range(4):
+            halves = ()
+            for k in tl.static_range(len(parts)):
+                first, second = tl.split(parts[k])
+                halves += (first, second)
+            parts = halves
+        # The last bit of the place was split off first.
+        entries = ()
+        for k in tl.static_range(16):
+            entries += (parts[((k & 1) << 3) | ((k & 2) << 1) | ((k & 4) >> 1) | ((k & 8) >> 3)],)
+    return entries
+
+
+@triton.jit
+def matrix_of(entries, BATCH: tl.constexpr, N: tl.constexpr):
+    """Matrices (BATCH, N * N) of N * N entries (BATCH,)."""
+    if N == 2:
+        columns = tl.join(tl.join(entries[0], entries[2]), tl.join(entries[1], entries[3]))
+        whole = tl.reshape(columns, (BATCH, 4))
+    else:
+        parts = ()
+        for k in tl.static_range(16):
+            parts += (entries[((k & 1) << 3) | ((k & 2) << 1) | ((k & 4) >> 1) | ((k & 8) >> 3)],)
+        for _ in tl.static_range(4):
+            joined = ()
+            for k in tl.static_range(len(parts) // 2):
+                joined += (tl.join(parts[2 * k], parts[2 * k + 1]),)
+            parts = joined
+        whole = tl.reshape(parts[0], (BATCH, 16))
+    return whole
+
+
+@triton.jit
+def centred(entries, scale, n, FULL: tl.constexpr, N: tl.constexpr):
+    """Entries less the largest of their row, scaled; -inf beyond the matrix."""
+    logits = ()
     for i in tl.static_range(N):
-        total += tl.sum(kernel[i], 1)
-    one = 1 + 0 * total
-    phi = ()
-    for _ in tl.static_range(N):
-        phi = phi + (one,)
-    return phi, tl.full((BATCH, N), 1, TYPE)
+        highest = entries[i * N]
+        for j in tl.static_range(1, N):
+            highest = tl.maximum(highest, entries[i * N + j])
+        if not FULL:
+            highest = tl.where(tl.full((1,), i, tl.int32) < n, highest, 0)
+        for j in tl.static_range(N):
+            logits += ((entries[i * N + j] - highest) * scale,)
+    return logits
+
+
+@triton.jit
+def first_iteration(logits, n, FULL: tl.constexpr, N: tl.constexpr):
+    """E: rows, whose largest logit is 0, and then columns, in the log domain."""
+    rows = ()
+    for i in tl.static_range(N):
+        sums = tl.exp2(logits[i * N])
+        for j in tl.static_range(1, N):
+            sums += tl.exp2(logits[i * N + j])
+        sums = sums if FULL else tl.where(tl.full((1,), i, tl.int32) < n, sums, 1)
+        shift = tl.log2(sums)
+        for j in tl.static_range(N):
+            rows += (logits[i * N + j] - shift,)
+    inverse = ()
+    entries = ()
+    for j in tl.static_range(N):
+        highest = rows[j]
+        for i in tl.static_range(1, N):
+            highest = tl.maximum(highest, rows[i * N + j])
+        if not FULL:
+            highest = tl.where(tl.full((1,), j, tl.int32) < n, highest, 0)
+        sums = 0 * highest
+        for i in tl.static_range(N):
+            entry = tl.exp2(rows[i * N + j] - highest)
+            entries += (entry,)
+            sums += entry
+        if not FULL:
+            sums = tl.where(tl.full((1,), j, tl.int32) < n, sums, 1)
+        inverse += (1 / sums,)
+    kernel = ()
+    for k in tl.static_range(N * N):
+        kernel += (entries[k % N * N + k // N] * inverse[k % N],)
+    return kernel
 
 
 @triton.jit
 def row_scalings(kernel, gamma, n, FULL: tl.constexpr, N: tl.constexpr):
-    """1 / (E gamma), N times (BATCH,), with one reciprocal."""
+    """1 / (E gamma), N times (BATCH,)."""
     sums = ()
     for i in tl.static_range(N):
-        s = tl.sum(kernel[i] * gamma, 1)
-        sums = sums + (s if FULL else tl.where(i < n, s, 1),)
+        s = kernel[i * N] * gamma[0]
+        for j in tl.static_range(1, N):
+            s += kernel[i * N + j] * gamma[j]
+        sums += (s if FULL else tl.where(tl.full((1,), i, tl.int32) < n, s, 1),)
+    return inverses(sums, N)
+
+
+@triton.jit
+def column_scalings(kernel, phi, n, FULL: tl.constexpr, N: tl.constexpr):
+    """1 / (E^T phi), N times (BATCH,)."""
+    sums = ()
+    for j in tl.static_range(N):
+        s = kernel[j] * phi[0]
+        for i in tl.static_range(1, N):
+            s += kernel[i * N + j] * phi[i]
+        sums += (s if FULL else tl.where(tl.full((1,), j, tl.int32) < n, s, 1),)
+    return inverses(sums, N)
+
+
+@triton.jit
+def inverses(sums, N: tl.constexpr):
+    """1 / s of each of N sums, by one of their product."""
     if N == 2:
-        both = 1 / (sums[0] * sums[1])
-        return both * sums[1], both * sums[0]
+        both = reciprocal(sums[0] * sums[1])
+        found = (both * sums[1], both * sums[0])
     else:
         first, second = sums[0] * sums[1], sums[2] * sums[3]
-        all_of = 1 / (first * second)
+        all_of = reciprocal(first * second)
         by_first, by_second = all_of * second, all_of * first
-        return by_first * sums[1], by_first * sums[0], by_second * sums[3], by_second * sums[2]
+        found = (by_first * sums[1], by_first * sums[0], by_second * sums[3], by_second * sums[2])
+    return found
 
 
 @triton.jit
-def column_scalings(
-    kernel, phi, m_column, FULL: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr
-):
-    """1 / (E^T phi) (BATCH, N), with one reciprocal a matrix."""
-    sums = kernel[0] * phi[0][:, None]
-    for i in tl.static_range(1, N):
-        sums += kernel[i] * phi[i][:, None]
-    if not FULL:
-        sums = tl.where(m_column[None, :], sums, 1)
-    if N == 2:
-        first, second = tl.split(sums)
-        both = 1 / (first * second)
-        return tl.join(both * second, both * first)
+def reciprocal(x):
+    """1 / x of positive numbers: the square of 1 / sqrt(x), but for float64."""
+    if x.dtype == tl.float64:
+        found = 1 / x
     else:
-        even, odd = tl.split(tl.reshape(sums, (BATCH, 2, 2)))
-        first, second = tl.split(even * odd)
-        all_of = 1 / (first * second)
-        by_pair = tl.join(all_of * second, all_of * first)
-        return tl.reshape(tl.join(by_pair * odd, by_pair * even), (BATCH, N))
+        root = tl.rsqrt(x)
+        found = root * root
+    return found
 
 
 @triton.jit
-def log_row_scalings(logits, v, n, FULL: tl.constexpr, N: tl.constexpr):
-    """Likewise by logarithms to base 2, of the matrix itself."""
-    u = ()
+def log_scalings(logits, other, n, ROWS: tl.constexpr, FULL: tl.constexpr, N: tl.constexpr):
+    """Scalings of rows, or of columns, by logarithms to base 2, of the matrix itself."""
+    found = ()
     for i in tl.static_range(N):
-        row = -log_sum(logits[i] + v, 1)
-        u = u + (row if FULL else tl.where(i < n, row, 0),)
-    return u
-
-
-@triton.jit
-def log_column_scalings(logits, u, m_column, FULL: tl.constexpr, N: tl.constexpr):
-    """Likewise."""
-    raised = logits[0] + u[0][:, None]
-    for i in tl.static_range(1, N):
-        raised = tl.maximum(raised, logits[i] + u[i][:, None])
-    raised = tl.where(raised > -float("inf"), raised, 0)
-    sums = tl.zeros_like(raised)
-    for i in tl.static_range(N):
-        sums += tl.exp2(logits[i] + u[i][:, None] - raised)
-    v = -(raised + tl.log2(sums))
-    return v if FULL else tl.where(m_column[None, :], v, 0)
+        highest = (logits[i * N] if ROWS else logits[i]) + other[0]
+        for j in tl.static_range(1, N):
+            highest = tl.maximum(
+                highest, (logits[i * N + j] if ROWS else logits[j * N + i]) + other[j]
+            )
+        highest = tl.where(highest > -float("inf"), highest, 0)
+        sums = 0 * highest
+        for j in tl.static_range(N):
+            sums += tl.exp2((logits[i * N + j] if ROWS else logits[j * N + i]) + other[j] - highest)
+        scaling = -(highest + tl.log2(sums))
+        found += (scaling if FULL else tl.where(tl.full((1,), i, tl.int32) < n, scaling, 0),)
+    return found
 
 
 @triton.jit
 def moved(most, phi, gamma, N: tl.constexpr):
-    """The largest scalings so far, spread over columns."""
-    most = tl.maximum(most, gamma)
+    """The largest scalings so far."""
     for i in tl.static_range(N):
-        most = tl.maximum(most, phi[i][:, None])
+        most = tl.maximum(most, tl.maximum(phi[i], gamma[i]))
     return most
-
-
-@triton.jit
-def store_row(
-    balanced_ptr, o_batch, o_column, i, n, row, m_entry, FULL: tl.constexpr, N: tl.constexpr
-):
-    """Row i of contiguous matrices."""
-    if FULL:
-        p_row = balanced_ptr + o_batch[:, None] * (N * N) + (i * N + o_column)[None, :]
-        tl.store(p_row, row.to(balanced_ptr.dtype.element_ty), mask=m_entry)
-    else:
-        p_row = balanced_ptr + o_batch[:, None] * n * n + (i * n + o_column)[None, :]
-        m_row = m_entry & (tl.full((1, 1), i, tl.int32) < n)
-        tl.store(p_row, row.to(balanced_ptr.dtype.element_ty), mask=m_row)
 
 
 def tiny_balance(matrices: Tensor, scale: Tensor, iterations: int) -> Tensor:

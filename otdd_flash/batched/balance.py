@@ -16,6 +16,7 @@ from otdd_flash.batched.adjoint import adjoint, plan_gradient
 from otdd_flash.batched.cpu import Problems
 from otdd_flash.errors import InputError
 
+
 @torch.library.custom_op("otdd_flash::balance", mutates_args=())
 def balance(
     matrices: Tensor,

@@ -13,7 +13,7 @@ from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
 
-# What masses may sum to besides 1, in units of their number: float32 sums of a softmax.
+# How far from 1 masses may sum to, as those of a softmax in float32 do.
 SUM_SLACK = 1e-4
 
 

@@ -78,7 +78,9 @@ def test_other_types(dtype: torch.dtype, backend: str) -> None:
     expected = reference.balanced_matrices(logits.double(), 20)
     # Two units of the last place of the type, and what float32 may be off; subnormals are coarser.
     places = 2 * torch.finfo(dtype).eps
-    allowed = bound(logits) * (dtype != torch.float64) + places * (1 if dtype != torch.float64 else 16)
+    allowed = bound(logits) * (dtype != torch.float64) + places * (
+        1 if dtype != torch.float64 else 16
+    )
     assert ((found.double() - expected).abs() <= allowed * expected + torch.finfo(dtype).tiny).all()
 
 
