@@ -86,7 +86,7 @@ def small_balance_backward_kernel(
     N: tl.constexpr,
     M: tl.constexpr,
 ):
-    """One program per BATCH matrices; LENGTH is a power of two and its square at least iterations."""
+    """One program per BATCH matrices; LENGTH^2, of a power of two, is at least iterations."""
     o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
     m_batch = o_batch < count
     m_row, m_column = sides(o_batch, sizes_ptr, count, n, m, SIZES, N, M)

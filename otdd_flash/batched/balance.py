@@ -37,14 +37,14 @@ def balance(
     """
     problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
     if not in_triton:
-        return tuple(cpu.balance(problems, potentials=potentials))
+        return cpu.balance(problems, potentials=potentials)
     from otdd_flash.kernels.batched import small_balance, tiny_balance
 
     square = matrices.shape[1] == matrices.shape[2] <= tiny_balance.MOST
     if square and tolerance is None and not potentials and a is None and scale.ndim == 0:
-        empty = matrices.new_empty(0)
         balanced = tiny_balance.tiny_balance(matrices, scale, iterations)
-        return balanced, *(torch.empty_like(empty) for _ in range(4))
+        rows, columns, errors, counts = (matrices.new_empty(0) for _ in range(4))
+        return balanced, rows, columns, errors, counts
     return small_balance.small_balance(*problems, potentials=potentials)
 
 
@@ -71,7 +71,7 @@ def balance_unrolled(
     problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
     given = counts, cotangents, row_cotangents, column_cotangents
     if not in_triton:
-        return tuple(cpu.unrolled(problems, *given))
+        return cpu.unrolled(problems, *given)
     from otdd_flash.kernels.batched.small_balance_backward import small_balance_backward
 
     return small_balance_backward(*problems, *given)
@@ -93,7 +93,7 @@ def balance_implicit(
     column_cotangents: Tensor | None,
     in_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same of the optimality of R, with the marginals that it has; `matrices` for 1 / t and masses.
+    """The same of the optimality of R, with its marginals; `matrices` for 1 / t and masses.
 
     By x / t it is P o (G - u 1^T - 1 v^T), by a it is the sum of (P / a) o (G - 1 v^T) along rows,
     and by b likewise. A row without mass has a potential that is the softmin of its costs, and that

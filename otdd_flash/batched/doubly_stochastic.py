@@ -95,7 +95,7 @@ def doubly_stochastic(
         scale = torch.full((), 1 / temperature, dtype=torch.float64, device=device)
     if gradient == "none":
         matrices, scale = matrices.detach(), scale.detach()
-    balanced, *_ = balance(
+    balanced: Tensor = balance(
         matrices, scale, None, None, None, most, tolerance, False, False, gradient, in_triton
-    )
+    )[0]
     return balanced.reshape(shape).to(logits.device, logits.dtype)

@@ -83,19 +83,20 @@ def sinkhorn_plans(
     else:
         eps = torch.full((), epsilon, dtype=torch.float64, device=device)
     sizes = _sizes(sizes, count, n, m, device)
-    masses = [
+    rows, columns = (
         _uniform(sizes, size, side, matrices)
         if given is None
         else _masses(name, given, count, size, sizes, side, matrices)
         for side, (name, given, size) in enumerate((("a", a, n), ("b", b, m)))
-    ]
+    )
     if gradient == "none":
         matrices, eps = matrices.detach(), eps.detach()
-        masses = [given.detach() for given in masses]
+        rows, columns = rows.detach(), columns.detach()
     plans, f, g, errors, counts = balance(
         matrices,
         1 / eps,
-        *masses,
+        rows,
+        columns,
         sizes,
         max_iterations,
         tolerance,
@@ -104,9 +105,9 @@ def sinkhorn_plans(
         gradient,
         in_triton,
     )
-    flaws = _flaws(matrices.detach(), *(given.detach() for given in masses), sizes, eps.detach())
+    flaws = _flaws(matrices.detach(), rows.detach(), columns.detach(), sizes, eps.detach())
     solved = Solved(
-        matrices, *masses, eps, sizes, tolerance, plans, f, g, errors.detach(), counts, flaws
+        matrices, rows, columns, eps, sizes, tolerance, plans, f, g, errors.detach(), counts, flaws
     )
     result = SmallPlans(solved, (costs.device, costs.dtype))
     if device.type == "cpu":
@@ -178,4 +179,4 @@ def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: T
         for given in (a, b)
     ]
     wrong_epsilon = ~((epsilon > 0) & (epsilon < torch.inf)).all()
-    return torch.stack((bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *masses))
+    return torch.stack((bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, rows, columns))

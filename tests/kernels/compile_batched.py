@@ -12,11 +12,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from compile_kernels import resources
 from triton.compiler import ASTSource
 
-from otdd_flash.kernels.batched import small_balance, tiny_balance
+from otdd_flash.kernels.batched import small_balance, small_balance_backward, tiny_balance
 
 TYPES = {
     torch.float16: "*fp16",
@@ -61,3 +60,32 @@ def taken(module: Any, kernel: str, run: Any) -> dict[str, int]:
     with mock.patch.object(module, kernel, recorded):
         run()
     return recorded.taken
+
+
+def main() -> None:
+    one, found = torch.ones((), dtype=torch.float64), {}
+    for n in (2, 3, 4):
+        x = torch.zeros(1000, n, n)
+        found[f"tiny {n}"] = taken(
+            tiny_balance, "tiny_balance_kernel", lambda x=x: tiny_balance.tiny_balance(x, one, 20)
+        )
+    for n in (4, 8, 16, 32, 64, 128):
+        x, empty = torch.zeros(1000, n, n), torch.empty(0)
+        problems = x, one, None, None, None, 20, None, False
+        found[f"forward {n}"] = taken(
+            small_balance,
+            "small_balance_kernel",
+            lambda problems=problems: small_balance.small_balance(*problems, potentials=False),
+        )
+        found[f"backward {n}"] = taken(
+            small_balance_backward,
+            "small_balance_backward_kernel",
+            lambda problems=problems, x=x, empty=empty: (
+                small_balance_backward.small_balance_backward(*problems, empty, x, None, None)
+            ),
+        )
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
