@@ -127,13 +127,13 @@ def small_balance_backward_kernel(
     )  # fmt: skip
     again = ((lost > 0) & (most > MOST_SCALING)) | ((most < float("inf")) == 0)
     if tl.max(again.to(tl.int32), 0) > 0:
-        logits, _, _ = load_logits(
+        logits, log_highest, log_scale = load_logits(
             matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
             column_stride, scale_stride, TYPE, NEGATED, N, M,
         )  # fmt: skip
-        _, v = first_scalings(logits, a, b, m_row, m_column)
-        in_logs, logs_a, logs_b, _ = differentiate(
-            logits, tl.log2(a), tl.log2(b), a, b, 0 * v, v, p_cotangents, by_row, by_column,
+        log_u, log_v = first_scalings(logits, a, b, m_row, m_column)
+        in_logs, logs_a, logs_b, log_most = differentiate(
+            logits, tl.log2(a), tl.log2(b), a, b, 0 * log_v, log_v, p_cotangents, by_row, by_column,
             counts, m_row, m_column, LENGTH, BATCH, N, M, TYPE, True,
         )  # fmt: skip
         gradient = tl.where(again[:, None, None], in_logs, gradient)
@@ -208,7 +208,7 @@ def differentiate(
         made = tl.minimum(LENGTH, most_made - begin)
         for i in range(0, made):
             history = tl.where(o_kept == i, before[:, :, None], history)
-            _, found = following(kernel, a, b, before, first, begin + i, m_row, m_column, LOG)
+            found_phi, found = following(kernel, a, b, before, first, begin + i, m_row, m_column, LOG)
             before = tl.where((counts > begin + i)[:, None], found, before)
         for step in range(0, made):
             i = made - 1 - step

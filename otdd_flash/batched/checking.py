@@ -47,7 +47,7 @@ def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, 
 
 
 def positive_number(name: str, value: float | Tensor) -> None:
-    """Raise an `InputError` unless a number, which may be of a GPU and is then not read, is above 0."""
+    """Raise an `InputError` unless a number is above 0; one on a GPU is not read."""
     if not isinstance(value, Tensor):
         return
     if not value.dtype.is_floating_point:
@@ -57,7 +57,7 @@ def positive_number(name: str, value: float | Tensor) -> None:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise an `InputError` for NaN, +inf, or a row or column (B, n, m) of -inf alone; reads them."""
+    """Raise an `InputError` for NaN, +inf, or a row or column of -inf alone, of (B, n, m)."""
     if not bool((logits < torch.inf).all()):
         raise InputError("logits must not be NaN or +inf; -inf forbids a pair")
     forbidden = logits == -torch.inf

@@ -45,8 +45,8 @@ def sinkhorn_plans(
         epsilon: regularisation in units of the cost, positive: a number, a 0-dim tensor or (B,).
         tolerance: of the marginal error, an L1 distance.
         max_iterations: at the most.
-        gradient: `implicit` is that of the solution, with the marginals that the plan has; `unrolled`
-            is that of the iterations made, exactly; `none` keeps nothing.
+        gradient: `implicit` is that of the solution, with the marginals that the plan has;
+            `unrolled` is that of the iterations made, exactly; `none` keeps nothing.
         sizes: (B, 2) integers, rows and columns of each problem that there are. Those beyond have
             mass 0 and no influence; masses not given are uniform over the rest.
         compute: where and how, or only the device; by default where the costs are.
@@ -62,7 +62,7 @@ def sinkhorn_plans(
     checking.check_matrices("costs", costs)
     if costs.ndim != 3:
         raise InputError(
-            f"costs must be (B, n, m), got shape {tuple(costs.shape)}; of one problem pass costs[None]"
+            f"costs must be (B, n, m), got shape {tuple(costs.shape)}; pass costs[None] of one"
         )
     if gradient == "unrolled" and max_iterations > checking.MOST_UNROLLED and costs.requires_grad:
         raise InputError(
@@ -179,4 +179,4 @@ def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: T
         for given in (a, b)
     ]
     wrong_epsilon = ~((epsilon > 0) & (epsilon < torch.inf)).all()
-    return torch.stack((bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, rows, columns))
+    return torch.stack((bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *masses))

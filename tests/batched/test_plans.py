@@ -192,7 +192,7 @@ HALF = torch.full((2,), 0.5)
 @pytest.mark.parametrize(
     ("costs", "options", "message"),
     [
-        (torch.zeros(2, 2), {}, r"\(B, n, m\), got shape \(2, 2\); .* costs\[None\]"),
+        (torch.zeros(2, 2), {}, r"\(B, n, m\), got shape \(2, 2\); pass costs\[None\] of one"),
         (torch.zeros(1, 129, 2), {}, "129 x 2 each, and a batch takes up to 128"),
         (torch.zeros(1, 2, 2, dtype=torch.int32), {}, "got torch.int32; convert"),
         (torch.zeros(3, 2, 2), {"a": torch.ones(3)}, r"a must have shape \(2,\) or \(3, 2\), got"),
