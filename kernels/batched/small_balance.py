@@ -114,13 +114,13 @@ def small_balance_kernel(
         v += tl.log2(tl.where(m_column, gamma, 1))
     if tl.max(again.to(tl.int32), 0) > 0:
         # Loaded again, so that registers do not hold it till here.
-        logits, log_highest, log_scale = load_logits(
+        logits, _highest, _scale = load_logits(
             matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
             column_stride, scale_stride, TYPE, NEGATED, N, M,
         )  # fmt: skip
         first_u, first_v = first_scalings(logits, a, b, m_row, m_column)
         log_a, log_b = tl.log2(a), tl.log2(b)
-        in_logs_u, in_logs_v, log_most, log_errors, log_counts = balance(
+        in_logs_u, in_logs_v, _most, log_errors, log_counts = balance(
             logits, log_a, log_b, first_u, first_v, m_row, m_column, iterations, tolerance, MASSES,
             STOP, POTENTIALS, True,
         )  # fmt: skip

@@ -127,12 +127,12 @@ def small_balance_backward_kernel(
     )  # fmt: skip
     again = ((lost > 0) & (most > MOST_SCALING)) | ((most < float("inf")) == 0)
     if tl.max(again.to(tl.int32), 0) > 0:
-        logits, log_highest, log_scale = load_logits(
+        logits, _highest, _scale = load_logits(
             matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
             column_stride, scale_stride, TYPE, NEGATED, N, M,
         )  # fmt: skip
-        log_u, log_v = first_scalings(logits, a, b, m_row, m_column)
-        in_logs, logs_a, logs_b, log_most = differentiate(
+        _u, log_v = first_scalings(logits, a, b, m_row, m_column)
+        in_logs, logs_a, logs_b, _most = differentiate(
             logits, tl.log2(a), tl.log2(b), a, b, 0 * log_v, log_v, p_cotangents, by_row, by_column,
             counts, m_row, m_column, LENGTH, BATCH, N, M, TYPE, True,
         )  # fmt: skip
@@ -208,8 +208,9 @@ def differentiate(
         made = tl.minimum(LENGTH, most_made - begin)
         for i in range(0, made):
             history = tl.where(o_kept == i, before[:, :, None], history)
-            found_phi, found = following(kernel, a, b, before, first, begin + i, m_row, m_column, LOG)
-            before = tl.where((counts > begin + i)[:, None], found, before)
+            i_made = begin + i
+            _phi, found = following(kernel, a, b, before, first, i_made, m_row, m_column, LOG)
+            before = tl.where((counts > i_made)[:, None], found, before)
         for step in range(0, made):
             i = made - 1 - step
             active = (counts > begin + i)[:, None]
