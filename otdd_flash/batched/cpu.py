@@ -11,7 +11,7 @@ With `log` a kernel, masses and scalings are natural logarithms, else they are t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from otdd_flash.batched.adjoint import ENTRIES_AT_ONCE
 
 # What scalings may grow to where an entry of the fixed matrix was lost to 0.
 MOST_SCALING = 2.0**30
+# Terms that are summed up one after the other.
+MOST_IN_ORDER = 8
 
 
 class Problems(NamedTuple):
@@ -74,6 +76,7 @@ class Chunk(NamedTuple):
         scale: 1 / t (s,).
         a: (n, s) or (n, 1).
         b: (m, s) or (m, 1).
+        uniform: whether all masses are 1.
         rows: which there are (n, s), None for all.
         columns: likewise (m, s).
     """
@@ -83,21 +86,24 @@ class Chunk(NamedTuple):
     scale: Tensor
     a: Tensor
     b: Tensor
+    uniform: bool
     rows: Tensor | None
     columns: Tensor | None
 
     def take(self, which: Tensor) -> Chunk:
         """Some of its problems."""
 
-        def taken(values: Tensor | None) -> Tensor | None:
-            if values is None or values.shape[-1] == 1:
+        def taken(values: Any) -> Any:
+            if not isinstance(values, Tensor) or values.shape[-1] == 1 != len(which):
                 return values
             return values[..., which]
 
-        return Chunk(*(taken(values) for values in self))  # type: ignore[arg-type]
+        return Chunk(*(taken(values) for values in self))
 
-    def masses(self, log: bool) -> tuple[Tensor, Tensor]:
-        """Both masses, or their logarithms."""
+    def masses(self, log: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Both masses, or their logarithms; None where all are 1."""
+        if self.uniform:
+            return None, None
         return (self.a.log(), self.b.log()) if log else (self.a, self.b)
 
 
@@ -129,16 +135,21 @@ def balance(problems: Problems, *, potentials: bool) -> Balanced:
         kernel = (chunk.logits + u[:, None] + v).exp_()
         lost = (kernel < torch.finfo(dtype).tiny) & (chunk.logits > -torch.inf)
         lost = lost.flatten(0, 1).any(0)
-        scalings = iterate(chunk, kernel, torch.ones_like(u), torch.ones_like(v), problems)
+        scalings = iterate(
+            chunk, kernel, torch.ones_like(u), torch.ones_like(v), problems, potentials=potentials
+        )
         again = in_logs(lost, scalings.most)
-        u += scalings.phi.log()
-        v += scalings.gamma.log()
+        if potentials:
+            u += scalings.phi.log()
+            v += scalings.gamma.log()
         balanced = kernel.mul_((chunk.a * scalings.phi)[:, None]).mul_(chunk.b * scalings.gamma)
         errors, counts = scalings.errors, scalings.counts
         if bool(again.any()):
             some = chunk.take(again)
-            logs = iterate(some, some.logits, *first_scalings(some), problems, log=True)
-            log_a, log_b = some.masses(log=True)
+            logs = iterate(
+                some, some.logits, *first_scalings(some), problems, potentials=potentials, log=True
+            )
+            log_a, log_b = some.a.log(), some.b.log()
             exponents = some.logits + (logs.phi + log_a)[:, None] + (logs.gamma + log_b)
             balanced[..., again] = exponents.exp()
             u[:, again], v[:, again] = logs.phi, logs.gamma
@@ -271,30 +282,38 @@ def iterate(
     phi: Tensor,
     gamma: Tensor,
     problems: Problems,
+    *,
+    potentials: bool,
     log: bool = False,
 ) -> Scalings:
     """All iterations but the first."""
     a, b = chunk.masses(log)
-    most = torch.zeros_like(chunk.scale)
-    active = torch.ones_like(most, dtype=torch.bool)
-    counts = torch.ones_like(most, dtype=torch.int32)
-    errors = torch.zeros_like(most)
+    stops = problems.tolerance is not None
+    active = torch.ones_like(chunk.scale, dtype=torch.bool)
+    counts = torch.ones_like(chunk.scale, dtype=torch.int32)
+    errors = torch.zeros_like(chunk.scale)
+    most_row, most_column = phi.clone(), gamma.clone()
     for i in range(1, problems.iterations + 1):
+        last = i == problems.iterations
+        if last and not stops and not potentials:
+            break
         next_phi = scaling(kernel, gamma, b, 1, chunk.rows, log)
-        if problems.tolerance is not None or i == problems.iterations:
+        if stops or last:
             errors = torch.where(active, row_errors(chunk, phi, next_phi, problems, log), errors)
-        if problems.tolerance is not None:
+        if stops:
             # NaN is not above the tolerance, and ends its matrix.
             active = active & (errors > problems.tolerance)
             if not bool(active.any()):
                 break
-        if i == problems.iterations:
+        if last:
             break
-        phi = torch.where(active, next_phi, phi)
-        gamma = torch.where(active, scaling(kernel, phi, a, 0, chunk.columns, log), gamma)
+        next_gamma = scaling(kernel, next_phi, a, 0, chunk.columns, log)
+        phi = torch.where(active, next_phi, phi) if stops else next_phi
+        gamma = torch.where(active, next_gamma, gamma) if stops else next_gamma
         counts += active
-        if not log:
-            most = torch.maximum(most, torch.maximum(phi.amax(0), gamma.amax(0)))
+        torch.maximum(most_row, phi, out=most_row)
+        torch.maximum(most_column, gamma, out=most_column)
+    most = torch.maximum(most_row.amax(0), most_column.amax(0))
     return Scalings(phi, gamma, errors, counts, most)
 
 
@@ -310,15 +329,30 @@ def row_errors(
 
 
 def scaling(
-    kernel: Tensor, other: Tensor, masses: Tensor, dim: int, side: Tensor | None, log: bool
+    kernel: Tensor,
+    other: Tensor,
+    masses: Tensor | None,
+    dim: int,
+    side: Tensor | None,
+    log: bool,
 ) -> Tensor:
     """1 over sums along a dimension of the kernel, times the scalings of it and their masses."""
+    if masses is not None:
+        other = other + masses if log else other * masses
     if log:
-        exponents = kernel + (other + masses).unsqueeze(1 - dim)
-        return present(-log_sum(exponents, dim), side)
-    return present(
-        sum_by_halves(kernel * (other * masses).unsqueeze(1 - dim), dim).reciprocal(), side
-    )
+        return present(-log_sum(kernel + other.unsqueeze(1 - dim), dim), side)
+    return present(products(kernel, other, dim).reciprocal_(), side)
+
+
+def products(kernel: Tensor, other: Tensor, dim: int) -> Tensor:
+    """Sums along a dimension of the kernel times the numbers along it."""
+    if kernel.shape[dim] > MOST_IN_ORDER:
+        return sum_by_halves(kernel * other.unsqueeze(1 - dim), dim)
+    # In place of a product as large as the kernel, which is most of the traffic.
+    sums = kernel.select(dim, 0) * other[0]
+    for k in range(1, kernel.shape[dim]):
+        sums.addcmul_(kernel.select(dim, k), other[k])
+    return sums
 
 
 def first_scalings(chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -359,7 +393,8 @@ def chunk_of(problems: Problems, part: slice) -> Chunk:
     a, b = (
         given if given is not None else x.new_ones((size, 1)) for given, size in ((a, n), (b, m))
     )
-    return Chunk(x.sub_(highest[:, None]).mul_(scale), highest, scale, a, b, rows, columns)
+    uniform = problems.a is None and problems.sizes is None
+    return Chunk(x.sub_(highest[:, None]).mul_(scale), highest, scale, a, b, uniform, rows, columns)
 
 
 def _masses(
