@@ -74,7 +74,8 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 def called(run: Run, logits: Tensor) -> dict[str, float]:
     """As called from Python, each call waited for."""
-    wait = torch.cuda.synchronize if logits.is_cuda else lambda: None
+    cuda: Any = torch.cuda
+    wait: Callable[[], Any] = cuda.synchronize if logits.is_cuda else lambda: None
     seconds = []
     for repeat in range(REPEATS + 3):
         wait()
@@ -88,17 +89,17 @@ def called(run: Run, logits: Tensor) -> dict[str, float]:
 
 def in_graph(run: Run, logits: Tensor) -> dict[str, float]:
     """Replays of a CUDA graph, by events."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    cuda: Any = torch.cuda
+    side = cuda.Stream()
+    with cuda.stream(side):
         run(logits)
     side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
         run(logits)
-    event: Any = torch.cuda.Event
     seconds = []
     for repeat in range(REPEATS + 3):
-        start, end = (event(enable_timing=True) for _ in range(2))
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
@@ -148,7 +149,8 @@ def measure(rows: Rows, device: str) -> None:
             if rows.has(method=name, **keys) or (name == "ours, implicit" and not backward):
                 continue
             run = gradient_of(forward) if backward else torch.inference_mode()(forward)
-            row = {"method": name, **keys, "error": error(forward, logits, iterations)}
+            row: dict[str, Any] = {"method": name, **keys}
+            row["error"] = error(forward, logits, iterations)
             if not row["error"] <= 16 * (1 if name.startswith("ours") else iterations):
                 rows.add({**row, "wrong": True})
                 continue
