@@ -286,6 +286,8 @@ def load_logits(
     x = tl.where(m_entry, -x if NEGATED else x, -float("inf"))
     highest = tl.where(m_row, tl.max(x, 2), 0)
     scale = tl.load(scale_ptr + o_batch * scale_stride, mask=o_batch < count, other=1.0)
+    # Neither negative nor infinite temperatures have a meaning.
+    scale = tl.where(scale > 0, scale, float("nan"))
     logits = (x - highest[:, :, None]) * (scale * LOG2_E).to(TYPE)[:, None, None]
     return logits, highest, scale
 

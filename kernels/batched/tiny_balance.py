@@ -71,7 +71,10 @@ def tiny_balance_kernel(
         x = tl.load(p_entries, mask=m_entry, other=0.0).to(TYPE)
         x = tl.where(m_here[None, :], x, -float("inf"))
     logits = entries_of(x, BATCH, N)
-    logits = centred(logits, (tl.load(scale_ptr) * LOG2_E).to(TYPE), n, FULL, N)
+    scale = tl.load(scale_ptr)
+    # Neither negative nor infinite temperatures have a meaning.
+    scale = (tl.where(scale > 0, scale, float("nan")) * LOG2_E).to(TYPE)
+    logits = centred(logits, scale, n, FULL, N)
 
     ones = ()
     for _ in tl.static_range(N):

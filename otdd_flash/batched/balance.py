@@ -13,6 +13,7 @@ from torch import Tensor
 
 from otdd_flash.batched import cpu
 from otdd_flash.batched.adjoint import adjoint, plan_gradient
+from otdd_flash.batched.checking import check_logits, check_temperature
 from otdd_flash.batched.cpu import Problems
 from otdd_flash.errors import InputError
 
@@ -33,8 +34,12 @@ def balance(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """R (B, n, m), t log phi (B, n), t log gamma (B, m), errors (B,) and iterations (B,) int32.
 
-    The middle three are empty without `potentials`, the last without a tolerance.
+    The middle three are empty without `potentials`, the last without a tolerance. Without masses on
+    a CPU, contents are checked here, where `torch.compile` does not look.
     """
+    if a is None and not in_triton and matrices.device.type == "cpu" and matrices.numel() > 0:
+        check_temperature(scale)
+        check_logits(matrices)
     problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
     if not in_triton:
         return cpu.balance(problems, potentials=potentials)

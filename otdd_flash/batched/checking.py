@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,10 @@ def check_matrices(name: str, matrices: Tensor) -> None:
 
 def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, torch.dtype, bool]:
     """The device and type that matrices are computed on and in, and whether by kernels."""
-    options = ComputeOptions.of(matrices.device if compute is None else compute)
+    if compute is None:
+        device = matrices.device
+        return device, matrices.dtype, device.type != "cpu" and _runs_kernels(str(device))
+    options = ComputeOptions.of(compute)
     device = resolve_device(options.device)
     dtype = torch.float64 if options.precision == "double" else matrices.dtype
     if options.backend == "auto":
@@ -46,14 +51,23 @@ def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, 
     return device, dtype, uses_triton(options, device)
 
 
-def positive_number(name: str, value: float | Tensor) -> None:
-    """Raise an `InputError` unless a number is above 0; one on a GPU is not read."""
-    if not isinstance(value, Tensor):
-        return
-    if not value.dtype.is_floating_point:
+@torch.compiler.assume_constant_result
+@cache
+def _runs_kernels(device: str) -> bool:
+    """Whether a device runs kernels by default, asked once."""
+    return uses_triton(ComputeOptions(device), torch.device(device))
+
+
+def check_type(name: str, value: float | Tensor) -> None:
+    """Raise an `InputError` for a tensor of integers."""
+    if isinstance(value, Tensor) and not value.dtype.is_floating_point:
         raise InputError(f"{name} must be of a floating type, got {value.dtype}")
-    if value.device.type == "cpu" and not bool(((value > 0) & value.isfinite()).all()):
-        raise InputError(f"{name} must be positive and finite, got {value.detach().tolist()}")
+
+
+def check_temperature(scale: Tensor) -> None:
+    """Raise an `InputError` unless the temperature, of which this is the inverse, is positive."""
+    if not bool((scale > 0) & (scale < torch.inf)):
+        raise InputError(f"temperature must be positive and finite, got {1 / float(scale):g}")
 
 
 def check_logits(logits: Tensor) -> None:

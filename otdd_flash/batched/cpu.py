@@ -300,7 +300,7 @@ def iterate(
         next_phi = scaling(kernel, gamma, b, 1, chunk.rows, log)
         if stops or last:
             errors = torch.where(active, row_errors(chunk, phi, next_phi, problems, log), errors)
-        if stops:
+        if problems.tolerance is not None:
             # NaN is not above the tolerance, and ends its matrix.
             active = active & (errors > problems.tolerance)
             if not bool(active.any()):

@@ -69,7 +69,7 @@ def sinkhorn_plans(
             f"{max_iterations} iterations are too many to differentiate one by one, which goes up "
             f'to {checking.MOST_UNROLLED}; take gradient="implicit"'
         )
-    checking.positive_number("epsilon", epsilon)
+    checking.check_type("epsilon", epsilon)
     device, dtype, in_triton = checking.placement(costs, compute)
     matrices = costs.to(device, dtype)
     count, n, m = matrices.shape
