@@ -51,7 +51,7 @@ def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, 
     return device, dtype, uses_triton(options, device)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def _runs_kernels(device: str) -> bool:
     """Whether a device runs kernels by default, asked once."""
