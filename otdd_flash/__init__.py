@@ -30,6 +30,9 @@ from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
     from otdd_flash import extractors, labels
+    from otdd_flash.batched.doubly_stochastic import doubly_stochastic
+    from otdd_flash.batched.plans import sinkhorn_plans
+    from otdd_flash.batched.small_plans import SmallPlans
     from otdd_flash.data.registry import load
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
@@ -79,11 +82,13 @@ __all__ = [
     "NotConvergedWarning",
     "PairwiseResult",
     "SinkhornHessian",
+    "SmallPlans",
     "Stepping",
     "SubsampleInterval",
     "__version__",
     "class_distances",
     "dataset_distance",
+    "doubly_stochastic",
     "embed",
     "extractors",
     "gradient_flow",
@@ -96,6 +101,7 @@ __all__ = [
     "sinkhorn_hessian",
     "sinkhorn_loss",
     "sinkhorn_losses",
+    "sinkhorn_plans",
     "sinkhorn_potentials",
     "subsample_interval",
     "transport_map",
@@ -125,9 +131,11 @@ _HOMES = {
     "PairwiseResult": "otdd_flash.pairwise_result",
     "Stepping": "otdd_flash.flows.stepping",
     "SinkhornHessian": "otdd_flash.solver.hessian",
+    "SmallPlans": "otdd_flash.batched.small_plans",
     "SubsampleInterval": "otdd_flash.sampling",
     "class_distances": "otdd_flash.labels",
     "dataset_distance": "otdd_flash.otdd",
+    "doubly_stochastic": "otdd_flash.batched.doubly_stochastic",
     "embed": "otdd_flash.extractors",
     "gradient_flow": "otdd_flash.flows.run",
     "load": "otdd_flash.data.registry",
@@ -138,6 +146,7 @@ _HOMES = {
     "sinkhorn_hessian": "otdd_flash.solver.hessian",
     "sinkhorn_loss": "otdd_flash.solver.loss",
     "sinkhorn_losses": "otdd_flash.solver.losses",
+    "sinkhorn_plans": "otdd_flash.batched.plans",
     "sinkhorn_potentials": "otdd_flash.solver.potentials",
     "subsample_interval": "otdd_flash.sampling",
     "transport_map": "otdd_flash.solver.transport_map",

@@ -37,6 +37,7 @@ from otdd_flash.errors import InputError
 
 BACKENDS = ("auto", "torch", "triton")
 PRECISIONS = ("fast", "high", "double")
+BATCHED_GRADIENTS = ("unrolled", "implicit", "none")
 GROUNDS = ("sqeuclidean", "cosine", "inner")
 MODALITIES = ("image", "text", "array")
 
@@ -114,6 +115,11 @@ def compute(name: str, value: Any) -> Any:
 def scalar(name: str, value: Any) -> Any:
     """A number, or a 0-dim tensor for the sake of its gradient."""
     return value if is_a(value, "torch.Tensor") else not_negative(name, value)
+
+
+def positive_scalar(name: str, value: Any) -> Any:
+    """A positive number, or a tensor for the sake of its gradient."""
+    return value if is_a(value, "torch.Tensor") else positive(name, value)
 
 
 def mixed_precision(name: str, value: Any) -> Any:
@@ -298,6 +304,27 @@ SINKHORN_LOSSES: Declaration = {
     "b": optional(tensors("(m,)")),
     "labels_x": optional(tensors("(n,)")),
     "labels_y": optional(tensors("(m,)")),
+}
+
+DOUBLY_STOCHASTIC: Declaration = {
+    "logits": tensor("(..., n, n)"),
+    "iterations": optional(count),
+    "tolerance": optional(positive),
+    "max_iterations": count,
+    "temperature": positive_scalar,
+    "gradient": choice(*BATCHED_GRADIENTS),
+    "compute": optional(compute),
+}
+SINKHORN_PLANS: Declaration = {
+    "costs": tensor("(B, n, m)"),
+    "a": optional(tensor("(n,) or (B, n)")),
+    "b": optional(tensor("(m,) or (B, m)")),
+    "epsilon": positive_scalar,
+    "tolerance": marginal_error,
+    "max_iterations": count,
+    "gradient": choice(*BATCHED_GRADIENTS),
+    "sizes": optional(tensor("(B, 2)")),
+    "compute": optional(compute),
 }
 
 LOAD: Declaration = {

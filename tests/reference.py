@@ -222,3 +222,22 @@ def held_potentials(
         f = softmin_rows(cost, b, g, epsilon) + epsilon * q
         g = softmin_rows(cost.T, a, f, epsilon) + epsilon * p
     return f, g
+
+
+def balanced_matrices(logits: Tensor, iterations: int) -> Tensor:
+    """Rows, then columns of exp(logits) (..., n, n) divided by their sums, in the log domain."""
+    for _ in range(iterations):
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+    return logits.exp()
+
+
+def entropic_plan(
+    cost: Tensor, a: Tensor, b: Tensor, epsilon: Tensor | float, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plan (n, m) after some updates of both potentials from g = 0, and these, for autograd."""
+    g = torch.zeros_like(b)
+    for _ in range(iterations):
+        f = softmin_rows(cost, b, g, epsilon)
+        g = softmin_rows(cost.T, a, f, epsilon)
+    return plan(cost, a, b, f, g, epsilon), f, g

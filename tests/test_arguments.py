@@ -185,6 +185,16 @@ CALLS: dict[str, Entry] = {
         | {"labels_y": None, "class_table": None, "class_totals": None, "lambda_x": 0.5}
         | {"lambda_y": 0.5, "debias": False, "options": None, "compute": None},
     ),
+    "doubly_stochastic": (
+        otdd.doubly_stochastic,
+        {"logits": X[:3], "iterations": 2, "tolerance": None, "max_iterations": 5}
+        | {"temperature": 1.0, "gradient": "none", "compute": None},
+    ),
+    "sinkhorn_plans": (
+        otdd.sinkhorn_plans,
+        {"costs": X[None], "a": None, "b": None, "epsilon": 1.0, "tolerance": 1e-3}
+        | {"max_iterations": 5, "gradient": "none", "sizes": None, "compute": None},
+    ),
     "ClassDistances": (
         otdd.ClassDistances,
         {"xx": BLOCK, "xy": BLOCK, "yy": BLOCK, "names_x": None, "names_y": None}
@@ -252,7 +262,7 @@ def test_every_callable_that_is_public_is_called_here() -> None:
     called = {function for function, _ in CALLS.values()}
     made_here = {otdd.FlowResult, otdd.DistanceResult, otdd.PairwiseResult}
     made_here |= {otdd.NoiseFloor, otdd.SubsampleInterval, otdd.JointClassDistances}
-    made_here |= {otdd.SinkhornHessian, otdd.HessianProduct}
+    made_here |= {otdd.SinkhornHessian, otdd.HessianProduct, otdd.SmallPlans}
     for name in otdd.__all__:
         value = getattr(otdd, name)
         error = isinstance(value, type) and issubclass(value, Exception)

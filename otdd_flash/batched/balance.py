@@ -1,0 +1,298 @@
+"""Balancing as an operation of PyTorch, for autograd, `torch.compile` and CUDA graphs.
+
+Matrices come with 1 / t (() or (B,) float64) and masses or none, as for
+`otdd_flash.kernels.batched.small_balance`; nothing here synchronises with a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from otdd_flash.batched import cpu
+from otdd_flash.batched.adjoint import adjoint, plan_gradient
+from otdd_flash.batched.checking import check_logits, check_temperature
+from otdd_flash.batched.cpu import Problems
+from otdd_flash.errors import InputError
+
+
+@torch.library.custom_op("otdd_flash::balance", mutates_args=())
+def balance(
+    matrices: Tensor,
+    scale: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    sizes: Tensor | None,
+    iterations: int,
+    tolerance: float | None,
+    negated: bool,
+    potentials: bool,
+    gradient: str,
+    in_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """R (B, n, m), t log phi (B, n), t log gamma (B, m), errors (B,) and iterations (B,) int32.
+
+    The middle three are empty without `potentials`, the last without a tolerance. Without masses on
+    a CPU, contents are checked here, where `torch.compile` does not look.
+    """
+    if a is None and not in_triton and matrices.device.type == "cpu" and matrices.numel() > 0:
+        check_temperature(scale)
+        check_logits(matrices)
+    problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
+    if not in_triton:
+        return cpu.balance(problems, potentials=potentials)
+    from otdd_flash.kernels.batched import small_balance, tiny_balance
+
+    square = matrices.shape[1] == matrices.shape[2] <= tiny_balance.MOST
+    if square and tolerance is None and not potentials and a is None and scale.ndim == 0:
+        balanced = tiny_balance.tiny_balance(matrices, scale, iterations)
+        rows, columns, errors, counts = (matrices.new_empty(0) for _ in range(4))
+        return balanced, rows, columns, errors, counts
+    return small_balance.small_balance(*problems, potentials=potentials)
+
+
+@torch.library.custom_op("otdd_flash::balance_unrolled", mutates_args=())
+def balance_unrolled(
+    matrices: Tensor,
+    scale: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    sizes: Tensor | None,
+    iterations: int,
+    tolerance: float | None,
+    negated: bool,
+    counts: Tensor,
+    cotangents: Tensor,
+    row_cotangents: Tensor | None,
+    column_cotangents: Tensor | None,
+    in_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Derivatives by matrices (B, n, m), 1 / t (B,), a (B, n) and b (B, m) of the iterations made.
+
+    The last two are empty without masses.
+    """
+    problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
+    given = counts, cotangents, row_cotangents, column_cotangents
+    if not in_triton:
+        return cpu.unrolled(problems, *given)
+    from otdd_flash.kernels.batched.small_balance_backward import small_balance_backward
+
+    return small_balance_backward(*problems, *given)
+
+
+@torch.library.custom_op("otdd_flash::balance_implicit", mutates_args=())
+def balance_implicit(
+    matrices: Tensor | None,
+    scale: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    sizes: Tensor | None,
+    negated: bool,
+    balanced: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    cotangents: Tensor,
+    row_cotangents: Tensor | None,
+    column_cotangents: Tensor | None,
+    in_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of the optimality of R, with its marginals; `matrices` for 1 / t and masses.
+
+    By x / t it is P o (G - u 1^T - 1 v^T), by a it is the sum of (P / a) o (G - 1 v^T) along rows,
+    and by b likewise. A row without mass has a potential that is the softmin of its costs, and that
+    of its derivative; so has a column.
+    """
+    per_matrix = scale.reshape(-1, 1, 1)
+    sign = -1 if negated else 1
+    if a is None:
+        by_logits = plan_gradient(balanced, cotangents, in_triton=in_triton)
+        by_a, by_b = cotangents.new_empty(0), cotangents.new_empty(0)
+    else:
+        assert matrices is not None
+        assert b is not None
+        by_logits, by_a, by_b = _implicit_with_masses(
+            sign * matrices, per_matrix, a, b, sizes, balanced, rows, columns, cotangents,
+            row_cotangents, column_cotangents, in_triton,
+        )  # fmt: skip
+    by_matrices = by_logits * (sign * per_matrix).to(by_logits.dtype)
+    by_scale = by_logits.new_empty(0)
+    if matrices is not None:
+        paid = torch.where(matrices.isfinite(), sign * matrices * by_logits, 0)
+        by_scale = paid.sum((1, 2), dtype=cpu.computed_in(by_logits))
+    return by_matrices, by_scale, by_a, by_b
+
+
+def _implicit_with_masses(
+    x: Tensor,
+    scale: Tensor,
+    a: Tensor,
+    b: Tensor,
+    sizes: Tensor | None,
+    plans: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    cotangents: Tensor,
+    row_cotangents: Tensor | None,
+    column_cotangents: Tensor | None,
+    in_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, unit = rows.dtype, scale[:, :, 0].to(rows.dtype)
+    a, b = (given.to(dtype).expand_as(of) for given, of in ((a, rows), (b, columns)))
+    s, t = (
+        torch.zeros_like(of) if given is None else given / unit
+        for given, of in ((row_cotangents, rows), (column_cotangents, columns))
+    )
+    per_mass = ((x + rows[:, :, None] + columns[:, None]) * scale.to(dtype)).exp()
+    # A pair of a row and a column without mass has no say, and may overflow.
+    there = (a[:, :, None] > 0) | (b[:, None] > 0)
+    if sizes is not None:
+        sides = (torch.arange(size, device=x.device) for size in x.shape[1:])
+        one, other = (side < of[:, None] for side, of in zip(sides, sizes.T, strict=True))
+        there &= one[:, :, None] & other[:, None]
+    per_mass = torch.where(there, per_mass, 0)
+    s_free, t_free = torch.where(a > 0, 0, s), torch.where(b > 0, 0, t)
+    by_row = per_mass * b[:, None] * s_free[:, :, None]
+    by_column = per_mass * a[:, :, None] * t_free[:, None]
+    plan = plans.to(dtype)
+    weighted, u, v = adjoint(
+        plan,
+        cotangents.to(dtype),
+        s - s_free - by_column.sum(2),
+        t - t_free - by_row.sum(1),
+        in_triton=in_triton,
+    )
+    by_logits = weighted - by_row - by_column
+    by_a = (per_mass * (b[:, None] * (cotangents - v[:, None]) - t_free[:, None])).sum(2)
+    by_b = (per_mass * (a[:, :, None] * (cotangents - u[:, :, None]) - s_free[:, :, None])).sum(1)
+    return by_logits, by_a, by_b
+
+
+@balance.register_fake
+def _(
+    matrices: Tensor,
+    scale: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    sizes: Tensor | None,
+    iterations: int,
+    tolerance: float | None,
+    negated: bool,
+    potentials: bool,
+    gradient: str,
+    in_triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    count, n, m = matrices.shape
+    dtype, kept = cpu.computed_in(matrices), count if potentials else 0
+    return (
+        matrices.new_empty((count, n, m)),
+        matrices.new_empty((kept, n), dtype=dtype),
+        matrices.new_empty((kept, m), dtype=dtype),
+        matrices.new_empty((kept,), dtype=dtype),
+        matrices.new_empty((0 if tolerance is None else count,), dtype=torch.int32),
+    )
+
+
+@balance_unrolled.register_fake
+def _(matrices: Tensor, scale: Tensor, a: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    count, n, m = matrices.shape
+    dtype, kept = cpu.computed_in(matrices), 0 if a is None else count
+    return (
+        matrices.new_empty((count, n, m)),
+        matrices.new_empty((count,), dtype=dtype),
+        matrices.new_empty((kept, n), dtype=dtype),
+        matrices.new_empty((kept, m), dtype=dtype),
+    )
+
+
+@balance_implicit.register_fake
+def _(
+    matrices: Tensor | None,
+    scale: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    sizes: Tensor | None,
+    negated: bool,
+    balanced: Tensor,
+    rows: Tensor,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    count, n, m = balanced.shape
+    dtype = cpu.computed_in(balanced)
+    kept = None if a is None else count
+    return (
+        balanced.new_empty((count, n, m), dtype=balanced.dtype if a is None else dtype),
+        balanced.new_empty((0 if matrices is None else count,), dtype=dtype),
+        balanced.new_empty((0,) if kept is None else (kept, n), dtype=dtype),
+        balanced.new_empty((0,) if kept is None else (kept, m), dtype=dtype),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Keep what the backward pass reads: the matrices, or R."""
+    matrices, scale, a, b, sizes, iterations, tolerance, negated, _, gradient, in_triton = inputs
+    balanced, rows, columns, errors, counts = output
+    ctx.settings = iterations, tolerance, negated, gradient, in_triton
+    ctx.mark_non_differentiable(errors, counts)
+    ctx.set_materialize_grads(False)
+    if gradient == "unrolled":
+        ctx.save_for_backward(matrices, scale, a, b, sizes, counts, rows, columns)
+    else:
+        # Matrices themselves for what else than they has a gradient.
+        kept = matrices if a is not None or scale.requires_grad else None
+        ctx.save_for_backward(kept, scale, a, b, sizes, balanced, rows, columns)
+
+
+def _backward(ctx: Any, balanced_: Tensor | None, rows_: Tensor | None, columns_: Tensor | None,
+              *_: Any) -> tuple[Any, ...]:  # fmt: skip
+    iterations, tolerance, negated, gradient, in_triton = ctx.settings
+    matrices, scale, a, b, sizes, kept, rows, columns = ctx.saved_tensors
+    if a is None:
+        rows_ = columns_ = None
+    if balanced_ is None:
+        of = matrices if kept.ndim == 1 else kept
+        balanced_ = torch.zeros(of.shape, dtype=of.dtype, device=of.device)
+    cotangents = balanced_, rows_, columns_
+    if gradient == "unrolled":
+        by_matrices, by_scale, by_a, by_b = balance_unrolled(
+            matrices, scale, a, b, sizes, iterations, tolerance, negated, kept, *cotangents,
+            in_triton,
+        )  # fmt: skip
+    else:
+        by_matrices, by_scale, by_a, by_b = balance_implicit(
+            matrices, scale, a, b, sizes, negated, kept, rows, columns, *cotangents, in_triton
+        )
+        by_matrices = by_matrices.to(kept.dtype)
+    needs = ctx.needs_input_grad
+    if needs[1]:
+        by_scale = by_scale.to(scale.dtype)
+        for cotangent, of in ((rows_, rows), (columns_, columns)):
+            if cotangent is not None:
+                by_scale = by_scale - (cotangent * of).sum(1, dtype=scale.dtype) / scale
+        by_scale = by_scale if scale.ndim else by_scale.sum()
+    by_masses = (
+        None
+        if not needed
+        else found.sum(0).to(given.dtype)
+        if given.ndim == 1
+        else found.to(given.dtype)
+        for needed, found, given in ((needs[2], by_a, a), (needs[3], by_b, b))
+    )
+    return by_matrices, by_scale if needs[1] else None, *by_masses, *(7 * (None,))
+
+
+def _refuse_second(ctx: Any, *_: Any) -> NoReturn:
+    raise InputError(
+        "gradients through balanced matrices are taken once, and these were asked for again "
+        "(create_graph=True); differentiate iterations written in PyTorch twice"
+    )
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """A second derivative is refused."""
+
+
+balance.register_autograd(_backward, setup_context=_keep)
+balance_unrolled.register_autograd(_refuse_second, setup_context=_keep_nothing)
+balance_implicit.register_autograd(_refuse_second, setup_context=_keep_nothing)

@@ -1,0 +1,82 @@
+"""What small problems are asked to be, and where they are computed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from otdd_flash.devices import resolve_device
+from otdd_flash.errors import InputError
+from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
+
+# The largest number of rows or columns.
+MOST = 128
+# Iterations that can be differentiated one by one: history is kept at every 128th, and of 128.
+MOST_UNROLLED = 128**2
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_matrices(name: str, matrices: Tensor) -> None:
+    """Raise an `InputError` unless these are small matrices of a floating type."""
+    if matrices.dtype not in TYPES:
+        raise InputError(
+            f"{name} must be float16, bfloat16, float32 or float64, got {matrices.dtype}; "
+            "convert them with .float()"
+        )
+    if matrices.ndim < 2 or min(matrices.shape[-2:]) < 1:
+        raise InputError(
+            f"{name} must have at least a row and a column each, got shape {tuple(matrices.shape)}"
+        )
+    n, m = matrices.shape[-2:]
+    if max(n, m) > MOST:
+        raise InputError(
+            f"{name} are {n} x {m} each, and a batch takes up to {MOST} rows and columns; larger "
+            "problems are solved one at a time, by otdd.sinkhorn where they are of points"
+        )
+
+
+def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, torch.dtype, bool]:
+    """The device and type that matrices are computed on and in, and whether by kernels."""
+    if compute is None:
+        device = matrices.device
+        return device, matrices.dtype, device.type != "cpu" and _runs_kernels(str(device))
+    options = ComputeOptions.of(compute)
+    device = resolve_device(options.device)
+    dtype = torch.float64 if options.precision == "double" else matrices.dtype
+    if options.backend == "auto":
+        # A float64 in registers is a float64: here, kernels have it as well.
+        options = ComputeOptions(options.device, "auto", "fast")
+    return device, dtype, uses_triton(options, device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@cache
+def _runs_kernels(device: str) -> bool:
+    """Whether a device runs kernels by default, asked once."""
+    return uses_triton(ComputeOptions(device), torch.device(device))
+
+
+def check_type(name: str, value: float | Tensor) -> None:
+    """Raise an `InputError` for a tensor of integers."""
+    if isinstance(value, Tensor) and not value.dtype.is_floating_point:
+        raise InputError(f"{name} must be of a floating type, got {value.dtype}")
+
+
+def check_temperature(scale: Tensor) -> None:
+    """Raise an `InputError` unless the temperature, of which this is the inverse, is positive."""
+    if not bool((scale > 0) & (scale < torch.inf)):
+        raise InputError(f"temperature must be positive and finite, got {1 / float(scale):g}")
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise an `InputError` for NaN, +inf, or a row or column of -inf alone, of (B, n, m)."""
+    if not bool((logits < torch.inf).all()):
+        raise InputError("logits must not be NaN or +inf; -inf forbids a pair")
+    forbidden = logits == -torch.inf
+    if bool(forbidden.all(-1).any() | forbidden.all(-2).any()):
+        raise InputError(
+            "logits forbid all pairs of a row or of a column, which then cannot sum to 1; "
+            "allow at least one"
+        )

@@ -1,0 +1,98 @@
+"""Doubly stochastic matrices from logits, for layers that mix or permute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otdd_flash import arguments
+from otdd_flash.batched.balance import balance
+from otdd_flash.batched.checking import (
+    MOST_UNROLLED,
+    check_matrices,
+    check_type,
+    placement,
+)
+from otdd_flash.checks import takes
+from otdd_flash.errors import InputError
+from otdd_flash.operators.build import Compute
+
+# Iterations where neither they nor a tolerance are given.
+ITERATIONS = 20
+
+
+@takes(arguments.DOUBLY_STOCHASTIC)
+def doubly_stochastic(
+    logits: Tensor,
+    *,
+    iterations: int | None = None,
+    tolerance: float | None = None,
+    max_iterations: int = 1000,
+    temperature: float | Tensor = 1.0,
+    gradient: str = "unrolled",
+    compute: Compute | None = None,
+) -> Tensor:
+    """R = diag(exp(u)) exp(logits / temperature) diag(exp(v)) with sums of 1, for autograd.
+
+    An iteration scales rows, then columns (Sinkhorn & Knopp 1967), so that columns sum to 1 to
+    rounding and rows nearly. Nothing is added to a sum: R is that of the log domain in float64, to
+    a relative 16 u (1 + range of logits / temperature), u = 2^-24 in float32, down to entries of
+    2^-66. Differentiable once by logits and by a tensor `temperature`. A matrix gets the same bits
+    among any others. On a GPU all matrices are one launch, forward and backward each, and nothing
+    waits for the device.
+
+    Args:
+        logits: (..., n, n), n up to 128, float16 or bfloat16 or float32, computed in float32, or
+            float64. -inf forbids a pair. A row or column of -inf, NaN or +inf are refused on a CPU;
+            on a GPU such a matrix becomes NaN, and no other.
+        iterations: how many are made, 20 by default.
+        tolerance: instead of them, the largest deviation of a row sum from 1, of each matrix by
+            itself.
+        max_iterations: with a tolerance, at the most.
+        temperature: positive, a number or a 0-dim tensor.
+        gradient: `unrolled` is that of the iterations made, exactly: they are made again, and only
+            logits are kept. `implicit` is that of the limit, with the sums that R has; only R is
+            kept. `none` keeps nothing.
+        compute: where and how, or only the device; by default where the logits are.
+
+    Returns:
+        R (..., n, n) of the type of the logits.
+
+    Raises:
+        InputError: matrices that are not square or are too large, types that are not floating,
+            iterations and a tolerance, or what the arguments above exclude; in a backward pass, a
+            second derivative.
+    """
+    check_matrices("logits", logits)
+    if logits.shape[-1] != logits.shape[-2]:
+        raise InputError(
+            f"logits must be square, (..., n, n), got shape {tuple(logits.shape)}; "
+            "otdd.sinkhorn_plans takes rectangular costs"
+        )
+    if iterations is not None and tolerance is not None:
+        raise InputError("iterations and tolerance exclude each other; give one of them")
+    most = max_iterations if tolerance is not None else iterations or ITERATIONS
+    if gradient == "unrolled" and most > MOST_UNROLLED and logits.requires_grad:
+        raise InputError(
+            f"{most} iterations are too many to differentiate one by one, which goes up to "
+            f'{MOST_UNROLLED}; take gradient="implicit"'
+        )
+    if isinstance(temperature, Tensor) and temperature.ndim:
+        raise InputError(
+            "temperature must be a number or a 0-dim tensor, got shape "
+            f"{tuple(temperature.shape)}; divide the logits by what differs between matrices"
+        )
+    check_type("temperature", temperature)
+    device, dtype, in_triton = placement(logits, compute)
+    shape = logits.shape
+    matrices = logits.to(device, dtype).reshape(shape[:-2].numel(), *shape[-2:])
+    if isinstance(temperature, Tensor):
+        scale = 1 / temperature.to(device, torch.float64)
+    else:
+        scale = torch.full((), 1 / temperature, dtype=torch.float64, device=device)
+    if gradient == "none":
+        matrices, scale = matrices.detach(), scale.detach()
+    balanced: Tensor = balance(
+        matrices, scale, None, None, None, most, tolerance, False, False, gradient, in_triton
+    )[0]
+    return balanced.reshape(shape).to(logits.device, logits.dtype)

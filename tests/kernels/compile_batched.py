@@ -1,0 +1,91 @@
+"""Compile the kernels of small matrices for sm_90; a script of its own, as `compile_kernels`.
+
+It prints a JSON object: for each kernel and packing shared memory and bytes spilled to a stack.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+from compile_kernels import resources
+from triton.compiler import ASTSource
+
+from otdd_flash.kernels.batched import small_balance, small_balance_backward, tiny_balance
+
+TYPES = {
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+}
+
+
+class Recorded:
+    """A kernel that, launched, is compiled with what it was given."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.taken: dict[str, int] = {}
+
+    def __getitem__(self, grid: object) -> Any:
+        return self.compiled
+
+    def compiled(self, *given: Any, num_warps: int, **constants: Any) -> None:
+        names = self.kernel.arg_names
+        values = {**dict(zip(names, given, strict=False)), **constants}
+        signature, fixed, aligned = {}, {}, {}
+        for place, name in enumerate(names):
+            value = values[name]
+            if isinstance(value, torch.Tensor):
+                signature[name] = TYPES[value.dtype]
+                aligned[(place,)] = [["tt.divisibility", 16]]
+            elif name in constants or value == 1:
+                signature[name], fixed[(place,)] = "constexpr", value
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i32"
+                if value % 16 == 0:
+                    aligned[(place,)] = [["tt.divisibility", 16]]
+        self.taken = resources(ASTSource(self.kernel, signature, fixed, aligned), 90, num_warps)
+
+
+def taken(module: Any, kernel: str, run: Any) -> dict[str, int]:
+    recorded = Recorded(inspect.getattr_static(module, kernel))
+    with mock.patch.object(module, kernel, recorded):
+        run()
+    return recorded.taken
+
+
+def main() -> None:
+    one, found = torch.ones((), dtype=torch.float64), {}
+    for n in (2, 3, 4):
+        x = torch.zeros(1000, n, n)
+        found[f"tiny {n}"] = taken(
+            tiny_balance, "tiny_balance_kernel", lambda x=x: tiny_balance.tiny_balance(x, one, 20)
+        )
+    for n in (4, 8, 16, 32, 64, 128):
+        x, empty = torch.zeros(1000, n, n), torch.empty(0)
+        problems = x, one, None, None, None, 20, None, False
+        found[f"forward {n}"] = taken(
+            small_balance,
+            "small_balance_kernel",
+            lambda problems=problems: small_balance.small_balance(*problems, potentials=False),
+        )
+        found[f"backward {n}"] = taken(
+            small_balance_backward,
+            "small_balance_backward_kernel",
+            lambda problems=problems, x=x, empty=empty: (
+                small_balance_backward.small_balance_backward(*problems, empty, x, None, None)
+            ),
+        )
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
