@@ -241,12 +241,12 @@ def test_too_little_memory_is_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "UNASKED", 0)
-    monkeypatch.setattr(memory, "free_memory", lambda _: 1500)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 1200)
     monkeypatch.setattr(build, "LabelledCost", fails)
     monkeypatch.setattr("otdd_flash.otdd.measure_classes", fails)
     pattern = (
         r"not enough memory on (cpu|cuda:0) for 40 x (33|40) points of dimension 3: at least "
-        r"[\d.]+ KiB are needed and 1\.5 KiB are free; use fewer samples \(max_samples\)"
+        r"[\d.]+ KiB are needed and 1\.2 KiB are free; use fewer samples \(max_samples\)"
     )
     with pytest.raises(InputError, match=pattern):
         entries(pair, compute=compute)[entry]()
