@@ -71,6 +71,33 @@ def conjugate_gradients(
     return iterates.values, iterates.iterations
 
 
+class Metric:
+    """The range of a system's matrix, and sizes scaled by its masses.
+
+    Attributes:
+        masses: (m, 1) float64.
+        inverse: one over them, 0 where there is none.
+        total: of the masses, ().
+        constants: whether the matrix takes constants to 0.
+    """
+
+    def __init__(self, system: System) -> None:
+        self.masses, self.constants = system.masses[:, None], system.constants
+        self.inverse, self.total = inverse(self.masses), self.masses.sum()
+        self._present = self.masses > 0
+
+    def in_range(self, values: Tensor) -> Tensor:
+        """Values (m, s) less their part outside the range, 0 where there is no mass."""
+        values = torch.where(self._present, values, 0)
+        if not self.constants:
+            return values
+        return values - self.masses * (values.sum(0) / self.total)
+
+    def size(self, values: Tensor) -> Tensor:
+        """Sizes (s,) of values (m, s), scaled by masses^(-1/2)."""
+        return (values.square() * self.inverse).sum(0).sqrt()
+
+
 class Iterates:
     """Where s directions are; vectors (m, s) float64 whose columns are contiguous.
 
@@ -85,12 +112,11 @@ class Iterates:
     """
 
     def __init__(self, system: System, right: Tensor, goal: Tensor, most: Tensor) -> None:
-        self._masses, self._constants = system.masses, system.constants
+        self._metric = metric = Metric(system)
         self._precision, self._goal, self._most = system.precision, goal, most
-        self._total, self._scale = self._masses.sum(), inverse(self._masses)[:, None]
-        self.left = _by_columns(in_range(system, right))
+        self.left = _by_columns(metric.in_range(right))
         self.values = _by_columns(torch.zeros_like(right))
-        self.direction = _by_columns(self._scale * self.left)
+        self.direction = _by_columns(metric.inverse * self.left)
         self.size = (self.left * self.direction).sum(0)
         self.unknown = torch.zeros_like(self.size)
         self.iterations = torch.zeros_like(most)
@@ -103,22 +129,20 @@ class Iterates:
 
     def step(self, image: Tensor) -> None:
         """In PyTorch."""
-        masses = self._masses[:, None]
+        metric = self._metric
         energy = (self.direction * image).sum(0)
-        length = (self.direction.square() * masses).sum(0).sqrt()
+        length = (self.direction.square() * metric.masses).sum(0).sqrt()
         positive = energy > 0
         step = torch.where(positive, self.size / torch.where(positive, energy, 1), 0)
         self.unknown += self._precision * step * length
         self.active &= positive & (self.unknown <= self.size.sqrt())
         step = torch.where(self.active, step, 0)
         self.values += step * self.direction
-        self.left -= step * torch.where(masses > 0, image, 0)
-        if self._constants:
-            self.left -= masses * (self.left.sum(0) / self._total)
-        scaled = self._scale * self.left
+        self.left = metric.in_range(self.left - step * image)
+        scaled = metric.inverse * self.left
         after = (self.left * scaled).sum(0)
         kept = torch.where(self.active, after / torch.where(self.active, self.size, 1), 0)
-        self.direction.mul_(kept).add_(scaled)
+        self.direction = scaled + kept * self.direction
         self.iterations += self.active
         self.size = torch.where(self.active, after, self.size)
         self.active &= (self.size > self._goal.square()) & (self.iterations < self._most)
@@ -129,33 +153,19 @@ class Iterates:
 
         cg_step(
             image,
-            self._masses,
-            self._total,
+            self._metric.masses,
+            self._metric.total,
             (self.values, self.left, self.direction),
             (self.size, self.unknown, self.iterations, self.active),
             (self._goal, self._most),
             self._precision,
-            constants=self._constants,
+            constants=self._metric.constants,
         )
 
 
 def inverse(masses: Tensor) -> Tensor:
     """One over masses, 0 where there is none."""
     return torch.where(masses > 0, 1 / masses, 0)
-
-
-def in_range(system: System, values: Tensor) -> Tensor:
-    """Values (m, s) less their part outside the range of the matrix, 0 where there is no mass."""
-    masses = system.masses[:, None]
-    values = torch.where(masses > 0, values, 0)
-    if not system.constants:
-        return values
-    return values - masses * (values.sum(0) / masses.sum())
-
-
-def scaled_size(system: System, values: Tensor) -> Tensor:
-    """Sizes (s,) of values (m, s), scaled by masses^(-1/2)."""
-    return (values.square() * inverse(system.masses)[:, None]).sum(0).sqrt()
 
 
 def _by_columns(values: Tensor) -> Tensor:

@@ -107,6 +107,11 @@ class _Points:
         return _apart(self.plan.transposed_times(_together(values)), len(values))
 
     @cached_property
+    def by_row(self) -> Tensor:
+        """1 / r (n,), 0 where there is no mass."""
+        return inverse(self.plan.rows)
+
+    @cached_property
     def images(self) -> Tensor:
         """P y (n, d)."""
         return self.plan.times(self.y)
@@ -149,9 +154,9 @@ class CrossCurvature:
 
     def _along_x(self, a: Tensor) -> Along:
         at, factor, images = self._at, self._at.factor, self._at.images
-        r = at.plan.rows
+        r, by_row = at.plan.rows, at.by_row
         shift, a = _less_mean(a, r)
-        e = -inverse(r) * _dot(a, images)
+        e = -by_row * _dot(a, images)
         of_a, of_e = _both(at.transposed_times, a, e)
         solved = self._solve(-_dot(of_a, at.y) - of_e)
         w2 = solved.values.T
@@ -162,7 +167,7 @@ class CrossCurvature:
         else:
             moved, of_w2 = _both(at.times, w2[..., None] * at.y, w2)
             moved = moved + factor * torch.einsum("nkl,snl->snk", at.row_moments, a)
-        t1 = factor * e - inverse(r) * of_w2
+        t1 = factor * e - by_row * of_w2
         moved += t1[..., None] * images
         by_x = factor * (r[:, None] * (a + shift) - moved / at.epsilon)
         # Means and what is left are orthogonal.
@@ -176,12 +181,12 @@ class CrossCurvature:
         (mean_a, a), (mean_b, b) = _less_mean(a, r), _less_mean(b, c)
         shift, v = mean_a - mean_b, _dot(y, b)
         of_b, of_v = _both(at.times, b, v)
-        e = inverse(r) * (of_v - _dot(a, images) - _dot(x, of_b))
+        e = at.by_row * (of_v - _dot(a, images) - _dot(x, of_b))
         of_a, of_e = _both(at.transposed_times, a, e)
         solved = self._solve(c * v - _dot(b, transposed_images) - _dot(of_a, y) - of_e)
         w2 = solved.values.T
         of_w2 = at.times(w2[..., None])[..., 0]
-        t1, t2 = factor * e - inverse(r) * of_w2, w2 - factor * v
+        t1, t2 = factor * e - at.by_row * of_w2, w2 - factor * v
         changes = [(factor * a, y), (factor * x, b), (torch.ones_like(r)[:, None], t2[..., None])]
         moved = t1[..., None] * images + _weighted(at.plan.times, y, changes)
         by_x = factor * (r[:, None] * (a + shift) - of_b - moved / at.epsilon)

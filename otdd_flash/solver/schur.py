@@ -28,13 +28,7 @@ from torch import Tensor
 from otdd_flash.arguments import CG_OPTIONS
 from otdd_flash.checks import check_fields
 from otdd_flash.operators.plan import Products
-from otdd_flash.solver.conjugate_gradients import (
-    System,
-    conjugate_gradients,
-    in_range,
-    inverse,
-    scaled_size,
-)
+from otdd_flash.solver.conjugate_gradients import Metric, System, conjugate_gradients, inverse
 
 # Corrections by the residual of the plan itself.
 REFINEMENTS = 3
@@ -144,8 +138,9 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
         right: in the range of the matrix, but for rounding.
         options: when to stop.
     """
-    right = in_range(system, right)
-    size = scaled_size(system, right)
+    metric = Metric(system)
+    right = metric.in_range(right)
+    size = metric.size(right)
     target = options.tolerance * size
     values, left, now = torch.zeros_like(right), right, size
     iterations = torch.zeros_like(size, dtype=torch.int64)
@@ -159,8 +154,8 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
             correction, taken = conjugate_gradients(near, left, goal, most)
             iterations += taken
             corrected = values + correction
-            after = in_range(system, right - system.times(corrected))
-            found = scaled_size(system, after)
+            after = metric.in_range(right - system.times(corrected))
+            found = metric.size(after)
             better = pending & (found < now)
             values, left = (
                 torch.where(better, new, old) for new, old in ((corrected, values), (after, left))
