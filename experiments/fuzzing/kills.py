@@ -1,18 +1,21 @@
 """Runs that are killed at random moments, also while resuming and while pictures are drawn.
 
-Children are forks of this process, which has imported everything: a start would take seconds.
+Children are forks of a server that has imported everything and done nothing else: a start would
+take seconds, and a process that has taken gradients cannot be forked.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from experiments.fuzzing.commands import run_here
 from experiments.fuzzing.verdict import Attempt
@@ -32,6 +35,8 @@ RUNS = {
     "flow, minibatches": ("flow", ("flow.minibatch=20", "flow.steps=6", "flow.checkpoint_every=2")),
     "flow, noise": ("flow", ("flow.noise=0.1", "flow.steps=6", "flow.checkpoint_every=1")),
 }
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["experiments.fuzzing.commands"])
 # Numbers of a result that do not depend on when it was computed.
 KEPT = ("value", "bounds", "epsilon")
 
@@ -90,20 +95,23 @@ class Killer:
     @staticmethod
     def _started(name: str, arguments: list[str], folder: Path, moment: float | None) -> bool:
         """Run in a child; whether it was killed at that moment, before it had ended."""
-        child = os.fork()
-        if child == 0:
-            os._exit(run_here(name, arguments, folder).code & 0xFF)
-        if moment is not None:
-            time.sleep(moment)
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        return os.WIFSIGNALED(status)
+        child = SERVER.Process(target=_run, args=(name, arguments, folder))
+        child.start()
+        child.join(moment)
+        child.kill()
+        child.join()
+        return child.exitcode == -signal.SIGKILL
 
     def _new(self) -> Path:
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir(parents=True)
         return folder
+
+
+def _run(name: str, arguments: list[str], folder: Path) -> None:
+    torch.set_num_threads(1)
+    sys.exit(run_here(name, arguments, folder).code & 0xFF)
 
 
 def _numbers(folder: Path) -> dict[str, Any]:
