@@ -25,7 +25,13 @@ from otdd_flash.batched.adjoint import plan_gradient
 
 CASES = ((4, 4.0), (4, 8.0), (16, 8.0), (16, 4.0))
 ITERATIONS, ENOUGH, COUNT = (1, 2, 5, 10, 20, 50, 100), 20_000, 64
-LINES = ("unrolled", "implicit", "implicit_float32", "ones")
+# Colours that all common colour blindnesses tell apart (Okabe & Ito), and markers beside them.
+LINES = {
+    "unrolled": ("#0072B2", "o"),
+    "implicit": ("#E69F00", "s"),
+    "implicit_float32": ("#56B4E9", "^"),
+    "ones": ("#000000", "x"),
+}
 
 
 def through(logits: Tensor, cotangents: Tensor, iterations: int) -> Tensor:
@@ -79,11 +85,10 @@ def draw_picture(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(CASES), figsize=(13, 3.2), sharey=True)
     for axis, (n, spread) in zip(axes, CASES, strict=True):
         here = [row for row in rows if (row["n"], row["range"]) == (n, spread)]
-        for name in LINES:
+        for name, (color, marker) in LINES.items():
             label = {"ones": "implicit, sums 1"}.get(name, name.replace("_", ", "))
-            axis.loglog(
-                [row["iterations"] for row in here], [row[name] for row in here], label=label
-            )
+            along = [row["iterations"] for row in here], [row[name] for row in here]
+            axis.loglog(*along, label=label, color=color, marker=marker, markersize=4)
         axis.set(title=f"{n} x {n}, logits in (0, {spread:g})", xlabel="iterations")
     axes[0].set_ylabel("largest error")
     axes[0].legend(fontsize=8)
