@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage mutants lint fuzz check-install format clean
+.PHONY: help demo test test-slow coverage mutants lint fuzz check-install docs docs-serve notebooks format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -35,15 +35,29 @@ fuzz: .venv/.installed  ## thousands of random commands, calls, damaged files an
 check-install: .venv/.installed  ## build the package and run the demonstration from what was built
 	.ci/check-install
 
+docs: .venv/.docs  ## build the documentation into site/, and check that pages load nothing from elsewhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/docs/test_site.py
+
+docs-serve: .venv/.docs  ## show the documentation at a local address, built again at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+notebooks: .venv/.docs  ## execute the notebooks and write their outputs
+	$(BIN)/python notebooks/execute.py
+
 format: .venv/.installed  ## rewrite the code in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove the virtual environment, caches and outputs
-	rm -rf .venv build dist outputs multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build dist site outputs multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@

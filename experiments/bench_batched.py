@@ -1,8 +1,10 @@
 """Many small doubly stochastic matrices: time of a launch and of a call, forward and backward.
 
-On a GPU: 4 x 4 for B = 1 to 2^24 and 1 to 100 iterations, then n = 8 to 128 at B n^2 = 2^24, and
-PermLLM's 14,336 blocks of 64 x 64. `--device cpu`: 4 x 4, B = 65,536 on this processor. Beside us
-the loop in PyTorch and what `torch.compile` makes of it. A wrong result is not timed.
+4 x 4 for B = 1 to 2^24 by powers of 4 (`--device cpu`: to 2^16, of 16) at 20 iterations, and 1, 5
+and 100 at the largest. Then n = 8 to 128 at B n^2 = 2^24 (2^20), 14,336 blocks of 64 x 64 (PermLLM)
+and all with a backward pass. Beside us what `experiments.batched_peers` finds installed. A wrong
+result is not timed: its row tells the error. Rows that are there are kept, so the sweep can be made
+in parts, by `--sizes` and `--seconds`.
 """
 
 from __future__ import annotations
@@ -10,55 +12,42 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import otdd_flash as otdd
+from experiments import batched_peers as peers
+from experiments.batched_peers import Run
+from experiments.batched_picture import draw
+from experiments.environment import RESULTS
 from experiments.rows import Rows
 
-Run = Callable[[Tensor], Tensor]
-UNIT = 2.0**-24
-REPEATS = 50
+# Of a call: the most, the fewest, and seconds after which there are no more.
+REPEATS, FEWEST, SECONDS = 101, 5, 1.0
+# Seconds that a call of a peer may take.
+SLOWEST = 5.0
+# Entries of matrices whose result is compared.
+COMPARED = 2**14
+# Error units that ours may have, and others in each iteration.
+ALLOWED = 16
+KEYS = ("method", "n", "B", "iterations", "backward")
+Setting = tuple[int, int, int, bool]
 
 
-def plain(logits: Tensor, iterations: int) -> Tensor:
-    """The loop as layers write it, of matrices whose exponentials neither overflow nor are lost."""
-    balanced = (logits - logits.amax((-2, -1), keepdim=True)).exp()
-    for _ in range(iterations):
-        balanced = balanced / balanced.sum(-1, keepdim=True)
-        balanced = balanced / balanced.sum(-2, keepdim=True)
-    return balanced
-
-
-def exact(logits: Tensor, iterations: int) -> Tensor:
-    """The same in the log domain and in float64."""
-    x = logits.double()
-    for _ in range(iterations):
-        x = x - x.logsumexp(-1, keepdim=True)
-        x = x - x.logsumexp(-2, keepdim=True)
-    return x.exp()
-
-
-def error(run: Run, logits: Tensor, iterations: int) -> float:
-    """The largest relative error, in units of 2^-24 times 1 and the range of the logits."""
-    part = logits[:4096]
-    truth = exact(part, iterations)
-    spread = (part.amax((1, 2)) - part.amin((1, 2))).double()
-    off = ((run(part).detach().double() - truth).abs() / truth).amax((1, 2))
-    return float((off / (UNIT * (1 + spread))).max())
-
-
-def gradient_of(run: Run) -> Run:
-    """Forward and backward of a run, with cotangents like the logits."""
-
-    def both(logits: Tensor) -> Tensor:
-        leaf = logits.detach().requires_grad_()
-        return torch.autograd.grad(run(leaf), leaf, logits)[0]
-
-    return both
+def settings(device: str) -> list[Setting]:
+    """(n, B, iterations, with backward), the largest first."""
+    power, step, entries = (24, 2, 2**24) if device == "cuda" else (16, 4, 2**20)
+    found = [(4, 2**k, 20, False) for k in range(power, -1, -step)]
+    found += [(4, 2**power, iterations, False) for iterations in (1, 5, 100)]
+    sizes = [(n, entries // n**2, 20) for n in (8, 16, 32, 64, 128)]
+    sizes += [(16, 65_536, 100), (64, 14_336, 5)] if device == "cuda" else []
+    found += [(*size, False) for size in sizes]
+    found += [(4, 2**k, 20, True) for k in range(power, -1, -step)]
+    if device == "cuda":
+        found += [(4, 32_768, 20, backward) for backward in (False, True)]
+    return found + [(*size, True) for size in sizes]
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
@@ -72,19 +61,30 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     }
 
 
+def repeated(once: Callable[[], float]) -> dict[str, float]:
+    """Quantiles of what a run says that it takes, after three to warm up."""
+    seconds: list[float] = []
+    start = time.perf_counter()
+    for repeat in range(3 + REPEATS):
+        seconds.append(once())
+        if repeat >= 2 + FEWEST and time.perf_counter() - start > SECONDS:
+            break
+    return quantiles(seconds[3:])
+
+
 def called(run: Run, logits: Tensor) -> dict[str, float]:
     """As called from Python, each call waited for."""
     cuda: Any = torch.cuda
     wait: Callable[[], Any] = cuda.synchronize if logits.is_cuda else lambda: None
-    seconds = []
-    for repeat in range(REPEATS + 3):
+
+    def once() -> float:
         wait()
         start = time.perf_counter()
         run(logits)
         wait()
-        if repeat >= 3:
-            seconds.append(time.perf_counter() - start)
-    return quantiles(seconds)
+        return time.perf_counter() - start
+
+    return repeated(once)
 
 
 def in_graph(run: Run, logits: Tensor) -> dict[str, float]:
@@ -97,86 +97,94 @@ def in_graph(run: Run, logits: Tensor) -> dict[str, float]:
     graph = cuda.CUDAGraph()
     with cuda.graph(graph):
         run(logits)
-    seconds = []
-    for repeat in range(REPEATS + 3):
+
+    def once() -> float:
         start, end = (cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        if repeat >= 3:
-            seconds.append(1e-3 * start.elapsed_time(end))
-    return quantiles(seconds)
+        return 1e-3 * float(start.elapsed_time(end))
+
+    return repeated(once)
 
 
-def runs(iterations: int, device: str) -> dict[str, Run]:
-    """Ours and the peers."""
+def measured(
+    name: str, run: Run, logits: Tensor, iterations: int, backward: bool
+) -> dict[str, Any]:
+    """Times of a run, or why there are none."""
+    compared = logits[: max(1, COMPARED // logits[0].numel())]
+    ours = name.startswith("ours")
+    row: dict[str, Any] = {"error": peers.error(run, compared, iterations)}
+    allowed = ALLOWED * (1 if ours else iterations)
+    # The implicit gradient is that of the limit.
+    if backward and name != "ours, implicit":
+        row["gradient_error"] = peers.gradient_error(run, compared, iterations)
+    if not max(row["error"], row.get("gradient_error", 0) / iterations) <= allowed:
+        return {**row, "wrong": True}
+    timed = peers.gradient_of(run) if backward else torch.inference_mode()(run)
+    # Compiled, where it is, before it is timed.
+    timed(compared)
+    start = time.perf_counter()
+    timed(compared)
+    expected = (time.perf_counter() - start) * len(logits) / len(compared)
+    if expected > SLOWEST and not ours:
+        return {**row, "failed": f"some {expected:.0f} s a call"}
+    row["called"] = called(timed, logits)
+    if logits.is_cuda and ours:
+        row["in_graph"] = in_graph(timed, logits)
+    best = row.get("in_graph", row["called"])["ms"]
+    passes = 3 if backward else 2
+    return {**row, "GB/s": 1e-6 * passes * logits.numel() * logits.element_size() / best}
 
-    def loop(logits: Tensor) -> Tensor:
-        return plain(logits, iterations)
 
-    found: dict[str, Run] = {
-        "ours": lambda logits: otdd.doubly_stochastic(logits, iterations=iterations),
-        "loop": loop,
-    }
-    if device == "cuda":
-        found["torch.compile"] = torch.compile(loop)
-        found["ours, implicit"] = lambda logits: otdd.doubly_stochastic(
-            logits, iterations=iterations, gradient="implicit"
-        )
-    return found
+def missing(rows: Rows, device: str, sizes: list[int]) -> Iterator[tuple[Setting, str, Run]]:
+    """What is asked for and not there."""
+    for setting in settings(device):
+        n, _, iterations, backward = setting
+        for name, run in peers.runs(iterations, n, device).items():
+            keys = dict(zip(KEYS, (name, *setting), strict=True))
+            # The one has no gradient, the other is there for it.
+            pointless = name == ("OTT-JAX" if backward else "ours, implicit")
+            if (n in sizes or not sizes) and not pointless and not rows.has(**keys):
+                yield setting, name, run
 
 
-def settings(device: str) -> list[tuple[int, int, int, bool]]:
-    """(n, B, iterations, with backward), the largest first."""
-    if device == "cpu":
-        return [(4, 65_536, 20, False), (4, 65_536, 20, True)]
-    forward = [(4, 4**k, 20, False) for k in range(12, -1, -1)]
-    forward += [(4, 4**12, iterations, False) for iterations in (1, 5, 100)]
-    sizes = [(n, 2**24 // n**2, 20) for n in (8, 16, 32, 64, 128)]
-    sizes += [(16, 65_536, 100), (64, 14_336, 5)]
-    backward = [(4, 4**12, 20), (4, 32_768, 20), (4, 1, 20), *sizes]
-    return forward + [(*one, False) for one in sizes] + [(*one, True) for one in backward]
-
-
-def measure(rows: Rows, device: str) -> None:
-    """Every setting by every method."""
-    for n, count, iterations, backward in settings(device):
+def measure(rows: Rows, device: str, sizes: list[int], seconds: float) -> None:
+    """Every setting by every method, until the time is over."""
+    end = time.perf_counter() + seconds
+    for (n, count, iterations, backward), name, run in missing(rows, device, sizes):
+        if time.perf_counter() > end:
+            break
+        # So that no setting is compiled for shapes that vary.
+        torch.compiler.reset()
         torch.manual_seed(0)
         logits = torch.randn(count, n, n, device=device)
-        for name, forward in runs(iterations, device).items():
-            keys = {"n": n, "B": count, "iterations": iterations, "backward": backward}
-            if rows.has(method=name, **keys) or (name == "ours, implicit" and not backward):
-                continue
-            run = gradient_of(forward) if backward else torch.inference_mode()(forward)
-            row: dict[str, Any] = {"method": name, **keys}
-            row["error"] = error(forward, logits, iterations)
-            if not row["error"] <= 16 * (1 if name.startswith("ours") else iterations):
-                rows.add({**row, "wrong": True})
-                continue
-            try:
-                row["called"] = called(run, logits)
-                if device == "cuda" and name.startswith("ours"):
-                    row["in_graph"] = in_graph(run, logits)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                rows.add({**row, "out_of_memory": True})
-                continue
-            best = row.get("in_graph", row["called"])["ms"]
-            row["GB/s"] = (3 if backward else 2) * logits.numel() * 4e-6 / best
-            rows.add(row)
+        row = dict(zip(KEYS, (name, n, count, iterations, backward), strict=True))
+        try:
+            row |= measured(name, run, logits, iterations, backward)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            row["failed"] = "out of memory"
+        except Exception as failure:
+            # A peer's own, of whatever kind.
+            if name.startswith("ours"):
+                raise
+            row["failed"] = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+        rows.add(row)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[], help="n, by default all")
+    parser.add_argument("--seconds", type=float, default=80, help="after which no row begins")
     parser.add_argument("--again", action="store_true", help="measure what is there again")
     given = parser.parse_args()
-    keys = ("method", "n", "B", "iterations", "backward")
-    measure(
-        Rows(f"bench_batched_{given.device}", keys, "torch", "triton", again=given.again),
-        given.device,
-    )
+    packages = ("torch", "triton", "liger-kernel", "POT", "ott-jax", "geomloss", "pygmtools")
+    rows = Rows(f"bench_batched_{given.device}", KEYS, *packages, again=given.again)
+    measure(rows, given.device, given.sizes, given.seconds)
+    draw(rows.rows, RESULTS / f"bench_batched_{given.device}.png")
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ def problems(given: argparse.Namespace) -> Iterator[tuple[list[LabeledSamples], 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data-root", required=True)
+    parser.add_argument("--data-root", help="needed but with --draw-only")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--sizes", type=int, nargs="+", help="2000, and with cuda 10000 and 60000")
     parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
@@ -220,7 +220,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke test: 100 points, one second")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="forget rows measured before")
+    parser.add_argument("--draw-only", action="store_true", help="measure nothing more")
+    parser.add_argument("--all-pictures", action="store_true", help="of every n, width and passes")
     given = parser.parse_args()
+    if given.data_root is None and not given.draw_only:
+        parser.error("--data-root DIR is needed to measure")
     on_cpu = given.device == "cpu"
     given.sizes = given.sizes or (SIZES[-1:] if on_cpu else SIZES)
     given.points = given.points or POINTS
@@ -240,9 +244,9 @@ def main() -> None:
         torch.set_num_threads(1)
     name = f"bench_convergence_{given.device}"
     rows = Rows(name, KEYS, *PACKAGES, folder=given.output, again=given.again)
-    for clouds, keys in problems(given):
+    for clouds, keys in () if given.draw_only else problems(given):
         bench(rows, clouds, keys, given)
-    draw(rows.rows, given.output, name)
+    draw(rows.rows, given.output, name, everything=given.all_pictures)
     print("\n".join(summarize(rows.rows)))
 
 

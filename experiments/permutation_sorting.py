@@ -17,8 +17,16 @@ import otdd_flash as otdd
 from experiments.rows import Rows
 
 
-def train(gradient: str, numbers: int, steps: int, iterations: int, device: str) -> nn.Module:
-    """Train the logits of places, (B, numbers) to (B, numbers, numbers)."""
+def train(
+    gradient: str, numbers: int, steps: int, iterations: int, device: str
+) -> tuple[nn.Module, float]:
+    """The logits of places, (B, numbers) to (B, numbers, numbers), and MiB that balancing keeps."""
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel() * tensor.element_size())
+        return tensor
+
     network = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, numbers)).to(device)
     optimizer = torch.optim.Adam(network.parameters(), 0.01)
     for step in range(steps):
@@ -26,19 +34,21 @@ def train(gradient: str, numbers: int, steps: int, iterations: int, device: str)
         noise = -torch.empty(32, numbers, numbers, device=device).exponential_().log()
         temperature = 0.1 ** (step / max(steps - 1, 1))
         logits = network(drawn[..., None]) + 0.1 * noise
-        matrices = otdd.doubly_stochastic(
-            logits, iterations=iterations, temperature=temperature, gradient=gradient
-        )
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            matrices = otdd.doubly_stochastic(
+                logits, iterations=iterations, temperature=temperature, gradient=gradient
+            )
         loss = (matrices.mT @ drawn[..., None] - drawn.sort().values[..., None]).square().mean()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return network
+    return network, sum(kept) / 2**20
 
 
 @torch.no_grad()
 def accuracy(network: nn.Module, numbers: int, device: str) -> float:
-    """The share of numbers whose likeliest place is no more than one off."""
+    """The share of numbers whose likeliest place is no more than one off, without noise."""
     drawn = torch.rand(256, numbers, device=device)
     logits: Tensor = network(drawn[..., None])
     places = otdd.doubly_stochastic(logits, iterations=100, temperature=0.1).argmax(-1)
@@ -63,9 +73,12 @@ def main() -> None:
                 if given.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
-                network = train(gradient, given.numbers, given.steps, iterations, given.device)
+                network, kept = train(
+                    gradient, given.numbers, given.steps, iterations, given.device
+                )
+                seconds = time.perf_counter() - start
                 found = accuracy(network, given.numbers, given.device)
-                row = {**keys, "within_one": found, "seconds": time.perf_counter() - start}
+                row = {**keys, "within_one": found, "seconds": seconds, "kept_mib": kept}
                 if given.device == "cuda":
                     row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
                 rows.add({**row, "numbers": given.numbers, "steps": given.steps})

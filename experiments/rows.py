@@ -1,13 +1,24 @@
-"""A result file whose rows are written as they are measured and kept when a script runs again."""
+"""A result file whose rows are written as they are measured and kept when a script runs again.
+
+What a row keeps under `trace`, a list as long as a solve, is no summary: it goes into a compressed
+table beside the file, NAME.traces.parquet, and comes back to its row when the file is read.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from experiments.environment import RESULTS, environment, write_result
+from otdd_flash.files import replacing
+
+TRACE = "trace"
 
 
 class Rows:
@@ -31,10 +42,9 @@ class Rows:
     ) -> None:
         self.name, self.keys, self.folder = name, keys, folder
         self.head: dict[str, Any] = {"environment": environment(*packages)}
-        path = folder / f"{name}.json"
         self.rows: list[dict[str, Any]] = []
-        if path.exists() and not again:
-            self.rows = json.loads(path.read_text())["rows"]
+        if (folder / f"{name}.json").exists() and not again:
+            self.rows = read_rows(name, folder)
 
     def has(self, **keys: Any) -> bool:
         """Whether the row with these entries is there."""
@@ -43,6 +53,36 @@ class Rows:
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, with the commit that it was measured at, and write the file."""
         self.rows.append({**row, "commit": self.head["environment"]["commit"]})
-        write_result(self.name, {**self.head, "rows": self.rows}, self.folder)
+        write_rows(self.name, self.head, self.rows, self.folder)
         sys.stdout.write(f"{self.rows[-1]}\n")
         sys.stdout.flush()
+
+
+def write_rows(
+    name: str, head: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path = RESULTS
+) -> None:
+    """Write NAME.json, and where rows have traces NAME.traces.parquet: (row's place, trace)."""
+    places = [place for place, row in enumerate(rows) if TRACE in row]
+    short = [{key: value for key, value in row.items() if key != TRACE} for row in rows]
+    if places:
+        traces = [json.dumps(rows[place][TRACE]) for place in places]
+        table = pa.table({"row": pa.array(places, pa.int32()), TRACE: traces})
+        # Before the rows: one that is listed has its trace.
+        with replacing(folder / _traces_of(name)) as partial:
+            pq.write_table(table, partial, compression="zstd", compression_level=19)
+    write_result(name, {**head, "rows": short}, folder)
+
+
+def read_rows(name: str, folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The rows of NAME.json, with their traces."""
+    rows: list[dict[str, Any]] = json.loads((folder / f"{name}.json").read_text())["rows"]
+    if (folder / _traces_of(name)).exists():
+        table = pq.read_table(folder / _traces_of(name)).to_pydict()
+        for place, trace in zip(table["row"], table[TRACE], strict=True):
+            if place < len(rows):
+                rows[place][TRACE] = json.loads(trace)
+    return rows
+
+
+def _traces_of(name: str) -> str:
+    return f"{name}.traces.parquet"

@@ -4,6 +4,8 @@ The way of the data:
 
     load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
                                                       -> pairwise_distances -> PairwiseResult
+                                                      -> sliced_distances -> SlicedResult
+                                                      -> Study -> StudyResult
                                                       -> gradient_flow -> FlowResult
                                                       -> subsample_interval, noise_floor
 
@@ -43,22 +45,33 @@ if TYPE_CHECKING:
     from otdd_flash.flows.stepping import Stepping
     from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
     from otdd_flash.operators.build import ComputeOptions
+    from otdd_flash.operators.cost_blocks import CostBlocks
     from otdd_flash.operators.ground import GroundCost
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import pairwise_distances
     from otdd_flash.pairwise_result import PairwiseResult
+    from otdd_flash.ranks import led
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
+    from otdd_flash.sliced.distances import sliced_distances
+    from otdd_flash.sliced.result import SlicedResult
     from otdd_flash.solver.clouds import sinkhorn, sinkhorn_divergence
     from otdd_flash.solver.hessian import HessianProduct, SinkhornHessian, sinkhorn_hessian
     from otdd_flash.solver.loss import sinkhorn_loss
     from otdd_flash.solver.losses import sinkhorn_losses
+    from otdd_flash.solver.matrix.loss import matrix_loss
+    from otdd_flash.solver.matrix.plan import matrix_plan
+    from otdd_flash.solver.matrix.result import MatrixTransport
+    from otdd_flash.solver.matrix.transport import matrix_transport
     from otdd_flash.solver.potentials import sinkhorn_potentials
     from otdd_flash.solver.schedules.converged import Converged
     from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
     from otdd_flash.solver.schur import CGOptions
     from otdd_flash.solver.transport_map import transport_map
+    from otdd_flash.study.result import StudyResult
+    from otdd_flash.study.study import Study
+    from otdd_flash.study.transfer.settings import Transfer
 
 __all__ = [
     "CGOptions",
@@ -68,6 +81,7 @@ __all__ = [
     "ComputeOptions",
     "Converged",
     "ConvergenceError",
+    "CostBlocks",
     "DataNotice",
     "DistanceResult",
     "Flow",
@@ -78,13 +92,18 @@ __all__ = [
     "InputError",
     "JointClassDistances",
     "LabeledSamples",
+    "MatrixTransport",
     "NoiseFloor",
     "NotConvergedWarning",
     "PairwiseResult",
     "SinkhornHessian",
+    "SlicedResult",
     "SmallPlans",
     "Stepping",
+    "Study",
+    "StudyResult",
     "SubsampleInterval",
+    "Transfer",
     "__version__",
     "class_distances",
     "dataset_distance",
@@ -93,7 +112,11 @@ __all__ = [
     "extractors",
     "gradient_flow",
     "labels",
+    "led",
     "load",
+    "matrix_loss",
+    "matrix_plan",
+    "matrix_transport",
     "noise_floor",
     "pairwise_distances",
     "sinkhorn",
@@ -103,6 +126,7 @@ __all__ = [
     "sinkhorn_losses",
     "sinkhorn_plans",
     "sinkhorn_potentials",
+    "sliced_distances",
     "subsample_interval",
     "transport_map",
 ]
@@ -114,6 +138,7 @@ _HOMES = {
     "ClassDistances": "otdd_flash.labels",
     "CGOptions": "otdd_flash.solver.schur",
     "ComputeOptions": "otdd_flash.operators.build",
+    "CostBlocks": "otdd_flash.operators.cost_blocks",
     "Converged": "otdd_flash.solver.schedules.converged",
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",
@@ -126,11 +151,17 @@ _HOMES = {
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",
     "LabeledSamples": "otdd_flash.samples",
+    "MatrixTransport": "otdd_flash.solver.matrix.result",
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise_result",
+    "led": "otdd_flash.ranks",
     "Stepping": "otdd_flash.flows.stepping",
+    "Study": "otdd_flash.study.study",
+    "StudyResult": "otdd_flash.study.result",
+    "Transfer": "otdd_flash.study.transfer.settings",
     "SinkhornHessian": "otdd_flash.solver.hessian",
+    "SlicedResult": "otdd_flash.sliced.result",
     "SmallPlans": "otdd_flash.batched.small_plans",
     "SubsampleInterval": "otdd_flash.sampling",
     "class_distances": "otdd_flash.labels",
@@ -139,6 +170,9 @@ _HOMES = {
     "embed": "otdd_flash.extractors",
     "gradient_flow": "otdd_flash.flows.run",
     "load": "otdd_flash.data.registry",
+    "matrix_loss": "otdd_flash.solver.matrix.loss",
+    "matrix_plan": "otdd_flash.solver.matrix.plan",
+    "matrix_transport": "otdd_flash.solver.matrix.transport",
     "noise_floor": "otdd_flash.sampling",
     "pairwise_distances": "otdd_flash.pairwise",
     "sinkhorn": "otdd_flash.solver.clouds",
@@ -148,6 +182,7 @@ _HOMES = {
     "sinkhorn_losses": "otdd_flash.solver.losses",
     "sinkhorn_plans": "otdd_flash.batched.plans",
     "sinkhorn_potentials": "otdd_flash.solver.potentials",
+    "sliced_distances": "otdd_flash.sliced.distances",
     "subsample_interval": "otdd_flash.sampling",
     "transport_map": "otdd_flash.solver.transport_map",
 }

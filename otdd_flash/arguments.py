@@ -48,12 +48,16 @@ METRIC_CLASS = "otdd_flash.labels.metrics.base.LabelMetric"
 TABLE_CLASS = "otdd_flash.labels.table.ClassDistances"
 JOINT_TABLE_CLASS = "otdd_flash.labels.many.JointClassDistances"
 COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
+RANKS_CLASS = "otdd_flash.ranks.Ranks"
+GROUP_CLASSES = ("torch.distributed.distributed_c10d.ProcessGroup", RANKS_CLASS)
 COST_CLASS = "otdd_flash.operators.ground.GroundCost"
+COST_BLOCKS_CLASS = "otdd_flash.operators.cost_blocks.CostBlocks"
 CG_CLASS = "otdd_flash.solver.schur.CGOptions"
 SCHEDULE_CLASS = "otdd_flash.solver.schedules.base.Schedule"
 STEPPING_CLASS = "otdd_flash.flows.stepping.Stepping"
 FLOW_CLASS = "otdd_flash.flows.flow.Flow"
 CALLBACKS_CLASS = "otdd_flash.flows.flow.Callbacks"
+TRANSFER_CLASS = "otdd_flash.study.transfer.settings.Transfer"
 CHECKPOINTS_CLASS = "otdd_flash.flows.checkpoint.Checkpoints"
 
 positive = number("be positive and finite", lambda value: 0 < value < math.inf)
@@ -112,6 +116,13 @@ def compute(name: str, value: Any) -> Any:
     raise refused(name, "be ComputeOptions or a device's name", value)
 
 
+def importable(name: str, value: Any) -> Any:
+    """A function, or where to import it from."""
+    if not isinstance(value, str) and not callable(value):
+        raise refused(name, "be a function or module:function", value)
+    return value
+
+
 def scalar(name: str, value: Any) -> Any:
     """A number, or a 0-dim tensor for the sake of its gradient."""
     return value if is_a(value, "torch.Tensor") else not_negative(name, value)
@@ -148,6 +159,13 @@ def classes(name: str, value: Any) -> Any:
 def memory(name: str, value: Any) -> Any:
     """Bytes as a number, as text with a unit, or `auto`."""
     return value if isinstance(value, str) else integer(at_least=0)(name, value)
+
+
+def group(name: str, value: Any) -> Any:
+    """Processes that share passes."""
+    if (isinstance(value, str) and value == "world") or is_a(value, *GROUP_CLASSES):
+        return value
+    raise refused(name, 'be a torch.distributed group of this process, "world" or None', value)
 
 
 solver = optional(instance("be otdd.Converged() or another schedule", SCHEDULE_CLASS))
@@ -193,6 +211,54 @@ PAIRWISE_DISTANCES: Declaration = {
     "datasets": sequence(samples),
     **COMPARING,
     "class_distances": joint_table,
+}
+SLICED_DISTANCES: Declaration = {
+    "datasets": sequence(samples),
+    "projections": integer(at_least=2),
+    "seed": seed,
+    "device": device,
+    "progress": optional(function),
+}
+TRANSFER: Declaration = {
+    "protocol": text,
+    "target_samples": optional(count),
+    "seeds": count,
+    "source_epochs": count,
+    "target_epochs": count,
+    "min_target_steps": integer(at_least=0),
+    "batch_size": count,
+    "learning_rate": positive,
+    "weight_decay": not_negative,
+    "network": optional(importable),
+    "image_shape": optional(sequence(count, length=3)),
+}
+STUDY: Declaration = {
+    "tasks": mapping("be a mapping of datasets by name, such as {'mnist': (train, test)}"),
+    "measures": optional(names),
+    "transfer": optional(instance("be an otdd.Transfer", TRANSFER_CLASS)),
+    "families": optional(mapping("be a mapping of families by the names of tasks")),
+    "epsilon": positive,
+    "epsilon_relative": optional(positive),
+    "labels": labels,
+    "cost": cost,
+    "min_class_size": optional(count),
+    "solver": solver,
+    "compute": optional(compute),
+    "projections": integer(at_least=2),
+    "subsample": optional(count),
+    "subsample_size": optional(count),
+    "noise_floor": flag,
+    "seed": seed,
+    "cache_dir": optional(path),
+}
+RUN_STUDY: Declaration = {
+    "folder": path,
+    "resume": flag,
+    "shard": optional(text),
+    "workers": count,
+    "threads": optional(count),
+    "progress": optional(function),
+    "stop": optional(function),
 }
 CLASS_DISTANCES: Declaration = {
     "datasets": sequence(samples),
@@ -327,6 +393,50 @@ SINKHORN_PLANS: Declaration = {
     "compute": optional(compute),
 }
 
+
+def matrix(name: str, value: Any) -> Any:
+    """A matrix of costs, or a function of its blocks."""
+    if is_a(value, COST_BLOCKS_CLASS):
+        return value
+    return array("(n, m) or otdd.CostBlocks(n, m, block)")(name, value)
+
+
+def matrix_tensor(name: str, value: Any) -> Any:
+    """The same, but no array that has no gradient."""
+    if is_a(value, COST_BLOCKS_CLASS):
+        return value
+    return tensor("(n, m) or otdd.CostBlocks(n, m, block)")(name, value)
+
+
+COST_BLOCKS: Declaration = {"n": count, "m": count, "block": function}
+MATRIX_TRANSPORT: Declaration = {
+    "costs": matrix,
+    "a": optional(array("(n,)")),
+    "b": optional(array("(m,)")),
+    "epsilon": optional(positive),
+    "epsilon_relative": optional(positive),
+    "options": solver,
+    "compute": optional(compute),
+    "start": start,
+    "progress": optional(function),
+}
+MATRIX_LOSS: Declaration = {
+    **{name: check for name, check in MATRIX_TRANSPORT.items() if name != "progress"},
+    "costs": matrix_tensor,
+    "a": optional(tensor("(n,)")),
+    "b": optional(tensor("(m,)")),
+    "epsilon": positive,
+    "self_costs": optional(sequence(tensor("(n, n) or (m, m)"), length=2)),
+}
+MATRIX_PLAN: Declaration = {
+    **{name: check for name, check in MATRIX_TRANSPORT.items() if name != "progress"},
+    "costs": tensor("(n, m)"),
+    "a": optional(tensor("(n,)")),
+    "b": optional(tensor("(m,)")),
+    "cg": instance("be otdd.CGOptions()", CG_CLASS),
+}
+APPLY_PLAN: Declaration = {"values": array("(m, k)")}
+
 LOAD: Declaration = {
     "name": text,
     "root": optional(path),
@@ -415,6 +525,7 @@ CLASS_DISTANCES_FIELDS: Declaration = {
 }
 FILE: Declaration = {"path": path}
 LOAD_RESULT: Declaration = {**FILE, "compute": optional(compute)}
+LOAD_MATRIX: Declaration = {**LOAD_RESULT, "costs": matrix}
 FROM_FULL: Declaration = {
     "full": array("(Vx + Vy, Vx + Vy)"),
     "size_x": count,
@@ -426,7 +537,9 @@ COMPUTE_OPTIONS: Declaration = {
     "backend": choice(*BACKENDS),
     "precision": choice(*PRECISIONS),
     "memory_budget": memory,
+    "group": optional(group),
 }
+LED: Declaration = {"work": function, "group": optional(group)}
 GROUND_COST: Declaration = {
     "lambda_x": not_negative,
     "lambda_y": not_negative,

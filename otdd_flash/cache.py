@@ -1,4 +1,4 @@
-"""A small content-addressed store of tensors on disk, for results that are dear to recompute.
+"""A small content-addressed store of tensors on disk, for results that are expensive to recompute.
 
 Each entry is one safetensors file, named after the hash of its key. It is written under a temporary
 name and renamed, so a reader never sees half an entry and two writers cannot mix theirs. A checksum

@@ -26,6 +26,10 @@ class ConvergenceError(RuntimeError):
     """`require_convergence` was asked for and the tolerance was not reached."""
 
 
+class LostRankError(RuntimeError):
+    """Another of the processes that share the work has ended."""
+
+
 class IncompleteError(RuntimeError):
     """The result was computed and written, but not every file beside it."""
 

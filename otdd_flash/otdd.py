@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
@@ -23,12 +24,15 @@ from otdd_flash.labels import (
     metric_of,
     notice_single_samples,
 )
+from otdd_flash.labels.dealt import dealt
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
+from otdd_flash.ranks import ALONE, shared_since
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.shards import takes_shards
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.problem import SIDES, Problem, terms_of
 from otdd_flash.solver.schedules.base import Schedule
@@ -39,6 +43,7 @@ from otdd_flash.solver.term.result import Progress
 logger = logging.getLogger(__name__)
 
 
+@takes_shards("source", "target")
 @takes(arguments.DATASET_DISTANCE)
 def dataset_distance(
     source: Samples,
@@ -109,7 +114,7 @@ def dataset_distance(
     # Before class distances, which can take longer than all else.
     request = Request.prepare((source, target), cost, compute, pairs=terms_of(debias=debias))
 
-    started = time.perf_counter()
+    before, started = shared_since(ALONE, compute.group), time.perf_counter()
     if class_statistics is not None:
         one, other = class_statistics
         class_statistics = request.see(one), request.see(other)
@@ -117,7 +122,7 @@ def dataset_distance(
     table = measure_classes(
         x,
         y,
-        metric,
+        dealt(metric, compute.group),
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,
@@ -141,8 +146,9 @@ def dataset_distance(
         table,
         divergence,
         cost,
-        compute,
+        compute.alone,
         method=metric.name,
         seconds=seconds,
-        request=request,
+        request=replace(request, compute=compute.alone),
+        shared=shared_since(before, compute.group),
     )

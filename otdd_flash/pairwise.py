@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -25,12 +25,14 @@ from otdd_flash.labels import (
     metric_of,
     notice_single_samples,
 )
+from otdd_flash.labels.dealt import dealt
 from otdd_flash.labels.many import as_datasets, measure_all
 from otdd_flash.labels.pairs import Progress
 from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Request, check_comparable
+from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.pairwise_result import PairwiseResult, gather
+from otdd_flash.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.samples import Samples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
@@ -109,7 +111,8 @@ def pairwise_distances(
 
     started = time.perf_counter()
     if class_distances is None:
-        table = measure_all(request.seen, metric, cache_dir=cache_dir, progress=class_progress)
+        measure = dealt(metric, compute.group)
+        table = measure_all(request.seen, measure, cache_dir=cache_dir, progress=class_progress)
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
@@ -125,7 +128,7 @@ def pairwise_distances(
         sides,
         table,
         cost=cost,
-        compute=compute,
+        compute=compute.alone,
         method=metric.name if class_distances is None else "given",
         seconds={"class_distances": measured - started, "solve": solved - measured},
     )
@@ -164,22 +167,38 @@ class _Solves:
         Raises:
             ConvergenceError: convergence is required and a term stopped early.
         """
-        for j in range(len(self.request.seen)):
-            self._keep(j, j, self._problem(j, j).solve(self.options))
-            for i in range(j):
-                self._keep(i, j, self._compare(i, j))
+        count = len(self.request.seen)
+        # A dataset's own term comes before those that it takes part in.
+        pairs = [(i, j) for j in range(count) for i in (j, *range(j))]
+        for (i, j), solved in zip(pairs, self._solved(pairs), strict=True):
+            if solved is None:
+                solved = self.found[j, j]
+            elif i < j:
+                solved = replace(solved, xx=self.found[i, i].xx, yy=self.found[j, j].xx)
+            self._keep(i, j, solved)
         late = [pair for pair, divergence in self.found.items() if not divergence.converged]
         if late:
             warnings.warn(self._message(late), NotConvergedWarning, stacklevel=4)
         return self.found
 
-    def _compare(self, i: int, j: int) -> Divergence:
-        """A cross term, with the self terms that are there."""
+    def _solved(self, pairs: Sequence[Pair]) -> Iterator[Divergence | None]:
+        """The terms of pairs, by this process or dealt to ranks, the longest first."""
+        if (ranks := ranks_of(self.request.compute.group)) is None:
+            yield from (self.term(*pair) for pair in pairs)
+            return
+        sizes = [len(side) for side in self.request.seen]
+        owners = balanced(
+            [sizes[i] * sizes[j] / (2 if i == j else 1) for i, j in pairs], ranks.size
+        )
+        content = saved((self.request, self.table, self.epsilon, self.options))
+        yield from ranks.order(_solve_dealt, content, pairs, owners)
+
+    def term(self, i: int, j: int) -> Divergence | None:
+        """A self term, or a cross term alone; None of equal datasets."""
         problem = self._problem(i, j)
-        if problem.identical:
-            return self.found[j, j]
-        cross = problem.solve(self.options, debias=False)
-        return replace(cross, xx=self.found[i, i].xx, yy=self.found[j, j].xx)
+        if i == j:
+            return problem.solve(self.options)
+        return None if problem.identical else problem.solve(self.options, debias=False)
 
     def _problem(self, i: int, j: int) -> Problem:
         return Problem(self.request.of(i, j), self.epsilon, self.table.between(i, j).full)
@@ -201,3 +220,17 @@ class _Solves:
         shown = [f"{names[i]} and {names[j] if i < j else 'itself'}" for i, j in pairs[:5]]
         more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
         return f"{'; '.join(shown)}{more}"
+
+
+def _solve_dealt(
+    ranks: Ranks, content: bytes, pairs: Sequence[Pair], owners: Sequence[int]
+) -> list[Divergence | None]:
+    """The terms of all pairs, of which each rank solves its own by itself."""
+    request, table, epsilon, options = restored(content)
+    solves = _Solves(request, table, epsilon, options, None)
+    own = [place for place, owner in enumerate(owners) if owner == ranks.rank]
+    found = ranks.together(lambda: {place: solves.term(*pairs[place]) for place in own})
+    together: dict[int, Divergence | None] = {}
+    for others in ranks.said(saved(found)):
+        together |= restored(others)
+    return [together[place] for place in range(len(pairs))]

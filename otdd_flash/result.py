@@ -14,6 +14,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
+from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.labels import ClassDistances
@@ -21,11 +22,12 @@ from otdd_flash.operators.base import Applied, Operator, refined
 from otdd_flash.operators.build import Compute, ComputeOptions, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.operators.request import Request
+from otdd_flash.ranks import ALONE, Shared
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.problem import SIDES
+from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.version import __version__
 
@@ -47,6 +49,8 @@ class DistanceResult:
         seconds: wall time of each phase.
         request: both datasets where they were compared, for the plan; a loaded result prepares its
             own when it is first asked.
+        shared: how many processes shared the passes, and what this one received from the others;
+            what is asked of the plan, this process computes alone.
     """
 
     source: LabeledSamples
@@ -58,6 +62,7 @@ class DistanceResult:
     method: str = field(kw_only=True)
     seconds: dict[str, float] = field(kw_only=True)
     request: Request | None = field(default=None, kw_only=True, repr=False)
+    shared: Shared = field(default=ALONE, kw_only=True)
 
     @property
     def value(self) -> float:
@@ -131,10 +136,27 @@ class DistanceResult:
 
         def means(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
             points = self._prepared.given[1].features
-            origin = origin_near([(points, operator.b)], operator.costs.dtype)
+            origin = origin_near([(points, operator.b)], operator.dtype)
             return conditional_means(operator, f, g, self.epsilon, points, origin).add_(origin)
 
         return self._with_plan(means, weighted=False)
+
+    def contributions(self) -> Contributions:
+        """How much of the distance every source row carries: s (n,), in units of the cost.
+
+        Without row i the distance changes by -a_i s_i to first order. Class distances by `gaussian`
+        and `means` move with the masses; others are held, as the result says.
+
+        Raises:
+            InputError: there is not enough memory.
+        """
+        request = self._prepared
+
+        def find() -> Contributions:
+            problem = Problem(request, self.epsilon, self.class_distances.full)
+            return contributions_of(problem, self.divergence, self.method)
+
+        return request.within_memory(find)
 
     def summary(self, **more: Any) -> dict[str, Any]:
         """The content of result.json; `more` replaces or adds keys."""
@@ -160,7 +182,8 @@ class DistanceResult:
             "device": self.divergence.device,
             "backend": self.divergence.backend,
             "precision": self.compute.precision,
-            "compute": asdict(self.compute),
+            "compute": self.compute.settings,
+            **({} if self.shared == ALONE else self.shared._asdict()),
             "config": None,
         }
         return {**content, **more}

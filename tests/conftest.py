@@ -49,10 +49,10 @@ def _keep_first_cases(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quicker_interpreter() -> None:
-    """Triton's interpreter looks for what to replace in its language once, not at every launch.
+    """Triton's interpreter replaces its language once a launch, and looks for what to replace once.
 
-    It lists all members at every launch and at every call of a device function, a third of the time
-    of these tests; which of them it replaces is always the same.
+    It lists and replaces all members again at every call of a device function, more than half of
+    the time of these tests; they are the same, and stay replaced until the launch has ended.
     """
     if torch.cuda.is_available() or "triton" not in sys.modules:
         return
@@ -70,6 +70,33 @@ def _quicker_interpreter() -> None:
                 interpreter._patch_attr(package, name, member, *scope)
 
     interpreter._patch_builtin = patch
+
+    replaced: set[int] = set()
+    used_by: dict[int, set[int]] = {}
+    whole = interpreter._patch_lang
+
+    def patch_once(function: Any) -> Any:
+        if id(function.__globals__) not in used_by:
+            languages = {id(interpreter.tl), id(interpreter.tl.core)}
+            used_by[id(function.__globals__)] = languages & set(
+                map(id, function.__globals__.values())
+            )
+        used = used_by[id(function.__globals__)]
+        if replaced and used <= replaced:
+            return interpreter._LangPatchScope()
+        outermost, scope = not replaced, whole(function)
+        replaced.update(used)
+        if outermost:
+            restore = scope.restore
+
+            def restore_all() -> None:
+                replaced.clear()
+                restore()
+
+            scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 @pytest.fixture(scope="session")

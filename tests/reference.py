@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -241,3 +242,87 @@ def entropic_plan(
         f = softmin_rows(cost, b, g, epsilon)
         g = softmin_rows(cost.T, a, f, epsilon)
     return plan(cost, a, b, f, g, epsilon), f, g
+
+
+def numbers_on_a_line(
+    x: Tensor, labels: Tensor, a: Tensor, theta: Tensor, psi: Tensor, orders: Tensor
+) -> Tensor:
+    """psi_0 theta.x + sum_k psi_k M_k(class of x), (n,), for one draw of a sliced distance."""
+    projected = x.double() @ theta
+    numbers = psi[0] * projected
+    for k, order in enumerate(orders.tolist()):
+        for c in labels.unique().tolist():
+            rows = labels == c
+            powers = projected[rows] ** order / math.factorial(order)
+            numbers[rows] += psi[1 + k] * (a[rows] * powers).sum() / a[rows].sum()
+    return numbers
+
+
+def transport_on_a_line(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> float:
+    """W_2^2 of weighted numbers: the north-west corner rule on both, sorted."""
+    first, second = x.argsort(), y.argsort()
+    left, right = a[first].tolist(), b[second].tolist()
+    points, others = x[first].tolist(), y[second].tolist()
+    i = j = 0
+    cost = 0.0
+    while i < len(left) and j < len(right):
+        mass = min(left[i], right[j])
+        cost += mass * (points[i] - others[j]) ** 2
+        left[i] -= mass
+        right[j] -= mass
+        i, j = i + (left[i] <= right[j]), j + (left[i] > right[j])
+    return cost
+
+
+def log_evidence(features: Tensor, y: Tensor, alpha: float, beta: float) -> float:
+    """log p(y) / n for y (n,) from N(0, I / beta + F F^T / alpha), F (n, d)."""
+    n = len(y)
+    covariance = torch.eye(n, dtype=torch.float64) / beta + features @ features.T / alpha
+    factor = torch.linalg.cholesky(covariance)
+    white = torch.linalg.solve_triangular(factor, y[:, None], upper=False)
+    logs = factor.diagonal().log().sum() * 2 + n * math.log(2 * math.pi)
+    return float(-(white.square().sum() + logs) / (2 * n))
+
+
+def h_score_by_inverse(features: Tensor, labels: Tensor) -> float:
+    """tr(cov(F)^+ cov(E[F | class])), both covariances over the n rows."""
+    means = torch.stack([features[labels == c].mean(0) for c in labels.tolist()])
+    covariance, between = (torch.cov(part.T, correction=0) for part in (features, means))
+    inverse = torch.linalg.pinv(torch.atleast_2d(covariance), rtol=1e-12, hermitian=True)
+    return float((inverse @ torch.atleast_2d(between)).trace())
+
+
+def leep_by_loops(probabilities: Tensor, labels: Tensor) -> float:
+    """Mean over rows of log sum_z P(y | z) theta_z, with P(y, z) counted row by row."""
+    table, kinds, total = probabilities.tolist(), labels.tolist(), 0.0
+    for row, kind in zip(table, kinds, strict=True):
+        inner = 0.0
+        for z, likely in enumerate(row):
+            same = sum(other[z] for other, its in zip(table, kinds, strict=True) if its == kind)
+            inner += same / sum(other[z] for other in table) * likely
+        total += math.log(inner)
+    return total / len(table)
+
+
+def bures_wasserstein(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> float:
+    """Of the Gaussians of two weighted clouds, with covariances that divide by 1 - sum a^2."""
+    moments = []
+    for points, masses in ((x, a), (y, b)):
+        mean = masses @ points
+        centred = points - mean
+        unbiased = 1 - masses.square().sum()
+        moments.append((mean, (centred.T * masses) @ centred / unbiased))
+    (m, s), (o, t) = moments
+    values, vectors = torch.linalg.eigh(s)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    fidelity = torch.linalg.eigvalsh(root @ t @ root).clamp_min(0).sqrt().sum()
+    return float((m - o).square().sum() + s.trace() + t.trace() - 2 * fidelity)
+
+
+def transport_entropy(coupling: Tensor) -> float:
+    """H(column | row) = H(row, column) - H(row) of masses that sum to 1."""
+
+    def entropy(masses: Tensor) -> float:
+        return -sum(p * math.log(p) for p in masses.flatten().tolist() if p > 0)
+
+    return entropy(coupling) - entropy(coupling.sum(1))

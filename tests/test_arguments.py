@@ -116,6 +116,29 @@ CALLS: dict[str, Entry] = {
         | {"solver": None, "compute": None, "cache_dir": None, "class_progress": None}
         | {"progress": None},
     ),
+    "sliced_distances": (
+        otdd.sliced_distances,
+        {"datasets": [ONE, TWO], "projections": 2, "seed": 0, "device": "cpu", "progress": None},
+    ),
+    "Study": (
+        otdd.Study,
+        {"tasks": {"one": ONE, "two": TWO}, "measures": ["otdd"], "transfer": None}
+        | {"families": None, "epsilon": 1.0, "epsilon_relative": None, "labels": "means"}
+        | {"cost": None, "min_class_size": None, "solver": None, "compute": None}
+        | {"projections": 4, "subsample": None, "subsample_size": None, "noise_floor": False}
+        | {"seed": 0, "cache_dir": None},
+    ),
+    "Study.run": (
+        otdd.Study({"one": ONE, "two": TWO}, ["frechet"], None).run,
+        {"folder": "study", "resume": True, "shard": None, "workers": 1, "threads": 1}
+        | {"progress": None, "stop": None},
+    ),
+    "Transfer": (
+        otdd.Transfer,
+        {"protocol": "head", "target_samples": None, "seeds": 1, "source_epochs": 1}
+        | {"target_epochs": 1, "min_target_steps": 1, "batch_size": 8, "learning_rate": 0.1}
+        | {"weight_decay": 0.0, "network": None, "image_shape": None},
+    ),
     "class_distances": (
         otdd.class_distances,
         {"datasets": [ONE], "labels": "means", "min_class_size": None, "cache_dir": None}
@@ -195,6 +218,26 @@ CALLS: dict[str, Entry] = {
         {"costs": X[None], "a": None, "b": None, "epsilon": 1.0, "tolerance": 1e-3}
         | {"max_iterations": 5, "gradient": "none", "sizes": None, "compute": None},
     ),
+    "matrix_transport": (
+        otdd.matrix_transport,
+        {"costs": POINTS, "a": None, "b": None, "epsilon": 1.0, "options": None, "compute": None}
+        | {"start": None, "progress": None},
+    ),
+    "matrix_loss": (
+        otdd.matrix_loss,
+        {"costs": X, "a": None, "b": None, "epsilon": 1.0, "self_costs": None, "options": None}
+        | {"compute": None, "start": None},
+    ),
+    "matrix_plan": (
+        otdd.matrix_plan,
+        {"costs": X, "a": None, "b": None, "epsilon": 1.0, "options": None, "start": None}
+        | {"compute": None, "cg": otdd.CGOptions()},
+    ),
+    "MatrixTransport.load": (
+        otdd.MatrixTransport.load,
+        {"path": "nowhere", "costs": POINTS, "compute": None},
+    ),
+    "CostBlocks": (otdd.CostBlocks, {"n": 12, "m": 3, "block": lambda rows, columns: X[rows]}),
     "ClassDistances": (
         otdd.ClassDistances,
         {"xx": BLOCK, "xy": BLOCK, "yy": BLOCK, "names_x": None, "names_y": None}
@@ -222,8 +265,10 @@ CALLS: dict[str, Entry] = {
     ),
     "ComputeOptions": (
         otdd.ComputeOptions,
-        {"device": "cpu", "backend": "auto", "precision": "fast", "memory_budget": "auto"},
+        {"device": "cpu", "backend": "auto", "precision": "fast", "memory_budget": "auto"}
+        | {"group": None},
     ),
+    "led": (otdd.led, {"work": lambda ranks: 0, "group": None}),
     "GroundCost": (otdd.GroundCost, {"lambda_x": 0.5, "lambda_y": 0.5}),
     "Stepping": (
         otdd.Stepping,
@@ -262,7 +307,9 @@ def test_every_callable_that_is_public_is_called_here() -> None:
     called = {function for function, _ in CALLS.values()}
     made_here = {otdd.FlowResult, otdd.DistanceResult, otdd.PairwiseResult}
     made_here |= {otdd.NoiseFloor, otdd.SubsampleInterval, otdd.JointClassDistances}
+    made_here |= {otdd.SlicedResult, otdd.StudyResult}
     made_here |= {otdd.SinkhornHessian, otdd.HessianProduct, otdd.SmallPlans}
+    made_here |= {otdd.MatrixTransport}
     for name in otdd.__all__:
         value = getattr(otdd, name)
         error = isinstance(value, type) and issubclass(value, Exception)

@@ -56,8 +56,16 @@ AXES = {
 QUANTITIES = {"error": "L1 marginal error", "width": "relative width of the bounds"}
 
 
-def draw(rows: Sequence[Row], folder: Path, name: str) -> None:
-    """Write a picture for every n of the rows, quantity and axis: NAME_n.png and so on."""
+def draw(rows: Sequence[Row], folder: Path, name: str, *, everything: bool = False) -> None:
+    """Write NAME_n.png, the error against seconds for the largest n.
+
+    With `everything` a picture for every n, quantity and axis: NAME_n_width_passes.png and so on.
+    """
+    if not everything:
+        largest = max(row["n"] for row in rows)
+        found = [row for row in rows if row["n"] == largest and row.get("trace")]
+        draw_figure(found, "error", "seconds", folder / f"{name}_{largest}.png")
+        return
     for n in dict.fromkeys(row["n"] for row in rows):
         found = [row for row in rows if row["n"] == n and row.get("trace")]
         for quantity, along in product(QUANTITIES, AXES):

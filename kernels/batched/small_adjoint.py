@@ -8,9 +8,10 @@ for B plans P (n, m), cotangents G of them, s (n,) of rows and t (m,) of columns
 scaled as in `otdd_flash.batched.adjoint`: conjugate gradients on I - A^T A with A = diag(r)^(-1/2)
 P diag(c)^(-1/2), of the smaller side, A applied from the registers that hold P.
 
-One program holds BATCH matrices, padded by rows and columns of 0 to powers of two, and iterates
-until the last of them has stopped. A matrix that has stopped stays as it is. Sums have an order
-that depends on sizes and type alone, so a matrix gets the same bits among any others.
+One program holds BATCH matrices as a tile (rows, BATCH, columns), padded by rows and columns of 0
+to powers of two, and iterates until the last of them has stopped. A matrix that has stopped stays
+as it is. Sums have an order that depends on sizes and type alone, so a matrix gets the same bits
+among any others.
 
 Memory: P and G are read, and `out` is written, once. Padded matrices of 64 KB and more are read
 twice, and those in float64 at every step. Work: 4 n m operations a step, and 12 n m.
@@ -18,6 +19,7 @@ twice, and those in float64 at every step. Work: 4 n m operations a step, and 12
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -43,8 +45,8 @@ class Packing(NamedTuple):
 
 
 # Matrices of a program and its warps, by the bytes of a padded matrix; the fastest without spilled
-# registers of those measured on an H200 for 4, 16, 64 and 128 rows in float32. Float64 takes twice
-# the warps where one is not enough.
+# registers of those measured on an H200 for 4, 16 and 64 rows in float32; for others the fewest
+# warps that spill none. Float64 takes twice the warps where one is not enough.
 PACKINGS = {
     1 << 4: (32, 1),
     1 << 6: (8, 1),
@@ -52,7 +54,7 @@ PACKINGS = {
     1 << 10: (2, 1),
     1 << 12: (1, 1),
     1 << 14: (1, 2),
-    1 << 15: (1, 4),
+    1 << 15: (1, 8),
 }
 # Of a larger one.
 MOST_WARPS = 8
@@ -94,19 +96,24 @@ def small_adjoint_kernel(
     M: tl.constexpr,
     ROWS: tl.constexpr,
     HELD: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
 ):
-    """One program per BATCH matrices, which loads ROWS of their rows at once."""
+    """One program per BATCH matrices, which loads ROWS of their rows at once.
+
+    CONTIGUOUS where all that is (B, n, m) is N by M and contiguous.
+    """
+    if CONTIGUOUS:
+        plan_stride, plan_row_stride, plan_column_stride = N * M, M, 1
+        cotangent_stride, cotangent_row_stride, cotangent_column_stride = N * M, M, 1
+        weighted_stride, weighted_row_stride, weighted_column_stride = N * M, M, 1
     o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
-    o_column = tl.arange(0, M).to(tl.int64)
+    o_column = tl.arange(0, M)
     m_batch = o_batch < count
     m_column = m_batch[:, None] & (o_column < m)[None, :]  # (BATCH, M)
-    p_plan = first_rows(plan_ptr, o_batch, o_column, plan_stride, plan_column_stride)
-    p_cotangent = first_rows(
-        cotangent_ptr, o_batch, o_column, cotangent_stride, cotangent_column_stride
-    )
-    p_weighted = first_rows(
-        weighted_ptr, o_batch, o_column, weighted_stride, weighted_column_stride
-    )
+    p_plan = first_rows(plan_ptr, plan_stride, plan_column_stride, BATCH, M)
+    p_cotangent = first_rows(cotangent_ptr, cotangent_stride, cotangent_column_stride, BATCH, M)
+    p_weighted = first_rows(weighted_ptr, weighted_stride, weighted_column_stride, BATCH, M)
+    o_row_batch, o_column_batch = o_batch[None, :], o_batch[:, None]
 
     c = tl.zeros((BATCH, M), TYPE)
     right = tl.zeros((BATCH, M), TYPE)
@@ -116,12 +123,12 @@ def small_adjoint_kernel(
         cotangent = load_rows(p_cotangent, o_row, cotangent_row_stride, n, m_column).to(TYPE)
         e = tl.sum(plan * cotangent, 2)
         if ROW_COTANGENTS:
-            e += load_numbers(row_cotangent_ptr, o_batch, o_row, count, n)
+            e += load_numbers(row_cotangent_ptr, o_row_batch, o_row[:, None], count, n)
         e *= inverse(tl.sum(plan, 2), SMALLEST)
-        c += tl.sum(plan, 1)
-        right += tl.sum(plan * (cotangent - e[:, :, None]), 1)
+        c += tl.sum(plan, 0)
+        right += tl.sum(plan * (cotangent - e[:, :, None]), 0)
     if COLUMN_COTANGENTS:
-        right += load_numbers(column_cotangent_ptr, o_batch, o_column, count, m)
+        right += load_numbers(column_cotangent_ptr, o_column_batch, o_column[None, :], count, m)
 
     per_column = inverse_root(c, SMALLEST)
     # What the matrix takes to 0, and residuals keep no part of.
@@ -146,16 +153,16 @@ def small_adjoint_kernel(
     while (step < STEPS_PER_ROW * m) & (running > 0):
         scaled = per_column * direction
         if HELD:
-            images = per_row * tl.sum(held * scaled[:, None, :], 2)
-            image = tl.sum(held * images[:, :, None], 1)
+            images = per_row * tl.sum(held * scaled[None, :, :], 2)
+            image = tl.sum(held * images[:, :, None], 0)
         else:
             image = tl.zeros((BATCH, M), TYPE)
             for first in range(0, N, ROWS):
                 o_rows = first + tl.arange(0, ROWS)
                 part = load_rows(p_plan, o_rows, plan_row_stride, n, m_column).to(TYPE)
                 parts = inverse(tl.sum(part, 2), SMALLEST)
-                parts *= tl.sum(part * scaled[:, None, :], 2)
-                image += tl.sum(part * parts[:, :, None], 1)
+                parts *= tl.sum(part * scaled[None, :, :], 2)
+                image += tl.sum(part * parts[:, :, None], 0)
         image = direction - per_column * image
         energy = tl.sum(direction * image, 1)
         active = active & (energy > ROUNDING * length)
@@ -178,52 +185,54 @@ def small_adjoint_kernel(
         o_row = first + tl.arange(0, ROWS)
         plan = load_rows(p_plan, o_row, plan_row_stride, n, m_column).to(TYPE)
         cotangent = load_rows(p_cotangent, o_row, cotangent_row_stride, n, m_column).to(TYPE)
-        u = tl.sum(plan * (cotangent - v[:, None, :]), 2)
+        u = tl.sum(plan * (cotangent - v[None, :, :]), 2)
         if ROW_COTANGENTS:
-            u += load_numbers(row_cotangent_ptr, o_batch, o_row, count, n)
+            u += load_numbers(row_cotangent_ptr, o_row_batch, o_row[:, None], count, n)
         u *= inverse(tl.sum(plan, 2), SMALLEST)
-        weighted = plan * (cotangent - u[:, :, None] - v[:, None, :])
-        m_rows = m_column[:, None, :] & (o_row < n)[None, :, None]
-        tl.store(
-            p_weighted + (o_row.to(tl.int64) * weighted_row_stride)[None, :, None],
-            weighted.to(weighted_ptr.dtype.element_ty),
-            mask=m_rows,
-        )
+        weighted = plan * (cotangent - u[:, :, None] - v[None, :, :])
+        m_rows = m_column[None, :, :] & (o_row < n)[:, None, None]
+        p_rows = p_weighted + o_row.to(tl.int64)[:, None] * weighted_row_stride
+        wide = tl.reshape(weighted.to(weighted_ptr.dtype.element_ty), p_rows.shape)
+        tl.store(p_rows, wide, mask=tl.reshape(m_rows, p_rows.shape))
         if SIDES:
-            store_numbers(rows_ptr, o_batch, o_row, count, n, u)
+            store_numbers(rows_ptr, o_row_batch, o_row[:, None], count, n, u)
     if SIDES:
-        store_numbers(columns_ptr, o_batch, o_column, count, m, v)
+        store_numbers(columns_ptr, o_column_batch, o_column[None, :], count, m, v)
 
 
 @triton.jit
-def first_rows(matrices_ptr, o_batch, o_column, stride, column_stride):
-    """Pointers (BATCH, 1, M) to the first rows of matrices."""
-    return (
-        matrices_ptr + (o_batch * stride)[:, None, None] + (o_column * column_stride)[None, None, :]
-    )
+def first_rows(matrices_ptr, stride, column_stride, BATCH: tl.constexpr, M: tl.constexpr):
+    """Pointers (1, BATCH * M) to the first rows of matrices."""
+    o_wide = tl.arange(0, BATCH * M)[None, :]
+    o_matrix = tl.program_id(0).to(tl.int64) * BATCH + o_wide // M
+    return matrices_ptr + o_matrix * stride + (o_wide % M).to(tl.int64) * column_stride
 
 
 @triton.jit
 def load_rows(p_first, o_row, row_stride, n, m_column):
-    """Rows (BATCH, ROWS, M) of matrices."""
-    m_rows = m_column[:, None, :] & (o_row < n)[None, :, None]
-    return tl.load(
-        p_first + (o_row.to(tl.int64) * row_stride)[None, :, None], mask=m_rows, other=0.0
-    )
+    """Rows (ROWS, BATCH, M) of matrices.
+
+    Loaded as (ROWS, BATCH * M): consecutive threads then hold consecutive columns, and then
+    matrices, so that most of a column is in one thread, and sums along it take few exchanges.
+    """
+    m_rows = m_column[None, :, :] & (o_row < n)[:, None, None]
+    p_rows = p_first + o_row.to(tl.int64)[:, None] * row_stride
+    loaded = tl.load(p_rows, mask=tl.reshape(m_rows, p_rows.shape), other=0.0)
+    return tl.reshape(loaded, m_rows.shape)
 
 
 @triton.jit
 def load_numbers(numbers_ptr, o_batch, o, count, size):
-    """Numbers (BATCH, ...) of rows or columns, of (B, size)."""
-    m = (o_batch < count)[:, None] & (o < size)[None, :]
-    return tl.load(numbers_ptr + o_batch[:, None] * size + o[None, :], mask=m, other=0.0)
+    """Numbers of rows (ROWS, BATCH), or of columns (BATCH, M), of (B, size)."""
+    m = (o_batch < count) & (o < size)
+    return tl.load(numbers_ptr + o_batch * size + o, mask=m, other=0.0)
 
 
 @triton.jit
 def store_numbers(numbers_ptr, o_batch, o, count, size, numbers):
     """Likewise."""
-    m = (o_batch < count)[:, None] & (o < size)[None, :]
-    tl.store(numbers_ptr + o_batch[:, None] * size + o[None, :], numbers, mask=m)
+    m = (o_batch < count) & (o < size)
+    tl.store(numbers_ptr + o_batch * size + o, numbers, mask=m)
 
 
 @triton.jit
@@ -238,6 +247,7 @@ def inverse_root(sums, SMALLEST: tl.constexpr):
     return tl.where(sums >= SMALLEST, tl.rsqrt(sums), 0)
 
 
+@cache
 def padded(n: int, m: int) -> tuple[int, int]:
     """Rows and columns of the tile of a matrix (n, m): powers of two from 2."""
     return max(2, triton.next_power_of_2(n)), max(2, triton.next_power_of_2(m))
@@ -249,7 +259,7 @@ def packing_for(n: int, m: int, dtype: torch.dtype) -> Packing:
     size = rows * columns * dtype.itemsize
     for most, (matrices, warps) in PACKINGS.items():
         if size <= most:
-            warps *= dtype.itemsize // 4 if warps > 1 else 1
+            warps *= dtype.itemsize // 4 if 1 < warps < MOST_WARPS else 1
             return Packing(matrices, rows, held=True, warps=warps)
     at_once = ROW_BYTES // (columns * dtype.itemsize)
     return Packing(1, at_once, held=dtype == torch.float32, warps=MOST_WARPS)
@@ -327,6 +337,8 @@ def small_adjoint(
         M=tile_columns,
         ROWS=packing.rows,
         HELD=packing.held,
+        CONTIGUOUS=(n, m) == (tile_rows, tile_columns)
+        and all(tensors[place].is_contiguous() for place in (0, 1, 4)),
         num_warps=packing.warps,
     )
     return weighted, (u if sides else None), (v if sides else None)

@@ -8,9 +8,11 @@ masses a and b and x = -C it is the plan of the cost C at epsilon = t (Sinkhorn 
 
 The first iteration is done in the log domain. Scaled by it, E = K o (phi gamma^T) is fixed, and no
 row or column of a o E o b is small throughout; further scalings are relative to it, and an
-iteration is two products with E. Exponentials are taken once. A matrix that lost an entry of E
-to 0, and one of whose scalings then went above 2^30, is done again in the log domain, from the
-first iteration; so is one whose scalings overflow. Its neighbours keep what they have.
+iteration is two products with E. Exponentials are taken once. An entry of R where that of E is
+below 2^-60, of which bits may be lost, is that of the log domain, with the same scalings. A matrix
+that lost an entry of E to 0, and one of whose scalings then went above 2^30, is done again in the
+log domain, from the first iteration; so is one whose scalings went above 2^96. Its neighbours keep
+what they have.
 
 One program holds BATCH matrices, padded to powers of two. Sums have an order that depends on sizes
 and type alone, so a matrix gets the same bits among any others.
@@ -20,35 +22,43 @@ Memory: x is read, and R written, once. Work: 4 n m operations an iteration, 3 n
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.batched.loading import (
+    LOG2_E,
+    Packing,
+    load_logits,
+    load_masses,
+    packing_for,
+    places,
+    sides,
+    store_tile,
+)
+from otdd_flash.kernels.batched.scalings import (
+    LOG2_SMALL,
+    SMALL,
+    first_scalings,
+    grid_of,
+    in_logs,
+    inverse,
+    on_grid,
+    scaled,
+    scaling,
+    smallest_entry,
+    sums_of,
+)
 from otdd_flash.kernels.batched.small_adjoint import padded
-
-LOG2_E = tl.constexpr(math.log2(math.e))
-# What scalings may grow to where an entry of E was lost to 0.
-MOST_SCALING = tl.constexpr(2.0**30)
-
-
-class Packing(NamedTuple):
-    """Matrices of a program, and its warps."""
-
-    matrices: int
-    warps: int
-
 
 # By the entries of a padded matrix up to which it holds.
 PACKINGS = {
     16: Packing(32, 1),
-    64: Packing(4, 1),
-    256: Packing(4, 1),
-    1024: Packing(1, 1),
-    4096: Packing(1, 4),
+    64: Packing(8, 1),
+    256: Packing(8, 1),
+    1024: Packing(1, 1, 96),
+    4096: Packing(1, 2, 168),
     16384: Packing(1, 8),
 }
 
@@ -81,235 +91,160 @@ def small_balance_kernel(
     NEGATED: tl.constexpr,
     MASSES: tl.constexpr,
     SIZES: tl.constexpr,
+    FULL: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
     STOP: tl.constexpr,
     POTENTIALS: tl.constexpr,
     BATCH: tl.constexpr,
     N: tl.constexpr,
     M: tl.constexpr,
 ):
-    """One program per BATCH matrices."""
+    """One program per BATCH matrices; FULL where all of them are N by M.
+
+    CONTIGUOUS where they then are.
+    """
     o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
-    m_row, m_column = sides(o_batch, sizes_ptr, count, n, m, SIZES, N, M)
+    m_row, m_column = sides(o_batch, sizes_ptr, count, n, m, SIZES, FULL, BATCH, N, M)
     logits, highest, scale = load_logits(
         matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
-        column_stride, scale_stride, TYPE, NEGATED, N, M,
+        column_stride, scale_stride, TYPE, NEGATED, CONTIGUOUS, BATCH, N, M,
     )  # fmt: skip
-    a = load_masses(a_ptr, o_batch, m_row, a_stride, TYPE, MASSES, N)
-    b = load_masses(b_ptr, o_batch, m_column, b_stride, TYPE, MASSES, M)
+    o_row, o_column = tl.arange(0, N)[:, None], tl.arange(0, M)[None, :]
+    rows_of, columns_of = o_batch[None, :], o_batch[:, None]
+    a = load_masses(a_ptr, rows_of, o_row, count, m_row, a_stride, TYPE) if MASSES else None
+    b = (
+        load_masses(b_ptr, columns_of, o_column, count, m_column, b_stride, TYPE)
+        if MASSES
+        else None
+    )
 
     u, v = first_scalings(logits, a, b, m_row, m_column)
-    kernel = tl.exp2(logits + u[:, :, None] + v[:, None, :])
-    lost = tl.max(tl.max(((kernel < TINY) & (logits > -float("inf"))).to(tl.int32), 2), 1)
-    phi = tl.where(m_row, tl.full((BATCH, N), 1, TYPE), 0)
+    kernel = tl.exp2(logits + u[:, :, None] + v[None, :, :])
+    smallest = smallest_entry(kernel, logits)
+    phi = tl.where(m_row, tl.full((N, BATCH), 1, TYPE), 0)
     gamma = tl.where(m_column, tl.full((BATCH, M), 1, TYPE), 0)
-    phi, gamma, most, errors, counts = balance(
-        kernel, a, b, phi, gamma, m_row, m_column, iterations, tolerance, MASSES, STOP, POTENTIALS,
-        False,
+    phi, _rest, gamma, _rests, most, errors, counts = balance(
+        kernel, a, b, phi, gamma, 0 * smallest, m_row, m_column, iterations, tolerance,
+        STOP, POTENTIALS, False,
     )  # fmt: skip
-    balanced = kernel * (a * phi)[:, :, None] * (b * gamma)[:, None, :]
-    # Overflow ends in NaN or infinity, which are not below any number.
-    again = ((lost > 0) & (most > MOST_SCALING)) | ((most < float("inf")) == 0)
+    balanced = scaled(kernel, phi, None, gamma, None, a, b, False)
+    again = in_logs(smallest, most, TINY)
+    p_balanced = places(balanced_ptr, n * m, m, 1, FULL, BATCH, N, M)
+    # All of a matrix is written, beyond the sizes that it has as well.
+    m_rows, m_columns = (rows_of < count) & (o_row < n), (columns_of < count) & (o_column < m)
+    m_all = m_rows[:, :, None] & m_columns[None, :, :]
+    store_tile(p_balanced, spoiled(balanced), m_all)
     if POTENTIALS:
-        u += tl.log2(tl.where(m_row, phi, 1))
-        v += tl.log2(tl.where(m_column, gamma, 1))
-    if tl.max(again.to(tl.int32), 0) > 0:
+        u_rest, v_rest = tl.log2(tl.where(m_row, phi, 1)), tl.log2(tl.where(m_column, gamma, 1))
+    if tl.max((again | (smallest < SMALL)).to(tl.int32), 0) > 0:
         # Loaded again, so that registers do not hold it till here.
         logits, _highest, _scale = load_logits(
             matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
-            column_stride, scale_stride, TYPE, NEGATED, N, M,
+            column_stride, scale_stride, TYPE, NEGATED, CONTIGUOUS, BATCH, N, M,
         )  # fmt: skip
         first_u, first_v = first_scalings(logits, a, b, m_row, m_column)
-        log_a, log_b = tl.log2(a), tl.log2(b)
-        in_logs_u, in_logs_v, _most, log_errors, log_counts = balance(
-            logits, log_a, log_b, first_u, first_v, m_row, m_column, iterations, tolerance, MASSES,
-            STOP, POTENTIALS, True,
-        )  # fmt: skip
-        exponents = logits + (in_logs_u + log_a)[:, :, None] + (in_logs_v + log_b)[:, None, :]
-        balanced = tl.where(again[:, None, None], tl.exp2(exponents), balanced)
-        u = tl.where(again[:, None], in_logs_u, u)
-        v = tl.where(again[:, None], in_logs_v, v)
-        errors = tl.where(again, log_errors, errors)
-        counts = tl.where(again, log_counts, counts)
-
-    # A row or column without an entry spoils its matrix, and no other.
-    total = tl.sum(tl.sum(balanced, 2), 1)
-    balanced = tl.where((total < float("inf"))[:, None, None], balanced, float("nan"))
-    o_row, o_column = tl.arange(0, N), tl.arange(0, M)
-    m_batch = o_batch < count
-    # All of a matrix is written, beyond the sizes that it has as well.
-    tl.store(
-        balanced_ptr + ((o_batch * n)[:, None, None] + o_row[None, :, None]) * m + o_column,
-        balanced.to(balanced_ptr.dtype.element_ty),
-        mask=m_batch[:, None, None] & (o_row < n)[None, :, None] & (o_column < m)[None, None, :],
-    )
+        small = logits + first_u[:, :, None] + first_v[None, :, :] < LOG2_SMALL
+        log_a = tl.log2(a) if MASSES else None
+        log_b = tl.log2(b) if MASSES else None
+        found = scaled(logits, first_u, tl.log2(phi), first_v, tl.log2(gamma), log_a, log_b, True)
+        store_tile(p_balanced, found, m_all & small)
+        if tl.max(again.to(tl.int32), 0) > 0:
+            grid = grid_of(logits)
+            logits = on_grid(logits, grid[None, :, None])
+            first_u, first_v = on_grid(first_u, grid[None, :]), on_grid(first_v, grid[:, None])
+            log_u, log_u_rest, log_v, log_v_rest, _most, log_errors, log_counts = balance(
+                logits, log_a, log_b, first_u, first_v, grid, m_row, m_column, iterations,
+                tolerance, STOP, POTENTIALS, True,
+            )  # fmt: skip
+            found = scaled(logits, log_u, log_u_rest, log_v, log_v_rest, log_a, log_b, True)
+            store_tile(p_balanced, spoiled(found), m_all & again[None, :, None])
+            errors = tl.where(again, log_errors, errors)
+            counts = tl.where(again, log_counts, counts)
+            if POTENTIALS:
+                u = tl.where(again[None, :], log_u, u)
+                u_rest = tl.where(again[None, :], log_u_rest, u_rest)
+                v = tl.where(again[:, None], log_v, v)
+                v_rest = tl.where(again[:, None], log_v_rest, v_rest)
     if POTENTIALS:
         unit = tl.full((), 1 / LOG2_E, tl.float64) / scale
-        f = unit[:, None] * u.to(tl.float64) - highest.to(tl.float64)
-        g = unit[:, None] * v.to(tl.float64)
-        tl.store(
-            rows_ptr + o_batch[:, None] * n + o_row[None, :],
-            tl.where(m_row, f, 0).to(TYPE),
-            mask=m_batch[:, None] & (o_row < n)[None, :],
-        )
-        tl.store(
-            columns_ptr + o_batch[:, None] * m + o_column[None, :],
-            tl.where(m_column, g, 0).to(TYPE),
-            mask=m_batch[:, None] & (o_column < m)[None, :],
-        )
-        tl.store(errors_ptr + o_batch, errors, mask=m_batch)
+        f = unit[None, :] * (u.to(tl.float64) + u_rest.to(tl.float64)) - highest.to(tl.float64)
+        g = unit[:, None] * (v.to(tl.float64) + v_rest.to(tl.float64))
+        f, g = tl.where(m_row, f, 0).to(TYPE), tl.where(m_column, g, 0).to(TYPE)
+        tl.store(rows_ptr + rows_of * n + o_row, f, mask=m_rows)
+        tl.store(columns_ptr + columns_of * m + o_column, g, mask=m_columns)
+        tl.store(errors_ptr + o_batch, errors, mask=o_batch < count)
     if STOP:
-        tl.store(counts_ptr + o_batch, counts, mask=m_batch)
+        tl.store(counts_ptr + o_batch, counts, mask=o_batch < count)
 
 
 @triton.jit
 def balance(
-    kernel, a, b, phi, gamma, m_row, m_column, iterations, tolerance,
-    MASSES: tl.constexpr, STOP: tl.constexpr, POTENTIALS: tl.constexpr, LOG: tl.constexpr,
+    kernel, a, b, phi, gamma, grid, m_row, m_column, iterations, tolerance,
+    STOP: tl.constexpr, POTENTIALS: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """Iterations from the second on: scalings, what they went up to, errors and iterations made.
 
-    With LOG, `kernel`, masses and scalings are logarithms to base 2.
+    With LOG, `kernel` and masses are logarithms to base 2, and scalings pairs whose sum is one.
     """
     most_row, most_column = phi, gamma
-    errors = tl.sum(0 * phi, 1)
+    phi_rest, gamma_rest = tl.zeros_like(phi), tl.zeros_like(gamma)
+    errors = tl.sum(0 * phi, 0)
     counts = (0 * errors).to(tl.int32) + 1
     if STOP:
-        sums = sums_of(kernel, gamma, b, 2, LOG)
-        errors = row_error(phi, sums, a, m_row, MASSES, LOG)
+        sums, rest = sums_of(kernel, gamma, gamma_rest, b, grid, 2, LOG)
+        errors = row_error(phi, phi_rest, sums, rest, a, m_row, LOG)
         # NaN is not above the tolerance, and ends its matrix.
         active = errors > tolerance
         running = tl.max(active.to(tl.int32), 0)
         i = 1
         while (i < iterations) & (running > 0):
-            next_phi = tl.where(m_row, inverse(sums, LOG), 0)
-            next_gamma = tl.where(m_column, inverse(sums_of(kernel, next_phi, a, 1, LOG), LOG), 0)
-            phi = tl.where(active[:, None], next_phi, phi)
+            next_phi, next_rest = inverse(sums, rest, m_row, LOG)
+            phi = tl.where(active[None, :], next_phi, phi)
+            phi_rest = tl.where(active[None, :], next_rest, phi_rest)
+            sums, rest = sums_of(kernel, phi, phi_rest, a, grid, 0, LOG)
+            next_gamma, next_rest = inverse(sums, rest, m_column, LOG)
             gamma = tl.where(active[:, None], next_gamma, gamma)
+            gamma_rest = tl.where(active[:, None], next_rest, gamma_rest)
             most_row, most_column = tl.maximum(most_row, phi), tl.maximum(most_column, gamma)
             counts += active.to(tl.int32)
-            sums = sums_of(kernel, gamma, b, 2, LOG)
-            found = row_error(phi, sums, a, m_row, MASSES, LOG)
+            sums, rest = sums_of(kernel, gamma, gamma_rest, b, grid, 2, LOG)
+            found = row_error(phi, phi_rest, sums, rest, a, m_row, LOG)
             errors = tl.where(active, found, errors)
             active = active & (errors > tolerance)
             running = tl.max(active.to(tl.int32), 0)
             i += 1
     else:
         for _ in range(1, iterations):
-            phi = tl.where(m_row, inverse(sums_of(kernel, gamma, b, 2, LOG), LOG), 0)
-            gamma = tl.where(m_column, inverse(sums_of(kernel, phi, a, 1, LOG), LOG), 0)
+            phi, phi_rest = scaling(kernel, gamma, gamma_rest, b, grid, m_row, 2, LOG)
+            gamma, gamma_rest = scaling(kernel, phi, phi_rest, a, grid, m_column, 0, LOG)
             most_row, most_column = tl.maximum(most_row, phi), tl.maximum(most_column, gamma)
         if POTENTIALS:
-            errors = row_error(phi, sums_of(kernel, gamma, b, 2, LOG), a, m_row, MASSES, LOG)
-    most = tl.maximum(tl.max(most_row, 1), tl.max(most_column, 1))
+            sums, rest = sums_of(kernel, gamma, gamma_rest, b, grid, 2, LOG)
+            errors = row_error(phi, phi_rest, sums, rest, a, m_row, LOG)
+    most = tl.maximum(tl.max(most_row, 0), tl.max(most_column, 1))
     # Maxima forget NaN.
-    most = most + 0 * (tl.sum(phi, 1) + tl.sum(gamma, 1))
-    return phi, gamma, most, errors, counts
+    most = most + 0 * (tl.sum(phi, 0) + tl.sum(gamma, 1))
+    return phi, phi_rest, gamma, gamma_rest, most, errors, counts
 
 
 @triton.jit
-def sums_of(kernel, scaling, masses, AXIS: tl.constexpr, LOG: tl.constexpr):
-    """Sums along columns (AXIS 2) or rows of the kernel, times what is scaled and its masses."""
-    if LOG:
-        found = log_sum(kernel + tl.expand_dims(scaling + masses, 3 - AXIS), AXIS)
-    else:
-        found = tl.sum(kernel * tl.expand_dims(scaling * masses, 3 - AXIS), AXIS)
-    return found
+def spoiled(balanced):
+    """Matrices, NaN throughout where an entry is: by a row or column without any."""
+    total = tl.sum(tl.sum(balanced, 0), 1)
+    return tl.where((total < float("inf"))[None, :, None], balanced, float("nan"))
 
 
 @triton.jit
-def inverse(sums, LOG: tl.constexpr):
-    """1 / sums, by logarithms with LOG."""
-    return -sums if LOG else 1 / sums
-
-
-@triton.jit
-def row_error(phi, sums, a, m_row, MASSES: tl.constexpr, LOG: tl.constexpr):
+def row_error(phi, phi_rest, sums, rest, a, m_row, LOG: tl.constexpr):
     """|R 1 - a|: its sum, or the largest where there are no masses."""
-    ratio = tl.exp2(phi + sums) if LOG else phi * sums
+    ratio = tl.exp2((phi + sums) + (phi_rest + rest)) if LOG else phi * sums
     deviation = tl.where(m_row, tl.abs(ratio - 1), 0)
-    if MASSES:
-        error = tl.sum(deviation * (tl.exp2(a) if LOG else a), 1)
+    if a is not None:
+        error = tl.sum(deviation * (tl.exp2(a) if LOG else a), 0)
     else:
         # Maxima forget NaN.
-        error = tl.max(deviation, 1) + 0 * tl.sum(deviation, 1)
+        error = tl.max(deviation, 0) + 0 * tl.sum(deviation, 0)
     return error
-
-
-@triton.jit
-def first_scalings(logits, a, b, m_row, m_column):
-    """Logarithms to base 2 of the scalings of the first iteration."""
-    log_a, log_b = tl.log2(a), tl.log2(b)
-    u = tl.where(m_row, -log_sum(logits + log_b[:, None, :], 2), 0)
-    v = tl.where(m_column, -log_sum(logits + (u + log_a)[:, :, None], 1), 0)
-    return u, v
-
-
-@triton.jit
-def log_sum(exponents, AXIS: tl.constexpr):
-    """log2 sum 2^exponents along an axis, -inf where all of them are."""
-    highest = tl.max(exponents, AXIS)
-    highest = tl.where(highest > -float("inf"), highest, 0)
-    return highest + tl.log2(tl.sum(tl.exp2(exponents - tl.expand_dims(highest, AXIS)), AXIS))
-
-
-@triton.jit
-def sides(o_batch, sizes_ptr, count, n, m, SIZES: tl.constexpr, N: tl.constexpr, M: tl.constexpr):
-    """Which rows (BATCH, N) and columns (BATCH, M) there are."""
-    m_batch = o_batch < count
-    rows = tl.where(m_batch, n, 0)
-    columns = tl.where(m_batch, m, 0)
-    if SIZES:
-        rows = tl.load(sizes_ptr + 2 * o_batch, mask=m_batch, other=0)
-        columns = tl.load(sizes_ptr + 2 * o_batch + 1, mask=m_batch, other=0)
-    return tl.arange(0, N)[None, :] < rows[:, None], tl.arange(0, M)[None, :] < columns[:, None]
-
-
-@triton.jit
-def load_logits(
-    matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride, column_stride,
-    scale_stride, TYPE: tl.constexpr, NEGATED: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """(x - h 1^T) / t by log2(e), -inf beyond the matrix, h (BATCH, N) largest of rows, and 1 / t.
-
-    Less the largest of its row, no entry is rounded by more than the range of the matrix.
-    """
-    o_row, o_column = tl.arange(0, N).to(tl.int64), tl.arange(0, M).to(tl.int64)
-    m_entry = m_row[:, :, None] & m_column[:, None, :]
-    x = tl.load(
-        matrices_ptr
-        + (o_batch * stride)[:, None, None]
-        + (o_row * row_stride)[None, :, None]
-        + (o_column * column_stride)[None, None, :],
-        mask=m_entry,
-        other=0.0,
-    ).to(TYPE)
-    x = tl.where(m_entry, -x if NEGATED else x, -float("inf"))
-    highest = tl.where(m_row, tl.max(x, 2), 0)
-    scale = tl.load(scale_ptr + o_batch * scale_stride, mask=o_batch < count, other=1.0)
-    # Neither negative nor infinite temperatures have a meaning.
-    scale = tl.where(scale > 0, scale, float("nan"))
-    logits = (x - highest[:, :, None]) * (scale * LOG2_E).to(TYPE)[:, None, None]
-    return logits, highest, scale
-
-
-@triton.jit
-def load_masses(
-    masses_ptr, o_batch, m_side, stride, TYPE: tl.constexpr, MASSES: tl.constexpr, N: tl.constexpr
-):
-    """Masses (BATCH, N), 1 where there are none, 0 beyond the side."""
-    if MASSES:
-        p_masses = masses_ptr + o_batch[:, None] * stride + tl.arange(0, N)[None, :]
-        masses = tl.load(p_masses, mask=m_side, other=0.0).to(TYPE)
-    else:
-        masses = tl.where(m_side, 1.0, 0.0).to(TYPE)
-    return masses
-
-
-def packing_for(n: int, m: int, dtype: torch.dtype) -> Packing:
-    """The packing of matrices (n, m) that are computed in float32 or float64."""
-    rows, columns = padded(n, m)
-    entries = rows * columns * (dtype.itemsize // 4)
-    return next((found for most, found in PACKINGS.items() if entries <= most), Packing(1, 16))
 
 
 def small_balance(
@@ -355,8 +290,9 @@ def small_balance(
     counts = torch.empty(count if stops else 0, dtype=torch.int32, device=device)
     if balanced.numel() == 0:
         return balanced, rows, columns, errors, counts
-    packing, (tile_rows, tile_columns) = packing_for(n, m, dtype), padded(n, m)
-    small_balance_kernel[(triton.cdiv(count, packing.matrices),)](
+    packing, (tile_rows, tile_columns) = packing_for(PACKINGS, n, m, dtype), padded(n, m)
+    whole = (n, m) == (tile_rows, tile_columns)
+    small_balance_kernel[(-(-count // packing.matrices),)](
         matrices,
         scale,
         *(matrices if masses is None else masses for masses in (a, b)),
@@ -376,11 +312,14 @@ def small_balance(
         NEGATED=negated,
         MASSES=a is not None,
         SIZES=sizes is not None,
+        FULL=sizes is None and whole,
+        CONTIGUOUS=whole and matrices.is_contiguous(),
         STOP=stops,
         POTENTIALS=potentials,
         BATCH=packing.matrices,
         N=tile_rows,
         M=tile_columns,
         num_warps=packing.warps,
+        maxnreg=None if potentials else packing.registers,
     )
     return balanced, rows, columns, errors, counts

@@ -23,25 +23,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.batched.small_adjoint import padded
-from otdd_flash.kernels.batched.small_balance import (
-    MOST_SCALING,
+from otdd_flash.kernels.batched.loading import (
     Packing,
-    first_scalings,
-    inverse,
     load_logits,
     load_masses,
+    load_tile,
+    packing_for,
+    places,
     sides,
-    sums_of,
+    store_tile,
 )
+from otdd_flash.kernels.batched.scalings import (
+    first_scalings,
+    grid_of,
+    in_logs,
+    on_grid,
+    scaled,
+    scaling,
+    smallest_entry,
+    with_masses,
+)
+from otdd_flash.kernels.batched.small_adjoint import padded
 
 # By the entries of a padded matrix up to which it holds.
 PACKINGS = {
-    16: Packing(32, 2),
-    64: Packing(8, 2),
-    256: Packing(4, 4),
-    1024: Packing(1, 4),
-    4096: Packing(1, 8),
+    16: Packing(8, 1),
+    64: Packing(2, 1),
+    256: Packing(2, 1),
+    1024: Packing(1, 1),
+    4096: Packing(1, 4),
     16384: Packing(1, 16),
 }
 
@@ -79,6 +89,9 @@ def small_balance_backward_kernel(
     NEGATED: tl.constexpr,
     MASSES: tl.constexpr,
     SIZES: tl.constexpr,
+    FULL: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    CONTIGUOUS_COTANGENTS: tl.constexpr,
     STOP: tl.constexpr,
     POTENTIALS: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -86,172 +99,183 @@ def small_balance_backward_kernel(
     N: tl.constexpr,
     M: tl.constexpr,
 ):
-    """One program per BATCH matrices; LENGTH^2, of a power of two, is at least iterations."""
+    """One program per BATCH matrices; LENGTH^2, of a power of two, is at least iterations.
+
+    FULL where all of them are N by M.
+    """
     o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
     m_batch = o_batch < count
-    m_row, m_column = sides(o_batch, sizes_ptr, count, n, m, SIZES, N, M)
+    m_row, m_column = sides(o_batch, sizes_ptr, count, n, m, SIZES, FULL, BATCH, N, M)
     logits, _, scale = load_logits(
         matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
-        column_stride, scale_stride, TYPE, NEGATED, N, M,
+        column_stride, scale_stride, TYPE, NEGATED, CONTIGUOUS, BATCH, N, M,
     )  # fmt: skip
-    a = load_masses(a_ptr, o_batch, m_row, a_stride, TYPE, MASSES, N)
-    b = load_masses(b_ptr, o_batch, m_column, b_stride, TYPE, MASSES, M)
-    o_row, o_column = tl.arange(0, N), tl.arange(0, M)
-    p_cotangents = (
-        cotangents_ptr
-        + (o_batch * cotangent_stride)[:, None, None]
-        + (o_row.to(tl.int64) * cotangent_row_stride)[None, :, None]
-        + (o_column.to(tl.int64) * cotangent_column_stride)[None, None, :]
+    o_row, o_column = tl.arange(0, N)[:, None], tl.arange(0, M)[None, :]
+    rows_of, columns_of = o_batch[None, :], o_batch[:, None]
+    a = load_masses(a_ptr, rows_of, o_row, count, m_row, a_stride, TYPE) if MASSES else None
+    b = (
+        load_masses(b_ptr, columns_of, o_column, count, m_column, b_stride, TYPE)
+        if MASSES
+        else None
     )
-    p_rows = o_batch[:, None] * n + o_row[None, :]
-    p_columns = o_batch[:, None] * m + o_column[None, :]
+    m_entry = m_row[:, :, None] & m_column[None, :, :] & m_batch[None, :, None]
+    p_cotangents = places(
+        cotangents_ptr, cotangent_stride, cotangent_row_stride, cotangent_column_stride,
+        CONTIGUOUS_COTANGENTS, BATCH, N, M,
+    )  # fmt: skip
+    p_rows, p_columns = rows_of * n + o_row, columns_of * m + o_column
     counts = tl.full((BATCH,), 0, tl.int32) + iterations
     if STOP:
         counts = tl.load(counts_ptr + o_batch, mask=m_batch, other=1)
-    by_row, by_column = tl.zeros((BATCH, N), TYPE), tl.zeros((BATCH, M), TYPE)
+    by_row, by_column = tl.zeros((N, BATCH), TYPE), tl.zeros((BATCH, M), TYPE)
     if POTENTIALS:
         # Of t log phi, so of log phi by t.
-        unit = (1 / scale).to(TYPE)[:, None]
-        by_row = unit * tl.load(row_cotangents_ptr + p_rows, mask=m_row, other=0.0).to(TYPE)
-        loaded = tl.load(column_cotangents_ptr + p_columns, mask=m_column, other=0.0)
-        by_column = unit * loaded.to(TYPE)
+        unit = (1 / scale).to(TYPE)
+        loaded = tl.load(row_cotangents_ptr + p_rows, mask=m_row & (rows_of < count), other=0.0)
+        by_row = unit[None, :] * loaded.to(TYPE)
+        m_columns = m_column & (columns_of < count)
+        loaded = tl.load(column_cotangents_ptr + p_columns, mask=m_columns, other=0.0)
+        by_column = unit[:, None] * loaded.to(TYPE)
 
     u, v = first_scalings(logits, a, b, m_row, m_column)
-    kernel = tl.exp2(logits + u[:, :, None] + v[:, None, :])
-    lost = tl.max(tl.max(((kernel < TINY) & (logits > -float("inf"))).to(tl.int32), 2), 1)
+    kernel = tl.exp2(logits + u[:, :, None] + v[None, :, :])
+    smallest = smallest_entry(kernel, logits)
     start = tl.where(m_column, tl.exp2(-v), 0)
     first = tl.where(m_column, tl.full((BATCH, M), 1, TYPE), 0)
     gradient, by_a, by_b, most = differentiate(
-        kernel, a, b, a, b, start, first, p_cotangents, by_row, by_column, counts, m_row, m_column,
-        LENGTH, BATCH, N, M, TYPE, False,
+        kernel, a, b, a, b, start, first, 0 * smallest, p_cotangents, by_row, by_column, counts,
+        m_entry, m_row, m_column, LENGTH, BATCH, N, M, TYPE, False,
     )  # fmt: skip
-    again = ((lost > 0) & (most > MOST_SCALING)) | ((most < float("inf")) == 0)
+    again = in_logs(smallest, most, TINY)
     if tl.max(again.to(tl.int32), 0) > 0:
         logits, _highest, _scale = load_logits(
             matrices_ptr, scale_ptr, o_batch, count, m_row, m_column, stride, row_stride,
-            column_stride, scale_stride, TYPE, NEGATED, N, M,
+            column_stride, scale_stride, TYPE, NEGATED, CONTIGUOUS, BATCH, N, M,
         )  # fmt: skip
         _u, log_v = first_scalings(logits, a, b, m_row, m_column)
-        in_logs, logs_a, logs_b, _most = differentiate(
-            logits, tl.log2(a), tl.log2(b), a, b, 0 * log_v, log_v, p_cotangents, by_row, by_column,
-            counts, m_row, m_column, LENGTH, BATCH, N, M, TYPE, True,
+        grid = grid_of(logits)
+        logits, log_v = on_grid(logits, grid[None, :, None]), on_grid(log_v, grid[:, None])
+        log_a = tl.log2(a) if MASSES else None
+        log_b = tl.log2(b) if MASSES else None
+        log_gradient, log_by_a, log_by_b, _most = differentiate(
+            logits, log_a, log_b, a, b, 0 * log_v, log_v, grid, p_cotangents,
+            by_row, by_column, counts, m_entry, m_row, m_column, LENGTH, BATCH, N, M, TYPE, True,
         )  # fmt: skip
-        gradient = tl.where(again[:, None, None], in_logs, gradient)
-        by_a = tl.where(again[:, None], logs_a, by_a)
-        by_b = tl.where(again[:, None], logs_b, by_b)
+        gradient = tl.where(again[None, :, None], log_gradient, gradient)
+        if MASSES:
+            by_a = tl.where(again[None, :], log_by_a, by_a)
+            by_b = tl.where(again[:, None], log_by_b, by_b)
 
     gradient = -gradient if NEGATED else gradient
-    m_all = m_batch[:, None, None] & (o_row < n)[None, :, None] & (o_column < m)[None, None, :]
-    m_entry = m_row[:, :, None] & m_column[:, None, :]
-    x = tl.load(
-        matrices_ptr
-        + (o_batch * stride)[:, None, None]
-        + (o_row.to(tl.int64) * row_stride)[None, :, None]
-        + (o_column.to(tl.int64) * column_stride)[None, None, :],
-        mask=m_entry,
-        other=0.0,
-    ).to(TYPE)
+    m_rows, m_columns = (rows_of < count) & (o_row < n), (columns_of < count) & (o_column < m)
+    p_entries = places(matrices_ptr, stride, row_stride, column_stride, CONTIGUOUS, BATCH, N, M)
+    x = load_tile(p_entries, m_entry).to(TYPE)
     # A forbidden pair has no part in it.
     paid = tl.where(tl.abs(x) < float("inf"), x * gradient, 0)
-    tl.store(by_scale_ptr + o_batch, tl.sum(tl.sum(paid, 2), 1), mask=m_batch)
-    p_gradients = (o_batch * n)[:, None, None] + o_row[None, :, None]
-    gradient = tl.where(m_entry, gradient * scale.to(TYPE)[:, None, None], 0)
-    tl.store(
-        gradients_ptr + p_gradients * m + o_column[None, None, :],
-        gradient.to(gradients_ptr.dtype.element_ty),
-        mask=m_all,
-    )
+    tl.store(by_scale_ptr + o_batch, tl.sum(tl.sum(paid, 0), 1), mask=m_batch)
+    gradient = tl.where(m_entry, gradient * scale.to(TYPE)[None, :, None], 0)
+    p_gradients = places(gradients_ptr, n * m, m, 1, FULL, BATCH, N, M)
+    store_tile(p_gradients, gradient, m_rows[:, :, None] & m_columns[None, :, :])
     if MASSES:
-        m_rows = m_batch[:, None] & (o_row < n)[None, :]
-        m_columns = m_batch[:, None] & (o_column < m)[None, :]
         tl.store(by_a_ptr + p_rows, tl.where(m_row, by_a, 0), mask=m_rows)
         tl.store(by_b_ptr + p_columns, tl.where(m_column, by_b, 0), mask=m_columns)
 
 
 @triton.jit
 def differentiate(
-    kernel, a, b, mass_a, mass_b, start, first, p_cotangents, by_row, by_column, counts, m_row,
-    m_column, LENGTH: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
-    TYPE: tl.constexpr, LOG: tl.constexpr,
+    kernel, a, b, mass_a, mass_b, start, first, grid, p_cotangents, by_row, by_column, counts,
+    m_entry, m_row, m_column, LENGTH: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, TYPE: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """By logits (BATCH, N, M) and masses (BATCH, N), (BATCH, M); the largest scalings (BATCH,).
+    """By logits (N, BATCH, M) and masses (N, BATCH), (BATCH, M); the largest scalings (BATCH,).
 
     `start` and `first` are the column scalings before and after the first iteration. With LOG,
-    `kernel`, `a`, `b` and scalings are logarithms to base 2.
+    `kernel`, `a` and `b` are logarithms to base 2, and scalings pairs whose sum is one.
     """
-    o_kept = tl.arange(0, LENGTH)[None, None, :]
+    o_kept = tl.arange(0, LENGTH)[:, None, None]
     most_made = tl.max(counts, 0)
-    kept = tl.zeros((BATCH, M, LENGTH), TYPE)
-    gamma, phi = start, by_row
-    most_row, most_column = tl.zeros((BATCH, N), TYPE), tl.zeros((BATCH, M), TYPE)
+    kept = tl.zeros((LENGTH, BATCH, M), TYPE)
+    kept_rest = kept
+    gamma, phi = start, tl.zeros((N, BATCH), TYPE)
+    gamma_rest, phi_rest = tl.zeros((BATCH, M), TYPE), phi
+    most_row, most_column = tl.zeros((N, BATCH), TYPE), tl.zeros((BATCH, M), TYPE)
     for i in range(0, most_made):
-        kept = tl.where((o_kept == i // LENGTH) & (i % LENGTH == 0), gamma[:, :, None], kept)
+        m_kept = (o_kept == i // LENGTH) & (i % LENGTH == 0)
+        kept = tl.where(m_kept, gamma[None, :, :], kept)
+        if LOG:
+            kept_rest = tl.where(m_kept, gamma_rest[None, :, :], kept_rest)
         active = counts > i
-        found_phi, found = following(kernel, a, b, gamma, first, i, m_row, m_column, LOG)
-        phi = tl.where(active[:, None], found_phi, phi)
+        next_phi, next_rest, found, found_rest = following(
+            kernel, a, b, gamma, gamma_rest, first, grid, i, m_row, m_column, LOG
+        )
+        phi = tl.where(active[None, :], next_phi, phi)
+        phi_rest = tl.where(active[None, :], next_rest, phi_rest)
         gamma = tl.where(active[:, None], found, gamma)
+        gamma_rest = tl.where(active[:, None], found_rest, gamma_rest)
         most_row, most_column = tl.maximum(most_row, phi), tl.maximum(most_column, gamma)
-    most = tl.maximum(tl.max(most_row, 1), tl.max(most_column, 1))
-    most += 0 * (tl.sum(phi, 1) + tl.sum(gamma, 1))
+    most = tl.maximum(tl.max(most_row, 0), tl.max(most_column, 1))
+    # Maxima forget NaN.
+    most += 0 * (tl.sum(phi, 0) + tl.sum(gamma, 1))
 
-    unit = weights(kernel, phi, gamma, LOG)
-    m_entry = m_row[:, :, None] & m_column[:, None, :]
-    unit *= tl.load(p_cotangents, mask=m_entry, other=0.0).to(TYPE)
-    by_a = tl.sum(unit * mass_b[:, None, :], 2)
-    by_b = tl.sum(unit * mass_a[:, :, None], 1)
-    gradient = unit * mass_a[:, :, None] * mass_b[:, None, :]
+    unit = scaled(kernel, phi, phi_rest, gamma, gamma_rest, None, None, LOG)
+    unit *= load_tile(p_cotangents, m_entry).to(TYPE)
+    by_a = tl.sum(with_masses(unit, mass_b, 0), 2)
+    by_b = tl.sum(with_masses(unit, mass_a, 2), 0)
+    gradient = with_masses(with_masses(unit, mass_a, 2), mass_b, 0)
 
     for segment in range(0, (most_made + LENGTH - 1) // LENGTH):
         begin = (most_made - 1) // LENGTH * LENGTH - segment * LENGTH
-        before = tl.sum(tl.where(o_kept == begin // LENGTH, kept, 0), 2)
-        history = tl.zeros((BATCH, M, LENGTH), TYPE)
+        m_begin = o_kept == begin // LENGTH
+        before = tl.sum(tl.where(m_begin, kept, 0), 0)
+        before_rest = tl.zeros((BATCH, M), TYPE)
+        if LOG:
+            before_rest = tl.sum(tl.where(m_begin, kept_rest, 0), 0)
+        history = tl.zeros((LENGTH, BATCH, M), TYPE)
+        history_rest = history
         made = tl.minimum(LENGTH, most_made - begin)
         for i in range(0, made):
-            history = tl.where(o_kept == i, before[:, :, None], history)
+            history = tl.where(o_kept == i, before[None, :, :], history)
+            if LOG:
+                history_rest = tl.where(o_kept == i, before_rest[None, :, :], history_rest)
             i_made = begin + i
-            _phi, found = following(kernel, a, b, before, first, i_made, m_row, m_column, LOG)
-            before = tl.where((counts > i_made)[:, None], found, before)
+            _phi, _rest, found, found_rest = following(
+                kernel, a, b, before, before_rest, first, grid, i_made, m_row, m_column, LOG
+            )
+            active = (counts > i_made)[:, None]
+            before = tl.where(active, found, before)
+            before_rest = tl.where(active, found_rest, before_rest)
         for step in range(0, made):
             i = made - 1 - step
-            active = (counts > begin + i)[:, None]
-            before = tl.sum(tl.where(o_kept == i, history, 0), 2)
-            phi = tl.where(m_row, inverse(sums_of(kernel, before, b, 2, LOG), LOG), 0)
+            active = counts > begin + i
+            before = tl.sum(tl.where(o_kept == i, history, 0), 0)
+            if LOG:
+                before_rest = tl.sum(tl.where(o_kept == i, history_rest, 0), 0)
+            phi, phi_rest = scaling(kernel, before, before_rest, b, grid, m_row, 2, LOG)
             # Sums of what is left, which what was rounded away before is part of.
-            left = tl.where(active, tl.sum(gradient, 1) + by_column, 0)
-            moved = weights(kernel, phi, gamma, LOG) * left[:, None, :]
-            gradient -= mass_a[:, :, None] * moved
+            left = tl.where(active[:, None], tl.sum(gradient, 0) + by_column, 0)
+            moved = (
+                scaled(kernel, phi, phi_rest, gamma, gamma_rest, None, None, LOG) * left[None, :, :]
+            )
+            gradient -= with_masses(moved, mass_a, 2)
             by_a -= tl.sum(moved, 2)
-            left = tl.where(active, tl.sum(gradient, 2) + by_row, 0)
-            moved = weights(kernel, phi, before, LOG) * left[:, :, None]
-            gradient -= mass_b[:, None, :] * moved
-            by_b -= tl.sum(moved, 1)
-            gamma = tl.where(active, before, gamma)
+            left = tl.where(active[None, :], tl.sum(gradient, 2) + by_row, 0)
+            moved = (
+                scaled(kernel, phi, phi_rest, before, before_rest, None, None, LOG)
+                * left[:, :, None]
+            )
+            gradient -= with_masses(moved, mass_b, 0)
+            by_b -= tl.sum(moved, 0)
+            gamma = tl.where(active[:, None], before, gamma)
+            gamma_rest = tl.where(active[:, None], before_rest, gamma_rest)
     return gradient, by_a, by_b, most
 
 
 @triton.jit
-def following(kernel, a, b, gamma, first, i, m_row, m_column, LOG: tl.constexpr):
+def following(kernel, a, b, gamma, rest, first, grid, i, m_row, m_column, LOG: tl.constexpr):
     """Scalings after iteration i, from 0, of column scalings before it."""
-    phi = tl.where(m_row, inverse(sums_of(kernel, gamma, b, 2, LOG), LOG), 0)
-    found = tl.where(m_column, inverse(sums_of(kernel, phi, a, 1, LOG), LOG), 0)
-    return phi, tl.where(i == 0, first, found)
-
-
-@triton.jit
-def weights(kernel, phi, gamma, LOG: tl.constexpr):
-    """Phi_i K_ij gamma_j (BATCH, N, M), themselves with LOG as well."""
-    if LOG:
-        found = tl.exp2(kernel + phi[:, :, None] + gamma[:, None, :])
-    else:
-        found = kernel * phi[:, :, None] * gamma[:, None, :]
-    return found
-
-
-def packing_for(n: int, m: int, dtype: torch.dtype) -> Packing:
-    """The packing of matrices (n, m) that are computed in float32 or float64."""
-    rows, columns = padded(n, m)
-    entries = rows * columns * (dtype.itemsize // 4)
-    return next((found for most, found in PACKINGS.items() if entries <= most), Packing(1, 16))
+    phi, phi_rest = scaling(kernel, gamma, rest, b, grid, m_row, 2, LOG)
+    found, found_rest = scaling(kernel, phi, phi_rest, a, grid, m_column, 0, LOG)
+    return phi, phi_rest, tl.where(i == 0, first, found), tl.where(i == 0, 0, found_rest)
 
 
 def small_balance_backward(
@@ -308,9 +332,10 @@ def small_balance_backward(
         else given.contiguous()
         for given, size in ((row_cotangents, n), (column_cotangents, m))
     )
-    packing, (tile_rows, tile_columns) = packing_for(n, m, dtype), padded(n, m)
+    packing, (tile_rows, tile_columns) = packing_for(PACKINGS, n, m, dtype), padded(n, m)
+    whole = (n, m) == (tile_rows, tile_columns)
     stops = tolerance is not None
-    small_balance_backward_kernel[(triton.cdiv(count, packing.matrices),)](
+    small_balance_backward_kernel[(-(-count // packing.matrices),)](
         matrices,
         scale,
         *(matrices if masses is None else masses for masses in (a, b)),
@@ -333,6 +358,9 @@ def small_balance_backward(
         NEGATED=negated,
         MASSES=a is not None,
         SIZES=sizes is not None,
+        FULL=sizes is None and whole,
+        CONTIGUOUS=whole and matrices.is_contiguous(),
+        CONTIGUOUS_COTANGENTS=whole and cotangents.is_contiguous(),
         STOP=stops,
         POTENTIALS=potentials,
         LENGTH=triton.next_power_of_2(max(2, math.isqrt(iterations - 1) + 1)),

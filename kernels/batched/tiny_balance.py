@@ -3,13 +3,13 @@
     R = diag(phi) exp(x / t) diag(gamma)        x (n, n), n <= 4, rows then columns scaled to 1
 
 `small_balance` without masses, errors and potentials, as there in the log domain first and then by
-scalings of a fixed matrix E with entries in [0, 1]; see there for what is done again, and why.
+scalings of a fixed matrix E with entries in [0, 1]; see there for what is done in the log domain as
+well, and why.
 
-Matrices are loaded in one piece and turned over once, so that every entry is a vector along
-matrices: sums along rows and along columns are a thread's own. N sums have one reciprocal,
+Every entry is a vector along matrices, and a thread loads the rows of its own ones: sums along rows
+and along columns take no exchange. N sums have one reciprocal,
 1 / s_0 = (s_1 s_2 s_3) / (s_0 s_1 s_2 s_3), which overflows or is lost only where scalings are
-beyond 2^30, and is then NaN to the end. 1 / s is the square of 1 / sqrt(s), one instruction each
-where a quotient is eight, and right to three units in the last place.
+beyond 2^30, and is then NaN to the end.
 
 Memory: x is read, and R written, once. Work: for 4 x 4 54 operations an iteration, two of them on
 the special-function unit, and 32 exponentials in all.
@@ -22,13 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.batched.loading import LOG2_E
+from otdd_flash.kernels.batched.scalings import SMALL, in_logs, on_grid, reciprocal
 from otdd_flash.kernels.batched.small_adjoint import padded
-from otdd_flash.kernels.batched.small_balance import LOG2_E, MOST_SCALING
 
 # Rows and columns that the kernel takes at the most.
 MOST = 4
-# Matrices of a program, and its warps.
-BATCH, WARPS = 128, 4
+# Matrices of a program, its warps, and registers of a thread at the most where tiles are full: what
+# is done again in the log domain, which is rare, would take more, and spills them instead.
+BATCH, WARPS, REGISTERS = 32, 1, 96
 # Iterations between looks at how far scalings moved; an iteration moves one by 2^4 at the most.
 LOOK_EVERY = tl.constexpr(4)
 
@@ -53,24 +55,10 @@ def tiny_balance_kernel(
 ):
     """One program per BATCH matrices; FULL where n is N, CONTIGUOUS where matrices then are."""
     o_batch = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
-    o_entry = tl.arange(0, N * N)
-    o_row, o_column = o_entry // N, o_entry % N
-    m_here = (o_row < n) & (o_column < n)
-    m_entry = (o_batch < count)[:, None] & m_here[None, :]  # (BATCH, N * N)
-    if CONTIGUOUS:
-        p_entries = matrices_ptr + o_batch[:, None] * (N * N) + o_entry[None, :]
-    else:
-        p_entries = matrices_ptr + (o_batch * stride)[:, None]
-        p_entries += (o_row.to(tl.int64) * row_stride + o_column.to(tl.int64) * column_stride)[
-            None, :
-        ]
-    if FULL:
-        m_entry = (o_batch < count)[:, None]
-        x = tl.load(p_entries, mask=m_entry, other=0.0).to(TYPE)
-    else:
-        x = tl.load(p_entries, mask=m_entry, other=0.0).to(TYPE)
-        x = tl.where(m_here[None, :], x, -float("inf"))
-    logits = entries_of(x, BATCH, N)
+    logits = load_entries(
+        matrices_ptr, o_batch, count, n, stride, row_stride, column_stride, TYPE,
+        -float("inf"), FULL, CONTIGUOUS, BATCH, N,
+    )  # fmt: skip
     scale = tl.load(scale_ptr)
     # Neither negative nor infinite temperatures have a meaning.
     scale = (tl.where(scale > 0, scale, float("nan")) * LOG2_E).to(TYPE)
@@ -79,12 +67,11 @@ def tiny_balance_kernel(
     ones = ()
     for _ in tl.static_range(N):
         ones += (tl.full((BATCH,), 1, TYPE),)
-    kernel = first_iteration(logits, n, FULL, N)
-    lost = tl.zeros((BATCH,), tl.int32)
+    kernel, _ = first_iteration(logits, n, FULL, N)
+    smallest = tl.full((BATCH,), 1, TYPE)
     total = tl.zeros((BATCH,), TYPE)
     for k in tl.static_range(N * N):
-        missing = (kernel[k] < TINY) & (logits[k] > -float("inf"))
-        lost = tl.maximum(lost, missing.to(tl.int32))
+        smallest = tl.minimum(smallest, tl.where(logits[k] > -float("inf"), kernel[k], 1))
         total += kernel[k]
     # A column without an entry spoils its matrix.
     spoiled = 0 * total
@@ -98,74 +85,100 @@ def tiny_balance_kernel(
         phi = row_scalings(kernel, gamma, n, FULL, N)
         gamma = column_scalings(kernel, phi, n, FULL, N)
     most = moved(most, phi, gamma, N)
-    # Overflow ends in NaN or infinity, which are not below any number; maxima forget NaN.
+    # Maxima forget NaN.
     most += 0 * (gamma[0] + phi[0]) + spoiled
-    again = ((lost > 0) & (most > MOST_SCALING)) | ((most < float("inf")) == 0)
+    again = in_logs(smallest, most, TINY)
     balanced = ()
     for k in tl.static_range(N * N):
-        balanced += (kernel[k] * phi[k // N] * gamma[k % N] + spoiled,)
-    if CONTIGUOUS or FULL:
-        p_balanced = balanced_ptr + o_batch[:, None] * (N * N) + o_entry[None, :]
-    else:
-        p_balanced = balanced_ptr + (o_batch * n * n)[:, None] + (o_row * n + o_column)[None, :]
-    whole = matrix_of(balanced, BATCH, N)
-    tl.store(p_balanced, whole.to(balanced_ptr.dtype.element_ty), mask=m_entry)
-    if tl.max(again.to(tl.int32), 0) > 0:
-        u, v = (), ()
-        for _ in tl.static_range(N):
-            u += (tl.zeros((BATCH,), TYPE),)
-            v += (tl.zeros((BATCH,), TYPE),)
-        for _ in range(iterations):
-            u = log_scalings(logits, v, n, True, FULL, N)
-            v = log_scalings(logits, u, n, False, FULL, N)
-        balanced = ()
+        # Scalings may be far apart, and their product is nearer to 1 than that with an entry.
+        balanced += (kernel[k] * (phi[k // N] * gamma[k % N]) + spoiled,)
+    m_batch = o_batch < count
+    store_entries(balanced_ptr, balanced, o_batch, m_batch, n, FULL, BATCH, N)
+    if tl.max((again | (smallest < SMALL)).to(tl.int32), 0) > 0:
+        lowest = tl.zeros((BATCH,), TYPE)
         for k in tl.static_range(N * N):
-            balanced += (tl.exp2(logits[k] + u[k // N] + v[k % N]) + spoiled,)
-        whole = matrix_of(balanced, BATCH, N)
-        m_again = m_entry & again[:, None]
-        tl.store(p_balanced, whole.to(balanced_ptr.dtype.element_ty), mask=m_again)
+            lowest = tl.minimum(lowest, tl.where(logits[k] > -float("inf"), logits[k], 0))
+        # Those of what is not done again stay as they are.
+        grid = tl.where(again, -2 * lowest, 0)
+        gridded, zeros = (), ()
+        for k in tl.static_range(N * N):
+            gridded += (on_grid(logits[k], grid),)
+        for _ in tl.static_range(N):
+            zeros += (tl.zeros((BATCH,), TYPE),)
+        first_u, first_u_rest = log_scalings(gridded, zeros, zeros, grid, n, True, FULL, N)
+        first_v, first_v_rest = log_scalings(
+            gridded, first_u, first_u_rest, grid, n, False, FULL, N
+        )
+        u, u_rest, v, v_rest = first_u, first_u_rest, first_v, first_v_rest
+        made = tl.where(tl.max(again.to(tl.int32), 0) > 0, iterations, 1)
+        for _ in range(1, made):
+            u, u_rest = log_scalings(gridded, v, v_rest, grid, n, True, FULL, N)
+            v, v_rest = log_scalings(gridded, u, u_rest, grid, n, False, FULL, N)
+        u, u_rest = chosen(again, u, u_rest, first_u, first_u_rest, phi, N)
+        v, v_rest = chosen(again, v, v_rest, first_v, first_v_rest, gamma, N)
+        corrected = ()
+        for k in tl.static_range(N * N):
+            exponent = gridded[k] + u[k // N] + v[k % N]
+            found = tl.exp2(exponent + (u_rest[k // N] + v_rest[k % N]))
+            corrected += (tl.where(again | (kernel[k] < SMALL), found + spoiled, balanced[k]),)
+        store_entries(balanced_ptr, corrected, o_batch, m_batch, n, FULL, BATCH, N)
 
 
 @triton.jit
-def entries_of(x, BATCH: tl.constexpr, N: tl.constexpr):
-    """The N * N entries (BATCH,) of matrices (BATCH, N * N)."""
-    if N == 2:
-        left, right = tl.split(tl.reshape(x, (BATCH, 2, 2)))
-        a, c = tl.split(left)
-        b, d = tl.split(right)
-        entries = (a, b, c, d)
-    else:
-        parts = (tl.reshape(x, (BATCH, 2, 2, 2, 2)),)
-        for _ in tl.static_range(4):
-            halves = ()
-            for k in tl.static_range(len(parts)):
-                first, second = tl.split(parts[k])
-                halves += (first, second)
-            parts = halves
-        # The last bit of the place was split off first.
-        entries = ()
-        for k in tl.static_range(16):
-            entries += (parts[((k & 1) << 3) | ((k & 2) << 1) | ((k & 4) >> 1) | ((k & 8) >> 3)],)
+def load_entries(
+    matrices_ptr, o_batch, count, n, stride, row_stride, column_stride, TYPE: tl.constexpr,
+    BEYOND: tl.constexpr, FULL: tl.constexpr, CONTIGUOUS: tl.constexpr, BATCH: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """The N * N entries (BATCH,) of matrices, or BEYOND them; a thread loads its own, by rows."""
+    o_column = tl.arange(0, N)
+    m_batch = (o_batch < count)[:, None]
+    entries = ()
+    for i in tl.static_range(N):
+        if CONTIGUOUS:
+            p_row = matrices_ptr + o_batch[:, None] * (N * N) + (i * N + o_column)[None, :]
+        else:
+            p_row = matrices_ptr + (o_batch * stride)[:, None]
+            p_row += (tl.full((1,), i, tl.int64) * row_stride + o_column * column_stride)[None, :]
+        if FULL:
+            row = tl.load(p_row, mask=m_batch, other=0.0).to(TYPE)
+        else:
+            m_here = ((tl.full((1,), i, tl.int32) < n) & (o_column < n))[None, :]
+            row = tl.load(p_row, mask=m_batch & m_here, other=0.0).to(TYPE)
+            row = tl.where(m_here, row, BEYOND)
+        if N == 2:
+            first, second = tl.split(row)
+            entries += (first, second)
+        else:
+            even, odd = tl.split(tl.reshape(row, (BATCH, 2, 2)))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+            entries += (first, second, third, fourth)
     return entries
 
 
 @triton.jit
-def matrix_of(entries, BATCH: tl.constexpr, N: tl.constexpr):
-    """Matrices (BATCH, N * N) of N * N entries (BATCH,)."""
-    if N == 2:
-        columns = tl.join(tl.join(entries[0], entries[2]), tl.join(entries[1], entries[3]))
-        whole = tl.reshape(columns, (BATCH, 4))
-    else:
-        parts = ()
-        for k in tl.static_range(16):
-            parts += (entries[((k & 1) << 3) | ((k & 2) << 1) | ((k & 4) >> 1) | ((k & 8) >> 3)],)
-        for _ in tl.static_range(4):
-            joined = ()
-            for k in tl.static_range(len(parts) // 2):
-                joined += (tl.join(parts[2 * k], parts[2 * k + 1]),)
-            parts = joined
-        whole = tl.reshape(parts[0], (BATCH, 16))
-    return whole
+def store_entries(
+    balanced_ptr, entries, o_batch, m_batch, n, FULL: tl.constexpr, BATCH: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """The matrices of N * N entries (BATCH,), contiguous."""
+    o_column = tl.arange(0, N)
+    for i in tl.static_range(N):
+        if N == 2:
+            row = tl.join(entries[2 * i], entries[2 * i + 1])
+        else:
+            even = tl.join(entries[4 * i], entries[4 * i + 2])
+            odd = tl.join(entries[4 * i + 1], entries[4 * i + 3])
+            row = tl.reshape(tl.join(even, odd), (BATCH, 4))
+        if FULL:
+            p_row = balanced_ptr + o_batch[:, None] * (N * N) + (i * N + o_column)[None, :]
+            m_row = m_batch[:, None]
+        else:
+            p_row = balanced_ptr + (o_batch * n * n)[:, None] + (i * n + o_column)[None, :]
+            m_here = ((tl.full((1,), i, tl.int32) < n) & (o_column < n))[None, :]
+            m_row = m_batch[:, None] & m_here
+        tl.store(p_row, row.to(balanced_ptr.dtype.element_ty), mask=m_row)
 
 
 @triton.jit
@@ -185,7 +198,7 @@ def centred(entries, scale, n, FULL: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def first_iteration(logits, n, FULL: tl.constexpr, N: tl.constexpr):
-    """E: rows, whose largest logit is 0, and then columns, in the log domain."""
+    """E: rows, whose largest logit is 0, and then columns, in the log domain; and their sums."""
     rows = ()
     for i in tl.static_range(N):
         sums = tl.exp2(logits[i * N])
@@ -196,6 +209,7 @@ def first_iteration(logits, n, FULL: tl.constexpr, N: tl.constexpr):
         for j in tl.static_range(N):
             rows += (logits[i * N + j] - shift,)
     inverse = ()
+    column_sums = ()
     entries = ()
     for j in tl.static_range(N):
         highest = rows[j]
@@ -211,39 +225,44 @@ def first_iteration(logits, n, FULL: tl.constexpr, N: tl.constexpr):
         if not FULL:
             sums = tl.where(tl.full((1,), j, tl.int32) < n, sums, 1)
         inverse += (1 / sums,)
+        column_sums += (sums * tl.exp2(highest),)
     kernel = ()
     for k in tl.static_range(N * N):
         kernel += (entries[k % N * N + k // N] * inverse[k % N],)
-    return kernel
+    return kernel, column_sums
 
 
 @triton.jit
-def row_scalings(kernel, gamma, n, FULL: tl.constexpr, N: tl.constexpr):
-    """1 / (E gamma), N times (BATCH,)."""
+def row_scalings(
+    kernel, gamma, n, FULL: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr = False
+):
+    """1 / (E gamma), N times (BATCH,), to rounding if EXACT."""
     sums = ()
     for i in tl.static_range(N):
         s = kernel[i * N] * gamma[0]
         for j in tl.static_range(1, N):
             s += kernel[i * N + j] * gamma[j]
         sums += (s if FULL else tl.where(tl.full((1,), i, tl.int32) < n, s, 1),)
-    return inverses(sums, N)
+    return inverses(sums, N, EXACT)
 
 
 @triton.jit
-def column_scalings(kernel, phi, n, FULL: tl.constexpr, N: tl.constexpr):
-    """1 / (E^T phi), N times (BATCH,)."""
+def column_scalings(
+    kernel, phi, n, FULL: tl.constexpr, N: tl.constexpr, EXACT: tl.constexpr = False
+):
+    """1 / (E^T phi), N times (BATCH,), to rounding if EXACT."""
     sums = ()
     for j in tl.static_range(N):
         s = kernel[j] * phi[0]
         for i in tl.static_range(1, N):
             s += kernel[i * N + j] * phi[i]
         sums += (s if FULL else tl.where(tl.full((1,), j, tl.int32) < n, s, 1),)
-    return inverses(sums, N)
+    return inverses(sums, N, EXACT)
 
 
 @triton.jit
-def inverses(sums, N: tl.constexpr):
-    """1 / s of each of N sums, by one of their product."""
+def inverses(sums, N: tl.constexpr, EXACT: tl.constexpr):
+    """1 / s of each of N sums, by one of their product; EXACT takes a step of Newton's method."""
     if N == 2:
         both = reciprocal(sums[0] * sums[1])
         found = (both * sums[1], both * sums[0])
@@ -252,37 +271,46 @@ def inverses(sums, N: tl.constexpr):
         all_of = reciprocal(first * second)
         by_first, by_second = all_of * second, all_of * first
         found = (by_first * sums[1], by_first * sums[0], by_second * sums[3], by_second * sums[2])
+    if EXACT:
+        better = ()
+        for i in tl.static_range(N):
+            better += (found[i] * (2 - sums[i] * found[i]),)
+        found = better
     return found
 
 
 @triton.jit
-def reciprocal(x):
-    """1 / x of positive numbers: the square of 1 / sqrt(x), but for float64."""
-    if x.dtype == tl.float64:
-        found = 1 / x
-    else:
-        root = tl.rsqrt(x)
-        found = root * root
-    return found
-
-
-@triton.jit
-def log_scalings(logits, other, n, ROWS: tl.constexpr, FULL: tl.constexpr, N: tl.constexpr):
-    """Scalings of rows, or of columns, by logarithms to base 2, of the matrix itself."""
-    found = ()
+def log_scalings(
+    logits, other, rest, grid, n, ROWS: tl.constexpr, FULL: tl.constexpr, N: tl.constexpr
+):
+    """Scalings of rows, or of columns, of the matrix itself: pairs, N numbers and N rests."""
+    found, found_rest = (), ()
     for i in tl.static_range(N):
-        highest = (logits[i * N] if ROWS else logits[i]) + other[0]
+        exponents = ()
+        for j in tl.static_range(N):
+            exponents += ((logits[i * N + j] if ROWS else logits[j * N + i]) + other[j],)
+        highest = exponents[0] + rest[0]
         for j in tl.static_range(1, N):
-            highest = tl.maximum(
-                highest, (logits[i * N + j] if ROWS else logits[j * N + i]) + other[j]
-            )
+            highest = tl.maximum(highest, exponents[j] + rest[j])
+        highest = on_grid(highest, grid)
         highest = tl.where(highest > -float("inf"), highest, 0)
         sums = 0 * highest
         for j in tl.static_range(N):
-            sums += tl.exp2((logits[i * N + j] if ROWS else logits[j * N + i]) + other[j] - highest)
-        scaling = -(highest + tl.log2(sums))
-        found += (scaling if FULL else tl.where(tl.full((1,), i, tl.int32) < n, scaling, 0),)
-    return found
+            sums += tl.exp2((exponents[j] - highest) + rest[j])
+        inside = tl.full((1,), i, tl.int32) < n
+        found += (-highest if FULL else tl.where(inside, -highest, 0),)
+        found_rest += (-tl.log2(sums) if FULL else tl.where(inside, -tl.log2(sums), 0),)
+    return found, found_rest
+
+
+@triton.jit
+def chosen(again, logs, rests, first, first_rests, scalings, N: tl.constexpr):
+    """Pairs of what is done again, else of the first iteration and the scalings after it."""
+    found, found_rest = (), ()
+    for i in tl.static_range(N):
+        found += (tl.where(again, logs[i], first[i]),)
+        found_rest += (tl.where(again, rests[i], first_rests[i] + tl.log2(scalings[i])),)
+    return found, found_rest
 
 
 @triton.jit
@@ -311,7 +339,7 @@ def tiny_balance(matrices: Tensor, scale: Tensor, iterations: int) -> Tensor:
         return balanced
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     width = padded(n, n)[0]
-    tiny_balance_kernel[(triton.cdiv(count, BATCH),)](
+    tiny_balance_kernel[(-(-count // BATCH),)](
         matrices,
         scale,
         balanced,
@@ -326,5 +354,6 @@ def tiny_balance(matrices: Tensor, scale: Tensor, iterations: int) -> Tensor:
         BATCH=BATCH,
         N=width,
         num_warps=WARPS,
+        maxnreg=REGISTERS if n == width else None,
     )
     return balanced

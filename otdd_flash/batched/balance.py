@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from otdd_flash.batched import cpu
+from otdd_flash.batched import cpu, cpu_backward
 from otdd_flash.batched.adjoint import adjoint, plan_gradient
-from otdd_flash.batched.checking import check_logits, check_temperature
-from otdd_flash.batched.cpu import Problems
+from otdd_flash.batched.checking import check_temperature
+from otdd_flash.batched.problems import Problems, computed_in
 from otdd_flash.errors import InputError
 
 
@@ -39,18 +39,23 @@ def balance(
     """
     if a is None and not in_triton and matrices.device.type == "cpu" and matrices.numel() > 0:
         check_temperature(scale)
-        check_logits(matrices)
     problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
     if not in_triton:
         return cpu.balance(problems, potentials=potentials)
     from otdd_flash.kernels.batched import small_balance, tiny_balance
 
-    square = matrices.shape[1] == matrices.shape[2] <= tiny_balance.MOST
-    if square and tolerance is None and not potentials and a is None and scale.ndim == 0:
+    if _is_tiny(problems, tiny_balance.MOST) and not potentials:
         balanced = tiny_balance.tiny_balance(matrices, scale, iterations)
         rows, columns, errors, counts = (matrices.new_empty(0) for _ in range(4))
         return balanced, rows, columns, errors, counts
     return small_balance.small_balance(*problems, potentials=potentials)
+
+
+def _is_tiny(problems: Problems, most: int) -> bool:
+    """Whether these are square matrices of so many rows, with nothing else to know of them."""
+    _, n, m = problems.matrices.shape
+    plain = problems.tolerance is None and problems.a is None and problems.scale.ndim == 0
+    return plain and n == m <= most
 
 
 @torch.library.custom_op("otdd_flash::balance_unrolled", mutates_args=())
@@ -76,9 +81,17 @@ def balance_unrolled(
     problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
     given = counts, cotangents, row_cotangents, column_cotangents
     if not in_triton:
-        return cpu.unrolled(problems, *given)
+        return cpu_backward.balance_backward(problems, *given)
+    from otdd_flash.kernels.batched import tiny_balance, tiny_balance_backward
     from otdd_flash.kernels.batched.small_balance_backward import small_balance_backward
 
+    few = iterations <= tiny_balance_backward.MOST_ITERATIONS
+    if _is_tiny(problems, tiny_balance.MOST) and few:
+        by_matrices, by_scale = tiny_balance_backward.tiny_balance_backward(
+            matrices, scale, iterations, cotangents
+        )
+        n, m = matrices.shape[1:]
+        return by_matrices, by_scale, by_scale.new_empty((0, n)), by_scale.new_empty((0, m))
     return small_balance_backward(*problems, *given)
 
 
@@ -120,7 +133,7 @@ def balance_implicit(
     by_scale = by_logits.new_empty(0)
     if matrices is not None:
         paid = torch.where(matrices.isfinite(), sign * matrices * by_logits, 0)
-        by_scale = paid.sum((1, 2), dtype=cpu.computed_in(by_logits))
+        by_scale = paid.sum((1, 2), dtype=computed_in(by_logits))
     return by_matrices, by_scale, by_a, by_b
 
 
@@ -184,7 +197,7 @@ def _(
     in_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     count, n, m = matrices.shape
-    dtype, kept = cpu.computed_in(matrices), count if potentials else 0
+    dtype, kept = computed_in(matrices), count if potentials else 0
     return (
         matrices.new_empty((count, n, m)),
         matrices.new_empty((kept, n), dtype=dtype),
@@ -197,7 +210,7 @@ def _(
 @balance_unrolled.register_fake
 def _(matrices: Tensor, scale: Tensor, a: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     count, n, m = matrices.shape
-    dtype, kept = cpu.computed_in(matrices), 0 if a is None else count
+    dtype, kept = computed_in(matrices), 0 if a is None else count
     return (
         matrices.new_empty((count, n, m)),
         matrices.new_empty((count,), dtype=dtype),
@@ -219,7 +232,7 @@ def _(
     *_: Any,
 ) -> tuple[Tensor, ...]:
     count, n, m = balanced.shape
-    dtype = cpu.computed_in(balanced)
+    dtype = computed_in(balanced)
     kept = None if a is None else count
     return (
         balanced.new_empty((count, n, m), dtype=balanced.dtype if a is None else dtype),
@@ -291,6 +304,26 @@ def _refuse_second(ctx: Any, *_: Any) -> NoReturn:
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """A second derivative is refused."""
+
+
+class Balance(torch.autograd.Function):
+    """The same derivative without what an operation's own costs in each call."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        """Those of `balance`; a `setup_context` would look at this signature in each call."""
+        found: tuple[Tensor, ...] = balance(*given)
+        _keep(ctx, given, found)
+        return found
+
+    backward = staticmethod(_backward)
+
+
+def differentiable_balance(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`balance`, for autograd and `torch.compile`."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return balance(*given)  # type: ignore[no-any-return]
+    return Balance.apply(*given)  # type: ignore[no-any-return]
 
 
 balance.register_autograd(_backward, setup_context=_keep)

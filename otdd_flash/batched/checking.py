@@ -70,12 +70,16 @@ def check_temperature(scale: Tensor) -> None:
         raise InputError(f"temperature must be positive and finite, got {1 / float(scale):g}")
 
 
-def check_logits(logits: Tensor) -> None:
-    """Raise an `InputError` for NaN, +inf, or a row or column of -inf alone, of (B, n, m)."""
-    if not bool((logits < torch.inf).all()):
+def check_logits(by_row: Tensor, by_column: Tensor) -> None:
+    """Raise an `InputError` for NaN, +inf, or a row or column of -inf alone.
+
+    Args:
+        by_row: the largest logit of each row, of any shape.
+        by_column: the largest of each column, less that of its row.
+    """
+    if not bool((by_row < torch.inf).all()):
         raise InputError("logits must not be NaN or +inf; -inf forbids a pair")
-    forbidden = logits == -torch.inf
-    if bool(forbidden.all(-1).any() | forbidden.all(-2).any()):
+    if bool((by_row == -torch.inf).any() | (by_column == -torch.inf).any()):
         raise InputError(
             "logits forbid all pairs of a row or of a column, which then cannot sum to 1; "
             "allow at least one"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash import arguments
-from otdd_flash.batched.balance import balance
+from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.checking import (
     MOST_UNROLLED,
     check_matrices,
@@ -35,11 +35,12 @@ def doubly_stochastic(
     """R = diag(exp(u)) exp(logits / temperature) diag(exp(v)) with sums of 1, for autograd.
 
     An iteration scales rows, then columns (Sinkhorn & Knopp 1967), so that columns sum to 1 to
-    rounding and rows nearly. Nothing is added to a sum: R is that of the log domain in float64, to
-    a relative 16 u (1 + range of logits / temperature), u = 2^-24 in float32, down to entries of
-    2^-66. Differentiable once by logits and by a tensor `temperature`. A matrix gets the same bits
-    among any others. On a GPU all matrices are one launch, forward and backward each, and nothing
-    waits for the device.
+    rounding and rows nearly. Nothing is added to a sum. For logits / temperature up to +-1e4 and up
+    to 100 iterations, entries of R above 2^-126 are those of the log domain in float64 to a
+    relative 16 u (1 + range of logits / temperature), u = 2^-24 in float32; further iterations may
+    add 16 u each. Differentiable once by logits and by a tensor `temperature`. A matrix gets the
+    same bits among any others. On a GPU all matrices are one launch, forward and backward each, and
+    nothing waits for the device.
 
     Args:
         logits: (..., n, n), n up to 128, float16 or bfloat16 or float32, computed in float32, or
@@ -92,7 +93,7 @@ def doubly_stochastic(
         scale = torch.full((), 1 / temperature, dtype=torch.float64, device=device)
     if gradient == "none":
         matrices, scale = matrices.detach(), scale.detach()
-    balanced: Tensor = balance(
+    balanced: Tensor = differentiable_balance(
         matrices, scale, None, None, None, most, tolerance, False, False, gradient, in_triton
     )[0]
     return balanced.reshape(shape).to(logits.device, logits.dtype)

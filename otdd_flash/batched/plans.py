@@ -7,7 +7,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.batched import checking
-from otdd_flash.batched.balance import balance
+from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.small_plans import SmallPlans, Solved
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
@@ -92,7 +92,7 @@ def sinkhorn_plans(
     if gradient == "none":
         matrices, eps = matrices.detach(), eps.detach()
         rows, columns = rows.detach(), columns.detach()
-    plans, f, g, errors, counts = balance(
+    plans, f, g, errors, counts = differentiable_balance(
         matrices,
         1 / eps,
         rows,

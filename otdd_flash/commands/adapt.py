@@ -21,6 +21,7 @@ from otdd_flash.commands.settings import (
     parse,
 )
 from otdd_flash.commands.sides import Sides, prepare_sides
+from otdd_flash.commands.tracked import track_flow
 from otdd_flash.dataset_files import ImageShape
 from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.extractors import build_extractor
@@ -31,6 +32,7 @@ from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
+from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.json_file import write_json
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.distance.console import interval
@@ -74,6 +76,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
     # Built before anything is read: a bad setting should not cost the time of loading.
     choose("flow.space", flow.space, SPACES)
     settings.report.check()
+    check_tracker(settings.log)
     moves = _flow(settings, directory)
     # What has been computed is written before a failure to converge is one.
     solver = replace(settings.solver.options(), require_convergence=False)
@@ -111,6 +114,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
                 callbacks=Callbacks(progress, solver_progress, class_progress, interrupted),
             )
     report = _write(result, settings, sides.image_shape, phases, directory)
+    report += track_flow(result, settings, directory)
     if result.stopped_by == "interrupted":
         _say_how_to_go_on(result, directory)
         raise KeyboardInterrupt

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from importlib import resources
 
-GROUPS = ("source", "target", "extractor", "labels", "solver", "report")
+GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report")
 
 # What Hydra reads as something else than a name, and ends on with a traceback.
 NO_NAME = re.compile(r"(null|true|false|nan|inf|[-+]?[\d.].*|'.*'|\".*\"|)", re.IGNORECASE)

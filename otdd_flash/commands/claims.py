@@ -6,20 +6,20 @@ taken before Hydra writes its configuration into the directory.
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
 from otdd_flash.errors import InputError
+from otdd_flash.locks import lock, unlock
 
 LOCK_FILE = ".lock"
 CHECKPOINT = "checkpoint.pt"
 # What a run, and a multirun, leave that is worth keeping.
-OF_A_RUN = ("result.json", "result.safetensors", CHECKPOINT)
+STUDY = "study.json"
+OF_A_RUN = ("result.json", "result.safetensors", CHECKPOINT, STUDY)
 OF_A_MULTIRUN = ("summary.csv", *(f"*/{name}" for name in OF_A_RUN))
 
 # Room for what Hydra itself writes before a job starts.
@@ -49,22 +49,26 @@ def claim(
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))
-        lock = _locked(folder / LOCK_FILE)
+        descriptor = lock(folder / LOCK_FILE)
     except OSError as error:
         raise InputError(
             f"cannot write to {key}={folder} ({error.strerror or error}); free space there or "
             f"choose another folder with {key}=DIR"
         ) from error
-    if lock is None:
+    if descriptor is None:
         raise InputError(
             f"{key}={folder} is in use by another run that has not ended; choose another folder "
             f"with {key}=DIR, or wait"
         )
-    _held[place] = lock
+    _held[place] = descriptor
     found = chain.from_iterable(folder.glob(pattern) for pattern in worth_keeping)
     if not replace and (kept := next(found, None)):
         release(folder)
-        goes_on = ", flow.resume=true to go on" if (kept.parent / CHECKPOINT).exists() else ""
+        goes_on = "".join(
+            f", {setting}=true to go on"
+            for file, setting in ((CHECKPOINT, "flow.resume"), (STUDY, "study.resume"))
+            if (kept.parent / file).exists()
+        )
         raise InputError(
             f"{key}={folder} holds a result already, {kept.relative_to(folder)}; choose another "
             f"folder with {key}=DIR, or give overwrite=true to replace it{goes_on}"
@@ -74,11 +78,8 @@ def claim(
 def release(folder: Path) -> None:
     """Let others have a directory that this process claimed."""
     place = folder.resolve()
-    lock = _held.pop(place)
-    # While it is held: nobody else can have locked this very file.
-    with suppress(OSError):
-        (place / LOCK_FILE).unlink()
-    os.close(lock)
+    descriptor = _held.pop(place)
+    unlock(place / LOCK_FILE, descriptor)
 
 
 def release_all() -> None:
@@ -97,33 +98,3 @@ def claimed(folder: Path, key: str, *, replace: bool) -> Iterator[None]:
     finally:
         if not before:
             release(folder)
-
-
-def _locked(path: Path) -> int | None:
-    """The descriptor of a file that this process has locked; None where another one has."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        if not _lock(descriptor):
-            os.close(descriptor)
-            return None
-        # Its last holder may have removed the file just before: such a lock keeps nobody out.
-        with suppress(FileNotFoundError):
-            if path.stat().st_ino == os.fstat(descriptor).st_ino:
-                return descriptor
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether nobody else has the lock; where there are no locks, nobody has."""
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # A file system without locks.
-        return True
-    return True

@@ -22,12 +22,15 @@ from otdd_flash.commands.settings import (
     parse,
 )
 from otdd_flash.commands.sides import prepare_sides
+from otdd_flash.commands.tracked import track_distance
 from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances, Given, NoLabels
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance.console import interval, summary_table
+from otdd_flash.report.distance.contributions import write_contributions
 from otdd_flash.report.distance.nearest_classes import nearest_table
 from otdd_flash.report.distance.writing import write_report
 from otdd_flash.report.figures.drawing import Report, write_each
@@ -53,6 +56,7 @@ class DistanceSettings(SamplingSettings, DatasetPairSettings):
     solver: SolverSettings
     report: ReportSettings
     save_result: bool
+    contributions: bool
 
 
 def compare(config: DictConfig, directory: Path) -> None:
@@ -65,6 +69,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     compute_options = settings.compute_options()
     GroundCost(settings.lambda_x, settings.lambda_y, settings.ground).check_labels(metric.name)
     settings.report.check()
+    check_tracker(settings.log)
     check_request(settings)
     with Phases() as phases:
         sides = prepare_sides(settings, phases, whole=settings.labels.full)
@@ -107,7 +112,8 @@ def compare(config: DictConfig, directory: Path) -> None:
             solver=replace(solver, bound_width=None) if isinstance(solver, Converged) else solver,
         )
     more = {"seconds": _seconds(phases, result), **sampling}
-    report = _write(result, settings, more, directory)
+    report = _write(result, settings, more, directory, sides.image_shape)
+    report += track_distance(result, settings, directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(
             f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
@@ -159,12 +165,19 @@ def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
 
 
 def _write(
-    result: DistanceResult, settings: DistanceSettings, more: dict[str, Any], directory: Path
+    result: DistanceResult,
+    settings: DistanceSettings,
+    more: dict[str, Any],
+    directory: Path,
+    image_shape: tuple[int, int, int] | None,
 ) -> Report:
     """Print the tables, write result.json, and only then what can be drawn again."""
     more = {**more, "seed": settings.seed, "config": asdict(settings)}
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
+    contributions = result.contributions() if settings.contributions else None
+    if contributions is not None:
+        more["contributions_through_classes"] = contributions.through_classes
     summary, console = result.summary(**more), Console()
     content = settings.report.content
     if content == "none":
@@ -182,6 +195,10 @@ def _write(
     with Phases() as phases, phases.phase("report", "drawing"):
         order = settings.report.order
         report += write_report(result, directory, seed=settings.seed, order=order, content=content)
+        if contributions is not None:
+            report += write_contributions(
+                result.source, contributions.values, directory, image_shape, content=content
+            )
     if content != "none":
         console.print(f"written to {directory}", highlight=False, soft_wrap=True)
     return report

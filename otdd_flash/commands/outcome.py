@@ -80,8 +80,16 @@ def may_replace(config: DictConfig) -> bool:
     return any(OmegaConf.select(config, key) is True for key in ("overwrite", "flow.resume"))
 
 
+def may_share(config: DictConfig) -> bool:
+    """Whether several runs may work in the output directory at once: on one study."""
+    shard = OmegaConf.select(config, "study.shard")
+    return shard is not None or OmegaConf.select(config, "study.resume") is True
+
+
 def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
     """Exit where a job would fail; Hydra swallows other exceptions of callbacks."""
+    if may_share(config):
+        return
     try:
         folder = Path(str(OmegaConf.select(config, key)))
     except OmegaConfBaseException:

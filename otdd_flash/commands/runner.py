@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from otdd_flash.commands import exit_codes
 from otdd_flash.commands.claims import claimed
 from otdd_flash.commands.messages import messages, say_error, shown
-from otdd_flash.commands.outcome import ERROR_FILE, may_replace
-from otdd_flash.errors import ConvergenceError, IncompleteError, InputError
+from otdd_flash.commands.outcome import ERROR_FILE, may_replace, may_share
+from otdd_flash.errors import ConvergenceError, IncompleteError, InputError, LostRankError
 from otdd_flash.importing import user_traceback
 from otdd_flash.json_file import write_json
 
@@ -31,6 +31,8 @@ def run_job(work: Work, config: DictConfig) -> int:
     """
     directory = Path(HydraConfig.get().runtime.output_dir)
     try:
+        if may_share(config):
+            return _carried_out(work, config, directory)
         with claimed(directory, "hydra.sweep.subdir", replace=may_replace(config)):
             return _carried_out(work, config, directory)
     except InputError as error:
@@ -50,6 +52,8 @@ def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
         return _failed(directory, error, exit_codes.NOT_CONVERGED)
     except IncompleteError as error:
         return _failed(directory, error, exit_codes.INCOMPLETE)
+    except LostRankError as error:
+        return _failed(directory, error, exit_codes.DEFECT)
     except Exception as error:
         messages.print_exception()
         return _failed(directory, error, exit_codes.DEFECT)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import SamplingSettings
 from otdd_flash.commands.sides import Sides
 from otdd_flash.errors import InputError
@@ -56,7 +57,8 @@ def measure_sampling(
         seed: of the draws.
         **arguments: of `dataset_distance`, where they do not follow from the result.
     """
-    arguments |= {"epsilon": result.epsilon, "compute": result.compute, **asdict(result.cost)}
+    compute = replace(result.compute, group=leading())
+    arguments |= {"epsilon": result.epsilon, "compute": compute, **asdict(result.cost)}
     rows = (result.source, result.target)
     content: dict[str, Any] = {}
     if settings.subsample is not None:

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from otdd_flash.commands.hydra_errors import unknown_key
+from otdd_flash.commands.ranks import leading
 from otdd_flash.errors import InputError, choose
 from otdd_flash.labels import LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
@@ -34,11 +35,13 @@ class RuntimeSettings:
     download: bool
     cache_dir: str | None
     overwrite: bool
+    log: str | None
     log_level: str
 
     def compute_options(self) -> ComputeOptions:
         """Where and how passes run, for the library."""
-        return ComputeOptions(self.device, self.backend, self.precision, self.memory_budget)
+        budget, ranks = self.memory_budget, leading()
+        return ComputeOptions(self.device, self.backend, self.precision, budget, ranks)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from otdd_flash.commands.progress import Phases
-from otdd_flash.commands.settings import DatasetPairSettings
+from otdd_flash.commands.settings import DatasetPairSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.pseudo_labels import with_pseudo_labels
 from otdd_flash.data.registry import load
@@ -57,12 +57,13 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
         InputError: as everything that is called here; of one side's data, the message says which.
     """
     nodes = {"source": settings.source, "target": settings.target}
-    extractor, standardised = _build(settings.extractor)
+    extractor, standardised = build(settings.extractor)
     logger.info("networks run on %s", resolve_device(settings.device))
     chosen = {side: _load(side, node, phases) for side, node in nodes.items()}
     loaded = {side: _whole(side, node, phases) for side, node in nodes.items()} if whole else chosen
     source, target = (
-        _embed(side, dataset, extractor, settings, phases) for side, dataset in loaded.items()
+        embed_side(side, dataset, extractor, settings.extractor, settings, phases)
+        for side, dataset in loaded.items()
     )
     if standardised:
         source, target = standardize(source, target)
@@ -70,7 +71,7 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
         source, target = reduce_pca(source, target, settings.extractor["pca"], settings.seed)
     source, target = _label(nodes, source, target)
     as_they_are = not standardised and settings.extractor.get("pca") is None
-    shape = _image_shape(extractor, loaded["source"]) if as_they_are else None
+    shape = image_shape_of(extractor, loaded["source"]) if as_they_are else None
     if not whole:
         return Sides(source, target, None, shape)
     return Sides(
@@ -81,7 +82,7 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     )
 
 
-def _build(node: dict[str, Any]) -> tuple[Extractor, bool]:
+def build(node: dict[str, Any]) -> tuple[Extractor, bool]:
     """The extractor of both sides, and whether to standardise what it gives."""
     standardised = node.get("standardize", False)
     if not isinstance(standardised, bool):
@@ -90,7 +91,7 @@ def _build(node: dict[str, Any]) -> tuple[Extractor, bool]:
 
 
 def _load(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
-    with phases.phase("load", f"loading {node['name']}"), _blamed(side):
+    with phases.phase("load", f"loading {node['name']}"), blamed(side):
         dataset = load(**node)
     classes = "no labels" if dataset.labels is None else f"{len(dataset.class_names)} classes"
     logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), classes)
@@ -104,17 +105,19 @@ def _whole(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
         return _load(side, {**node, "max_samples": None}, phases)
 
 
-def _embed(
+def embed_side(
     side: str,
     dataset: LabeledDataset,
     extractor: Extractor,
-    settings: DatasetPairSettings,
+    node: dict[str, Any],
+    settings: RuntimeSettings,
     phases: Phases,
 ) -> LabeledSamples:
-    embedding = {key: settings.extractor[key] for key in EMBEDDING if key in settings.extractor}
+    """Features of one dataset; `node` is the extractor's configuration."""
+    embedding = {key: node[key] for key in EMBEDDING if key in node}
     with (
         phases.phase("extract", f"embedding {dataset.name}") as progress,
-        _blamed(side),
+        blamed(side),
     ):
         samples = embed(
             dataset,
@@ -124,12 +127,12 @@ def _embed(
             progress=progress,
             **embedding,
         )
-    logger.info("%s: %d features by %s", side, samples.dim, settings.extractor["name"])
+    logger.info("%s: %d features by %s", side, samples.dim, node["name"])
     return samples
 
 
 @contextmanager
-def _blamed(side: str) -> Iterator[None]:
+def blamed(side: str) -> Iterator[None]:
     """Say in an error which side's data or keys are at fault."""
     try:
         yield
@@ -152,7 +155,7 @@ def _label(
                 f"{side}.pseudo_labels needs {side}.k=K, the number of clusters, as the "
                 f"{OTHER[side]} has no labels to count either"
             )
-        with _blamed(side):
+        with blamed(side):
             sides[side] = with_pseudo_labels(sides[side], k, node["seed"])
         logger.info("%s: labelled by k-means, %d clusters", side, sides[side].class_total)
     return sides["source"], sides["target"]
@@ -166,7 +169,7 @@ def _clusters_like(other: LabeledSamples, node: dict[str, Any]) -> int | None:
     return None if other.labels is None else other.class_total
 
 
-def _image_shape(extractor: Extractor, dataset: LabeledDataset) -> tuple[int, int, int] | None:
+def image_shape_of(extractor: Extractor, dataset: LabeledDataset) -> tuple[int, int, int] | None:
     """(c, h, w) of what the pixels extractor gives; None for any other."""
     if not isinstance(extractor, PixelValues):
         return None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from otdd_flash.commands import exit_codes
 from otdd_flash.commands.lasting import lasting_output
+from otdd_flash.commands.ranks import launched, together
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -48,7 +49,7 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
 
 def run_command(main: Callable[[], None]) -> None:
     """Call an entry point and leave the process with its jobs' exit code."""
-    with lasting_output():
+    with lasting_output(), together() if launched() else nullcontext():
         _run(main)
 
 

@@ -5,13 +5,16 @@ As in `quasi_newton`, with steps S and residual differences Y in the metric of t
     H r = c r + [S, c Y] [[R^-T (D + c Y^T Y) R^-1, -R^-T], [-R^-1, 0]] [S, c Y]^T r,
 
 R_ij = s_i^T y_j for steps s_i no newer than y_j and 0 for the others, D its diagonal and c = tr D /
-tr Y^T Y (Byrd, Nocedal & Schnabel 1994, Representations of quasi-Newton matrices). Differences lie
-in a ring of slots in which the newest replaces the oldest. That strikes the first row and column,
-in order of age, from R and just as well from its inverse, and appends a last column to both:
+tr Y^T Y (Byrd, Nocedal & Schnabel 1994, Representations of quasi-Newton matrices). A number of
+slots holds the latest pairs (s, y), and a new pair replaces the oldest one.
+
+R^-1 is updated, never solved with. In order of age R is upper triangular. Without the oldest pair R
+loses its first row and column, and the inverse of what is left is R^-1 without its first row and
+column. With a new pair R gains a last column (p, d), and
 
     [[R, p], [0, d]]^-1 = [[R^-1, -R^-1 p / d], [0, 1 / d]],    p = S^T y, d = s^T y.
 
-So nothing is ever solved, and R^-1 is held with its rows and columns in the places of the slots.
+In memory the rows and columns of R^-1 stand in the order of the slots, not of age.
 """
 
 from __future__ import annotations

@@ -4,12 +4,16 @@ Every segment has its own differences, trust and level of epsilon, which depend 
 itself. A level is left when its marginal error falls to `LEVEL_TOLERANCE` or the tolerance. A
 segment is done after an evaluation at the final epsilon whose marginal error is within tolerance.
 
-Where rounding is near the marginal error, iterations may get nowhere although the floor is below
-the tolerance. A segment whose marginal error has not fallen to `FALLEN` of what it was, nor its
-dual risen by more than its rounding, in `STALLED` of them ends there, and calls all of its error
-rounding. The floor is a worst case, often near a tenth of the tolerance: a slow solve may still be
-on its way there, so that its error has to halve would end some that converge. A tenth ends noise as
-surely, because lows of noise do not go on falling: 22 tenths are all that ten floors are from one.
+The floor is a worst-case bound of what rounding adds to the marginal error. Even where it is below
+the tolerance, rounding may keep iterations from getting further. So a segment ends after `STALLED`
+iterations in which neither its marginal error fell to `FALLEN` times its lowest, nor its dual rose
+by more than its rounding error, if that error is at most `STALLED_FLOORS` floors. All of the error
+is then reported as rounding.
+
+`FALLEN` asks for a tenth. To ask that the error halve would also end slow solves which still
+converge. To ask for a tenth ends solves that rounding has stopped all the same: their error
+fluctuates at random between one floor and ten, and new lows, each a tenth below the one before, run
+out after 22.
 
 This file is the reference; where passes run in Triton, `quasi_newton_kernels` does the same.
 """
@@ -84,7 +88,7 @@ class Problems(Costs, Protocol):
 
         Args:
             epsilon: (S,) float64.
-            active: (S,) bool; what is said of other segments is void.
+            active: (S,) bool; numbers of the others are unspecified.
         """
         ...
 

@@ -128,9 +128,9 @@ def _run_on_streams(  # pragma: gpu
 class _Recorder:  # pragma: gpu
     """Records graphs that are replayed on one stream; all compute in the memory of the first.
 
-    They run one after another and leave results in tensors that are not in there. With memory of
-    its own every graph would take new memory from the device, which PyTorch keeps when the graph is
-    gone.
+    They may share that memory, as they run one after another and write their results into tensors
+    allocated outside of it. With memory of its own every graph would take new memory from the
+    device, which PyTorch keeps when the graph is gone.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

@@ -8,14 +8,15 @@ all of its columns (m,), and only they:
     remembered           `memory` steps s of g and their residual differences y;
     level                the g at which the last level of epsilon ended.
 
-An evaluation takes T(g) and T'(T(g)) of the candidate and tells a few numbers per segment, products
-in the metric <u, v> = sum_j b_j u_j v_j among them. A move makes the next candidate a combination
-of the vectors, with coefficients that the solver made of these numbers; it sees no more of any
-vector. A problem of a cloud with itself has one potential, its rows are its columns, and
+An evaluation computes T(g) and T'(T(g)) of the candidate, two softmins, and returns some numbers
+for each segment. Among them are inner products of the vectors, <u, v> = sum_j b_j u_j v_j. The
+solver decides from these numbers alone and never reads the vectors. Its decision is a few
+coefficients, and a move makes the next candidate: the combination of the vectors with these
+coefficients. A problem of a cloud with itself has one potential, its rows are its columns, and
 r = T(g) - g.
 
-How scores are held and how vectors of different lengths lie in memory is up to the implementation.
-What it computes for a segment must not depend on the segments beside it, to the last bit.
+An implementation chooses how it holds scores, and how vectors of different lengths lie in memory.
+The numbers of a segment must not depend on the segments beside it, to the last bit.
 """
 
 from __future__ import annotations

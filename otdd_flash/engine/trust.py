@@ -1,8 +1,11 @@
 """Which quasi-Newton steps are kept, of one problem or of many side by side.
 
-The plain update raises the dual by at least a gain that is known before it is taken. A step is kept
-if it does as well; one that is not is followed by plain updates, twice as many each time in a row.
-Where a gain drowns in the rounding of the dual, the marginal error must soon fall instead.
+A plain Sinkhorn update raises the dual by at least a known amount, the gain. A quasi-Newton step is
+kept if it raises the dual by that much, and otherwise taken back. After a step that was taken back
+come plain updates: one, then two after the next such step, then four; steps that certainly gain
+something halve the number again. Near convergence the gain is smaller than the rounding error of
+the dual, and the dual cannot tell whether a step gained it. Such a step is kept while the marginal
+error is at most `GROWTH` times its lowest, and the lowest is not older than `PATIENCE` iterations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a dataset to labelled features: batches through an extractor, kept on disk when dear."""
+"""From a dataset to labelled features: batches through an extractor, kept on disk if expensive."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class FlowResult:
             "before": asdict(before),
             "history": [asdict(record) for record in self.history],
             "settings": dict(self.settings),
-            "compute": asdict(self.compute),
+            "compute": self.compute.settings,
             "ran_on": self.ran_on,
             "versions": versions(),
             "config": None,

@@ -145,7 +145,7 @@ def gradient_flow(
         loop.mode.class_distances,
         settings,
         tuple(loop.moments),
-        compute,
+        compute.alone,
         loop.ran_on,
         loop.stopped_by,
         {"prepare": prepared - started, "flow": time.perf_counter() - prepared},

@@ -244,10 +244,10 @@ def _joint(
     upper: Tensor | None = None,
 ) -> JointClassDistances:
     names = tuple(class_names(samples) for samples in datasets)
-    return JointClassDistances(full, _distinct_names(datasets), names, lower, upper)
+    return JointClassDistances(full, distinct_names(datasets), names, lower, upper)
 
 
-def _distinct_names(datasets: Sequence[LabeledSamples]) -> tuple[str, ...]:
+def distinct_names(datasets: Sequence[LabeledSamples]) -> tuple[str, ...]:
     """The datasets' names, with their places behind those that several share."""
     names = [samples.name for samples in datasets]
     return tuple(

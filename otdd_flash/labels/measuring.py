@@ -60,7 +60,7 @@ def measure_pairs(
         clouds: V classes, in the order that `merge_identical` gives them.
         pairs: (P, 2) int64, indices of two different classes, the larger first.
         metric: how to measure; any but `Given`.
-        cache_dir: where distances that are dear to measure are kept; None keeps none.
+        cache_dir: where distances that are expensive to measure are kept; None keeps none.
         progress: called with the number of pairs done and their total.
 
     Raises:

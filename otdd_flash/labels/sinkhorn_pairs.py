@@ -1,9 +1,10 @@
 """Debiased entropic transport between the points of pairs of classes.
 
 W_ij = OT_eps(i, j) - OT_eps(i, i) / 2 - OT_eps(j, j) / 2 with cost ||x - y||^2 (Feydy et al. 2019,
-Interpolating between optimal transport and MMD using Sinkhorn divergences). The self terms make a
-class zero away from itself; each is solved once. All self terms are one segmented problem and all
-pairs another, as `transport_terms` solves them: every point holds one potential per opposite class.
+Interpolating between optimal transport and MMD using Sinkhorn divergences). Subtracting the self
+terms OT_eps(i, i) puts a class at distance 0 from itself; each self term is solved once, however
+many pairs its class is in. The self terms of all classes are solved side by side, and then all
+pairs; `transport_terms` does both. A point has one potential for each class it is compared with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the solver asks of a cost: ten members, whatever holds the matrix.
+"""What the solver asks of a cost: eleven members, whatever holds the matrix.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
@@ -48,6 +48,7 @@ class CostFacts(NamedTuple):
         highest: none is above it.
         error: bound on the mean error of the costs of `Operator.marginals` over any plan between a
             and b, without what the potentials add to it.
+        forbidden: whether further pairs have the cost +inf, which none of this counts.
     """
 
     dtype: torch.dtype
@@ -55,6 +56,7 @@ class CostFacts(NamedTuple):
     lowest: float
     highest: float
     error: float
+    forbidden: bool = False
 
     @property
     def spread(self) -> float:
@@ -122,13 +124,14 @@ class Execution(NamedTuple):
     Attributes:
         backend: how a pass runs, for reports.
         segment: makes the operator the only problem of the engine, a `one_segment.OneSegment` whose
-            steps run where passes do, as segment(g, symmetric=...) with the column potential g (m,)
-            to evaluate first.
+            steps run where passes do, as segment(operator, g, symmetric=...) with the column
+            potential g (m,) to evaluate first.
         recorded: whether steps are recorded, as a pass takes less time than launching it, or not
             much more. Such a pass has no use for a sample.
         refined: makes the same cost to the full accuracy of the potentials, to end a solve on; None
             where the operator is that already.
-        sampled: the cost between some rows (k,) and columns (l,), int64, each side of equal masses.
+        sampled: the cost between some rows (k,) and columns (l,), int64, each side of equal masses;
+            None where it tells nothing of the whole.
         prepared_plan: prepares the plan of f (n,), g (m,) and an epsilon for many products, a
             `plan.Plan`, held only in so many bytes, half of free memory for None; None where
             `apply_plan` is as good, or memory is short.
@@ -138,7 +141,7 @@ class Execution(NamedTuple):
 
     backend: str
     segment: Callable[..., Any]
-    sampled: Callable[[Tensor, Tensor], Operator]
+    sampled: Callable[[Tensor, Tensor], Operator] | None
     refined: Callable[[], Operator] | None = None
     recorded: bool = False
     prepared_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
@@ -152,8 +155,13 @@ class Certifiable(Protocol):
     """
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the potentials, float32 or float64."""
+        ...
+
+    @property
     def costs(self) -> CostFacts:
-        """What is known of C."""
+        """What is known of C; finding out may take long."""
         ...
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,11 @@ from otdd_flash.operators.memory import (
 )
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.ranks import Ranks, ranks_of
 from otdd_flash.samples import LabeledSamples
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -39,17 +44,30 @@ class ComputeOptions:
             Triton, but where float16 holds them; `high` is float32-like throughout, as both are in
             PyTorch; `double` is float64.
         memory_budget: bytes that stored scores may take in PyTorch: `auto` (half of free memory)
-            or `4GiB`.
+            or `4GiB`; of each process.
+        group: processes that share every pass: a group of `torch.distributed`, or "world" for its
+            default group, where all of them call, each with its shards of the datasets; or what
+            `otdd.led` gives. None: this process alone.
     """
 
     device: str = "auto"
     backend: str = "auto"
     precision: str = "fast"
     memory_budget: str | int = "auto"
+    group: ProcessGroup | Ranks | str | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A group is of this process.
+        return self.settings | {"group": None}
 
     def __post_init__(self) -> None:
         check_fields(self, arguments.COMPUTE_OPTIONS)
         stated_budget(self.memory_budget)
+        if self.group is not None and self.device.startswith("cuda:"):
+            raise InputError(
+                f"device={self.device} names one card for all processes of compute.group; let each "
+                "call torch.cuda.set_device, and take device=cuda"
+            )
 
     @classmethod
     def of(cls, given: Compute | None) -> ComputeOptions:
@@ -57,6 +75,16 @@ class ComputeOptions:
         if isinstance(given, ComputeOptions):
             return given
         return cls() if given is None else cls(str(given))
+
+    @property
+    def alone(self) -> ComputeOptions:
+        """The same for this process without others: what results keep."""
+        return replace(self, group=None)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of them but the group, for files."""
+        return {key.name: getattr(self, key.name) for key in fields(self) if key.compare}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,15 +127,25 @@ def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
     Raises:
         InputError: the precision cannot hold the costs, or there is not enough memory.
     """
-    cost, compute = labelled_cost(inputs), inputs.compute
-    device = cost.a.device
+    if (ranks := ranks_of(inputs.compute.group)) is not None:
+        from otdd_flash.operators.sharing import shared_operator
+
+        return shared_operator(inputs, ranks, keep_scores=keep_scores)
+    return operator_alone(labelled_cost(inputs), inputs.compute, keep_scores=keep_scores)
+
+
+def operator_alone(
+    cost: LabelledCost, compute: ComputeOptions, *, keep_scores: bool = True
+) -> Operator:
+    """A cost that this process computes by itself; as for `build_operator`."""
     _check_range(cost, compute)
+    device = cost.a.device
     if uses_triton(compute, device):
         from otdd_flash.operators.kernel import KernelOperator
 
         return KernelOperator(cost, compute.precision)
     # Asked last: what is free by then is free for scores.
-    if keep_scores and _scores_fit(cost.shape, compute, device):
+    if keep_scores and scores_fit(cost.shape, compute.dtype, compute, device):
         return StoredOperator.keep(cost, compute.dtype)
     return StreamedOperator(cost, compute.dtype)
 
@@ -197,9 +235,15 @@ def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
     return True
 
 
-def _scores_fit(shape: tuple[int, int], compute: ComputeOptions, device: torch.device) -> bool:
-    """Whether scores (n, m) may be stored; a budget that the device does not have is refused."""
-    size = shape[0] * shape[1] * compute.dtype.itemsize
+def scores_fit(
+    shape: tuple[int, int], dtype: torch.dtype, compute: ComputeOptions, device: torch.device
+) -> bool:
+    """Whether scores (n, m) may be stored in a type; a budget that is not there is refused.
+
+    Raises:
+        InputError: as said.
+    """
+    size = shape[0] * shape[1] * dtype.itemsize
     if compute.memory_budget == "auto":
         return size <= UNASKED or size <= budget_in_bytes("auto", device)
     if size > budget_in_bytes(compute.memory_budget, device):

@@ -9,8 +9,6 @@ then are one.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -100,7 +98,7 @@ class KernelOperator:
         """In Triton; recorded where there is little to compute."""
         return Execution(
             f"triton, scores streamed, {self._precision}",
-            partial(KernelSegment, self),
+            KernelSegment,
             self.sample,
             None if self._precision == "high" or self._lattice else self._refine,
             self.recorded,

@@ -11,6 +11,7 @@ from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Repeated
 from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.kernel_vectors import KernelVectors, whole_layout
 from otdd_flash.operators.one_segment import OneSegment
@@ -23,13 +24,27 @@ class KernelSegment(OneSegment):
         super().__init__(operator, symmetric=symmetric, costs_on=torch.device("cpu"))
         self.device = operator.a.device
         n, m = len(operator.a), len(operator.b)
-        layouts = [whole_layout(m, n, candidate.device)]
+        ranges = self.ranges(operator)
+        # Of a cloud with itself columns are summed as rows.
+        layouts = [whole_layout(m, n, candidate.device, ranges[0 if symmetric else 1])]
         if not symmetric:
-            layouts.insert(0, whole_layout(n, m, candidate.device))
+            layouts.insert(0, whole_layout(n, m, candidate.device, ranges[0]))
         masses = operator.a, operator.b
         first = candidate.to(self.dtype).clone().contiguous()
         self._vectors = KernelVectors(masses, layouts, first, self.memory)
         self._vectors.columns.kept.copy_(first)
+
+    def ranges(self, operator: Operator) -> tuple[int, int]:
+        """In how many parts the softmins of rows and of columns come, where they are sums."""
+        return 1, 1
+
+    def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums | Tensor:
+        """T(g) (n,), or the sums that it is made of."""
+        return self.operator.softmin_rows(g, epsilon, guess)
+
+    def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums | Tensor:
+        """T'(f) (m,), likewise."""
+        return self.operator.softmin_columns(f, epsilon, guess)
 
     def change(self, operator: Operator) -> None:
         """Take another form of the cost."""
@@ -71,13 +86,13 @@ class KernelSegment(OneSegment):
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of an evaluation."""
-        operator, vectors, level = self.operator, self._vectors, epsilon[0]
+        vectors, level = self._vectors, epsilon[0]
         g = vectors.columns.candidate
         if self.symmetric:
-            return vectors.evaluate(operator.softmin_rows(g, level, g), epsilon, active)
-        f = operator.softmin_rows(g, level, vectors.rows)
+            return vectors.evaluate(self.softmin_rows(g, level, g), epsilon, active)
+        f = self.softmin_rows(g, level, vectors.rows)
         vectors.take(f, epsilon, active)
-        return vectors.evaluate(operator.softmin_columns(f, level, g), epsilon, active)
+        return vectors.evaluate(self.softmin_columns(vectors.rows, level, g), epsilon, active)
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
         """Choose it by the numbers of a move."""

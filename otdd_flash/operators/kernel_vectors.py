@@ -105,7 +105,7 @@ class SegmentLayout(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def whole_layout(rows: int, columns: int, device: torch.device) -> SegmentLayout:
-    """The layout of one segment that is all there is."""
-    table = torch.tensor([[0, rows, 0, 0, columns, 0, 0, 1]], dtype=torch.int64, device=device)
+def whole_layout(rows: int, columns: int, device: torch.device, ranges: int = 1) -> SegmentLayout:
+    """The layout of one segment that is all there is, whose sums come in so many ranges."""
+    table = torch.tensor([[0, rows, 0, 0, columns, 0, 0, ranges]], dtype=torch.int64, device=device)
     return SegmentLayout.of(table, rows)

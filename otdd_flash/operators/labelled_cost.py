@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
@@ -69,6 +70,7 @@ class LabelledCost:
         self.a, self.b = a, b
         self.class_costs, self.lambda_x = class_costs, lambda_x
         self.symmetric = x is y and labels_x is labels_y and a is b
+        self._whole: LabelledCost | None = None
         mean_x = _mean(x, a)
         mean_y = mean_x if self.symmetric else _mean(y, b)
         self.centre = (mean_x + mean_y) / 2
@@ -99,6 +101,11 @@ class LabelledCost:
         # 0 <= ||x - y||^2 <= (max ||x|| + max ||y||)^2.
         reach = lambda_x * (math.sqrt(highest_x) + math.sqrt(highest_y)) ** 2
         self.cost_range = CostRange(low, reach + high)
+
+    @property
+    def whole(self) -> LabelledCost:
+        """The cost that this one is a `part` of, or this one."""
+        return self._whole or self
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -176,6 +183,21 @@ class LabelledCost:
             class_costs=self.class_costs,
             lambda_x=self.lambda_x,
         )
+
+    def part(self, rows: slice, columns: slice) -> LabelledCost:
+        """Some rows and columns, with their masses, and all else of the whole cost.
+
+        So the centre and scale of the points, and bounds on costs, are the same for every part.
+        """
+        found, cuts = copy(self), (rows, columns)
+        found._whole = self.whole
+        pairs = (self.points, self.labels, self.squares, self.magnitudes)
+        found.points, found.labels, found.squares, found.magnitudes = (
+            (pair[0][rows], pair[1][columns]) for pair in pairs
+        )
+        found.a, found.b = (side[cut] for side, cut in zip((self.a, self.b), cuts, strict=True))
+        found.symmetric = False
+        return found
 
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both clouds minus the centre, subtracted in float64 and rounded once."""

@@ -38,6 +38,8 @@ class Lattice(NamedTuple):
 
 def lattice_of(cost: LabelledCost) -> Lattice | None:
     """The lattice that holds all points, if float16 holds their coordinates on it."""
+    # Parts of a cost take the points as the others do.
+    cost = cost.whole
     # Triton is not everywhere.
     from otdd_flash.kernels.points.lattice_distance import lattice_distance
 

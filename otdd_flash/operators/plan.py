@@ -25,7 +25,7 @@ Factors = tuple[Tensor, Tensor]
 
 
 class Products(Protocol):
-    """Products with a plan P (n, m), float64, and the sums of what they multiply."""
+    """Products with a plan P (n, m), and the float64 sums of what they multiply."""
 
     @property
     def precision(self) -> float:
@@ -58,6 +58,11 @@ class Products(Protocol):
 
 class Plan(Products, Protocol):
     """A plan P (n, m) to the accuracy of its operator's type."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What products are in, and what their factors need be in: float32 or float64."""
+        ...
 
     @property
     def quick(self) -> Products:
@@ -94,9 +99,14 @@ class StreamedPlan:
         self._sums: dict[bool, Tensor] = {}
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the operator."""
+        return self._operator.dtype
+
+    @property
     def precision(self) -> float:
         """Of the operator's type."""
-        return SUM_UNITS * torch.finfo(self._operator.costs.dtype).eps / 2
+        return SUM_UNITS * torch.finfo(self.dtype).eps / 2
 
     @property
     def rows(self) -> Tensor:
@@ -135,7 +145,7 @@ class StreamedPlan:
             *self._at, values / scale, transposed=transposed, factors=factors
         )
         self._sums.setdefault(transposed, applied.masses)
-        return applied.values.double() * scale
+        return applied.values.to(self.dtype).mul_(scale)
 
 
 class KeptPlan:
@@ -146,7 +156,8 @@ class KeptPlan:
         quick: products with a plan near it that take less time, if there are any.
     """
 
-    precision, in_triton = SUM_UNITS * torch.finfo(torch.float64).eps / 2, False
+    dtype, precision = torch.float64, SUM_UNITS * torch.finfo(torch.float64).eps / 2
+    in_triton = False
 
     def __init__(self, entries: Tensor, quick: Products | None = None) -> None:
         self._entries, self.quick = entries, quick or self

@@ -33,7 +33,7 @@ class PooledTerm:
         term: "xy", "xx" or "yy".
     """
 
-    costs = UNKNOWN
+    dtype, costs = torch.float32, UNKNOWN
 
     def __init__(self, pool: ScorePool, term: str) -> None:
         self._pool, (one, two) = pool, SIDES[term]

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.dimensions import check_same_dimension
+from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes
 from otdd_flash.operators.footprint import CostSize
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import check_memory, within_memory
+from otdd_flash.ranks import ranks_of
 from otdd_flash.samples import LabeledSamples, check_squares
 
 T = TypeVar("T")
@@ -72,6 +74,7 @@ class Request:
                 the memory is short, or the ground cost is not defined for a point.
         """
         device = resolve_device(compute.device)
+        _check_group(compute, device)
         if pairs is None:
             places = range(len(datasets))
             pairs = (*combinations(places, 2), *zip(places, places, strict=True))
@@ -118,6 +121,19 @@ class Request:
         """
         size = cost_size(self.seen[0], self.seen[-1])
         return within_memory(run, size, self.needed, self.device, self.compute.dtype)
+
+
+def _check_group(compute: ComputeOptions, device: torch.device) -> None:
+    """Refuse shards where they have not been put together, and what ranks cannot exchange."""
+    ranks = ranks_of(compute.group)
+    if ranks is None:
+        return
+    if compute.group is not ranks:
+        raise InputError(
+            "shards of a compute.group are put together by dataset_distance alone; lead other work "
+            "from rank 0 with otdd.led"
+        )
+    ranks.device_of(device)
 
 
 def check_comparable(*datasets: LabeledSamples) -> None:

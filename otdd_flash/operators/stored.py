@@ -1,4 +1,4 @@
-"""A cost whose scores are kept in memory: given as a matrix, or computed once from an operator."""
+"""A cost whose scores are computed once and kept in memory."""
 
 from __future__ import annotations
 
@@ -45,22 +45,6 @@ class StoredOperator(TiledOperator):
             cost_rounding=cost_rounding,
         )
         self.scores = scores
-
-    @classmethod
-    def from_cost(cls, cost: Tensor, a: Tensor, b: Tensor) -> StoredOperator:
-        """Hold a given cost matrix C (n, m) with masses a (n,) and b (m,)."""
-        support = cost[a > 0][:, b > 0]
-        largest, none = cost.abs().amax(1).double(), torch.zeros_like(b)
-        return cls(
-            -cost,
-            a,
-            b,
-            cost_range=CostRange(float(support.min()), float(support.max())),
-            mean_cost=float(a @ cost.double() @ b),
-            magnitudes=(largest, none),
-            cost_errors=(torch.zeros_like(a), none),
-            cost_rounding=0.0,
-        )
 
     @classmethod
     def keep(cls, cost: LabelledCost, dtype: torch.dtype) -> StoredOperator:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ LN_2 = math.log(2.0)
 
 # Stands for log2(0): finite, so that differences of two of them are 0 and not NaN.
 LOG2_ZERO = -1e30
+
+# Stands for that of a sum of which nothing is there: a potential that LOG2_ZERO outweighs.
+LOG2_NOTHING = -1e29
 
 # The potential of a point without mass, far below any other.
 ABSENT = -1e250
@@ -61,7 +64,8 @@ class TiledOperator(ABC):
         row_offset: (n,) with C_ij = row_offset_i - S_ij.
         cost_range: an interval that holds C on the support.
         mean_cost: sum_ij a_i b_j C_ij.
-        magnitudes: (n,) and (m,) float64 with |C_ij| <= magnitudes[0]_i + magnitudes[1]_j.
+        magnitudes: (n,) and (m,) float64 with |C_ij| <= magnitudes[0]_i + magnitudes[1]_j where
+            there is mass.
         cost_errors: (n,) and (m,) float64; before it was stored, C_ij was off by at most
             cost_errors[0]_i + cost_errors[1]_j.
         cost_rounding: relative error of a stored cost.
@@ -126,7 +130,7 @@ class TiledOperator(ABC):
     @property
     def execution(self) -> Execution:
         """In PyTorch, scores in the precision of the potentials."""
-        return Execution(self.backend, partial(TorchSegment, self), self.sample)
+        return Execution(self.backend, TorchSegment, self.sample)
 
     @property
     @abstractmethod
@@ -157,24 +161,29 @@ class TiledOperator(ABC):
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
-        f, g = present(self.a, f), present(self.b, g)
         rows, columns = torch.empty_like(self.a), torch.zeros_like(self.b)
-        for part, plan in self._exact_tiles(f, g, float(epsilon)):
+        for part, plan in self.exact_tiles(f, g, float(epsilon)):
             rows[part] = plan @ self.b
             columns += self.a[part] @ plan
         sums = self.a * rows, self.b * columns
-        return measured(sums, (f, g), self.magnitudes, self.cost_errors, self.cost_rounding)
+        potentials = present(self.a, f), present(self.b, g)
+        return measured(sums, potentials, self.magnitudes, self.cost_errors, self.cost_rounding)
 
-    def _exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows and exp((f_i + g_j - C_ij) / epsilon) of them, in a buffer that is reused."""
+    def exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows and exp((f_i + g_j - C_ij) / epsilon) of them, float64, in a reused buffer.
+
+        Points without mass have entries near 0.
+        """
+        f, g = present(self.a, f), present(self.b, g)
         n, m = self.shape
         budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
         height = max(1, min(n, budget // 2 // m))
-        scratch = torch.empty((height, m), dtype=torch.float64, device=self.device)
+        scratch = torch.empty((0, m), dtype=torch.float64, device=self.device)
         # f_i + g_j as a product of matrices: one read and one write of a tile.
         left = torch.stack((f / epsilon, torch.ones_like(f)), 1)
         right = torch.stack((torch.ones_like(g), g / epsilon))
         for start, block in self.negative_costs():
+            scratch = _at_least(scratch, min(height, len(block)))
             for first in range(0, block.shape[0], height):
                 negative = block[first : first + height]
                 part = slice(start + first, start + first + negative.shape[0])
@@ -191,10 +200,10 @@ class TiledOperator(ABC):
         logs = torch.empty_like(self.row_offset)
         for rows, tile in self._tiles():
             torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
-            highest = tile.scratch.amax(1, keepdim=True)
+            highest = tile.scratch.amax(1, keepdim=True).clamp_min_(LOG2_NOTHING)
             sums = tile.scratch.sub_(highest).exp2_().sum(1)
             logs[rows] = highest.squeeze(1) + sums.log2_()
-        return self.row_offset - (epsilon * LN_2) * logs
+        return self.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
@@ -205,11 +214,11 @@ class TiledOperator(ABC):
         sums = torch.zeros_like(self._log2_b)
         for rows, tile in self._tiles():
             torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
-            raised = torch.maximum(highest, tile.scratch.amax(0))
+            raised = torch.maximum(highest, tile.scratch.amax(0)).clamp_min_(LOG2_NOTHING)
             sums.mul_(highest.sub_(raised).exp2_())
             sums.add_(tile.scratch.sub_(raised).exp2_().sum(0))
             highest = raised
-        return (-epsilon * LN_2) * (highest + sums.log2_())
+        return (-epsilon * LN_2) * (highest + sums.log2_()).clamp_min_(LOG2_NOTHING)
 
     def apply_plan(
         self,
@@ -242,8 +251,7 @@ class TiledOperator(ABC):
     def plan_entries(self, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
         """P (n, m), float64 throughout."""
         entries = torch.empty(self.shape, dtype=torch.float64, device=self.device)
-        f, g = present(self.a, f), present(self.b, g)
-        for rows, plan in self._exact_tiles(f, g, epsilon):
+        for rows, plan in self.exact_tiles(f, g, epsilon):
             entries[rows] = plan.mul_(self.a[rows, None]).mul_(self.b)
         return entries
 
@@ -260,8 +268,9 @@ class TiledOperator(ABC):
         n, m = self.shape
         budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
         height = max(1, min(n, budget // m))
-        scratch = torch.empty((height, m), dtype=self.dtype, device=self.device)
+        scratch = torch.empty((0, m), dtype=self.dtype, device=self.device)
         for start, block in self.score_blocks():
+            scratch = _at_least(scratch, min(height, len(block)))
             for first in range(0, block.shape[0], height):
                 scores = block[first : first + height]
                 rows = slice(start + first, start + first + scores.shape[0])
@@ -295,6 +304,11 @@ def measured(
         relative_error=(terms + EVALUATION) * DOUBLE_UNIT,
         lost=math.exp(LEAST_EXPONENT),
     )
+
+
+def _at_least(buffer: Tensor, rows: int) -> Tensor:
+    """A buffer with so many rows: this one, or a larger one."""
+    return buffer if len(buffer) >= rows else buffer.new_empty((rows, buffer.shape[1]))
 
 
 class _Tile:

@@ -132,7 +132,7 @@ class ExactFusedPlan:
         streamed: the same plan, by the operator.
     """
 
-    precision, in_triton = PRECISION, True
+    dtype, precision, in_triton = torch.float64, PRECISION, True
 
     def __init__(
         self,
@@ -167,12 +167,14 @@ class ExactFusedPlan:
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (N, k) for V (M, k), or (P o A B^T) V, float64."""
         found = None if factors is not None else self._multiply(values, 0)
-        return self._streamed.times(values, factors) if found is None else found
+        return self._streamed.times(values, factors).double() if found is None else found
 
     def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P^T U (M, k) for U (N, k), or (P o A B^T)^T U, float64."""
         found = None if factors is not None else self._multiply(values, 1)
-        return self._streamed.transposed_times(values, factors) if found is None else found
+        if found is None:
+            return self._streamed.transposed_times(values, factors).double()
+        return found
 
     def _sums_of(self, side: int) -> Tensor:
         if side not in self._sums:

@@ -22,6 +22,7 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
 from otdd_flash.otdd import dataset_distance
+from otdd_flash.ranks import ranks_of
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.solver.divergence import Divergence
@@ -45,6 +46,7 @@ class Comparison:
             without labels where they do not count.
         target: the same of the target.
         unconverged: the distances that stopped before the tolerance.
+        ranks: the processes that share the work, if there are several.
 
     Raises:
         InputError: `epsilon_relative` is among the arguments, or features are not finite.
@@ -69,11 +71,16 @@ class Comparison:
         sides = drawable(source, metric, minimum), drawable(target, metric, minimum)
         cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))
         compute = ComputeOptions.of(self._settings.get("compute"))
+        self.ranks = ranks_of(compute.group)
         # Rows are drawn where they are compared.
         request = Request.prepare(sides, cost, compute, pairs=())
         self.source, self.target = request.given
         self._table = self._fixed_table(metric, request)
         self.unconverged: list[Divergence] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # They are of this process.
+        return {**self.__dict__, "ranks": None}
 
     def between(self, source: LabeledSamples, target: LabeledSamples) -> DistanceResult:
         """The distance of some rows of the source from some of the target."""

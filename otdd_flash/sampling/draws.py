@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.errors import InputError
@@ -27,10 +28,15 @@ def subsample(samples: LabeledSamples, size: int, generator: np.random.Generator
         size: rows to draw.
         generator: the only source of randomness.
     """
+    return samples.take(subsample_rows(samples, size, generator))
+
+
+def subsample_rows(samples: LabeledSamples, size: int, generator: np.random.Generator) -> Tensor:
+    """The row numbers of `subsample`, ascending."""
     order = generator.permutation(len(samples))
     needed = _rank_in_class(_labels(samples)[order]) < PER_CLASS
     chosen = order[np.argsort(~needed, kind="stable")[:size]]
-    return samples.take(torch.from_numpy(np.sort(chosen)))
+    return torch.from_numpy(np.sort(chosen))
 
 
 def least_rows(samples: LabeledSamples) -> int:

@@ -32,9 +32,11 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import LabelMetric
+from otdd_flash.ranks import Ranks, restored, saved
 from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.sampling.comparison import Comparison, drawable
 from otdd_flash.sampling.draws import least_rows, subsample
+from otdd_flash.solver.divergence import Divergence
 
 # progress(distances computed, their total).
 Progress = Callable[[int, int], None]
@@ -42,6 +44,7 @@ Progress = Callable[[int, int], None]
 # Of n: small enough to be cheap, large enough for the classes.
 DEFAULT_FRACTION = 0.25
 FEW_PER_CLASS = 5
+LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def subsample_interval(
     *,
     count: int = 50,
     size: int | None = None,
-    level: float = 0.95,
+    level: float = LEVEL,
     seed: int = 0,
     progress: Progress | None = None,
     **settings: Any,
@@ -122,20 +125,59 @@ def subsample_interval(
     sizes = subsample_sizes(comparison.source, comparison.target, size)
     _notice_few_per_class(comparison, sizes)
     fraction = sum(sizes) / (len(comparison.source) + len(comparison.target))
-    rate = math.sqrt(fraction / (1 - fraction))
+    rate = sampling_rate(fraction)
     if source.fingerprint == target.fingerprint:
         return SubsampleInterval(value, value, level, 0, sizes, rate, (), identical=True)
-    generator = np.random.default_rng(seed)
-    values: list[float] = []
-    for done in range(1, count + 1):
+    ranks = comparison.ranks
+    if ranks is None:
+        values = _values(comparison, sizes, range(count), seed, progress)
+    else:
+        ranks.heard = progress and (lambda done: progress(min(done * ranks.size, count), count))
+        values, comparison.unconverged = ranks.order(
+            _values_of_ranks, saved(comparison), sizes, count, seed
+        )
+    comparison.warn_unconverged(count)
+    lower, upper = deviation_interval(value, np.array(values), rate, level)
+    return SubsampleInterval(lower, upper, level, count, sizes, rate, tuple(values))
+
+
+def _values(
+    comparison: Comparison,
+    sizes: tuple[int, int],
+    wanted: range,
+    seed: int,
+    progress: Progress | None,
+) -> list[float]:
+    """Distances of some of the draws from a seed."""
+    generator, values = np.random.default_rng(seed), list[float]()
+    for draw in range(wanted.stop):
         x = subsample(comparison.source, sizes[0], generator)
         y = subsample(comparison.target, sizes[1], generator)
+        if draw not in wanted:
+            continue
         values.append(comparison.between(x, y).value)
         if progress is not None:
-            progress(done, count)
-    comparison.warn_unconverged(count)
-    lower, upper = _interval(value, np.array(values), rate, level)
-    return SubsampleInterval(lower, upper, level, count, sizes, rate, tuple(values))
+            progress(len(values), len(wanted))
+    return values
+
+
+def _values_of_ranks(
+    ranks: Ranks, content: bytes, sizes: tuple[int, int], count: int, seed: int
+) -> tuple[list[float], list[Divergence]]:
+    """The distances of all draws, and those that stopped early; each rank compares some draws."""
+    comparison: Comparison = restored(content)
+
+    def own() -> list[float]:
+        wanted = range(ranks.rank, count, ranks.size)
+        heard = ranks.heard
+        told = None if heard is None else lambda done, _: heard(done)
+        return _values(comparison, sizes, wanted, seed, told) if len(wanted) else []
+
+    everyone = ranks.said((ranks.together(own), saved(comparison.unconverged)))
+    values = [0.0] * count
+    for rank, (found, _) in enumerate(everyone):
+        values[rank :: ranks.size] = found
+    return values, [late for _, content in everyone for late in restored(content)]
 
 
 def check_count(count: int, level: float) -> None:
@@ -194,7 +236,14 @@ def _notice_few_per_class(comparison: Comparison, sizes: tuple[int, int]) -> Non
             )
 
 
-def _interval(value: float, values: Any, rate: float, level: float) -> tuple[float, float]:
+def sampling_rate(fraction: float) -> float:
+    """The factor tau_m / tau_n, for deviations between draws of so large a part."""
+    return math.sqrt(fraction / (1 - fraction))
+
+
+def deviation_interval(
+    value: float, values: Any, rate: float, level: float = LEVEL
+) -> tuple[float, float]:
     """The value minus upper and lower quantiles of the scaled deviations.
 
     A further draw exceeds the i-th smallest of K with probability 1 - i / (K + 1) exactly, hence

@@ -23,13 +23,14 @@ of which x, y, the class distances and both lambdas see M V and M^T U alone:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import refined
+from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import build_operator, class_indices
 from otdd_flash.operators.plan import Factors, Plan, Products, plan_of
 from otdd_flash.solver.centred import less_origin, origin_near
@@ -47,24 +48,45 @@ class Entries:
     """Products with e and with P of two potentials, float64.
 
     Args:
-        problem: the clouds and costs.
-        f: (n,) potential, of points without mass as well.
-        g: (m,) potential, likewise.
+        masses: a (n,) and b (m,).
+        operator: makes the operator, on the `refined` form of which products run: of these masses,
+            or called with False of any that are positive, by which products are then divided.
+        potentials: f (n,) and g (m,), of points without mass as well.
+        epsilon: regularisation, in units of the cost.
+
+    Attributes:
+        a: (n,) masses.
+        b: (m,) masses.
+        whole: whether all masses are positive.
+        plan: of the operator.
     """
 
-    def __init__(self, problem: Problem, f: Tensor, g: Tensor) -> None:
-        inputs = problem.inputs("xy")
-        self.a, self.b = inputs.source.masses, inputs.target.masses
-        self._whole = bool((self.a > 0).all()) and bool((self.b > 0).all())
-        if not self._whole:
-            # Any positive masses do: products are divided by them.
-            source, target = (
-                replace(side, weights=None) for side in (inputs.source, inputs.target)
-            )
-            inputs = replace(inputs, source=source, target=target)
-        exact = refined(build_operator(inputs))
+    def __init__(
+        self,
+        masses: tuple[Tensor, Tensor],
+        operator: Callable[[bool], Operator],
+        potentials: tuple[Tensor, Tensor],
+        epsilon: float,
+    ) -> None:
+        self.a, self.b = masses
+        self.whole = bool((self.a > 0).all()) and bool((self.b > 0).all())
+        exact = refined(operator(self.whole))
         self._masses = exact.a[:, None], exact.b[:, None]
-        self.plan: Plan = plan_of(exact, f, g, problem.epsilon, MOST_HELD)
+        self.plan: Plan = plan_of(exact, *potentials, epsilon, MOST_HELD)
+
+    @classmethod
+    def of(cls, problem: Problem, f: Tensor, g: Tensor) -> Entries:
+        """Of the cross term of two clouds."""
+        inputs = problem.inputs("xy")
+
+        def operator(weighted: bool) -> Operator:
+            sides = inputs.source, inputs.target
+            if not weighted:
+                sides = replace(sides[0], weights=None), replace(sides[1], weights=None)
+            return build_operator(replace(inputs, source=sides[0], target=sides[1]))
+
+        masses = inputs.source.masses, inputs.target.masses
+        return cls(masses, operator, (f, g), problem.epsilon)
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """The product e V (n, k) for V (m, k), or (e o A B^T) V."""
@@ -79,14 +101,14 @@ class Entries:
     @cached_property
     def q(self) -> Tensor:
         """Sums e b (n,)."""
-        if self._whole:
+        if self.whole:
             return self.plan.rows / self.a
         return self.times(self.b[:, None])[:, 0]
 
     @cached_property
     def p(self) -> Tensor:
         """Sums e^T a (m,)."""
-        if self._whole:
+        if self.whole:
             return self.plan.columns / self.b
         return self.transposed_times(self.a[:, None])[:, 0]
 
@@ -102,10 +124,14 @@ class Entries:
         """
         if not bool(s.isfinite().all() & t.isfinite().all()):
             return torch.full_like(s, torch.nan), torch.full_like(t, torch.nan)
-        products: Products = self.plan if self._whole else _Weighted(self)
-        near = self.plan.quick if self._whole else products
+        products: Products = self.plan if self.whole else _Weighted(self)
+        near = self.plan.quick if self.whole else products
         per_row = inverse(products.rows)[:, None]
-        right = t[:, None] - products.transposed_times(per_row * s[:, None])
+        taken = products.transposed_times(per_row * s[:, None])
+        right = t[:, None] - taken
+        # Of a permutation nothing else is left, and no direction of it is to be trusted.
+        rounding = products.precision * (t.abs()[:, None] + taken.abs())
+        right = torch.where(right.abs() > rounding, right, 0)
         system = SchurSystem(products, cg.damping)
         rounded = system if near is products else SchurSystem(near, cg.damping)
         found = solve(system, rounded, right, cg)

@@ -27,13 +27,8 @@ class System(Protocol):
     """A symmetric, positive semi-definite matrix (m, m) whose rows belong to points."""
 
     @property
-    def masses(self) -> Tensor:
-        """By which it is scaled, (m,) float64; points without mass have rows of 0."""
-        ...
-
-    @property
-    def constants(self) -> bool:
-        """Whether it takes constants to 0."""
+    def metric(self) -> Metric:
+        """Its range, and the masses that it is scaled by; points without mass have rows of 0."""
         ...
 
     @property
@@ -74,15 +69,19 @@ def conjugate_gradients(
 class Metric:
     """The range of a system's matrix, and sizes scaled by its masses.
 
+    Args:
+        masses: (m,) float64.
+        constants: whether the matrix takes constants to 0.
+
     Attributes:
-        masses: (m, 1) float64.
+        masses: (m, 1).
         inverse: one over them, 0 where there is none.
         total: of the masses, ().
-        constants: whether the matrix takes constants to 0.
+        constants: as said.
     """
 
-    def __init__(self, system: System) -> None:
-        self.masses, self.constants = system.masses[:, None], system.constants
+    def __init__(self, masses: Tensor, *, constants: bool) -> None:
+        self.masses, self.constants = masses[:, None], constants
         self.inverse, self.total = inverse(self.masses), self.masses.sum()
         self._present = self.masses > 0
 
@@ -112,7 +111,7 @@ class Iterates:
     """
 
     def __init__(self, system: System, right: Tensor, goal: Tensor, most: Tensor) -> None:
-        self._metric = metric = Metric(system)
+        self._metric = metric = system.metric
         self._precision, self._goal, self._most = system.precision, goal, most
         self.left = _by_columns(metric.in_range(right))
         self.values = _by_columns(torch.zeros_like(right))

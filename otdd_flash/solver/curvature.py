@@ -65,7 +65,7 @@ class Along(NamedTuple):
     """Second derivatives along s directions.
 
     Attributes:
-        x: (s, n, d) of the gradient by x, float64.
+        x: (s, n, d) of the gradient by x, float64, or float32 where products are.
         y: (s, m, d) of that by y; None where nothing asks for it.
         curvature: (s,) float64, <direction, derivative>.
         iterations: (s,) int64, of conjugate gradients.
@@ -82,7 +82,7 @@ class Along(NamedTuple):
 
 
 class _Points:
-    """A plan and the points of its sides, about their origin, float64."""
+    """A plan and the points of its sides, about their origin, in its type."""
 
     def __init__(
         self,
@@ -95,8 +95,22 @@ class _Points:
         self.plan = plan_of(refined(operator), *potentials, epsilon)
         sides = [side.features for side in (inputs.source, inputs.target)]
         clouds = zip(sides, (operator.a, operator.b), strict=True)
-        origin = origin_near(clouds, operator.costs.dtype).double()
-        self.x, self.y = (less_origin(points, origin) for points in sides)
+        self._origin = origin_near(clouds, operator.dtype).to(self.plan.dtype)
+        self._sides = sides
+
+    @cached_property
+    def x(self) -> Tensor:
+        """(n, d)."""
+        return less_origin(self._sides[0], self._origin)
+
+    @cached_property
+    def y(self) -> Tensor:
+        """(m, d)."""
+        return less_origin(self._sides[1], self._origin)
+
+    def here(self, values: Tensor) -> Tensor:
+        """In the plan's type."""
+        return values.to(self.plan.dtype)
 
     def times(self, values: Tensor) -> Tensor:
         """P V (s, n, k) for V (s, m, k)."""
@@ -107,9 +121,19 @@ class _Points:
         return _apart(self.plan.transposed_times(_together(values)), len(values))
 
     @cached_property
+    def r(self) -> Tensor:
+        """P 1 (n,)."""
+        return self.here(self.plan.rows)
+
+    @cached_property
+    def c(self) -> Tensor:
+        """P^T 1 (m,)."""
+        return self.here(self.plan.columns)
+
+    @cached_property
     def by_row(self) -> Tensor:
         """1 / r (n,), 0 where there is no mass."""
-        return inverse(self.plan.rows)
+        return self.here(inverse(self.plan.rows))
 
     @cached_property
     def images(self) -> Tensor:
@@ -146,24 +170,25 @@ class CrossCurvature:
         self._rounded = self._system if quick is at.plan else SchurSystem(quick, cg.damping)
 
     def along(self, a: Tensor, b: Tensor | None = None) -> Along:
-        """Along A (s, n, d) of x and B (s, m, d) of y, float64; without B, y stands still.
+        """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still.
 
         The derivative of the gradient by y is asked for by a B, which may be 0.
         """
-        return self._along_x(a) if b is None else self._along_both(a, b)
+        a = self._at.here(a)
+        return self._along_x(a) if b is None else self._along_both(a, self._at.here(b))
 
     def _along_x(self, a: Tensor) -> Along:
         at, factor, images = self._at, self._at.factor, self._at.images
-        r, by_row = at.plan.rows, at.by_row
+        r, by_row = at.r, at.by_row
         shift, a = _less_mean(a, r)
         e = -by_row * _dot(a, images)
         of_a, of_e = _both(at.transposed_times, a, e)
         solved = self._solve(-_dot(of_a, at.y) - of_e)
-        w2 = solved.values.T
+        w2 = at.here(solved.values.T)
         if at.row_moments is None:
             of_w2 = at.times(w2[..., None])[..., 0]
-            changes = [(factor * a, at.y), (torch.ones_like(r)[:, None], w2[..., None])]
-            moved = _weighted(at.plan.times, at.y, changes)
+            changes = [(a, at.y), (torch.ones_like(r)[:, None], w2[..., None] / factor)]
+            moved = _weighted(at.plan.times, at.y, changes).mul_(factor)
         else:
             moved, of_w2 = _both(at.times, w2[..., None] * at.y, w2)
             moved = moved + factor * torch.einsum("nkl,snl->snk", at.row_moments, a)
@@ -177,30 +202,31 @@ class CrossCurvature:
     def _along_both(self, a: Tensor, b: Tensor) -> Along:
         at, x, y, factor = self._at, self._at.x, self._at.y, self._at.factor
         images, transposed_images = at.images, at.transposed_images
-        r, c = at.plan.rows, at.plan.columns
+        r, c = at.r, at.c
         (mean_a, a), (mean_b, b) = _less_mean(a, r), _less_mean(b, c)
         shift, v = mean_a - mean_b, _dot(y, b)
         of_b, of_v = _both(at.times, b, v)
         e = at.by_row * (of_v - _dot(a, images) - _dot(x, of_b))
         of_a, of_e = _both(at.transposed_times, a, e)
         solved = self._solve(c * v - _dot(b, transposed_images) - _dot(of_a, y) - of_e)
-        w2 = solved.values.T
+        w2 = at.here(solved.values.T)
         of_w2 = at.times(w2[..., None])[..., 0]
         t1, t2 = factor * e - at.by_row * of_w2, w2 - factor * v
-        changes = [(factor * a, y), (factor * x, b), (torch.ones_like(r)[:, None], t2[..., None])]
-        moved = t1[..., None] * images + _weighted(at.plan.times, y, changes)
+        changes = [(a, y), (x, b), (torch.ones_like(r)[:, None], t2[..., None] / factor)]
+        moved = t1[..., None] * images + factor * _weighted(at.plan.times, y, changes)
         by_x = factor * (r[:, None] * (a + shift) - of_b - moved / at.epsilon)
-        changes = [(factor * a, y), (factor * x, b), (t1[..., None], torch.ones_like(c)[:, None])]
+        changes = [(a, y), (x, b), (t1[..., None] / factor, torch.ones_like(c)[:, None])]
         moved = t2[..., None] * transposed_images
-        moved += _weighted(at.plan.transposed_times, x, changes)
-        moved += solved.left.T[..., None] * y
+        moved += factor * _weighted(at.plan.transposed_times, x, changes)
+        moved += at.here(solved.left.T)[..., None] * y
         by_y = factor * (c[:, None] * (b - shift) - of_a - moved / at.epsilon)
         curvature = factor * r.sum() * shift.square().sum((1, 2))
         curvature += _dot(a, by_x).sum(1) + _dot(b, by_y).sum(1)
         return _along(by_x, by_y, curvature, solved, at.epsilon)
 
     def _solve(self, right: Tensor) -> Solution:
-        return solve(self._system, self._rounded, (self._at.factor * right).T, self._cg)
+        right = (self._at.factor * right.double()).T
+        return solve(self._system, self._rounded, right, self._cg)
 
 
 class SelfCurvature:
@@ -215,18 +241,19 @@ class SelfCurvature:
         self._rounded = self._system if quick is at.plan else SelfSystem(quick, cg.damping)
 
     def along(self, a: Tensor) -> Along:
-        """Along A (s, n, d), float64."""
+        """Along A (s, n, d)."""
         at, x, factor, images = self._at, self._at.x, self._at.factor, self._at.images
-        r = at.plan.rows
-        _, a = _less_mean(a, r)
+        r = at.r
+        _, a = _less_mean(at.here(a), r)
         u = _dot(x, a)
         of_a, of_u = _both(at.times, a, u)
         right = r * u - _dot(x, of_a) - _dot(a, images) + of_u
-        solved = solve(self._system, self._rounded, (factor * right).T, self._cg)
-        t = (solved.values.T - factor * u)[..., None]
-        changes = [(factor * a, x), (factor * x, a), (torch.ones_like(r)[:, None], t)]
-        moved = t * images + _weighted(at.plan.times, x, changes)
-        moved += solved.left.T[..., None] * x
+        right = (factor * right.double()).T
+        solved = solve(self._system, self._rounded, right, self._cg)
+        t = (at.here(solved.values.T) - factor * u)[..., None]
+        changes = [(a, x), (x, a), (torch.ones_like(r)[:, None], t / factor)]
+        moved = t * images + factor * _weighted(at.plan.times, x, changes)
+        moved += at.here(solved.left.T)[..., None] * x
         by_x = 2 * factor * (r[:, None] * a - of_a - moved / at.epsilon)
         # Both potentials, so twice.
         return _along(by_x, None, _dot(a, by_x).sum(1), solved, at.epsilon / 2)
@@ -235,7 +262,7 @@ class SelfCurvature:
 def _along(
     by_x: Tensor, by_y: Tensor | None, curvature: Tensor, solved: Solution, epsilon: float
 ) -> Along:
-    curvature = curvature + (solved.values * solved.left).sum(0) / epsilon
+    curvature = curvature.double() + (solved.values * solved.left).sum(0) / epsilon
     return Along(by_x, by_y, curvature, solved.iterations, solved.residual, solved.converged)
 
 
@@ -256,19 +283,27 @@ def _weighted(times: Callable[..., Tensor], values: Tensor, changes: list[Factor
     They are the same for all directions, or one for each, with a leading dimension.
     """
     count = max(len(side) for pair in changes for side in pair if side.ndim == 3)
-    pairs = [
-        [side.expand(count, *side.shape[-2:]) for side in _balanced(*pair)] for pair in changes
-    ]
-    left, right = (torch.cat(sides, 2) for sides in zip(*pairs, strict=True))
-    return torch.stack([times(values, factors) for factors in zip(left, right, strict=True)])
+    width = sum(left.shape[-1] for left, _ in changes)
+    left, right = (values.new_empty((count, side.shape[-2], width)) for side in changes[0])
+    first = 0
+    for pair in changes:
+        last = first + pair[0].shape[-1]
+        scale = _balance(*pair)
+        left[..., first:last].copy_(pair[0]).mul_(scale)
+        right[..., first:last].copy_(pair[1]).div_(scale)
+        first = last
+    found = [times(values, factors) for factors in zip(left, right, strict=True)]
+    return found[0][None] if count == 1 else torch.stack(found)
 
 
-def _balanced(left: Tensor, right: Tensor) -> Factors:
-    """The same product of two sides of one size: side by side, pairs are rounded on one scale."""
+def _balance(left: Tensor, right: Tensor) -> Tensor:
+    """By which to multiply one and divide the other for sides of one size.
+
+    Pairs side by side are rounded on one scale.
+    """
     sizes = [side.abs().max() for side in (left, right)]
     ratio = torch.where(sizes[0] * sizes[1] > 0, sizes[1] / sizes[0], 1)
-    scale = (ratio.log2() / 2).round().exp2()
-    return left * scale, right / scale
+    return (ratio.log2() / 2).round().exp2()
 
 
 def _both(

@@ -205,7 +205,7 @@ class _Plan:
         self.points = [side.features for side in sides]
         # One origin for both, near both: r x - P y then loses nothing to their distance from 0.
         clouds = zip(self.points, (operator.a, operator.b), strict=True)
-        self.origin = origin_near(clouds, operator.costs.dtype)
+        self.origin = origin_near(clouds, operator.dtype)
         self.labels = [class_indices(side) for side in sides]
         self.class_distances = inputs.class_distances
 
@@ -219,7 +219,7 @@ class _Plan:
         if needs & {"classes", "lambda_y"}:
             classes = self.class_distances.shape[1]
             one_hot = torch.nn.functional.one_hot(self.labels[1], classes)
-            columns["classes"] = one_hot.to(self.operator.costs.dtype)
+            columns["classes"] = one_hot.to(self.operator.dtype)
         if not columns:
             return {}
         images, r = self._apply(columns)

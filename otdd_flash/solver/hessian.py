@@ -159,7 +159,7 @@ class SinkhornHessian:
         """
         request, directions = self._problem.request, self._checked(v)
         with torch.no_grad():
-            directions = directions.to(request.device, torch.float64)
+            directions = directions.to(request.device)
             found = request.within_memory(lambda: self._curvature.along(directions, None))
         report_residual(found, self._options)
         values = found.x.to(v)
@@ -199,7 +199,7 @@ class DivergenceCurvature:
         self._terms: dict[str, TransportTerm] = divergence.terms
 
     def along(self, a: Tensor, b: Tensor | None) -> Along:
-        """Along A (s, n, d) of x and B (s, m, d) of y, float64; without B, y stands still."""
+        """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still."""
         coordinates = sum(side[0].numel() for side in (a, b) if side is not None)
         return in_parts(
             lambda part: self._along(a[part], None if b is None else b[part]), len(a), coordinates

@@ -155,7 +155,7 @@ class PotentialGradient:
 
     def _gradient(self, of_f: Tensor, of_g: Tensor) -> dict[str, Tensor]:
         problem, epsilon = self._problem, self._problem.epsilon
-        entries = Entries(problem, *self._potentials)
+        entries = Entries.of(problem, *self._potentials)
         a, b = entries.a, entries.b
         surplus = of_f.sum() - of_g.sum()
         of_g = of_g + b * surplus

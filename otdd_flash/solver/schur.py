@@ -67,12 +67,12 @@ class SchurSystem:
 
     def __init__(self, plan: Products, damping: float = 0.0) -> None:
         self._plan, self.precision, self.in_triton = plan, plan.precision, plan.in_triton
-        self.constants, self._scale = damping == 0, 1 + damping
+        self._damping = damping
 
-    @property
-    def masses(self) -> Tensor:
-        """Column sums c (m,)."""
-        return self._plan.columns
+    @cached_property
+    def metric(self) -> Metric:
+        """Of column sums c; constants go to 0 without damping."""
+        return Metric(self._plan.columns, constants=self._damping == 0)
 
     @cached_property
     def _by_row(self) -> Tensor:
@@ -80,7 +80,7 @@ class SchurSystem:
 
     @cached_property
     def _scaled_masses(self) -> Tensor:
-        return (self._scale * self.masses)[:, None]
+        return (1 + self._damping) * self.metric.masses
 
     def times(self, values: Tensor) -> Tensor:
         """S w (m, s)."""
@@ -91,20 +91,22 @@ class SchurSystem:
 class SelfSystem:
     """(1 + delta) diag(r) + P of a symmetric plan."""
 
-    constants = False
-
     def __init__(self, plan: Products, damping: float = 0.0) -> None:
         self._plan, self.precision, self.in_triton = plan, plan.precision, plan.in_triton
-        self._scale = 1 + damping
+        self._damping = damping
 
-    @property
-    def masses(self) -> Tensor:
-        """Row sums r (n,)."""
-        return self._plan.rows
+    @cached_property
+    def metric(self) -> Metric:
+        """Of row sums r."""
+        return Metric(self._plan.rows, constants=False)
+
+    @cached_property
+    def _scaled_masses(self) -> Tensor:
+        return (1 + self._damping) * self.metric.masses
 
     def times(self, values: Tensor) -> Tensor:
         """(diag(r) + P) w (n, s)."""
-        return (self._scale * self.masses)[:, None] * values + self._plan.times(values)
+        return self._scaled_masses * values + self._plan.times(values)
 
 
 class Solution(NamedTuple):
@@ -138,7 +140,7 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
         right: in the range of the matrix, but for rounding.
         options: when to stop.
     """
-    metric = Metric(system)
+    metric = system.metric
     right = metric.in_range(right)
     size = metric.size(right)
     target = options.tolerance * size

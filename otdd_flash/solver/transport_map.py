@@ -201,7 +201,7 @@ class MapGradient:
 
     def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:
         problem, (values, _) = self._problem, self._centred()
-        entries = Entries(problem, *self._potentials)
+        entries = Entries.of(problem, *self._potentials)
         (a, b), per_q = (entries.a, entries.b), 1 / entries.q[:, None]
         means = per_q * entries.times(b[:, None] * values)
         dots = (cotangent * means).sum(1, keepdim=True)

@@ -7,6 +7,7 @@ import math
 import pytest
 import reference
 import torch
+from tiers import slow
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -15,8 +16,8 @@ BACKENDS = ("torch", "triton")
 # Sizes and iterations that are slow in the interpreter.
 WHOLE = [(3, 100), (4, 100), (16, 20), (16, 100), (33, 20), (64, 5), (100, 5), (128, 5)]
 UNIT = 2.0**-24
-# What an entry of E that is lost may amount to, next to scalings of 2^30.
-LOST = 2.0**-66
+# The smallest number of float32 that has all its places.
+TINY = 2.0**-126
 
 
 def on(backend: str) -> otdd.ComputeOptions:
@@ -32,6 +33,7 @@ def kinds(count: int, n: int) -> dict[str, Tensor]:
     """Logits over their temperature, of many kinds."""
     normal = drawn(count, n, n)
     forbidden = normal.clone()
+    below = torch.ones(n, n).tril(-1).bool()
     forbidden[:, torch.arange(n), torch.arange(n).roll(1)] = -math.inf if n > 1 else 0.0
     return {
         "uniform": 4 * normal.sigmoid(),
@@ -43,6 +45,9 @@ def kinds(count: int, n: int) -> dict[str, Tensor]:
         "constant": torch.full_like(normal, 3.0),
         "far": normal + 1e4,
         "one forbidden": forbidden,
+        # Entries that are lost at first and come back, as scalings of blocks drift apart.
+        "triangular": torch.where(below, -100 + 20 * normal, normal),
+        "one high column": 200 * normal + 400 * torch.eye(n)[0],
     }
 
 
@@ -55,33 +60,96 @@ def bound(logits: Tensor) -> Tensor:
     return 16 * UNIT * (1 + (highest - lowest).double())
 
 
+def within_bound(found: Tensor, expected: Tensor, logits: Tensor) -> bool:
+    """Whether entries that float32 has all places of are within the bound, and others are tiny."""
+    near = (found.double() - expected).abs() <= bound(logits) * expected
+    return bool((near | ((expected < TINY) & (found <= 1.1 * TINY))).all())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("n", "iterations"),
-    [(1, 1), (2, 5), (3, 5), (4, 1), (4, 20), (5, 5)]
+    [(1, 1), (2, 5), (3, 5), (4, 1), (4, 20), (5, 20)]
     + [pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE],
 )
 def test_a_float64_loop_in_the_log_domain(n: int, iterations: int, backend: str) -> None:
     for name, logits in kinds(2 if n > 5 else 7, n).items():
         found = otdd.doubly_stochastic(logits, iterations=iterations, compute=on(backend))
         expected = reference.balanced_matrices(logits.double(), iterations)
-        error = (found.double() - expected).abs() - LOST
-        assert (error <= bound(logits) * expected).all(), name
+        assert within_bound(found, expected, logits), name
+
+
+@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
+@pytest.mark.parametrize("n", [4, 5])
+def test_wide_logits_are_not_rounded_in_every_iteration(n: int, backend: str) -> None:
+    # Of 5 rows the interpreter runs a few matrices at a time.
+    count = 20 if (n, backend) == (5, "triton") else 400
+    logits = 1e4 * (2 * torch.rand(count, n, n, generator=torch.Generator().manual_seed(4)) - 1)
+    found = otdd.doubly_stochastic(logits, iterations=100, compute=on(backend))
+    expected = reference.balanced_matrices(logits.double(), 100)
+    assert within_bound(found, expected, logits)
+    assert (found.sum(1) - 1).abs().max() <= 8 * UNIT
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("n", "spread"), [(4, 3.0), (5, 30.0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_types(dtype: torch.dtype, backend: str) -> None:
-    logits = (3 * drawn(9, 4, 4)).to(dtype)
+def test_other_types(dtype: torch.dtype, n: int, spread: float, backend: str) -> None:
+    logits = (spread * drawn(9, n, n)).to(dtype)
     found = otdd.doubly_stochastic(logits, compute=on(backend))
     assert found.dtype == dtype
     expected = reference.balanced_matrices(logits.double(), 20)
+    if dtype == torch.float64:
+        assert torch.allclose(found, expected, rtol=32 * torch.finfo(dtype).eps * (1 + spread))
+        return
     # Two units of the last place of the type, and what float32 may be off; subnormals are coarser.
-    places = 2 * torch.finfo(dtype).eps
-    allowed = bound(logits) * (dtype != torch.float64) + places * (
-        1 if dtype != torch.float64 else 16
-    )
+    allowed = bound(logits) + 2 * torch.finfo(dtype).eps
     assert ((found.double() - expected).abs() <= allowed * expected + torch.finfo(dtype).tiny).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("count", [1, 2, 63, 1000])
+def test_any_number_of_matrices(count: int, backend: str) -> None:
+    logits = 3 * drawn(count, 4, 4)
+    found = otdd.doubly_stochastic(logits, iterations=5, compute=on(backend))
+    assert within_bound(found, reference.balanced_matrices(logits.double(), 5), logits)
+    alone = otdd.doubly_stochastic(logits[-1:], iterations=5, compute=on(backend))
+    assert torch.equal(found[-1:], alone)
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_offsets_of_64_bits(n: int) -> None:
+    """A view of memory of which two pages are used, in 4 GiB that are not."""
+    far = 2**31
+    storage = torch.empty(far + n * n, dtype=torch.float16)
+    kinds = (2, n, n), (1, 2, 2)
+    for shape, strides in zip(kinds, ((far, n, 1), (far, far, 1)), strict=True):
+        logits = storage.as_strided(shape, strides)
+        logits.copy_(drawn(*shape))
+        leaf = logits.detach().requires_grad_()
+        found = otdd.doubly_stochastic(leaf, compute=on("triton"))
+        near = logits.clone(memory_format=torch.contiguous_format).requires_grad_()
+        expected = otdd.doubly_stochastic(near, compute=on("triton"))
+        assert torch.equal(found, expected)
+        cotangents = drawn(*shape, seed=1).half()
+        mine, true = (
+            torch.autograd.grad(out, x, cotangents) for out, x in ((found, leaf), (expected, near))
+        )
+        assert torch.equal(mine[0], true[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gradient", ["unrolled", "implicit", "none"])
+def test_what_is_kept_for_a_gradient(gradient: str, backend: str) -> None:
+    """The logits, or the matrices, and numbers that do not grow with the batch."""
+    kept: list[int] = []
+    logits = drawn(50, 5, 5).requires_grad_()
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (kept.append(tensor.numel()), tensor)[1], lambda tensor: tensor
+    )
+    with hooks:
+        otdd.doubly_stochastic(logits, gradient=gradient, compute=on(backend))
+    assert sum(kept) <= (0 if gradient == "none" else logits.numel() + 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,7 +216,7 @@ def test_a_tolerance_stops_each_matrix_by_itself(gradient: str, backend: str) ->
             assert mine.sum(2).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
 @pytest.mark.parametrize("n", [3, 4, 6])
 def test_a_matrix_gets_the_same_bits_among_any_others(n: int, backend: str) -> None:
     # One of them is done again in the log domain.
@@ -172,8 +240,7 @@ def test_underflow_that_matters_is_done_in_logs(backend: str) -> None:
     for n, given in ((3, logits), (4, torch.nn.functional.pad(logits, (0, 1, 0, 1), value=-200.0))):
         found = otdd.doubly_stochastic(given, iterations=60, compute=on(backend))
         expected = reference.balanced_matrices(given.double(), 60)
-        error = (found.double() - expected).abs() - LOST
-        assert (error <= bound(given) * expected).all(), n
+        assert within_bound(found, expected, given), n
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

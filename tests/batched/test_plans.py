@@ -7,6 +7,7 @@ import math
 import pytest
 import reference
 import torch
+from tiers import slow
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -159,20 +160,22 @@ def test_intervals_hold_the_exact_value(dtype: torch.dtype, iterations: int) -> 
         assert ((found.bounds[:, 1] - found.bounds[:, 0]) < 1e-3 * found.value.double()).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_problem_gets_the_same_bits_among_any_others(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("iterations", "backend"),
+    [(1000, "torch"), (20, "triton"), pytest.param(1000, "triton", marks=pytest.mark.slow)],
+)
+def test_a_problem_gets_the_same_bits_among_any_others(iterations: int, backend: str) -> None:
     costs, a, b, epsilon = (given.float() for given in problems(3, 5, 9))
     epsilon[2], costs[2] = 0.001, 3 * costs[2]
-    found = otdd.sinkhorn_plans(costs, a, b, epsilon=epsilon, compute=on(backend))
+    options = {"max_iterations": iterations, "compute": on(backend)}
+    found = otdd.sinkhorn_plans(costs, a, b, epsilon=epsilon, **options)
     for part in (slice(0, 1), slice(1, 4)):
-        alone = otdd.sinkhorn_plans(
-            costs[part], a[part], b[part], epsilon=epsilon[part], compute=on(backend)
-        )
+        alone = otdd.sinkhorn_plans(costs[part], a[part], b[part], epsilon=epsilon[part], **options)
         assert torch.equal(alone.plans, found.plans[part])
         assert torch.equal(alone.iterations, found.iterations[part])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
 def test_forbidden_pairs_get_nothing(backend: str) -> None:
     costs, a, b, epsilon = problems(3, 4, 2)
     costs[0, 1, :3] = math.inf

@@ -44,6 +44,7 @@ DEFAULTS = {
     "subsample_size": None,
     "noise_floor": False,
     "save_result": False,
+    "contributions": False,
     "device": "auto",
     "backend": "auto",
     "precision": "fast",
@@ -54,6 +55,7 @@ DEFAULTS = {
     "download": False,
     "cache_dir": "~/.cache/otdd_flash",
     "overwrite": False,
+    "log": None,
     "log_level": "WARNING",
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import hydra.core.utils
 import pytest
 
-from otdd_flash.commands import claims
+from otdd_flash import locks
 from otdd_flash.commands.claims import LOCK_FILE, claim, release_all
 from otdd_flash.errors import InputError
 
@@ -100,7 +100,7 @@ def test_a_failed_run_may_be_repeated_in_its_folder(command):
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [KEEP, "overwrite=true"])
 def test_a_folder_that_a_living_process_holds_is_refused(command, setting):
-    holder = claims._locked(_made("run") / LOCK_FILE)
+    holder = locks.lock(_made("run") / LOCK_FILE)
     ended = command(setting)
     assert ended.code == 2
     assert ended.error.startswith("hydra.run.dir=run is in use by another run")
@@ -126,17 +126,17 @@ def test_the_lock_of_a_killed_process_does_not_block(tmp_path):
 
 def test_a_lock_on_a_file_that_was_removed_keeps_nobody_out(tmp_path, monkeypatch):
     """Between opening and locking, the last holder may remove the file."""
-    path, lock = tmp_path / LOCK_FILE, claims._lock
+    path, taken = tmp_path / LOCK_FILE, locks._taken
     removals = iter([path.unlink])
 
     def raced(descriptor):
         next(removals, lambda: None)()
-        return lock(descriptor)
+        return taken(descriptor)
 
-    monkeypatch.setattr(claims, "_lock", raced)
-    held = claims._locked(path)
+    monkeypatch.setattr(locks, "_taken", raced)
+    held = locks.lock(path)
     assert held is not None
-    assert claims._locked(path) is None
+    assert locks.lock(path) is None
     os.close(held)
 
 

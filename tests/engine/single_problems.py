@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import reference
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Execution
 from otdd_flash.operators.kernel_one_segment import KernelSegment
+from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,7 +25,7 @@ class InTriton:
 
     @property
     def execution(self) -> Execution:
-        return self.inner.execution._replace(segment=partial(KernelSegment, self))
+        return self.inner.execution._replace(segment=KernelSegment)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -46,4 +45,4 @@ def problem(
     """Between two clouds, or of one with itself without m."""
     x, a = draw(n, 3, seed=n), masses(n, zeros=zeros)
     y, b = (x, a) if m is None else (draw(m, 3, seed=m + 1) + 1, masses(m, 2, zeros=zeros))
-    return StoredOperator.from_cost(reference.dense_cost(x, y).to(dtype), a, b)
+    return MatrixOperator(reference.dense_cost(x, y).to(dtype), a, b)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.segments import Evaluation, Move
+from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.one_segment import MEMORY
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.schedules.converged import Converged
@@ -91,7 +92,7 @@ def test_evaluations_and_moves_are_their_formulas(size, zeros, kind) -> None:
     operator = problem(n, m, torch.float32 if single else torch.float64, zeros=zeros)
     whole = InTriton(operator) if kind == "triton" else operator
     candidate = draw(operator.shape[1], seed=3).to(operator.dtype)
-    segment = whole.execution.segment(candidate, symmetric=symmetric)
+    segment = whole.execution.segment(whole, candidate, symmetric=symmetric)
     expected = Vectors(operator, candidate, symmetric)
     expected.kept = expected.candidate
     active = torch.ones(1, dtype=torch.bool, device=DEVICE)
@@ -129,7 +130,7 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
     again = solve(whole, 0.5, Converged(1e-4, max_iterations=1), start=first.g)
     assert again.iterations == 1
     assert again.marginal_error <= first.marginal_error * (1 + 1e-9)
-    segment = whole.execution.segment(first.g, symmetric=symmetric)
+    segment = whole.execution.segment(whole, first.g, symmetric=symmetric)
     assert torch.equal(segment.kept, first.g)
     assert torch.equal(segment.updated, first.g)
 
@@ -184,7 +185,7 @@ def test_a_cloud_of_one_point(relative) -> None:
     """The plan is all of its mass, at once."""
     one = masses(1)
     cost = torch.full((1, 1), 0.7, dtype=torch.float64, device=DEVICE)
-    operator = StoredOperator.from_cost(cost, one, one)
+    operator = MatrixOperator(cost, one, one)
     for solve in (solve_symmetric, solve_alternating):
         term = solve(operator, 0.7 * relative, Converged(1e-9))
         assert term.converged

@@ -77,7 +77,8 @@ def test_on_a_cpu_numbers_come_back_at_once():
 def begin(operator, top):
     """The iterations of a term from a level on, and their segment."""
     symmetric = operator.shape[0] == operator.shape[1]
-    segment = operator.execution.segment(torch.zeros_like(operator.b).float(), symmetric=symmetric)
+    nothing = torch.zeros_like(operator.b).float()
+    segment = operator.execution.segment(operator, nothing, symmetric=symmetric)
     level = torch.full((1,), top, dtype=torch.float64, device=DEVICE)
     start = Start(Levels.descending(level), torch.zeros_like(level))
     goal = Goal(top / 8, 1e-3, 0.1, 100)

@@ -15,7 +15,12 @@ import torch
 from compile_kernels import resources
 from triton.compiler import ASTSource
 
-from otdd_flash.kernels.batched import small_balance, small_balance_backward, tiny_balance
+from otdd_flash.kernels.batched import (
+    small_balance,
+    small_balance_backward,
+    tiny_balance,
+    tiny_balance_backward,
+)
 
 TYPES = {
     torch.float16: "*fp16",
@@ -35,7 +40,9 @@ class Recorded:
     def __getitem__(self, grid: object) -> Any:
         return self.compiled
 
-    def compiled(self, *given: Any, num_warps: int, **constants: Any) -> None:
+    def compiled(
+        self, *given: Any, num_warps: int, maxnreg: int | None = None, **constants: Any
+    ) -> None:
         names = self.kernel.arg_names
         values = {**dict(zip(names, given, strict=False)), **constants}
         signature, fixed, aligned = {}, {}, {}
@@ -52,7 +59,9 @@ class Recorded:
                 signature[name] = "i32"
                 if value % 16 == 0:
                     aligned[(place,)] = [["tt.divisibility", 16]]
-        self.taken = resources(ASTSource(self.kernel, signature, fixed, aligned), 90, num_warps)
+        source = ASTSource(self.kernel, signature, fixed, aligned)
+        self.taken = resources(source, 90, num_warps, registers=maxnreg)
+        self.taken["capped"] = maxnreg is not None
 
 
 def taken(module: Any, kernel: str, run: Any) -> dict[str, int]:
@@ -68,6 +77,11 @@ def main() -> None:
         x = torch.zeros(1000, n, n)
         found[f"tiny {n}"] = taken(
             tiny_balance, "tiny_balance_kernel", lambda x=x: tiny_balance.tiny_balance(x, one, 20)
+        )
+        found[f"tiny backward {n}"] = taken(
+            tiny_balance_backward,
+            "tiny_balance_backward_kernel",
+            lambda x=x: tiny_balance_backward.tiny_balance_backward(x, one, 20, x),
         )
     for n in (4, 8, 16, 32, 64, 128):
         x, empty = torch.zeros(1000, n, n), torch.empty(0)

@@ -26,5 +26,8 @@ def test_nothing_is_spilled() -> None:
     assert len(kernels) > 8
     for name, taken in kernels.items():
         assert taken["shared"] <= 232_448, name
-        # A gradient of 128 x 128 and what it is of are half of all registers of 16 warps.
-        assert taken["stack"] <= (256 if name == "backward 128" else 16), name
+        # A gradient of 128 x 128 and what it is of are half of all registers of 16 warps, and the
+        # log domain, where few matrices go, needs half of them again. Where registers are capped,
+        # which was measured to be faster, it alone spills them.
+        spills = name == "backward 128" or taken["capped"]
+        assert taken["stack"] <= (320 if spills else 0), name

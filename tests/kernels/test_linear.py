@@ -43,7 +43,7 @@ def test_a_step_is_that_in_pytorch(own: bool, monkeypatch: pytest.MonkeyPatch) -
     one, other = iterates(of), iterates(of)
     ended = []
     for _ in range(12):
-        outside = 1e-3 * of.masses[:, None]
+        outside = 1e-3 * of.metric.masses
         one.step(of.times(one.direction) + outside)
         # An image may have any strides.
         other.step_in_triton((of.times(other.direction) + outside).T.contiguous().T)

@@ -68,6 +68,7 @@ def needs(n: int, m: int, io: str, order: str) -> dict[str, object]:
         "M": columns,
         "ROWS": packing.rows,
         "HELD": packing.held,
+        "CONTIGUOUS": order == "rows" and (n, m) == (rows, columns),
     }
     names = small_adjoint_kernel.arg_names
     constants |= {name: 1 for name in names if name.endswith(ORDERS[order])}

@@ -10,7 +10,7 @@ from scipy.spatial.distance import cdist
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
 from otdd_flash.solver.term.symmetric import solve_symmetric
@@ -63,7 +63,7 @@ def pair_by_pair(one, two, epsilon, tolerance):
     options = Converged(tolerance=tolerance)
 
     def operator(first, second):
-        return StoredOperator.from_cost(cost_of(first, second), first.masses, second.masses)
+        return MatrixOperator(cost_of(first, second), first.masses, second.masses)
 
     own = [solve_symmetric(operator(cloud, cloud), epsilon, options).value for cloud in (one, two)]
     return solve_alternating(operator(one, two), epsilon, options).value - sum(own) / 2

@@ -11,7 +11,7 @@ from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.stored_terms import padded_size, solve_in_float64
 from otdd_flash.operators import anchored_segments, segment_tiles, stored_segments
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
@@ -24,7 +24,7 @@ def weighted_points(clouds):
 
 
 def operator_of(one, two):
-    return StoredOperator.from_cost(cost_of(one, two), one.masses, two.masses)
+    return MatrixOperator(cost_of(one, two), one.masses, two.masses)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from torch import Tensor
 from otdd_flash.engine.differences import Differences, Direction
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, first_level
+from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
@@ -74,7 +75,7 @@ def case_of(make: Callable[[torch.Generator], Case], seed: int = 0) -> Case:
 
 
 def operator_of(case: Case, dtype: torch.dtype = torch.float64) -> StoredOperator:
-    return StoredOperator.from_cost(case[0].to(dtype), *case[1:])
+    return MatrixOperator(case[0].to(dtype), *case[1:])
 
 
 @pytest.mark.slow(after=8)
@@ -195,7 +196,7 @@ def averaged_iterations(cost: Tensor, a: Tensor, epsilon: float) -> int:
 @pytest.mark.parametrize("relative", [1.0, 0.1, 0.01])
 def test_self_terms_take_no_more_than_averaging(scale: float, relative: float) -> None:
     cost, a = indefinite(scale)
-    operator = StoredOperator.from_cost(cost, a, a)
+    operator = MatrixOperator(cost, a, a)
     epsilon = relative * operator.costs.mean
     term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
     assert term.converged
@@ -204,7 +205,7 @@ def test_self_terms_take_no_more_than_averaging(scale: float, relative: float) -
 
 def test_an_indefinite_self_term_takes_a_fraction_of_averaging() -> None:
     cost, a = indefinite(30.0)
-    operator = StoredOperator.from_cost(cost, a, a)
+    operator = MatrixOperator(cost, a, a)
     epsilon = 0.01 * operator.costs.mean
     term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
     value, _, _ = reference.entropic_transport(cost, a, a, epsilon)

@@ -87,7 +87,8 @@ def test_a_sample_has_one_point_of_each_share_of_the_mass() -> None:
     operator = operators(torch.float64)[1]
     sample = draw_sample(operator)
     assert sample is not None
-    for indices, weights, size in zip(sample, (operator.a, operator.b), (N, M), strict=True):
+    drawn = (sample.rows, operator.a, N), (sample.columns, operator.b, M)
+    for indices, weights, size in drawn:
         count = max(24, size // 16)
         assert len(indices) == count
         assert (weights[indices] > 0).all()

@@ -11,7 +11,7 @@ from gradient_cases import ALL, EPSILON, EXACT, POINTS, Point, assert_same, grad
 from torch import Tensor
 
 from otdd_flash.operators.base import Execution, Operator
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.gradient import (
     DivergenceGradient,
     Input,
@@ -141,7 +141,7 @@ def test_the_plan_is_that_of_the_refined_cost() -> None:
     f, g = rough_potentials(point)
     problem = point.problem()
     operator = problem.operator("xy")
-    rounded = StoredOperator.from_cost(point.cost("xy") + 1, point.a, point.b)
+    rounded = MatrixOperator(point.cost("xy") + 1, point.a, point.b)
     rough = Refinable(rounded, operator)
     found, expected = (
         cross_gradient(one, term_at(f, g), problem.inputs("xy"), ALL) for one in (rough, operator)

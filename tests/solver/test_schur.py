@@ -8,7 +8,7 @@ from torch import Tensor
 
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.solver import schur
-from otdd_flash.solver.conjugate_gradients import conjugate_gradients
+from otdd_flash.solver.conjugate_gradients import Metric, conjugate_gradients
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, solve
 
 
@@ -128,7 +128,7 @@ def test_groups_with_no_mass_between_them() -> None:
     entries = torch.block_diag(plan(10, 8, spread=1.0), plan(10, 8, spread=1.0)) / 2
     system = SchurSystem(KeptPlan(entries))
     kernel = torch.cat((torch.ones(8), -torch.ones(8))).double()[:, None]
-    right = system.masses[:, None] * kernel
+    right = system.metric.masses * kernel
     goal, most = torch.zeros(1, dtype=torch.float64), torch.tensor([1000])
     values, iterations = conjugate_gradients(system, right, goal, most)
     assert int(iterations) == 0
@@ -143,10 +143,11 @@ def test_groups_with_no_mass_between_them() -> None:
 class InFloat32:
     """A matrix whose products are rounded."""
 
-    constants, precision, in_triton = False, 8 * 2.0**-24, False
+    precision, in_triton = 8 * 2.0**-24, False
 
     def __init__(self, matrix: Tensor) -> None:
-        self._matrix, self.masses = matrix.float(), torch.ones(len(matrix), dtype=torch.float64)
+        ones = torch.ones(len(matrix), dtype=torch.float64)
+        self._matrix, self.metric = matrix.float(), Metric(ones, constants=False)
 
     def times(self, values: Tensor) -> Tensor:
         return (self._matrix @ values.float()).double()
@@ -187,9 +188,9 @@ def test_constants_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the projection rounding adds a part that nothing takes away."""
     entries = plan(40, 30, spread=2.0)
     system = SchurSystem(KeptPlan(entries))
-    right = right_sides(dense_schur(entries)) + 1e-3 * system.masses[:, None]
+    right = right_sides(dense_schur(entries)) + 1e-3 * system.metric.masses
     found = solve(system, system, right, CGOptions(1e-10))
     assert bool(found.converged.all())
-    monkeypatch.setattr(system, "constants", False)
+    monkeypatch.setattr(system.metric, "constants", False)
     assert not bool(solve(system, system, right, CGOptions(1e-10)).converged.any())
     assert CGOptions() == schur.DEFAULTS

@@ -418,7 +418,7 @@ def test_any_potentials(zeros: bool) -> None:
     f, g, a, b = drawn(7, seed=8), drawn(9, seed=9), given["a"], given["b"]
     entries = ((f[:, None] + g - dense_cost(given)) / EPSILON).exp()
     q, p = entries @ b, entries.T @ a
-    ours = Entries(solved, f, g)
+    ours = Entries.of(solved, f, g)
     torch.testing.assert_close((ours.q, ours.p), (q, p), rtol=1e-12, atol=0)
     plan = a[:, None] * entries * b
     # The map, at rows and columns that have mass.

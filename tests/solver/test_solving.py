@@ -11,6 +11,7 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.schedules.converged import Converged
@@ -28,7 +29,7 @@ def cloud(n: int, seed: int, shift: float = 0.0) -> torch.Tensor:
 
 def uniform_operator(cost: torch.Tensor) -> StoredOperator:
     n, m = cost.shape
-    return StoredOperator.from_cost(cost, torch.ones(n).double() / n, torch.ones(m).double() / m)
+    return MatrixOperator(cost, torch.ones(n).double() / n, torch.ones(m).double() / m)
 
 
 def test_between_two_points_the_divergence_is_the_cost() -> None:

@@ -25,9 +25,11 @@ in L1 by at most
     sum_ij P_ij (exp((A_i + B_j) / epsilon) - 1)
         <= sum_i r_i expm1(2 A_i / epsilon) / 2 + sum_j c_j expm1(2 B_j / epsilon) / 2.       (2)
 
-What a returned potential loses to its type is measured and added to A. A point with 2 A_i >
-epsilon, of whose mass errors may hide all, gets a potential too low for them to make up for it; its
-mass then is missing, and filled up like any other.
+What rounding a returned potential to its type changes is measured and added to A. Distant points
+have larger rounding errors, so A and B are one number for each point. Where 2 A_i > epsilon, errors
+may be as large as all of the point's mass, and (2) says nothing useful. The potential of such a
+point is lowered so far that even with the errors it sends almost no mass. Its missing mass then
+counts in the marginal error like any other, and the upper bound's correction adds it back.
 
 Roundings, in units of u = 2^-24 (float32) and v = 2^-53 (float64); M_i + N_j bounds the sum of the
 magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.

@@ -31,9 +31,9 @@ class Converged(Schedule):
             that certifies the result is among them.
         bound_width: (upper - lower) / |value| to reach, of the number asked for, with or without
             debiasing; replaces `tolerance`.
-        max_seconds: wall time after which a solve gives up, all terms together; self terms come
-            first, and what they leave is the cross term's. Every term gets an iteration and its
-            bounds, however late it is.
+        max_seconds: wall time after which a solve gives up, all terms together. The two self terms
+            of a debiased value are solved first, and the cross term gets the time that is left.
+            Every term gets at least one iteration and its bounds, however late it is.
         require_convergence: raise a `ConvergenceError` instead of warning when it gives up.
 
     Raises:

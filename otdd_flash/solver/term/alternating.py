@@ -53,7 +53,7 @@ def solve_alternating(
     if start is None:
         candidate, levels, passes = approach(solve, operator)
     else:
-        candidate, passes = start.to(operator.costs.dtype), 0.0
+        candidate, passes = start.to(operator.dtype), 0.0
         levels = Levels.descending(torch.full((1,), epsilon, dtype=torch.float64))
 
     def prove(segment: OneSegment, polished: bool) -> Certificate:

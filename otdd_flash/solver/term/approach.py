@@ -10,10 +10,11 @@ anywhere (Pooladian & Niles-Weed 2021, Entropic estimation of optimal transport 
 
     f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon),    j in the sample.
 
-Weights as drawn, equal ones, save no iteration over those b_j.
+The masses b_j in this softmin are the original ones. Equal masses for all sampled points were tried
+and saved no iterations.
 
-A sample knows the potential down to an epsilon below which it has too few points near any other;
-levels take over from there.
+The smaller epsilon is, the nearer are the points that decide a potential. Below some epsilon a
+sample has too few points near any other to tell it; from there on levels with all points follow.
 """
 
 from __future__ import annotations
@@ -45,15 +46,22 @@ SCORES_PER_SAMPLED = 32
 # What its solve may take.
 SAMPLE_ITERATIONS = 200
 
-# Exponents below which a float32 holds nothing.
+# exp of less than minus this is 0 in float32.
 UNSEEN = 200
 
 
 class Sample(NamedTuple):
-    """Some points of both sides, each with the same mass: (k,) rows and (l,) columns, int64."""
+    """Some points of both sides, each with the same mass.
+
+    Attributes:
+        rows: (k,) int64.
+        columns: (l,) int64.
+        operator: the cost between them.
+    """
 
     rows: Tensor
     columns: Tensor
+    operator: Operator
 
 
 class Approach(NamedTuple):
@@ -79,7 +87,7 @@ def approach(solve: Iteration, operator: Operator) -> Approach:
     """
     sample = draw_sample(operator) if solve.left() > 0 else None
     if sample is None:
-        nothing = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
+        nothing = torch.zeros_like(operator.b, dtype=operator.dtype)
         top = first_level(solve.epsilon, _scale(operator))
         return Approach(nothing, Levels.trying(solve.epsilon, top), 0.0)
     top = first_level(solve.epsilon, _scale(operator), SAMPLED_TOP)
@@ -93,10 +101,16 @@ def draw_sample(operator: Operator) -> Sample | None:
     """One point of each equal share of the mass, on both sides; None if that does not pay."""
     n, m = len(operator.a), len(operator.b)
     rows, columns = (min(size, max(FEWEST, size // POINTS_PER_SAMPLED)) for size in (n, m))
-    if operator.execution.recorded or SCORES_PER_SAMPLED * rows * columns > n * m:
+    sampled = operator.execution.sampled
+    if (
+        sampled is None
+        or operator.execution.recorded
+        or SCORES_PER_SAMPLED * rows * columns > n * m
+    ):
         return None
     draw = torch.Generator().manual_seed(0)
-    return Sample(_drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw))
+    drawn = _drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw)
+    return Sample(*drawn, sampled(*drawn))
 
 
 def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
@@ -109,11 +123,11 @@ def _of_sample(
     solve: Iteration, operator: Operator, sample: Sample, level: float
 ) -> tuple[Tensor, float]:
     """The column potential (m,) of a sample, absent elsewhere, and the passes that took."""
-    sampled = operator.execution.sampled(*sample)
+    sampled = sample.operator
     # Rounding in a sample, where nothing is proved, is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
     nothing = torch.zeros_like(sampled.b)
-    segment: OneSegment = sampled.execution.segment(nothing, symmetric=False)
+    segment: OneSegment = sampled.execution.segment(sampled, nothing, symmetric=False)
     levels = Levels.descending(first_level(level, _scale(sampled)))
     rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
     terms = run(segment, rule, watch=lambda *_: solve.late(), wait=segment.waits)

@@ -8,6 +8,7 @@ mass 1. A self term's plan is given mass 1 by a constant, and balanced on its di
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -131,6 +132,9 @@ def conclude(
         slack = oscillation.slack(relative, swing + row_swing, spread)
         upper = min(upper, oscillation.bound(dual, gap, swing, spread) + slack)
     bounds = outwards(costs, sums, (dual, upper), mean_error, size, epsilon)
+    if costs.forbidden:
+        # Both upper bounds move mass between any two points.
+        bounds = bounds[0], math.inf
     hidden = noise + 2 * relative
     error = max(gap, row_gap) + hidden
     return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)

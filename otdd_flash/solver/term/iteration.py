@@ -73,9 +73,7 @@ class Iteration:
         Raises:
             InputError: rounding alone exceeds the tolerance.
         """
-        self.tolerance = reachable_tolerance(
-            self.options, floor, self.epsilon, operator.costs.dtype
-        )
+        self.tolerance = reachable_tolerance(self.options, floor, self.epsilon, operator.dtype)
 
     def solve(
         self,
@@ -93,7 +91,9 @@ class Iteration:
         accurate: then it takes exact updates, and if these do not suffice iterations go on, aiming
         lower.
         """
-        segment: OneSegment = operator.execution.segment(candidate, symmetric=self.form.symmetric)
+        segment: OneSegment = operator.execution.segment(
+            operator, candidate, symmetric=self.form.symmetric
+        )
         taken = torch.full((1,), self.iterations, dtype=torch.float64)
         goal = goal_of(self.options, self.epsilon, self._aim)
         rule = segment.iterations(goal, self.form, Start(levels, taken))

@@ -55,7 +55,7 @@ def lowered_plan(
 
     Points without mass take the update. It asks the device nothing.
     """
-    unit = torch.finfo(operator.costs.dtype).eps / 2
+    unit = torch.finfo(operator.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
     g = (g - MARGIN * unit * g.abs()).double()
     return plans.evaluate(operator, f.double(), g, epsilon, accurate=accurate)
@@ -84,7 +84,7 @@ def cross_evidence(
     a, b, sums, g = operator.a, operator.b, plan.sums, plan.g
     factors = plans.row_factors(operator, plan, lost)
     f, rows = plan.f + epsilon * factors.log(), sums.rows * factors
-    returned = f.to(operator.costs.dtype), g.to(operator.costs.dtype)
+    returned = f.to(operator.dtype), g.to(operator.dtype)
     of_rows = plans.errors_of_rows(operator, sums, f, rows, epsilon)
     row_errors = torch.where(lost.rows, 0, of_rows) + (f - returned[0]).abs()
     column_errors = torch.where(lost.columns, 0, plan.column_errors) + (g - returned[1]).abs()
@@ -119,7 +119,7 @@ def self_evidence(
 ) -> PlanEvidence:
     """Of the plan of one potential, of mass 1."""
     a, sums, f, rows = operator.a, plan.sums, plan.f, plan.sums.rows
-    returned, relative = f.to(operator.costs.dtype), sums.relative_error
+    returned, relative = f.to(operator.dtype), sums.relative_error
     errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned).abs()
     own_errors = 4 * (sums.row_errors + sums.cost_rounding * operator.own_costs().abs())
     diagonal = primal.diagonal_of(operator, f, own_errors, epsilon)

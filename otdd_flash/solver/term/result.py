@@ -16,9 +16,16 @@ from otdd_flash.solver.term.tolerance import check_usable
 Progress = Callable[[str, int, float], None]
 
 # What ended a solve. `rounding`: at this precision the bounds cannot get narrower or the marginals
-# better; `schedule`: the fixed number of updates was done.
+# better; `schedule`: the fixed number of updates was done; `infeasible`: no plan has these masses
+# without forbidden pairs.
 StoppedBy = Literal[
-    "tolerance", "bound_width", "max_seconds", "max_iterations", "rounding", "schedule"
+    "tolerance",
+    "bound_width",
+    "max_seconds",
+    "max_iterations",
+    "rounding",
+    "schedule",
+    "infeasible",
 ]
 
 

@@ -55,7 +55,7 @@ def solve_symmetric(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    f = (_constant(operator, epsilon) if start is None else start).to(operator.costs.dtype)
+    f = (_constant(operator, epsilon) if start is None else start).to(operator.dtype)
     # The certificate evaluates one update more, which at least halves the marginal error as a rule.
     solve = Iteration(name, SELF, epsilon, options, progress, aim=2.0)
     solve.admit(operator, rounding_floor(operator.costs, 0.0, epsilon))

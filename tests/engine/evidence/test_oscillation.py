@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence import oscillation
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.matrix import MatrixOperator
 
 SPREAD, EPSILON = 2.0, 1e-3
 
@@ -90,7 +90,7 @@ def test_the_swing_is_that_of_points_with_mass() -> None:
 def test_the_spread_of_perturbed_costs() -> None:
     """The dearest entry becomes dearer by all that is allowed, the cheapest cheaper."""
     cost, masses = torch.tensor([[-3.0, 1.0], [0.0, 3.0]]).double(), real(0.5, 0.5)
-    operator = StoredOperator.from_cost(cost, masses, masses)
+    operator = MatrixOperator(cost, masses, masses)
     none = torch.zeros(2, dtype=torch.float64)
     sums = Marginals(none, none, none, none, 0.125, 0.0, 0.0)
     perturbed = cost + cost.sign() * (0.25 + 0.125 * cost.abs())

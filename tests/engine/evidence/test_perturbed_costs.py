@@ -18,7 +18,7 @@ from otdd_flash.engine.evidence.perturbed_costs import (
     share_of_costs,
 )
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.matrix import MatrixOperator
 
 EPSILON = 0.5
 
@@ -109,7 +109,7 @@ def test_ends_move_by_the_errors_of_costs(sign: int) -> None:
     sums = sums_of(reference.plan(cost, a, b, f, g, EPSILON), rows=1e-3, columns=2e-3)
     mean = a @ sums.row_errors + b @ sums.column_errors
     ends = real(perturbed)[0], real(perturbed)[0]
-    operator = StoredOperator.from_cost(cost, a, b)
+    operator = MatrixOperator(cost, a, b)
     low, high = outwards(operator.costs, sums, ends, mean, a @ f.abs() + b @ g.abs(), EPSILON)
     moved = (perturbed - low, high - perturbed)[sign < 0]
     assert_nearly_attained(sign * (perturbed - truth), moved, 1 - 1e-6)
@@ -124,7 +124,7 @@ def test_ends_move_by_the_errors_of_sums() -> None:
     high = f + EPSILON * math.log1p(off)
     dual = dual_value(a @ high + b @ g, torch.ones((), dtype=torch.float64), EPSILON)
     none = torch.zeros((), dtype=torch.float64)
-    operator = StoredOperator.from_cost(cost, a, b)
+    operator = MatrixOperator(cost, a, b)
     low, _ = outwards(operator.costs, sums, (dual, dual), none, a @ f.abs() + b @ g.abs(), EPSILON)
     assert_nearly_attained(dual - truth, dual - low, 0.99)
 
@@ -133,7 +133,7 @@ def test_ends_move_by_shares_of_the_upper_one_and_by_sums_over_points() -> None:
     cost, a, b = drawn()
     ends = torch.tensor(1.0).double(), torch.tensor(2.0).double()
     none, size = torch.zeros((), dtype=torch.float64), torch.tensor(2.0**30).double()
-    operator = StoredOperator.from_cost(cost, a, b)
+    operator = MatrixOperator(cost, a, b)
     low, high = outwards(operator.costs, sums_of(cost, share=0.25), ends, none, none, EPSILON)
     assert (low, high) == pytest.approx((0.0, 3.0))
     low, high = outwards(operator.costs, sums_of(cost), ends, none, size, EPSILON)

@@ -19,7 +19,7 @@ from otdd_flash.engine.evidence.primal import (
     fitting_scale,
 )
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.matrix import MatrixOperator
 
 SIZES = [(1, 1), (1, 7), (7, 1), (33, 20)]
 EPSILONS = [0.02, 0.5, 20.0]
@@ -60,7 +60,7 @@ def test_a_filled_plan(size: tuple[int, int], epsilon: float) -> None:
     f = torch.minimum(reference.softmin_rows(cost, b, g, epsilon), f) - 0.01 * epsilon
     plan = reference.plan(cost, a, b, f, g, epsilon)
     rows, columns = plan.sum(1), plan.sum(0)
-    value = filled_value(StoredOperator.from_cost(cost, a, b), (f, g), (rows, columns), epsilon)
+    value = filled_value(MatrixOperator(cost, a, b), (f, g), (rows, columns), epsilon)
 
     missing = 1 - plan.sum()
     filling = (a - rows)[:, None] * (b - columns)[None, :] / missing
@@ -83,7 +83,7 @@ def test_a_balanced_plan(size: int, epsilon: float, scale: float) -> None:
     plan = reference.plan(cost, a, a, f, f, epsilon)
     rows = plan.sum(1)
     outside = rows - plan.diagonal()
-    operator = StoredOperator.from_cost(cost, a, a)
+    operator = MatrixOperator(cost, a, a)
     value = balanced_value(operator, f, RowSums(outside, outside), epsilon)
 
     support = a > 0
@@ -101,7 +101,7 @@ def test_a_balanced_plan_of_sums_known_to_an_interval(epsilon: float) -> None:
     cost = cost + cost.T
     f = torch.sin(torch.arange(33).double()) / 10
     plan = reference.plan(cost, a, a, f, f, epsilon)
-    outside, operator = plan.sum(1) - plan.diagonal(), StoredOperator.from_cost(cost, a, a)
+    outside, operator = plan.sum(1) - plan.diagonal(), MatrixOperator(cost, a, a)
     lowest, highest = 0.9 * outside, outside * 1.1
     worst = balanced_value(operator, f, RowSums(lowest, highest), epsilon)
     room = a - torch.minimum(plan.diagonal(), a) / 2
@@ -119,7 +119,7 @@ def test_a_balanced_plan_of_sums_known_to_an_interval(epsilon: float) -> None:
 def test_the_interval_of_a_diagonal() -> None:
     cost, a, _ = draw_cost(9, 9, seed=2)
     f, errors = torch.linspace(-1, 1, 9).double(), torch.linspace(0, 0.1, 9).double()
-    ends = diagonal_of(StoredOperator.from_cost(cost, a, a), f, errors, 0.5)
+    ends = diagonal_of(MatrixOperator(cost, a, a), f, errors, 0.5)
     for sign, end in zip((1, -1), ends, strict=True):
         moved = cost + torch.diag(sign * errors)
         torch.testing.assert_close(end, reference.plan(moved, a, a, f, f, 0.5).diagonal())
@@ -129,7 +129,7 @@ def test_a_balanced_plan_is_off_in_the_second_order() -> None:
     cost, a, _ = draw_cost(20, 20, seed=0)
     cost = (cost + cost.T).fill_diagonal_(0)
     truth, f, g = reference.entropic_transport(cost, a, a, 0.2)
-    operator, excess = StoredOperator.from_cost(cost, a, a), []
+    operator, excess = MatrixOperator(cost, a, a), []
     for scale in (1e-3, 1e-2):
         moved = (f + g) / 2 + scale * torch.sin(torch.arange(20).double())
         moved = moved - 0.1 * reference.plan(cost, a, a, moved, moved, 0.2).sum().log()
@@ -156,7 +156,7 @@ def test_a_filled_plan_is_attained_where_the_product_is_optimal(
     """Whatever share of the product is filled up with the product."""
     p, q, cost, a, b, truth = separable(epsilon)
     f = p + epsilon * math.log(kept)
-    operator = StoredOperator.from_cost(cost, a, b)
+    operator = MatrixOperator(cost, a, b)
     found = filled_value(operator, (f, q), (kept * a, kept * b), epsilon)
     assert_nearly_attained(truth, found, 1 - 1e-9)
 
@@ -169,7 +169,7 @@ def test_a_balanced_plan_is_attained_at_the_optimum(epsilon: float) -> None:
     f = (f + g) / 2
     plan = reference.plan(cost, a, a, f, f, epsilon)
     outside = plan.sum(1) - plan.diagonal()
-    operator = StoredOperator.from_cost(cost, a, a)
+    operator = MatrixOperator(cost, a, a)
     found = balanced_value(operator, f, RowSums(outside, outside), epsilon)
     assert abs(float(found) - truth) <= 1e-9 * (1 + truth)
 
@@ -181,7 +181,7 @@ def test_a_balanced_plan_is_attained_by_points_far_apart_at_any_potential() -> N
     f = torch.sin(torch.arange(5).double())
     plan = reference.plan(cost, a, a, f, f, epsilon)
     outside = plan.sum(1) - plan.diagonal()
-    operator = StoredOperator.from_cost(cost, a, a)
+    operator = MatrixOperator(cost, a, a)
     found = balanced_value(operator, f, RowSums(outside, outside), epsilon)
     assert_nearly_attained(a @ (cost.diagonal() - epsilon * a.log()), found, 1 - 1e-9)
 
@@ -210,7 +210,7 @@ def test_the_slack_of_a_filled_plan() -> None:
     _, a, b = draw_cost(9, 6, seed=3)
     relative, epsilon, large = 1e-6, 0.1, 1e5
     cost = torch.ones(9, 6).double()
-    operator = StoredOperator.from_cost(cost, a, b)
+    operator = MatrixOperator(cost, a, b)
     potentials = torch.full((9,), large).double(), torch.full((6,), 1 - large).double()
     seen, true = (
         filled_value(operator, potentials, (0.99 * (1 - off) * a, 0.99 * (1 + off) * b), epsilon)
@@ -228,7 +228,7 @@ def test_the_slack_of_a_filled_plan_holds(epsilon: float) -> None:
     for seed in range(20):
         cost, a, b = draw_cost(7, 5, seed=seed)
         truth, f, g = reference.entropic_transport(cost, a, b, epsilon)
-        operator = StoredOperator.from_cost(cost, a, b)
+        operator = MatrixOperator(cost, a, b)
         draw = torch.Generator().manual_seed(seed)
         rows, columns = (
             masses * (1 - relative * torch.rand(len(masses), generator=draw).double())

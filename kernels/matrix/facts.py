@@ -1,0 +1,101 @@
+"""What one read of a cost matrix tells of its rows.
+
+Of the finite entries of a row: the lowest and the highest between points with mass, the largest
+|C_ij| of all, and sum_j C_ij q_j for numbers q, in float64. And whether an entry is NaN or -inf,
+or forbidden, +inf.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Rows and columns of a tile.
+TILE = 4, 512
+WARPS = 4
+
+
+class RowFacts(NamedTuple):
+    """Of the rows of a matrix, (n,) each.
+
+    Attributes:
+        lowest: float32, inf in rows without a finite entry at a point with mass.
+        highest: float32, likewise -inf.
+        extreme: float32.
+        products: float64.
+        flags: int32; 1 for an entry that is no cost, 2 for a forbidden pair, 3 for both.
+    """
+
+    lowest: Tensor
+    highest: Tensor
+    extreme: Tensor
+    products: Tensor
+    flags: Tensor
+
+
+@triton.jit
+def matrix_facts_kernel(
+    costs_ptr,  # (n, m), columns contiguous
+    stride,
+    masses_ptr,  # (m,) float64
+    lowest_ptr,  # (n,) float32
+    highest_ptr,  # (n,) float32
+    extreme_ptr,  # (n,) float32
+    products_ptr,  # (n,) float64
+    flags_ptr,  # (n,) int32
+    n,
+    m,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One program per ROWS rows."""
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < n
+    p_row = costs_ptr + o_row * stride
+    lowest = tl.full((ROWS, LANES), float("inf"), tl.float32)
+    highest = tl.full((ROWS, LANES), -float("inf"), tl.float32)
+    extreme = tl.zeros((ROWS, LANES), tl.float32)
+    products = tl.zeros((ROWS, LANES), tl.float64)
+    flags = tl.zeros((ROWS, LANES), tl.int32)
+    for column in range(0, m, LANES):
+        o_column = column + tl.arange(0, LANES)
+        m_column = o_column < m
+        masses = tl.load(masses_ptr + o_column, mask=m_column, other=0.0)
+        m_tile = m_row[:, None] & m_column[None, :]
+        costs = tl.load(p_row[:, None] + o_column[None, :], mask=m_tile, other=0.0).to(tl.float32)
+        # NaN compares as neither.
+        wrong = tl.where(costs > -float("inf"), 0, 1)
+        flags = flags | wrong | tl.where(costs == float("inf"), 2, 0)
+        finite = (costs > -float("inf")) & (costs < float("inf"))
+        counted = finite & (masses > 0)[None, :]
+        lowest = tl.minimum(lowest, tl.where(counted, costs, float("inf")))
+        highest = tl.maximum(highest, tl.where(counted, costs, -float("inf")))
+        extreme = tl.maximum(extreme, tl.where(finite, tl.abs(costs), 0.0))
+        products += tl.where(finite, costs, 0.0).to(tl.float64) * masses[None, :]
+    # A larger flag hides no smaller one.
+    wrong, closed = tl.max(flags & 1, 1), tl.max(flags & 2, 1)
+    tl.store(lowest_ptr + o_row, tl.min(lowest, 1), mask=m_row)
+    tl.store(highest_ptr + o_row, tl.max(highest, 1), mask=m_row)
+    tl.store(extreme_ptr + o_row, tl.max(extreme, 1), mask=m_row)
+    tl.store(products_ptr + o_row, tl.sum(products, 1), mask=m_row)
+    tl.store(flags_ptr + o_row, wrong | closed, mask=m_row)
+
+
+def matrix_row_facts(costs: Tensor, masses: Tensor) -> RowFacts:
+    """The facts of all rows.
+
+    Args:
+        costs: C (n, m) of float16, bfloat16 or float32; a row is contiguous.
+        masses: (m,) float64, q, not negative; points of mass 0 are left out of the range.
+    """
+    (n, m), (rows, lanes) = costs.shape, TILE
+    types = torch.float32, torch.float32, torch.float32, torch.float64, torch.int32
+    facts = RowFacts._make(torch.empty(n, dtype=dtype, device=costs.device) for dtype in types)
+    matrix_facts_kernel[(triton.cdiv(n, rows),)](
+        costs, costs.stride(0), masses, *facts, n, m, ROWS=rows, LANES=lanes, num_warps=WARPS
+    )
+    return facts

@@ -1,0 +1,165 @@
+"""Commands that `torchrun` starts in several processes: rank 0 runs them, the others serve.
+
+Rank 0 is the command as it is in one process: it reads, prints, writes and hears Ctrl-C. The others
+wait for its orders (`otdd_flash.ranks`), print nothing but what is wrong with themselves, and end
+with its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from otdd_flash.commands import exit_codes
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from otdd_flash.ranks import Ranks
+
+# In the store of torchrun, which outlasts its restarts: that a run was refused.
+REFUSED = "otdd_flash/refused"
+
+_leading: Ranks | None = None
+
+
+def leading() -> Ranks | None:
+    """The ranks that this process leads; None where it is the only one."""
+    return _leading
+
+
+def launched() -> bool:
+    """Whether torchrun, or what is like it, has started several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Lead the other processes through a command; or be one of them, and leave when it is done."""
+    global _leading
+    _end_where_refused_before()
+    if int(os.environ["RANK"]) > 0:
+        sys.exit(_follow())
+    ranks, code = _joined(), exit_codes.DEFECT
+    _leading = ranks
+    try:
+        yield
+    except SystemExit as end:
+        code = int(end.code or 0)
+        raise
+    finally:
+        _leading = None
+        if code == exit_codes.BAD_INPUT:
+            _store().set(REFUSED, "1")
+        _dismiss(ranks, code)
+
+
+def _dismiss(ranks: Ranks, code: int) -> None:
+    from otdd_flash.errors import LostRankError
+
+    _end_as_meant()
+    try:
+        ranks.dismiss(code)
+    except LostRankError:
+        # It has said why it ended, and torchrun ends the rest.
+        return
+    _leave()
+
+
+def _follow() -> int:
+    """Serve until rank 0 is done; return its exit code, or one of this process."""
+    # Rank 0 hears Ctrl-C, and decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from otdd_flash.commands.messages import messages, say_error
+    from otdd_flash.errors import InputError, LostRankError
+
+    rank = os.environ["RANK"]
+    try:
+        code = int(_joined().serve())
+        _end_as_meant()
+        _leave()
+        return code
+    except LostRankError:
+        return exit_codes.DEFECT
+    except InputError as error:
+        say_error(f"rank {rank}: {error}")
+        return exit_codes.BAD_INPUT
+    except Exception as error:
+        memory = _is_shortage(error)
+        say_error(f"rank {rank}: {str(error).splitlines()[0] if str(error) else type(error)}")
+        if not memory:
+            messages.print("".join(traceback.format_exception(error)), markup=False)
+        return exit_codes.BAD_INPUT if memory else exit_codes.DEFECT
+
+
+def _end_as_meant() -> None:
+    """Keep this process's exit code where torchrun ends it, as another was a moment faster."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _is_shortage(error: Exception) -> bool:
+    import torch
+
+    from otdd_flash.operators.memory import shortage
+
+    nowhere = torch.device("cpu")
+    return isinstance(error, RuntimeError) and (
+        shortage(error, "parts of the cost", 0, nowhere, torch.float32) is not None
+    )
+
+
+def _joined() -> Ranks:
+    """This process in the group of all, on a GPU of its own if there are any."""
+    import torch
+
+    from otdd_flash.ranks import PATIENCE, Ranks
+
+    cards = torch.cuda.device_count()
+    # As in `device=cpu`, for which there need not be a card each.
+    on_cards = cards > 0 and "device=cpu" not in sys.argv
+    backend = "cpu:gloo"
+    if on_cards:
+        local, count = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
+        if count > cards:
+            if os.environ["RANK"] == "0":
+                from otdd_flash.commands.messages import say_error
+
+                say_error(
+                    f"{count} processes on a machine of {cards} GPUs; start torchrun with "
+                    f"--nproc-per-node {cards}, or set device=cpu"
+                )
+            sys.exit(exit_codes.BAD_INPUT)
+        torch.cuda.set_device(local)
+        backend = "cpu:gloo,cuda:nccl"
+    torch.distributed.init_process_group(backend, timeout=PATIENCE)
+    return Ranks()
+
+
+def _leave() -> None:
+    import torch
+
+    torch.distributed.destroy_process_group()
+
+
+def _end_where_refused_before() -> None:
+    """Leave where torchrun starts again what cannot be met."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0 or not _store().check([REFUSED]):
+        return
+    _end_as_meant()
+    if os.environ["RANK"] == "0":
+        from otdd_flash.commands.messages import say_error
+
+        say_error("refused before, as said above; it is not tried again")
+    sys.exit(exit_codes.BAD_INPUT)
+
+
+def _store() -> TCPStore:
+    """What torchrun keeps for its processes."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

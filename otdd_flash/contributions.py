@@ -1,0 +1,127 @@
+"""How much of a dataset distance every row of the source carries, to first order.
+
+    s_i = (g_i - sum_j a_j g_j) / (1 - a_i),    g = dS / da
+
+with a the masses of the source. Without row i the other masses grow by 1 / (1 - a_i), and S changes
+by -a_i s_i to first order: a row with s_i > 0 keeps the datasets apart. For equal masses and
+without debiasing it is the calibrated gradient of Just et al. 2023, LAVA: data valuation without
+pre-specified learning algorithms.
+
+Masses act in two ways. With class distances held, g is f_xy - f_xx, or f_xy without debiasing; and
+the moments of a row's class move with its mass, and with them the class distances,
+
+    m = sum_i w_i x_i,    S = sum_i w_i (x_i - m)(x_i - m)^T / z,    w_i = a_i / sum of the class
+
+where z = 1, or 1 - sum w_i^2 where the covariance is unbiased, whose derivative counts as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
+from otdd_flash.labels.metrics import Gaussian, LabelMetric, Means
+from otdd_flash.labels.moment_distances import mean_table
+from otdd_flash.labels.pairs import all_pairs, symmetric_table
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.gradient import DivergenceGradient
+from otdd_flash.solver.problem import Problem
+
+# By which a table of class distances may differ from that of the rows, relative to its largest
+# entry: they were measured elsewhere, or read from a file.
+SAME_TABLE = 1e-6
+
+
+class Contributions(NamedTuple):
+    """What every row of the source carries of a distance.
+
+    Attributes:
+        values: s (n,) float64 on the CPU, in units of the cost; NaN for rows without mass.
+        through_classes: whether class distances moved with the masses; False where they were held.
+    """
+
+    values: Tensor
+    through_classes: bool
+
+
+def contributions_of(problem: Problem, divergence: Divergence, method: str) -> Contributions:
+    """The contributions of all rows of the source.
+
+    Args:
+        problem: both datasets and the class distances that were used, on the device.
+        divergence: the solved terms.
+        method: how class distances were measured; those of `gaussian` and `means` move with the
+            masses, unless the table is one of other rows.
+    """
+    debias = divergence.xx is not None
+    gradient = DivergenceGradient(problem, frozenset({"a", "classes"}), debias=debias)
+    for name, term in divergence.terms.items():
+        operator = problem.operator(name)
+        f, g = (potential.to(problem.request.device) for potential in (term.f, term.g))
+        gradient(name, operator, replace(term, f=f, g=g))
+    found, by_table = gradient.total["a"], gradient.total["classes"]
+    through = _through_classes(problem, by_table, method)
+    if through is not None:
+        found = found + through
+    source = problem.request.given[0]
+    masses = source.masses
+    found = torch.where(masses > 0, found, 0.0)
+    values = (found - masses @ found) / (1 - masses)
+    values[masses == 0] = torch.nan
+    return Contributions(values.cpu(), through is not None)
+
+
+def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor | None:
+    """Sum over W of dS / dW times dW / da (n,), or None where W is held."""
+    source, target = problem.request.seen
+    if source.labels is None or target.labels is None:
+        return None
+    masses = source.masses.detach().clone().requires_grad_(True)
+    clouds = _clouds(source, masses) + _clouds(target, target.masses)
+    pairs = all_pairs(len(clouds))
+    scale = float(problem.table.abs().max())
+    for metric in _metrics(method):
+        with torch.enable_grad():
+            values = _measured(clouds, pairs, metric)
+            table = symmetric_table(values, pairs, len(clouds)).to(by_table.device)
+            if float((table.detach() - problem.table).abs().max()) > SAME_TABLE * scale:
+                # Of other rows, as with labels.full, or of other settings.
+                continue
+            (found,) = torch.autograd.grad((table * by_table).sum(), masses)
+        return found
+    return None
+
+
+def _metrics(method: str) -> Iterator[LabelMetric]:
+    """The metrics of a method whose distances follow masses, the usual one first."""
+    if method == "means":
+        yield Means()
+    elif method == "gaussian":
+        for diagonal in (False, True):
+            for unbiased in (True, False):
+                yield Gaussian(unbiased=unbiased, diagonal=diagonal)
+
+
+def _measured(clouds: list[ClassCloud], pairs: Tensor, metric: LabelMetric) -> Tensor:
+    if not isinstance(metric, Gaussian):
+        return mean_table(clouds, pairs)
+    measure = diagonal_gaussian_table if metric.diagonal else gaussian_table
+    return measure(clouds, pairs, metric.unbiased)
+
+
+def _clouds(samples: LabeledSamples, masses: Tensor) -> list[ClassCloud]:
+    """The classes with weights that follow the masses, also where all are equal."""
+    assert samples.labels is not None
+    clouds = []
+    for c, name in enumerate(samples.class_names):
+        rows = ((samples.labels == c) & (masses.detach() > 0)).nonzero().squeeze(1)
+        weights = masses[rows]
+        clouds.append(ClassCloud(name, samples.features[rows], weights / weights.sum()))
+    return clouds

@@ -1,0 +1,105 @@
+"""A scikit-learn transformer that moves a source domain onto a target domain."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from otdd_flash.errors import InputError
+from otdd_flash.flows.flow import Flow
+from otdd_flash.flows.run import gradient_flow
+from otdd_flash.flows.stepping import Stepping
+from otdd_flash.samples import LabeledSamples
+
+
+class TransportAdapter(TransformerMixin, BaseEstimator):  # type: ignore[misc]
+    """Moves rows of a source domain along a gradient flow towards a target domain.
+
+    Both domains stand in X, told apart by `sample_domain`, so that earlier steps of a pipeline act
+    on both. By default the flow matches features alone and y is not read; with `labels` it also
+    matches classes, for which y of the target rows must be known. `transform` moves any rows as the
+    nearest source row of `fit` was moved, without regard to labels, as `FlowResult.map("nearest")`
+    does with unlabelled rows.
+
+    Args:
+        steps: of the flow.
+        step_size: share of its way that a row goes in a step.
+        epsilon: entropic regularisation, in units of the cost.
+        epsilon_relative: the same as a multiple of the mean cost at the start; replaces `epsilon`.
+        labels: how classes are compared, such as "gaussian"; "none" does not read y.
+
+    Attributes:
+        flow_: the `FlowResult`, with the distance before and after and its bounds.
+        n_features_in_: number of features seen by `fit`.
+    """
+
+    def __init__(
+        self,
+        steps: int = 10,
+        step_size: float = 0.2,
+        epsilon: float = 0.1,
+        epsilon_relative: float | None = None,
+        labels: Any = "none",
+    ) -> None:
+        self.steps = steps
+        self.step_size = step_size
+        self.epsilon = epsilon
+        self.epsilon_relative = epsilon_relative
+        self.labels = labels
+
+    def fit(self, X: ArrayLike, y: Any = None, sample_domain: ArrayLike | None = None) -> Self:
+        """Find how the source's rows move.
+
+        Args:
+            X: (n, d) rows of both domains.
+            y: (n,) classes of all rows, read unless `labels` is "none".
+            sample_domain: (n,) numbers: >= 0 is the source, < 0 the target.
+
+        Raises:
+            InputError: no domains, one without rows, or labels that are needed and missing.
+        """
+        rows = self._rows(X, reset=True)
+        if sample_domain is None:
+            raise InputError(
+                "fit needs sample_domain, one number for each row: >= 0 source, < 0 target"
+            )
+        domain = np.asarray(sample_domain)
+        if domain.shape != (len(rows),):
+            raise InputError(f"sample_domain must be ({len(rows)},), got {domain.shape}")
+        source = domain >= 0
+        if source.all() or not source.any():
+            missing = "target (< 0)" if source.all() else "source (>= 0)"
+            raise InputError(f"sample_domain names no row of the {missing}")
+        self.flow_ = gradient_flow(
+            self._samples(rows, y, source, "source"),
+            self._samples(rows, y, ~source, "target"),
+            Flow(steps=self.steps, stepping=Stepping(self.step_size)),
+            epsilon=self.epsilon,
+            epsilon_relative=self.epsilon_relative,
+            labels=self.labels,
+        )
+        return self
+
+    def transform(self, X: ArrayLike) -> NDArray[Any]:
+        """Move rows (k, d) as the nearest source row moved; row i of the result is row i of X."""
+        check_is_fitted(self, "flow_")
+        rows = self._rows(X, reset=False)
+        moved = self.flow_.map("nearest")(LabeledSamples.of(rows, "samples"))
+        return np.asarray(moved.features.cpu().numpy(), dtype=rows.dtype)
+
+    def _samples(
+        self, rows: NDArray[Any], y: Any, chosen: NDArray[np.bool_], name: str
+    ) -> LabeledSamples:
+        if self.labels == "none":
+            return LabeledSamples.of(rows[chosen], name)
+        if y is None:
+            raise InputError(f"labels={self.labels!r} compares classes: fit needs y of all rows")
+        return LabeledSamples.from_arrays(rows[chosen], np.asarray(y)[chosen], name=name)
+
+    def _rows(self, X: ArrayLike, *, reset: bool) -> NDArray[Any]:
+        checked = validate_data(self, X, dtype=[np.float64, np.float32], reset=reset)
+        return np.asarray(checked)

@@ -1,0 +1,29 @@
+"""`log=tensorboard`: event files in RUN/tensorboard, for `tensorboard --logdir`."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from PIL import Image
+
+from otdd_flash.integrations.tracking import TrackedRun, folder_of
+
+
+def write(run: TrackedRun) -> None:
+    """Write settings as text, numbers and series as scalars, pictures as images."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder_of("tensorboard", run.directory)))
+    try:
+        writer.add_text("config", f"```\n{json.dumps(run.config, indent=2, default=str)}\n```")
+        for name, value in run.numbers.items():
+            writer.add_scalar(name, value, 0)
+        for name, points in run.series.items():
+            for step, value in points:
+                writer.add_scalar(name, value, step)
+        for path in run.pictures:
+            with Image.open(path) as image:
+                writer.add_image(path.stem, np.asarray(image.convert("RGB")), 0, dataformats="HWC")
+    finally:
+        writer.close()

@@ -1,0 +1,146 @@
+"""The dataset distance as a metric of torchmetrics.
+
+Its state is the rows seen, which torchmetrics gathers from all processes before `compute`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.otdd import dataset_distance
+from otdd_flash.samples import LabeledSamples
+
+
+class DatasetDistance(Metric):  # type: ignore[misc]
+    """The Optimal Transport Dataset Distance between the rows seen of two datasets.
+
+    `compute()` returns {"value", "lower", "upper"}, each a 0-dim float64 tensor. With several
+    processes rows are those of all of them, in their order, so that the value is that of one
+    process which saw all rows, within the bounds of both.
+
+    Args:
+        max_rows: rows of each side that are kept, in each process; what comes later is left out,
+            with a notice.
+        labels: how classes are compared; without labels in `update` it has to be "none".
+        epsilon: entropic regularisation, in units of the cost.
+        epsilon_relative: the same as a multiple of the mean cost; replaces `epsilon`.
+        options: further keywords of `dataset_distance`, such as {"solver": otdd.Converged(...)}.
+        **kwargs: of `torchmetrics.Metric`.
+
+    Raises:
+        InputError: `max_rows` is below 1.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    source_rows: list[Tensor] | Tensor
+    target_rows: list[Tensor] | Tensor
+    source_labels: list[Tensor] | Tensor
+    target_labels: list[Tensor] | Tensor
+
+    def __init__(
+        self,
+        *,
+        max_rows: int = 10_000,
+        labels: Any = "gaussian",
+        epsilon: float = 0.1,
+        epsilon_relative: float | None = None,
+        options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if max_rows < 1:
+            raise InputError(f"max_rows must be at least 1, got {max_rows}")
+        self.max_rows = max_rows
+        self.settings = {
+            **{"labels": labels, "epsilon": epsilon, "epsilon_relative": epsilon_relative},
+            **(options or {}),
+        }
+        for side in ("source", "target"):
+            for part in ("rows", "labels"):
+                self.add_state(f"{side}_{part}", default=[], dist_reduce_fx="cat")
+
+    def update(
+        self,
+        source: Tensor,
+        target: Tensor,
+        source_labels: Tensor | None = None,
+        target_labels: Tensor | None = None,
+    ) -> None:
+        """Add rows.
+
+        Args:
+            source: (n, d) features of the source; n may be 0.
+            target: (m, d) features of the target.
+            source_labels: (n,) whole numbers, given always or never.
+            target_labels: (m,) whole numbers, likewise.
+
+        Raises:
+            InputError: shapes that do not fit, or labels given for some rows only.
+        """
+        self._add("source", source, source_labels)
+        self._add("target", target, target_labels)
+
+    def compute(self) -> dict[str, Tensor]:
+        """The distance between all rows seen, with bounds.
+
+        Raises:
+            InputError: a side has no rows yet, or the distance cannot be computed.
+        """
+        result = dataset_distance(self._samples("source"), self._samples("target"), **self.settings)
+        lower, upper = result.bounds
+        numbers = {"value": result.value, "lower": lower, "upper": upper}
+        return {
+            name: torch.tensor(number, dtype=torch.float64, device=self.device)
+            for name, number in numbers.items()
+        }
+
+    def _add(self, side: str, rows: Tensor, labels: Tensor | None) -> None:
+        if rows.ndim != 2:
+            raise InputError(f"{side} must be (rows, features), got {tuple(rows.shape)}")
+        if labels is not None and labels.shape != rows.shape[:1]:
+            raise InputError(
+                f"{side}_labels must be ({len(rows)},), one for each row, got {tuple(labels.shape)}"
+            )
+        kept, known = getattr(self, f"{side}_rows"), getattr(self, f"{side}_labels")
+        if kept and bool(known) != (labels is not None):
+            raise InputError(f"{side}_labels must be given with every update, or with none")
+        room = self.max_rows - sum(map(len, kept))
+        if len(rows) > room:
+            warnings.warn(
+                f"max_rows={self.max_rows} of the {side} are kept; {len(rows) - room} more are "
+                "left out",
+                DataNotice,
+                stacklevel=3,
+            )
+        if min(len(rows), room) < 1:
+            return
+        kept.append(rows[:room].detach())
+        if labels is not None:
+            known.append(labels[:room].detach())
+
+    def _samples(self, side: str) -> LabeledSamples:
+        rows, labels = (
+            _joined(getattr(self, f"{side}_rows")),
+            _joined(getattr(self, f"{side}_labels")),
+        )
+        if rows is None:
+            raise InputError(f"no rows of the {side} yet: call update before compute")
+        if labels is None:
+            return LabeledSamples.of(rows, side)
+        return LabeledSamples.from_arrays(rows, labels.cpu().numpy(), name=side)
+
+
+def _joined(parts: list[Tensor] | Tensor) -> Tensor | None:
+    """A state, which is a list before processes are gathered and a tensor afterwards."""
+    if isinstance(parts, Tensor):
+        return parts if len(parts) else None
+    return torch.cat(parts) if parts else None

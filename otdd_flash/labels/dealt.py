@@ -1,0 +1,125 @@
+"""Distances between classes that several processes measure, each some of the pairs."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels
+from otdd_flash.labels.metrics.base import Measured
+from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.ranks import Ranks
+
+
+def dealt(metric: LabelMetric, ranks: object) -> LabelMetric:
+    """The same distances, measured by ranks if there are any and measuring takes long.
+
+    Args:
+        metric: how to measure.
+        ranks: `ComputeOptions.group` of whole datasets; None is this process alone.
+    """
+    nothing_to_do = isinstance(metric, Given | NoLabels)
+    if nothing_to_do or not isinstance(ranks, Ranks) or metric.recipe(torch.device("cpu")) is None:
+        return metric
+    return _Dealt(metric, ranks)
+
+
+@dataclass(frozen=True)
+class _Dealt(LabelMetric):
+    """A metric of which every rank measures as many pairs, of as many points."""
+
+    name: ClassVar[str] = "dealt"
+
+    metric: LabelMetric
+    ranks: Ranks
+    _sent: dict[int, tuple[Sequence[ClassCloud], int]] = field(default_factory=dict, repr=False)
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        """See the base class; pairs of many points first, one after the other to each rank."""
+        ranks, sizes = self.ranks, torch.tensor([len(cloud) for cloud in clouds])
+        order = torch.argsort(sizes[pairs].prod(1), descending=True, stable=True)
+        total = len(pairs)
+        ranks.heard = progress and (lambda done: progress(min(done * ranks.size, total), total))
+        numbers, late = ranks.order(_measure, self._number(clouds), self.metric, pairs[order])
+        for message in late:
+            warnings.warn(message, NotConvergedWarning, stacklevel=2)
+        together = torch.empty_like(numbers)
+        together[:, order] = numbers
+        return PairDistances(*together)
+
+    def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
+        """As without ranks: what comes in parts uses all cores already."""
+        return self.metric.in_parts(clouds, pairs)
+
+    def recipe(self, device: torch.device) -> str | None:
+        """The numbers are the same."""
+        return self.metric.recipe(device)
+
+    @property
+    def single_samples_are_points(self) -> bool:
+        """As without ranks."""
+        return self.metric.single_samples_are_points
+
+    def _number(self, clouds: Sequence[ClassCloud]) -> int:
+        """What ranks call the classes, which they are given once."""
+        if id(clouds) not in self._sent:
+            number = self.ranks.number()
+            sizes = [len(cloud) for cloud in clouds]
+            points = torch.cat([cloud.points for cloud in clouds])
+            weights = [None if cloud.weights is None else cloud.weights.cpu() for cloud in clouds]
+            names = [cloud.name for cloud in clouds]
+            self.ranks.order(_hold_classes, number, points, sizes, weights, names)
+            weakref.finalize(self, self.ranks.drop, number)
+            # Kept, so that no other list is at its place in memory.
+            self._sent[id(clouds)] = clouds, number
+        return self._sent[id(clouds)][1]
+
+
+def _hold_classes(
+    ranks: Ranks,
+    number: int,
+    points: Tensor,
+    sizes: list[int],
+    weights: list[Tensor | None],
+    names: list[str],
+) -> None:
+    ranks.held[number] = [
+        ClassCloud(name, part, None if mass is None else mass.to(part.device))
+        for name, part, mass in zip(names, torch.split(points, sizes), weights, strict=True)
+    ]
+
+
+def _measure(
+    ranks: Ranks, number: int, metric: LabelMetric, pairs: Tensor
+) -> tuple[Tensor, list[str]]:
+    """Values and bounds (3, P) of all pairs, and what was said of solves that stopped early."""
+    clouds = ranks.held[number]
+    own = torch.arange(ranks.rank, len(pairs), ranks.size)
+    none = torch.empty(0, dtype=torch.float64)
+
+    def measured() -> tuple[PairDistances, list[str]]:
+        if not len(own):
+            return PairDistances(none, none, none), []
+        with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", NotConvergedWarning)
+            heard = ranks.heard
+            told = None if heard is None else lambda done, _: heard(done)
+            found = metric.measure(clouds, pairs[own], told)
+        return found, [str(each.message) for each in said]
+
+    found, late = ranks.together(measured)
+    numbers = torch.empty((3, len(pairs)), dtype=torch.float64)
+    everyone = ranks.said((torch.stack(tuple(found)), late))
+    for rank, (values, _) in enumerate(everyone):
+        numbers[:, rank :: ranks.size] = values
+    return numbers, [message for _, said in everyone for message in said]

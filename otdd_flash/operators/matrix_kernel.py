@@ -1,0 +1,204 @@
+"""A cost matrix in memory whose passes run in Triton kernels on a GPU.
+
+Half-steps, sums of plans and the facts of the matrix read it once each, along whichever of its
+axes is contiguous. What is left, products with the plan and what is asked once, is that of the
+matrix in PyTorch.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.matrix.facts import matrix_row_facts
+from otdd_flash.kernels.matrix.half_step import (
+    line_parts,
+    matrix_half_step,
+    matrix_sums_of_lines,
+)
+from otdd_flash.kernels.matrix.sums import matrix_sums
+from otdd_flash.kernels.segments.step import Sums
+from otdd_flash.operators.base import (
+    Applied,
+    CostFacts,
+    CostRange,
+    Epsilon,
+    Execution,
+    Marginals,
+)
+from otdd_flash.operators.kernel_one_segment import KernelSegment
+from otdd_flash.operators.kernel_plans import single
+from otdd_flash.operators.matrix import HeldCosts, MatrixOperator, exact_blocks
+from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
+from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
+
+# Bytes of a matrix up to which a pass takes no longer than launching it, or not much.
+FEW_BYTES = 1 << 28
+
+
+class MatrixKernelOperator:
+    """A given cost C (n, m) on a GPU.
+
+    Args:
+        tiles: the same in PyTorch, of a matrix that is held and of scores in float32. A matrix
+            neither of whose axes is contiguous is copied.
+    """
+
+    def __init__(self, tiles: MatrixOperator) -> None:
+        assert isinstance(tiles.source, HeldCosts)
+        self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
+        self._costs, self._turned = lying(tiles.source.matrix)
+        recorded = self.a.is_cuda and self._costs.numel() * self._costs.itemsize <= FEW_BYTES
+        execution = tiles.execution
+        sampled = None if execution.sampled is None else self._sample
+        self.execution = Execution(
+            "triton, costs given",
+            MatrixSegment,
+            sampled,
+            recorded=recorded,
+            prepared_plan=execution.prepared_plan,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the potentials."""
+        return self._tiles.dtype
+
+    @property
+    def costs(self) -> CostFacts:
+        """What is known of the costs."""
+        return self._tiles.costs
+
+    def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
+        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        return self._half_step(self._log_masses[1], g, epsilon, columns=self._turned)
+
+    def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
+        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        return self._half_step(self._log_masses[0], f, epsilon, columns=not self._turned)
+
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+    ) -> Marginals:
+        """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
+        tiles, level = self._tiles, on_device(epsilon, self.a.device)
+        f, g = present(self.a, f), present(self.b, g)
+        if self._turned:
+            given = (g, f), (self.b, self.a)
+            columns, rows = matrix_sums(self._costs, *given, level, LEAST_EXPONENT)
+        else:
+            given = (f, g), (self.a, self.b)
+            rows, columns = matrix_sums(self._costs, *given, level, LEAST_EXPONENT)
+        sums = self.a * rows, self.b * columns
+        return measured(sums, (f, g), tiles.magnitudes, tiles.cost_errors, 0.0)
+
+    def apply_plan(
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        values: Tensor,
+        *,
+        transposed: bool = False,
+        factors: tuple[Tensor, Tensor] | None = None,
+    ) -> Applied:
+        """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
+        return self._tiles.apply_plan(f, g, epsilon, values, transposed=transposed, factors=factors)
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs."""
+        if self._turned:
+            return self._tiles.expected_costs(masses)
+        return matrix_row_facts(self._costs, masses.contiguous()).products
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        return self._tiles.own_costs()
+
+    def _sample(self, rows: Tensor, columns: Tensor) -> MatrixKernelOperator:
+        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+        return MatrixKernelOperator(self._tiles.sample(rows, columns))
+
+    @cached_property
+    def _log_masses(self) -> tuple[Tensor, Tensor]:
+        return self.a.log(), self.b.log()
+
+    def sums_of_lines(self, potential: Tensor, epsilon: Tensor, *, columns: bool) -> Sums:
+        """What the softmin of rows, or of columns, is made of."""
+        log_masses = self._log_masses[0 if columns else 1]
+        along = columns != self._turned
+        return matrix_sums_of_lines(self._costs, log_masses, potential, epsilon, columns=along)
+
+    @property
+    def ranges(self) -> tuple[int, int]:
+        """In how many parts these sums come, of rows and of columns."""
+        shape = self._costs.shape[0], self._costs.shape[1]
+        rows, columns = (
+            line_parts(shape, columns=along != self._turned)[0] for along in (False, True)
+        )
+        return rows, columns
+
+    def _half_step(
+        self, log_masses: Tensor, potential: Tensor, epsilon: Epsilon, *, columns: bool
+    ) -> Tensor:
+        level = on_device(epsilon, potential.device)
+        return matrix_half_step(self._costs, log_masses, single(potential), level, columns=columns)
+
+
+class MatrixSegment(KernelSegment):
+    """A matrix as the only problem of the engine, which merges the sums of its passes itself."""
+
+    operator: MatrixKernelOperator
+
+    def ranges(self, operator: MatrixKernelOperator) -> tuple[int, int]:  # type: ignore[override]
+        """In how many parts the sums of rows and of columns come."""
+        return operator.ranges
+
+    def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
+        """The sums that T(g) (n,) is made of."""
+        return self.operator.sums_of_lines(g, epsilon, columns=False)
+
+    def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
+        """The sums that T'(f) (m,) is made of."""
+        return self.operator.sums_of_lines(f, epsilon, columns=True)
+
+
+def lying(matrix: Tensor) -> tuple[Tensor, bool]:
+    """A matrix as one whose rows are contiguous, and whether it had to be transposed for it."""
+    n, m = matrix.shape
+    if m == 1 or matrix.stride(1) == 1:
+        return matrix, False
+    if n == 1 or matrix.stride(0) == 1:
+        return matrix.T, True
+    return matrix.contiguous(), False
+
+
+def kernel_facts(source: HeldCosts, a: Tensor, b: Tensor) -> MatrixFacts:
+    """`matrix_facts` by one launch, unless a pair is forbidden.
+
+    Raises:
+        InputError: as said there.
+    """
+    costs, turned = lying(source.matrix)
+    masses = (b, a) if turned else (a, b)
+    found = matrix_row_facts(costs, masses[1].contiguous())
+    rows = masses[0] > 0
+    numbers = torch.stack(
+        (
+            torch.where(rows, found.lowest, torch.inf).amin().double(),
+            torch.where(rows, found.highest, -torch.inf).amax().double(),
+            masses[0] @ found.products,
+            found.extreme.amax().double(),
+            found.flags.amax().double(),
+        )
+    )
+    lowest, highest, mean, extreme, flags = numbers.tolist()
+    if flags:
+        return matrix_facts(exact_blocks(source), a, b)
+    largest = torch.maximum(found.lowest.abs(), found.highest.abs()).double()
+    none = torch.zeros_like(masses[1])
+    magnitudes = (none, largest) if turned else (largest, none)
+    return MatrixFacts(CostRange(lowest, highest), mean, magnitudes, extreme, None)

@@ -1,0 +1,72 @@
+"""The table that a command prints of a study: the statistics of every measure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from otdd_flash.report.distance.console import interval
+from otdd_flash.report.figures.page import shorten
+from otdd_flash.study.result import StudyResult
+from otdd_flash.study.statistics.findings import Finding
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LONGEST_NAME = 24
+MOST_ROWS = 20
+SHOWN = ("spearman", "spearman_over_sources", "regret")
+
+
+def study_table(result: StudyResult) -> Table:
+    """One line per measure where there are correlations, else one per pair of tasks."""
+    known = any(row.pairs for row in result.correlations())
+    return _statistics(result) if known else _pairs(result)
+
+
+def _statistics(result: StudyResult) -> Table:
+    from rich.table import Table
+
+    rows = {(row.measure, row.statistic): row for row in result.correlations()}
+    some = next(iter(rows.values()))
+    title = f"{len(result.names)} tasks, {some.pairs} ordered pairs, {some.units} units"
+    table = Table(title=title, title_justify="left")
+    for column in ("measure", "rank correlation", "over sources", "regret", "p"):
+        table.add_column(column)
+    for measure in result.readings:
+        found = [rows.get((measure, statistic)) for statistic in SHOWN]
+        if found[0] is None:
+            continue
+        late = not all(one.converged for one in result.readings[measure].values())
+        p = "" if found[0].p is None else f"{found[0].p:.2g}"
+        cells = [_cell(one) for one in found]
+        name = measure + (" NOT CONVERGED" if late else "")
+        table.add_row(name, *cells, p, style="bold red" if late else "")
+    return table
+
+
+def _pairs(result: StudyResult) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"{len(result.names)} tasks", title_justify="left")
+    for column in ("measure", "source", "target", "value"):
+        table.add_column(column)
+    places = list(result.readings)
+    rows = sorted(result.pairs(), key=lambda row: (places.index(row.measure), row.value))
+    for row in rows[:MOST_ROWS]:
+        bounds = row.lower is not None and row.upper is not None
+        value = interval(row.value, row.lower, row.upper) if bounds else f"{row.value:.6g}"  # type: ignore[arg-type]
+        names = (escape(shorten(name, LONGEST_NAME)) for name in (row.source, row.target))
+        late = "" if row.converged else " NOT CONVERGED"
+        table.add_row(row.measure, *names, value + late, style="" if row.converged else "bold red")
+    if len(rows) > MOST_ROWS:
+        table.caption = f"{len(rows) - MOST_ROWS} more rows in pairs.csv"
+    return table
+
+
+def _cell(row: Finding | None) -> str:
+    if row is None or row.value is None:
+        return ""
+    if row.lower is None or row.upper is None:
+        return f"{row.value:.2f}"
+    return f"{row.value:.2f} \\[{row.lower:.2f}, {row.upper:.2f}]"

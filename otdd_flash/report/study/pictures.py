@@ -1,0 +1,147 @@
+"""Pictures of a study: heat maps over all tasks, and gains against every measure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from otdd_flash.report.class_order import class_orders
+from otdd_flash.report.distance.heat_maps import heat_map
+from otdd_flash.report.figures.page import (
+    INK,
+    SOURCE_COLOR,
+    TARGET_COLOR,
+    name_style,
+    new_figure,
+    save_picture,
+)
+from otdd_flash.study.measures import MEASURES, Reading
+from otdd_flash.study.result import StudyResult
+from otdd_flash.study.statistics.pairs import Numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Inches of one panel of gains.
+PANEL_WIDTH, PANEL_HEIGHT = 3.4, 2.9
+PANELS_ACROSS = 4
+LABEL_POINTS = 9.0
+MOST_TICKS = 5
+
+
+def task_order(result: StudyResult) -> list[int]:
+    """Tasks such that near ones stand side by side, by the first distance that has all pairs."""
+    for name in result.readings:
+        matrix = result.matrix(name)
+        off_diagonal = ~np.eye(len(matrix), dtype=bool)
+        if MEASURES[name].nearer < 0 and np.isfinite(matrix[off_diagonal]).all():
+            symmetric = np.where(off_diagonal, (matrix + matrix.T) / 2, 0.0)
+            (order,) = class_orders(torch.from_numpy(symmetric), [len(matrix)], "hierarchical")
+            return order
+    return list(range(len(result.names)))
+
+
+def draw_measure(result: StudyResult, measure: str, path: Path) -> None:
+    """Draw one measure between all tasks as a heat map, sources down and targets across."""
+    title = MEASURES[measure].title
+    _draw_tasks(result, result.matrix(measure), path, title=title, label=title)
+
+
+def draw_gains(result: StudyResult, path: Path) -> None:
+    """Draw the gains of all transfers as a heat map."""
+    title = "Gain by transfer, sources down and targets across"
+    _draw_tasks(result, result.gains, path, title=title, label="errors spared, %", decimals=0)
+
+
+def draw_gains_against_measures(result: StudyResult, path: Path) -> None:
+    """Draw the gain of every ordered pair against every measure, both with their errors."""
+    measures = [name for name, found in result.readings.items() if found]
+    across = min(PANELS_ACROSS, len(measures))
+    down = math.ceil(len(measures) / across)
+    figure = new_figure(PANEL_WIDTH * across, PANEL_HEIGHT * down)
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    for axes, measure in zip(panels, measures, strict=False):
+        _draw_panel(axes, result, measure)
+    for axes in panels[len(measures) :]:
+        axes.set_visible(False)
+    figure.tight_layout()
+    save_picture(figure, path)
+
+
+def _draw_panel(axes: Axes, result: StudyResult, measure: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    table = result.table(measure)
+    kind = MEASURES[measure]
+    pairs = np.argwhere(table.present)
+    x = np.array([table.measure[i, j] for i, j in pairs])
+    y = np.array([table.gains[i, j] for i, j in pairs])
+    readings = [result.readings[measure][int(i), int(j)] for i, j in pairs]
+    reach = np.array([_reach(one) for one in readings]).reshape(-1, 2).T
+    spread = np.array([result.gain_errors[i, j] for i, j in pairs])
+    if len(pairs):
+        bars = None if np.isnan(spread).all() else np.nan_to_num(spread)
+        color = SOURCE_COLOR if kind.nearer < 0 else TARGET_COLOR
+        axes.errorbar(
+            x,
+            y,
+            xerr=reach,
+            yerr=bars,
+            fmt="o",
+            markersize=3,
+            color=color,
+            linewidth=0.8,
+            alpha=0.6,
+        )
+    axes.axhline(0, color="0.7", linewidth=0.8)
+    axes.set_xlabel(kind.title, fontsize=LABEL_POINTS, color=INK, **name_style(kind.title))
+    axes.set_ylabel("gain, %", fontsize=LABEL_POINTS, color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(MOST_TICKS))
+    axes.tick_params(labelsize=8, color="0.6", labelcolor=INK, length=3)
+    axes.spines[:].set_color("0.8")
+    if len(x) and x.min() > 0 and x.max() > 30 * x.min():
+        axes.set_xscale("log")
+
+
+def _reach(reading: Reading) -> tuple[float, float]:
+    """How far an error bar goes down and up: of sampling, else draws or bounds, else seeds."""
+    for lower, upper in (
+        (reading.sample_lower, reading.sample_upper),
+        (reading.lower, reading.upper),
+    ):
+        if lower is not None and upper is not None:
+            # A value need not lie inside an interval for its mean.
+            return max(reading.value - lower, 0.0), max(upper - reading.value, 0.0)
+    deviation = reading.deviation or 0.0
+    return deviation, deviation
+
+
+def _draw_tasks(
+    result: StudyResult,
+    matrix: Numbers,
+    path: Path,
+    *,
+    title: str,
+    label: str,
+    decimals: int | None = None,
+) -> None:
+    order = task_order(result)
+    names: Sequence[str] = [result.names[place] for place in order]
+    heat_map(
+        torch.from_numpy(matrix[np.ix_(order, order)]),
+        names,
+        names,
+        path,
+        title=title,
+        value_label=label,
+        row_groups=[("sources", len(names))],
+        column_groups=[("targets", len(names))],
+        row_colors=[INK],
+        column_colors=[INK],
+        decimals=decimals,
+    )

@@ -1,0 +1,138 @@
+"""What a study found: a sentence for every finding, with its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from otdd_flash.study.measures import MEASURES
+from otdd_flash.study.result import FEWEST_TASKS, StudyResult
+from otdd_flash.study.statistics.findings import Finding
+
+WHAT = {
+    "spearman": "rank correlation with the gain over ordered pairs",
+    "pearson": "linear correlation with the gain over ordered pairs",
+    "spearman_over_sources": "mean over targets of the rank correlation over their sources",
+    "partial_spearman": "rank correlation with the gain given the sizes of both datasets",
+}
+
+
+def findings_sentences(result: StudyResult) -> list[str]:
+    """All sentences, measure by measure; without gains why, and which tasks are nearest."""
+    rows = result.correlations()
+    if not any(row.pairs for row in rows):
+        return [_why_none(result), *_nearest(result)]
+    said = [sentence for row in rows if (sentence := _sentence(row, rows))]
+    return [*said, *_differences(rows), *_about_units(result, rows)]
+
+
+def _sentence(row: Finding, rows: Iterable[Finding]) -> str:
+    if row.statistic.startswith("ceiling"):
+        return _ceiling(row)
+    if " - " in row.measure or row.value is None:
+        return ""
+    title = MEASURES[row.measure].title
+    if row.statistic == "regret":
+        random = next(
+            other
+            for other in rows
+            if other.measure == row.measure and other.statistic == "random_regret"
+        )
+        beside = "" if random.value is None else f"; at random it would be {random.value:.1f}"
+        return (
+            f"Choosing the source by {title} costs {row.value:.1f} points of gain{_range(row, 1)}"
+            f"{beside}{_chance(row)}."
+        )
+    if row.statistic not in WHAT:
+        return ""
+    about = "" if row.lower is not None else f" ({row.note})" if row.note else ""
+    return (
+        f"{title}: {WHAT[row.statistic]} {row.value:+.2f}{_range(row, 2)}{about}{_chance(row)}, "
+        f"{row.pairs} pairs of {row.units} units."
+    )
+
+
+def _ceiling(row: Finding) -> str:
+    kind = "rank" if row.statistic.endswith("spearman") else "linear"
+    if row.value is None:
+        return (
+            f"How much {kind} correlation the noise of the gains allows is not known: {row.note}."
+        )
+    return (
+        f"By the noise of the gains over seeds, no measure can be expected to reach a {kind} "
+        f"correlation above {row.value:.2f}."
+    )
+
+
+def _differences(rows: Iterable[Finding]) -> Iterable[str]:
+    """Which measures follow the gain more closely than others; the others are in the table."""
+    known = [
+        row
+        for row in rows
+        if " - " in row.measure and row.statistic == "spearman" and row.lower is not None
+    ]
+    told = 0
+    for row in known:
+        assert row.value is not None
+        assert row.lower is not None
+        assert row.upper is not None
+        if row.lower <= 0 <= row.upper:
+            continue
+        told += 1
+        names, ends = row.measure.split(" - "), (row.value, row.lower, row.upper)
+        if row.value < 0:
+            names, ends = names[::-1], (-row.value, -row.upper, -row.lower)
+        better, worse = (MEASURES[name].title for name in names)
+        difference, lower, upper = ends
+        yield (
+            f"{better} follows the gain more closely than {worse}: Fisher's z of its rank "
+            f"correlation is larger by {difference:.2f} [{lower:.2f}, {upper:.2f}]."
+        )
+    if known and not told:
+        yield (
+            "No two measures differ in their rank correlation with the gain by more than the "
+            "intervals of these differences."
+        )
+
+
+def _about_units(result: StudyResult, rows: Iterable[Finding]) -> Iterable[str]:
+    families = {task.family for task in result.setup.tasks}
+    if len(families) < len(result.names):
+        yield (
+            f"The {len(result.names)} tasks come from {len(families)} families, which count as one "
+            "dataset each: nothing here is known of other datasets than these."
+        )
+    if any("no interval" in row.note for row in rows):
+        yield "An interval needs five independent units, datasets or families."
+
+
+def _why_none(result: StudyResult) -> str:
+    if result.setup.settings.transfer is None:
+        return "Nothing was transferred, so that there are distances alone."
+    if len(result.names) < FEWEST_TASKS:
+        return f"Correlations ask for {FEWEST_TASKS} tasks."
+    return "No ordered pair has both a measure and a gain yet."
+
+
+def _nearest(result: StudyResult) -> Iterable[str]:
+    """The two nearest tasks by every distance, with its interval."""
+    for name, found in result.readings.items():
+        if MEASURES[name].nearer > 0 or not found:
+            continue
+        (i, j), reading = min(found.items(), key=lambda item: item[1].value)
+        ends = (reading.sample_lower, reading.sample_upper), (reading.lower, reading.upper)
+        lower, upper = next((pair for pair in ends if pair[0] is not None), (None, None))
+        range_of = "" if lower is None or upper is None else f" [{lower:.4g}, {upper:.4g}]"
+        yield (
+            f"{MEASURES[name].title}: of all pairs {result.names[i]} and {result.names[j]} are "
+            f"nearest, {reading.value:.4g}{range_of}."
+        )
+
+
+def _range(row: Finding, digits: int) -> str:
+    if row.lower is None or row.upper is None:
+        return ""
+    return f" [{row.lower:.{digits}f}, {row.upper:.{digits}f}]"
+
+
+def _chance(row: Finding) -> str:
+    return "" if row.p is None else f", p = {row.p:.2g} by permuting tasks"

@@ -1,0 +1,110 @@
+"""Datasets of which every process has a part: put together, and compared as one process would."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from hashlib import sha256
+from typing import Any, ParamSpec, TypeVar
+
+from otdd_flash.errors import InputError
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.ranks import Ranks, ranks_of
+from otdd_flash.samples import LabeledSamples, Samples
+from otdd_flash.version import __version__
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Class names that an error lists.
+MOST_NAMES = 20
+
+ADVICE = "start every rank in the same way"
+
+
+def takes_shards(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let an entry point be called by all processes of `compute.group`, each with its shards.
+
+    Rank 0 then does what one process would, leading the others, and all return what it returns.
+
+    Args:
+        *names: of the arguments that are shards of datasets.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                # Python's words name the function.
+                return function(*args, **kwargs)
+            compute = ComputeOptions.of(bound.arguments.get("compute"))
+            ranks = ranks_of(compute.group)
+            if ranks is None or ranks is compute.group:
+                return function(*args, **kwargs)
+            given = {name: bound.arguments[name] for name in names}
+            settings = {key: value for key, value in bound.arguments.items() if key not in names}
+            bound.arguments |= _whole_datasets(ranks, given, {**settings, "compute": compute})
+            bound.arguments["compute"] = replace(compute, group=ranks)
+            return ranks.led(lambda: function(*bound.args, **bound.kwargs))
+
+        return called
+
+    return decorate
+
+
+def _whole_datasets(
+    ranks: Ranks, given: dict[str, Samples], settings: dict[str, Any]
+) -> dict[str, LabeledSamples]:
+    """What every rank has, put together in the order of the ranks.
+
+    Raises:
+        InputError: as for the parts of samples, or ranks disagree; on every rank.
+    """
+
+    def made() -> dict[str, LabeledSamples]:
+        return {name: LabeledSamples.of(side, name) for name, side in given.items()}
+
+    ranks.check_same("the version of otdd_flash", __version__, ADVICE)
+    # Functions are called something else in every process.
+    said = {key: repr(value) for key, value in settings.items()}
+    said = {key: value for key, value in said.items() if " at 0x" not in value}
+    ranks.check_same("settings", said, ADVICE)
+    sides = ranks.together(made)
+    whole: dict[LabeledSamples, LabeledSamples] = {}
+    for name, side in sides.items():
+        # One object may be both datasets.
+        whole[side] = whole[side] if side in whole else _whole(ranks, name, side)
+    return {name: whole[side] for name, side in sides.items()}
+
+
+def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
+    def check() -> None:
+        if shard.weights is not None:
+            raise InputError(
+                f"{name}: the weights of a shard, which add up to 1, say nothing of its share of "
+                "the whole; leave them out, or lead the work from rank 0 with otdd.led"
+            )
+        ranks.device_of(shard.features.device)
+
+    ranks.together(check)
+    class_names: Any = shard.class_names
+    if len(class_names) > MOST_NAMES:
+        digest = sha256("\0".join(class_names).encode()).hexdigest()
+        class_names = f"{len(class_names)} of digest {digest[:16]}"
+    for what, content in (
+        ("the number of features", shard.dim),
+        ("the type of features", str(shard.features.dtype)),
+        ("whether there are labels", shard.labels is not None),
+        ("class names", class_names),
+    ):
+        advice = "a shard may lack rows of a class, but names all classes in one order"
+        ranks.check_same(f"{what} of {name}", content, advice)
+    features = ranks.concatenated(shard.features)
+    labels = None if shard.labels is None else ranks.concatenated(shard.labels)
+    return replace(shard, features=features, labels=labels, subset_hash=None)

@@ -1,0 +1,163 @@
+"""Pairs of cost +inf: whether the masses admit a plan without them, and what such a plan costs.
+
+A set of rows is short if the columns that it may use have less mass than it has: then there is no
+plan (Hall's condition, for masses). Potentials of short rows rise in every update, so that ordering
+rows by how much they rise brings such a set to the front.
+
+Where there is a plan, one with exactly the marginals a and b is the plan P of two potentials, moved
+by a Newton step,
+
+    Q_ij = P_ij (1 + u_i + v_j),    [diag(r) P; P^T diag(c)] [u; v] = [a - r; b - c],
+
+with the sums r, c of P. As log(1 + t) <= t it costs at most
+
+    <a, f> + <b, g> + epsilon (<a, u> + <b, v>),
+
+if no 1 + u_i + v_j is negative. It lives on the pairs of P, and is off in second order only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.evidence.perturbed_costs import DOUBLE_UNIT, outwards
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.matrix import MatrixOperator, exact_blocks
+from otdd_flash.operators.plan import SUM_UNITS, Products, plan_of
+from otdd_flash.solver.adjoint import MOST_HELD
+from otdd_flash.solver.conjugate_gradients import inverse
+from otdd_flash.solver.schur import CGOptions, SchurSystem, solve
+from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
+from otdd_flash.solver.term.result import TransportTerm
+
+# Epsilon over the range of the costs at which these hardly count beside the pairs themselves.
+ABOVE_COSTS = 2.0**10
+
+# Updates after which rows are put in order, and the marginal error below which there is a plan.
+LOOKS, NEAR = (3, 10, 30, 100, 300), 1e-4
+
+# Of the linear system, and roundings by which the marginals of Q may be off.
+EXACT, MOST_UNITS = CGOptions(tolerance=1e-13, max_iterations=500), 64
+
+
+def short_rows(operator: MatrixOperator) -> Tensor:
+    """Rows (k,) int64 that have more mass than the columns they may use; none if none are found."""
+    a, b, facts = operator.a, operator.b, operator.costs
+    epsilon = ABOVE_COSTS * (facts.spread or 1.0)
+    g = torch.zeros_like(b, dtype=operator.dtype)
+    f = operator.softmin_rows(g, epsilon)
+    for update in range(LOOKS[-1]):
+        g = operator.softmin_columns(f, epsilon)
+        updated = operator.softmin_rows(g, epsilon)
+        rise = torch.where(a > 0, (updated - f).double(), -math.inf)
+        f = updated
+        missing = a * (1 - torch.exp(-rise / epsilon)).clamp_min(0)
+        if float(missing.sum()) < NEAR:
+            break
+        if update + 1 in LOOKS:
+            found = _short_prefix(operator, rise.argsort(descending=True))
+            if len(found):
+                return found
+    return a.new_empty(0, dtype=torch.int64)
+
+
+def _short_prefix(operator: MatrixOperator, order: Tensor) -> Tensor:
+    """The first rows of an order (n,) that together are short by most."""
+    a, b = operator.a, operator.b
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    # The first row of the order that may use a column.
+    first = torch.full_like(b, len(order), dtype=torch.int64)
+    for rows, costs in exact_blocks(operator.source):
+        ranks = torch.where(costs < math.inf, rank[rows, None], len(order))
+        first = torch.minimum(first, ranks.amin(0))
+    reached = torch.zeros(len(order) + 1, dtype=b.dtype, device=b.device).index_add_(0, first, b)
+    short = a[order].cumsum(0) - reached[:-1].cumsum(0)
+    most, place = short.max(0)
+    if not float(most) > MASS_TOLERANCE:
+        return order[:0]
+    return order[: int(place) + 1].sort().values
+
+
+def upper_bound(operator: MatrixOperator, term: TransportTerm) -> float:
+    """An upper bound of OT_epsilon of masses that are a and b to rounding; inf if none is found."""
+    a, b, epsilon = operator.a, operator.b, term.epsilon
+    f = torch.where(a > 0, term.f.double(), 0)
+    g = torch.where(b > 0, term.g.double(), 0)
+    products: Products = plan_of(operator, f, g, epsilon, MOST_HELD)
+    if products.precision > SUM_UNITS * DOUBLE_UNIT:
+        products = ExactProducts(operator, f, g, epsilon)
+    sums = operator.marginals(f, g, epsilon)
+    per_row = inverse(products.rows)[:, None]
+    u, v = torch.zeros_like(a), torch.zeros_like(b)
+    # Twice: what the first solution leaves is its rounding.
+    for _ in range(2):
+        s = a - products.rows * (1 + u) - products.times(v[:, None])[:, 0]
+        t = b - products.columns * (1 + v) - products.transposed_times(u[:, None])[:, 0]
+        right = t[:, None] - products.transposed_times(per_row * s[:, None])
+        system = SchurSystem(products)
+        step = solve(system, system, right, EXACT).values
+        u = u + (per_row * (s[:, None] - products.times(step)))[:, 0]
+        v = v + step[:, 0]
+    s = a - products.rows * (1 + u) - products.times(v[:, None])[:, 0]
+    t = b - products.columns * (1 + v) - products.transposed_times(u[:, None])[:, 0]
+    units = MOST_UNITS + len(a) + len(b)
+    exact = float(s.abs().sum() + t.abs().sum()) <= units * 2 * DOUBLE_UNIT
+    if not exact or not _least_change(operator, u, v) > -1:
+        return math.inf
+    value = float(a @ (f + epsilon * u) + b @ (g + epsilon * v))
+    size = float(a @ (f.abs() + epsilon * u.abs()) + b @ (g.abs() + epsilon * v.abs()))
+    mean_error = float(a @ sums.row_errors + b @ sums.column_errors)
+    return outwards(operator.costs, sums, (value, value), mean_error, size, epsilon)[1]
+
+
+def _least_change(operator: MatrixOperator, u: Tensor, v: Tensor) -> float:
+    """The least u_i + v_j of an allowed pair with mass."""
+    rows, columns = (
+        torch.where(masses > 0, values, math.inf)
+        for masses, values in ((operator.a, u), (operator.b, v))
+    )
+    least = float(rows.min() + columns.min())
+    if least > -1:
+        return least
+    return min(
+        float(torch.where(costs < math.inf, rows[part, None] + columns, math.inf).min())
+        for part, costs in exact_blocks(operator.source)
+    )
+
+
+class ExactProducts:
+    """Products with the plan of f (n,) and g (m,), in float64, evaluated anew for each.
+
+    Values are raised by a constant to be positive: then they are factors of the plan's masses.
+    """
+
+    in_triton = False
+
+    def __init__(self, operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> None:
+        self._operator, self._at, self._epsilon = operator, (f, g), epsilon
+        sums = operator.marginals(f, g, epsilon)
+        self.rows, self.columns, self.precision = sums.rows, sums.columns, sums.relative_error
+
+    def times(self, values: Tensor) -> Tensor:
+        """P V (n, k) for V (m, k)."""
+        return self._apply(values, transposed=False)
+
+    def transposed_times(self, values: Tensor) -> Tensor:
+        """P^T U (m, k) for U (n, k)."""
+        return self._apply(values, transposed=True)
+
+    def _apply(self, values: Tensor, *, transposed: bool) -> Tensor:
+        (f, g), sums = self._at, self.columns if transposed else self.rows
+        found = torch.zeros(len(sums), values.shape[1], dtype=sums.dtype, device=sums.device)
+        for place, column in enumerate(values.unbind(1)):
+            shift = 2 * column.abs().max()
+            if float(shift) > 0:
+                raised = self._epsilon * (column + shift).log()
+                at = (f + raised, g) if transposed else (f, g + raised)
+                applied = self._operator.marginals(*at, self._epsilon)
+                found[:, place] = (applied.columns if transposed else applied.rows) - shift * sums
+        return found

@@ -1,0 +1,171 @@
+"""OT_epsilon and S_epsilon of cost matrices as differentiable functions of tensors.
+
+By the envelope theorem potentials count as constants. Of the dual value of the potentials at hand,
+
+    D = <a, f> + <b, g> + epsilon (1 - sum_ij P_ij),    r = P 1,  c = P^T 1,
+
+    dD/dC = P,    dD/da = f - epsilon (r / a - 1),    dD/db = g - epsilon (c / b - 1),
+
+with r / a = exp((f - T(g)) / epsilon) for the softmin T, and likewise c / b. S_epsilon = OT(C) -
+OT(C_xx) / 2 - OT(C_yy) / 2 has the gradient -P / 2 by C_xx; masses stand on both sides of a self
+term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from otdd_flash import arguments
+from otdd_flash.checks import takes
+from otdd_flash.errors import InputError
+from otdd_flash.operators.base import Operator, refined
+from otdd_flash.operators.build import Compute
+from otdd_flash.operators.cost_blocks import CostBlocks
+from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.solver.matrix.transport import report_infeasible, solve_matrix
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.solved_gradient import Inputs, Solved
+from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term_solves import Potentials
+
+# Inputs by the term that they are costs of, and the terms of the masses of each side.
+COSTS = {"costs": "xy", "self_costs[0]": "xx", "self_costs[1]": "yy"}
+MASSES = {"a": ("xy", "xx"), "b": ("xy", "yy")}
+SHARES = {"xy": 1.0, "xx": -0.5, "yy": -0.5}
+
+
+@takes(arguments.MATRIX_LOSS)
+def matrix_loss(
+    costs: Tensor | CostBlocks,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    epsilon: float,
+    self_costs: Sequence[Tensor] | None = None,
+    start: Potentials | None = None,
+    options: Schedule | None = None,
+    compute: Compute | None = None,
+) -> Tensor:
+    """OT_epsilon(C), or S_epsilon with the costs of both sides, for autograd.
+
+    Differentiable once, by matrices and masses. The gradient by C is the plan: the backward pass
+    makes it from f and g, scaled before it is rounded to the type of C, in one buffer of its size.
+    The forward pass keeps nothing of that size. Gradients are exact for the dual value of the
+    potentials that the solver returned; those by masses are the ones along the simplex, with
+    <a, gradient> = 0.
+
+    Args:
+        costs: C (n, m) as for `matrix_transport`; of `otdd.CostBlocks` there is no gradient.
+        a: (n,) non-negative masses that sum to 1; uniform by default.
+        b: (m,) masses, likewise.
+        epsilon: regularisation, in units of the cost.
+        self_costs: C_xx (n, n) and C_yy (m, m), finite and symmetric but for rounding, for the
+            value S_epsilon = OT(C) - OT(C_xx) / 2 - OT(C_yy) / 2.
+        start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
+        compute: where and how passes run, or only the device; by default where the costs are.
+
+    Returns:
+        0-dim tensor in units of the cost, float64 if the costs are and else float32.
+
+    Raises:
+        InputError: as `matrix_transport`; float16 costs that require a gradient; self costs that
+            do not fit, or are not finite or not symmetric; in a backward pass, an input that was
+            changed in place, or a second derivative.
+        ConvergenceError: `options.require_convergence` is set and a term stopped early.
+
+    Warns:
+        NotConvergedWarning: a term stopped early, or no plan has these masses.
+    """
+    own = (None, None) if self_costs is None else self_costs
+    given = {"costs": costs, "self_costs[0]": own[0], "self_costs[1]": own[1], "a": a, "b": b}
+    inputs, options = Inputs(given), options or Converged()
+    for name in COSTS.keys() & inputs.tensors.keys():
+        check_gradient_type(name, inputs.tensors[name])
+    problem = MatrixProblem.prepare(costs, a, b, compute, self_costs)
+    backward = LossGradient(problem, frozenset(inputs.tensors))
+    with torch.no_grad():
+        divergence, short = solve_matrix(
+            problem, epsilon, None, options, start=start, solved=backward.solved
+        )
+    if len(short):
+        report_infeasible(short, options)
+    else:
+        report_convergence(divergence, options)
+    dtype = torch.float64 if problem.source.dtype == torch.float64 else torch.float32
+    home = costs.device if isinstance(costs, Tensor) else problem.device
+    value = torch.tensor(divergence.value, dtype=dtype, device=home)
+    if not inputs.tensors:
+        return value
+    found = Solved.apply("matrix_loss", backward, inputs, (value,), *inputs.tensors.values())
+    return cast(Tensor, found[0])
+
+
+def check_gradient_type(name: str, costs: Tensor) -> None:
+    """Refuse float16, which most entries of a plan underflow.
+
+    Raises:
+        InputError: as said.
+    """
+    if costs.dtype == torch.float16:
+        raise InputError(
+            f"{name} requires a gradient and is float16, in which entries of a plan underflow; "
+            "convert it with .bfloat16() or .float()"
+        )
+
+
+class LossGradient:
+    """The backward pass.
+
+    Args:
+        problem: costs and masses.
+        needs: inputs to differentiate by.
+    """
+
+    def __init__(self, problem: MatrixProblem, needs: frozenset[str]) -> None:
+        self._problem, self._needs = problem, needs
+        self._terms: dict[str, TransportTerm] = {}
+        self._by_masses: dict[str, Tensor] = {}
+
+    def solved(self, name: str, operator: Operator, term: TransportTerm) -> None:
+        """Keep the potentials of a term, and what masses need of it."""
+        self._terms[name] = term
+        for key, terms in MASSES.items():
+            if key in self._needs and name in terms:
+                found = _by_masses(refined(operator), term, columns=key == "b")
+                # On both sides of a self term.
+                share = SHARES[name] * (1 if name == "xy" else 2)
+                self._by_masses[key] = self._by_masses.get(key, 0) + share * found
+
+    def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients for a cotangent () of the value."""
+        problem, found = self._problem, {}
+        scale = cotangents[0].to(problem.device, torch.float64)
+        for key, name in COSTS.items():
+            if key in self._needs:
+                term = self._terms[name]
+                tiles = problem.tiles if name == "xy" else problem.self_tiles(name)
+                found[key] = tiles.scaled_plan(
+                    term.f, term.g, term.epsilon, tiles.source.dtype, scale * SHARES[name]
+                )
+        for key, gradient in self._by_masses.items():
+            masses = problem.a if key == "a" else problem.b
+            present = torch.where(masses > 0, gradient, 0)
+            found[key] = scale * (gradient - masses @ present)
+        return found
+
+
+def _by_masses(operator: Operator, term: TransportTerm, *, columns: bool) -> Tensor:
+    """F - epsilon (r / a - 1) (n,), or that of columns (m,), float64."""
+    epsilon = term.epsilon
+    if columns:
+        potential, exact = term.g, operator.softmin_columns(term.f, epsilon, term.g)
+    else:
+        potential, exact = term.f, operator.softmin_rows(term.g, epsilon, term.f)
+    return potential.double() - epsilon * torch.expm1((potential.double() - exact) / epsilon)

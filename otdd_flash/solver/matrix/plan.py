@@ -1,0 +1,174 @@
+"""The plan of a cost matrix as a differentiable function of tensors.
+
+For a plan P with sums r = P 1, c = P^T 1 and a cotangent G (n, m), with M = G o P,
+
+    [diag(r) P; P^T diag(c)] [u; v] = [M 1; M^T 1],
+
+    dL/dC = -P o (G - u 1^T - 1 v^T) / epsilon,    dL/da = u,    dL/db = v    along the simplex.
+
+The sums are those that the plan has. A row without mass is a e^T with its conditional plan e, of
+which u_i is the mean of G_ij - v_j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from otdd_flash import arguments
+from otdd_flash.checks import takes
+from otdd_flash.operators.build import Compute
+from otdd_flash.operators.matrix import MatrixOperator
+from otdd_flash.solver.adjoint import Entries
+from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.matrix.loss import check_gradient_type
+from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasible, solve_matrix
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.solved_gradient import Inputs, Solved
+from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term_solves import Potentials
+
+
+@takes(arguments.MATRIX_PLAN)
+def matrix_plan(
+    costs: Tensor,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    epsilon: float | None = None,
+    epsilon_relative: float | None = None,
+    start: Potentials | None = None,
+    options: Schedule | None = None,
+    cg: CGOptions = DEFAULTS,
+    compute: Compute | None = None,
+) -> Tensor:
+    """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) at the optimum, for autograd.
+
+    Differentiable once, by costs and masses. The backward pass solves one linear system by
+    conjugate gradients, from the potentials alone: memory is that of the inputs and the plan,
+    however many iterations the solve took. The gradient is that of the optimum at the masses that
+    the plan has, and not of the iterations; by masses the one along the simplex. With
+    `epsilon_relative` epsilon counts as a constant. A cotangent that is not finite gives NaN.
+
+    Args:
+        costs: C (n, m) as for `matrix_transport`.
+        a: (n,) non-negative masses that sum to 1; uniform by default.
+        b: (m,) masses, likewise.
+        epsilon: regularisation, in units of the cost.
+        epsilon_relative: the same in units of the mean of the finite costs; one of both.
+        start: a column potential to start from, {"xy": g}.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
+        cg: when the linear system of the backward pass is solved.
+        compute: where and how passes run, or only the device; by default where the costs are.
+
+    Returns:
+        P (n, m), float64 if the costs are and else float32, where the costs are.
+
+    Raises:
+        InputError: as `matrix_loss`.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
+            the backward pass, the linear system was not solved.
+
+    Warns:
+        NotConvergedWarning: one of both, or no plan has these masses.
+    """
+    check_one_epsilon(epsilon, epsilon_relative)
+    inputs, options = Inputs({"costs": costs, "a": a, "b": b}), options or Converged()
+    if "costs" in inputs.tensors:
+        check_gradient_type("costs", costs)
+    problem = MatrixProblem.prepare(costs, a, b, compute)
+    with torch.no_grad():
+        divergence, short = solve_matrix(problem, epsilon, epsilon_relative, options, start=start)
+        if len(short):
+            report_infeasible(short, options)
+        else:
+            report_convergence(divergence, options)
+        term = divergence.xy
+        dtype = torch.promote_types(problem.source.dtype, torch.float32)
+        plan = problem.tiles.scaled_plan(term.f, term.g, term.epsilon, dtype).to(costs.device)
+    if not inputs.tensors:
+        return plan
+    backward = PlanGradient(problem, term, frozenset(inputs.tensors), options, cg)
+    found = Solved.apply("matrix_plan", backward, inputs, (plan,), *inputs.tensors.values())
+    result: Tensor = found[0]
+    return result
+
+
+class PlanGradient:
+    """The backward pass.
+
+    Args:
+        problem: costs and masses.
+        term: potentials f (n,) and g (m,), and epsilon.
+        needs: inputs to differentiate by.
+        options: whether a missed tolerance is an error.
+        cg: when the system is solved.
+    """
+
+    def __init__(
+        self,
+        problem: MatrixProblem,
+        term: TransportTerm,
+        needs: frozenset[str],
+        options: Schedule,
+        cg: CGOptions,
+    ) -> None:
+        self._problem, self._term, self._needs = problem, term, needs
+        self._options, self._cg = options, cg
+
+    def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients for a cotangent G (n, m)."""
+        problem, epsilon = self._problem, self._term.epsilon
+        a, b, cotangent = problem.a, problem.b, cotangents[0].to(problem.device)
+        potentials = self._everywhere()
+        entries = Entries((a, b), self._tiles, potentials, epsilon)
+        tiles = self._tiles(entries.whole)
+        # Sums of e o G with the masses of the other side.
+        s, t = torch.empty_like(a), torch.zeros_like(b)
+        for rows, e in tiles.exact_tiles(*potentials, epsilon):
+            e.mul_(cotangent[rows])
+            s[rows] = e @ b
+            t += a[rows] @ e
+        w1, w2 = entries.solve(a * s, b * t, self._cg, self._options)
+        found = {}
+        if "costs" in self._needs:
+            gradient = torch.empty(tiles.shape, dtype=tiles.source.dtype, device=problem.device)
+            for rows, e in tiles.exact_tiles(*potentials, epsilon):
+                e.mul_(a[rows, None] / -epsilon).mul_(b)
+                gradient[rows] = e.mul_(cotangent[rows] - w1[rows, None] - w2)
+            found["costs"] = gradient
+        if "a" in self._needs:
+            alone = (s - entries.times((b * w2)[:, None])[:, 0]) / entries.q
+            found["a"] = _along_simplex(torch.where(a > 0, w1, alone), a)
+        if "b" in self._needs:
+            alone = (t - entries.transposed_times((a * w1)[:, None])[:, 0]) / entries.p
+            found["b"] = _along_simplex(torch.where(b > 0, w2, alone), b)
+        return found
+
+    def _everywhere(self) -> tuple[Tensor, Tensor]:
+        """Potentials f (n,) and g (m,); those of points without mass are softmins of the others."""
+        problem, (f, g) = self._problem, (self._term.f, self._term.g)
+        if bool((problem.a > 0).all()) and bool((problem.b > 0).all()):
+            return f, g
+        tiles, epsilon = problem.tiles, self._term.epsilon
+        return (
+            torch.where(problem.a > 0, f, tiles.softmin_rows(g, epsilon)),
+            torch.where(problem.b > 0, g, tiles.softmin_columns(f, epsilon)),
+        )
+
+    def _tiles(self, weighted: bool) -> MatrixOperator:
+        """The cost between the masses, or where one is 0, between equal ones."""
+        problem = self._problem
+        if weighted:
+            return problem.tiles
+        masses = (torch.full_like(side, 1 / len(side)) for side in (problem.a, problem.b))
+        return MatrixOperator(problem.source, *masses, dtype=problem.dtype, facts=problem.facts)
+
+
+def _along_simplex(gradient: Tensor, masses: Tensor) -> Tensor:
+    return gradient - masses @ gradient

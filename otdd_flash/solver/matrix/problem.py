@@ -1,0 +1,350 @@
+"""A cost matrix with masses and epsilon: checked, on the device, with the operators to solve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otdd_flash.checks import shown
+from otdd_flash.devices import resolve_device
+from otdd_flash.errors import InputError
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.build import Compute, ComputeOptions, scores_fit, uses_triton
+from otdd_flash.operators.cost_blocks import AskedCosts, CostBlocks
+from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
+from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
+from otdd_flash.samples import real_tensor
+from otdd_flash.solver.divergence import Divergence, solve_divergence
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
+from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
+from otdd_flash.solver.term.result import Progress
+from otdd_flash.solver.term_solves import Potentials, Solved
+
+# What `matrix_transport` takes for costs.
+Costs = Tensor | np.ndarray[Any, Any] | CostBlocks
+
+HELD_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# The largest integer up to which float32 holds all.
+WHOLE = 2**24
+
+# Entries of a matrix that differ from those across the diagonal by so many roundings are the same.
+SYMMETRIC_UNITS = 64
+
+
+class SelfCosts(NamedTuple):
+    """A matrix (n, n) that stands for (C + C^T) / 2, and max_j |C_ij - C_ji| / 2 (n,) float64."""
+
+    matrix: Tensor
+    errors: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixProblem:
+    """Costs C (n, m) between masses a and b; `prepare` makes one.
+
+    Attributes:
+        source: where C comes from, on the device.
+        a: (n,) masses, float64, on the device.
+        b: (m,) masses, likewise.
+        compute: how passes run.
+        self_costs: C_xx (n, n) and C_yy (m, m) for a divergence, on the device.
+    """
+
+    source: CostSource
+    a: Tensor
+    b: Tensor
+    compute: ComputeOptions
+    self_costs: tuple[SelfCosts, SelfCosts] | None = None
+
+    @classmethod
+    def prepare(
+        cls,
+        costs: Costs,
+        a: Any,
+        b: Any,
+        compute: Compute | None,
+        self_costs: Sequence[Any] | None = None,
+        *,
+        precision: str = "fast",
+    ) -> MatrixProblem:
+        """Check a matrix and its masses, and move them to the device.
+
+        Without `compute` that is where the costs are, in this precision.
+
+        Raises:
+            InputError: no matrix, masses that do not fit it or do not sum to 1, or self costs that
+                do not fit, are not finite or not symmetric.
+        """
+        given = None if isinstance(costs, CostBlocks) else given_matrix("costs", costs)
+        if compute is None:
+            device = None if given is None else given.device
+        else:
+            device = resolve_device(ComputeOptions.of(compute).device)
+        source: CostSource
+        if given is None:
+            assert isinstance(costs, CostBlocks)
+            source = AskedCosts(costs, device)
+        else:
+            source = HeldCosts(given.to(device))
+        device, dtype = source.device, source.dtype
+        chosen = ComputeOptions.of(compute)
+        if compute is None:
+            chosen = ComputeOptions(str(device), precision=precision)
+        if dtype == torch.float64:
+            chosen = replace(chosen, precision="double")
+        if isinstance(source, AskedCosts) and scores_fit(source.shape, dtype, chosen, device):
+            source = HeldCosts(source.held())
+        n, m = source.shape
+        masses = (checked_masses("a", a, n).to(device), checked_masses("b", b, m).to(device))
+        own = None if self_costs is None else _checked_self_costs(self_costs, (n, m), device)
+        return cls(source, *masses, chosen, own)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the potentials."""
+        return self.compute.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything is."""
+        return self.source.device
+
+    @cached_property
+    def facts(self) -> MatrixFacts:
+        """What one pass over the costs tells.
+
+        Raises:
+            InputError: an entry is no cost, a point with mass has only forbidden pairs, or the
+                backend cannot run.
+        """
+        if self._in_triton:
+            from otdd_flash.operators.matrix_kernel import kernel_facts
+
+            assert isinstance(self.source, HeldCosts)
+            return kernel_facts(self.source, self.a, self.b)
+        return matrix_facts(exact_blocks(self.source), self.a, self.b)
+
+    @cached_property
+    def operator(self) -> Operator:
+        """The cost between both sides.
+
+        Raises:
+            InputError: as for `facts`.
+        """
+        return self._executed(self.tiles)
+
+    @cached_property
+    def tiles(self) -> MatrixOperator:
+        """The same in PyTorch, for what is asked of a solved plan."""
+        return MatrixOperator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
+
+    @cached_property
+    def _in_triton(self) -> bool:
+        held = isinstance(self.source, HeldCosts)
+        if not held and self.compute.backend == "auto":
+            return False
+        found = uses_triton(self.compute, self.device)
+        if found and not held:
+            raise InputError(
+                "backend=triton reads costs that are held; raise memory_budget, or use "
+                "backend=torch, which asks for blocks in every pass"
+            )
+        return found
+
+    def _executed(self, tiles: MatrixOperator) -> Operator:
+        if not self._in_triton:
+            return tiles
+        from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
+
+        return MatrixKernelOperator(tiles)
+
+    def _self_operator(self, name: str) -> Operator:
+        return self._executed(self.self_tiles(name))
+
+    def self_tiles(self, name: str) -> MatrixOperator:
+        """The cost of the self term "xx" or "yy", in PyTorch."""
+        assert self.self_costs is not None
+        side = ("xx", "yy").index(name)
+        (matrix, errors), masses = self.self_costs[side], (self.a, self.b)[side]
+        return MatrixOperator(matrix, masses, masses, dtype=self.dtype, errors=errors)
+
+    def solve(
+        self,
+        epsilon: float,
+        options: Schedule,
+        *,
+        start: Potentials | None = None,
+        progress: Progress | None = None,
+        solved: Solved | None = None,
+    ) -> Divergence:
+        """OT_epsilon, or with self costs S_epsilon.
+
+        Raises:
+            InputError: epsilon or a tolerance is out of reach at this precision, a start of
+                another size, a goal that forbidden pairs do not allow.
+        """
+        self._check_epsilon(epsilon)
+        if isinstance(options, GeomlossSchedule) and options.diameter is None:
+            raise InputError(
+                "solver.schedule=geomloss starts at the diameter of the features, which a matrix "
+                "of costs does not tell; set solver.diameter"
+            )
+        width = options.bound_width if isinstance(options, Converged) else None
+        if self.facts.forbidden and width is not None:
+            raise InputError(
+                "solver.bound_width is no goal where pairs are forbidden, as bounds are known at "
+                "the end alone; set solver.tolerance"
+            )
+        start = self._checked_start(start or {})
+        made: dict[str, Callable[[], Operator]] = {"xy": lambda: self.operator}
+        if self.self_costs is not None:
+            made |= {name: partial(self._self_operator, name) for name in ("xx", "yy")}
+        return solve_divergence(
+            lambda name: made[name](),
+            epsilon,
+            options,
+            debias=self.self_costs is not None,
+            start=start,
+            progress=progress,
+            solved=solved,
+        )
+
+    def _checked_start(self, start: Potentials) -> Potentials:
+        sizes = {"xy": len(self.b), "xx": len(self.a), "yy": len(self.b)}
+        found = {}
+        for name, potential in start.items():
+            if name not in sizes:
+                raise InputError(f"start holds potentials by term, xy, xx or yy, got {name!r}")
+            given = real_tensor(f"start[{name!r}]", potential)
+            if given.shape != (sizes[name],) or not bool(given.isfinite().all()):
+                raise InputError(
+                    f"start[{name!r}] must hold {sizes[name]} finite numbers, got {shown(given)}"
+                )
+            found[name] = given.detach().to(self.device)
+        return found
+
+    def _check_epsilon(self, epsilon: float) -> None:
+        """Refuse an epsilon that costs cannot be divided by in their type."""
+        most, largest = torch.finfo(self.dtype).max / 4, self.facts.extreme
+        way_out = "" if self.dtype == torch.float64 else ", or set precision=double"
+        if not largest < most * min(1.0, epsilon):
+            raise InputError(
+                f"costs of up to {largest:.1e} over epsilon={epsilon:g} overflow in {self.dtype}; "
+                f"scale them down, raise epsilon{way_out}"
+            )
+        if not torch.finfo(self.dtype).tiny <= epsilon <= most:
+            raise EpsilonOutOfRange(
+                f"{{given}} is out of the range of {self.dtype}; scale costs and {{name}} alike"
+                f"{way_out}",
+                epsilon,
+            )
+
+
+def given_matrix(name: str, given: Any) -> Tensor:
+    """A matrix (n, m) of a type that is held as it is, detached.
+
+    Raises:
+        InputError: it is no real matrix, or has no rows or columns.
+    """
+    if isinstance(given, np.ndarray) and any(stride < 0 for stride in given.strides):
+        given = given.copy()
+    matrix = real_tensor(name, given).detach()
+    if matrix.ndim != 2 or min(matrix.shape) < 1:
+        raise InputError(f"{name} must be a matrix (n, m), got shape {tuple(matrix.shape)}")
+    if matrix.dtype in HELD_TYPES:
+        return matrix
+    if matrix.dtype.is_floating_point or matrix.dtype == torch.bool:
+        return matrix.to(torch.float32)
+    low, high = (int(end) for end in torch.aminmax(matrix))
+    return matrix.to(torch.float32 if max(-low, high) <= WHOLE else torch.float64)
+
+
+def checked_masses(name: str, given: Any, size: int) -> Tensor:
+    """Masses (size,) float64 that sum to 1; uniform for None.
+
+    Raises:
+        InputError: another shape, a mass that is negative or not finite, or another sum.
+    """
+    if given is None:
+        return torch.full((size,), 1 / size, dtype=torch.float64)
+    masses = real_tensor(name, given).detach().double()
+    if masses.shape != (size,):
+        raise InputError(f"{name} must have shape ({size},), got {tuple(masses.shape)}")
+    bad = ~((masses >= 0) & (masses < torch.inf))
+    if bool(bad.any()):
+        place = int(bad.nonzero()[0])
+        raise InputError(
+            f"{name} must be finite and not negative; {name}[{place}] is {float(masses[place])}"
+        )
+    total = float(masses.sum())
+    if abs(total - 1) > MASS_TOLERANCE:
+        raise InputError(f"{name} must sum to 1, got {total:.8g}; divide it by its sum")
+    return masses / total
+
+
+def _checked_self_costs(
+    given: Sequence[Tensor], sizes: tuple[int, int], device: torch.device
+) -> tuple[SelfCosts, SelfCosts]:
+    found = []
+    for place, (costs, size) in enumerate(zip(given, sizes, strict=True)):
+        name = f"self_costs[{place}]"
+        matrix = given_matrix(name, costs).to(device)
+        if matrix.shape != (size, size):
+            raise InputError(
+                f"{name} must have shape {(size, size)} beside costs {sizes}, got "
+                f"{tuple(matrix.shape)}"
+            )
+        found.append(SelfCosts(matrix, _asymmetry(name, matrix)))
+    return found[0], found[1]
+
+
+def _asymmetry(name: str, matrix: Tensor) -> Tensor:
+    """max_j |C_ij - C_ji| / 2 (n,), float64.
+
+    Raises:
+        InputError: an entry is not finite, or differs by more than roundings from its mirror image.
+    """
+    errors = torch.empty(len(matrix), dtype=torch.float64, device=matrix.device)
+    largest = 0.0
+    for rows, block in exact_blocks(HeldCosts(matrix)):
+        finite = block.isfinite()
+        if not bool(finite.all()):
+            row, column = (~finite).nonzero()[0].tolist()
+            raise InputError(
+                f"{name} must be finite; {name}[{rows.start + row}, {column}] is "
+                f"{float(block[row, column])}"
+            )
+        costs = block.double()
+        errors[rows] = (costs - matrix[:, rows].T).abs().amax(1) / 2
+        largest = max(largest, float(costs.abs().max()))
+    row = int(errors.argmax())
+    if 2 * float(errors[row]) > SYMMETRIC_UNITS * torch.finfo(matrix.dtype).eps * largest:
+        column = int((matrix[row].double() - matrix[:, row].double()).abs().argmax())
+        raise InputError(
+            f"{name} must be symmetric; {name}[{row}, {column}] is {float(matrix[row, column]):g} "
+            f"and {name}[{column}, {row}] is {float(matrix[column, row]):g}; give (C + C.T) / 2"
+        )
+    return errors
+
+
+def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:
+    """An epsilon given as a multiple of the mean cost, in units of the cost.
+
+    Raises:
+        InputError: the mean cost is not positive.
+    """
+    if not facts.mean > 0:
+        raise InputError(
+            f"epsilon_relative needs a positive mean cost; here it is {facts.mean:g}: set epsilon"
+        )
+    return multiple * facts.mean

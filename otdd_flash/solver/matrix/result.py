@@ -1,0 +1,252 @@
+"""What a solve for a cost matrix gives, and the two files of it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash import arguments
+from otdd_flash.checks import shown, takes
+from otdd_flash.errors import InputError
+from otdd_flash.operators.build import Compute
+from otdd_flash.operators.matrix import CostSource, exact_blocks
+from otdd_flash.result_files import read_result, write_result
+from otdd_flash.samples import real_tensor
+from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
+from otdd_flash.solver.term.result import StoppedBy, TransportTerm
+
+# Numbers of a term that a file keeps.
+KEPT = (
+    *("epsilon", "value", "marginal_error", "tolerance"),
+    *("iterations", "passes", "converged", "stopped_by"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixTransport:
+    """OT_epsilon for a cost matrix C (n, m), with the proof of its accuracy.
+
+    Everything stays on the device that computed it. The costs are those of the call, which must not
+    be changed in place before the last question to the plan.
+
+    Attributes:
+        term: what was solved, as for clouds.
+        seconds: wall time of the call.
+        short_rows: (k,) int64, rows that have more mass than the columns they may use: the masses
+            then admit no plan, and nothing converges. Else empty.
+    """
+
+    term: TransportTerm
+    seconds: float
+    short_rows: Tensor
+    _problem: MatrixProblem = field(repr=False)
+
+    @property
+    def f(self) -> Tensor:
+        """Row potential (n,), in units of the cost; inf at a mass of 0 without allowed pairs."""
+        return self._shown(self.term.f, 0)
+
+    @property
+    def g(self) -> Tensor:
+        """Column potential (m,), likewise."""
+        return self._shown(self.term.g, 1)
+
+    @property
+    def value(self) -> float:
+        """The dual value D(f, g)."""
+        return self.term.value
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(lower, upper), an interval that holds OT_epsilon of the given matrix.
+
+        With forbidden pairs the upper end holds for the masses to rounding, and is inf where no
+        plan with their sums was found.
+        """
+        return self.term.bounds
+
+    @property
+    def epsilon(self) -> float:
+        """Entropic regularisation, in units of the cost."""
+        return self.term.epsilon
+
+    @property
+    def marginal_error(self) -> float:
+        """L1 distance of the plan's marginals from the masses, rounding included."""
+        return self.term.marginal_error
+
+    @property
+    def tolerance(self) -> float | None:
+        """The marginal error that was enough; None where the width of the bounds decided."""
+        return self.term.tolerance
+
+    @property
+    def iterations(self) -> int:
+        """Updates of both potentials, the certifying one included."""
+        return self.term.iterations
+
+    @property
+    def passes(self) -> float:
+        """Sweeps over the matrix, that for its range and mean not among them."""
+        return self.term.passes
+
+    @property
+    def converged(self) -> bool:
+        """Whether what the options ask for was reached."""
+        return self.term.converged
+
+    @property
+    def stopped_by(self) -> StoppedBy:
+        """What ended the solve."""
+        return self.term.stopped_by
+
+    def plan(self) -> Tensor:
+        """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon), (n, m), of the type of the potentials.
+
+        It is 0 at forbidden pairs and at masses of 0.
+        """
+        problem = self._problem
+        return problem.tiles.scaled_plan(self.term.f, self.term.g, self.epsilon, problem.dtype)
+
+    @takes(arguments.APPLY_PLAN)
+    def apply(self, values: Any) -> Tensor:
+        """P V (n, k) for V (m, k), or (n,) for (m,); of the type of the potentials.
+
+        Raises:
+            InputError: V does not fit.
+        """
+        return self._applied(values, transposed=False)
+
+    @takes(arguments.APPLY_PLAN)
+    def apply_transposed(self, values: Any) -> Tensor:
+        """P^T U (m, k) for U (n, k), or (m,) for (n,).
+
+        Raises:
+            InputError: U does not fit.
+        """
+        return self._applied(values, transposed=True)
+
+    @cached_property
+    def transport_cost(self) -> float:
+        """<C, P>, in units of the cost, for the plan at hand."""
+        tiles, term, total = self._problem.tiles, self.term, 0.0
+        for rows, plan in tiles.exact_tiles(term.f, term.g, self.epsilon):
+            costs = self._problem.source.rows(rows).double()
+            paid = torch.where(costs < math.inf, costs * plan, 0) @ tiles.b
+            total += float(tiles.a[rows] @ paid)
+        return total
+
+    @takes(arguments.FILE)
+    def save(self, path: str | Path) -> None:
+        """Write result.json and result.safetensors: potentials, masses and numbers, not the costs.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        problem = self._problem
+        shape = list(problem.source.shape)
+        summary = {
+            **{key: getattr(self.term, key) for key in KEPT},
+            "bounds": list(self.bounds),
+            "seconds": self.seconds,
+            "costs": {
+                "shape": shape,
+                "fingerprint": fingerprint(problem.source),
+            },
+            "precision": problem.compute.precision,
+        }
+        tensors = {"f": self.term.f, "g": self.term.g, "a": problem.a, "b": problem.b}
+        write_result(Path(path), summary, {**tensors, "short_rows": self.short_rows})
+
+    @classmethod
+    @takes(arguments.LOAD_MATRIX)
+    def load(
+        cls, path: str | Path, costs: Costs, *, compute: Compute | None = None
+    ) -> MatrixTransport:
+        """What `save` wrote, for the same costs.
+
+        Args:
+            path: the folder.
+            costs: the matrix, or the function of blocks, that was solved for.
+            compute: where and how the plan is computed; by default where the costs are.
+
+        Raises:
+            InputError: no complete result, or other costs.
+        """
+
+        def restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> _Saved:
+            low, high = summary["bounds"]
+            numbers = {key: summary[key] for key in KEPT}
+            term = TransportTerm(tensors["f"], tensors["g"], bounds=(low, high), **numbers)
+            return _Saved(
+                term,
+                (tensors["a"], tensors["b"]),
+                tensors["short_rows"],
+                summary["seconds"],
+                summary["costs"]["fingerprint"],
+                summary["precision"],
+            )
+
+        saved = read_result(Path(path), restore, "MatrixTransport")
+        problem = MatrixProblem.prepare(costs, *saved.masses, compute, precision=saved.precision)
+        if problem.source.shape != tuple(map(len, saved.masses)) or (
+            fingerprint(problem.source) != saved.fingerprint
+        ):
+            raise InputError(
+                f"{path} holds the result of other costs; pass those that were solved for, in the "
+                "same type"
+            )
+        f, g, short = (
+            kept.to(problem.device) for kept in (saved.term.f, saved.term.g, saved.short_rows)
+        )
+        return cls(replace(saved.term, f=f, g=g), saved.seconds, short, problem)
+
+    @property
+    def _finite(self) -> tuple[Tensor, Tensor]:
+        """Potentials where there is mass, 0 elsewhere."""
+        problem = self._problem
+        return (
+            torch.where(problem.a > 0, self.term.f, 0),
+            torch.where(problem.b > 0, self.term.g, 0),
+        )
+
+    def _shown(self, potential: Tensor, side: int) -> Tensor:
+        partners = self._problem.facts.partners
+        return potential if partners is None else torch.where(partners[side], potential, math.inf)
+
+    def _applied(self, values: Any, *, transposed: bool) -> Tensor:
+        size = self._problem.source.shape[0 if transposed else 1]
+        given = real_tensor("values", values).detach().to(self._problem.device)
+        if given.ndim not in (1, 2) or len(given) != size:
+            raise InputError(f"values must be ({size},) or ({size}, k), got {shown(given)}")
+        columns = given[:, None] if given.ndim == 1 else given
+        found = self._problem.tiles.apply_plan(
+            *self._finite, self.epsilon, columns, transposed=transposed
+        )
+        return found.values[:, 0] if given.ndim == 1 else found.values
+
+
+class _Saved(NamedTuple):
+    """What files tell, on the CPU."""
+
+    term: TransportTerm
+    masses: tuple[Tensor, Tensor]
+    short_rows: Tensor
+    seconds: float
+    fingerprint: str
+    precision: str
+
+
+def fingerprint(source: CostSource) -> str:
+    """SHA-256 of type, shape and values, row by row."""
+    digest = hashlib.sha256(f"{source.dtype}{tuple(source.shape)}".encode())
+    for _, block in exact_blocks(source):
+        digest.update(block.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

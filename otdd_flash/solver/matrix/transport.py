@@ -1,0 +1,152 @@
+"""Entropic transport for a given cost matrix: the entry point."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otdd_flash import arguments
+from otdd_flash.checks import takes
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.operators.build import Compute
+from otdd_flash.solver.divergence import Divergence, report_convergence
+from otdd_flash.solver.matrix.forbidden import short_rows, upper_bound
+from otdd_flash.solver.matrix.problem import Costs, MatrixProblem, relative_to_mean
+from otdd_flash.solver.matrix.result import MatrixTransport
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.epsilon import epsilon_given_as
+from otdd_flash.solver.term.result import Progress
+from otdd_flash.solver.term_solves import Potentials, Solved
+
+# Iterations that are left to masses that admit no plan, and rows that a message names.
+INFEASIBLE_ITERATIONS, NAMED = 1, 5
+
+
+@takes(arguments.MATRIX_TRANSPORT)
+def matrix_transport(
+    costs: Costs,
+    a: Any = None,
+    b: Any = None,
+    *,
+    epsilon: float | None = None,
+    epsilon_relative: float | None = None,
+    options: Schedule | None = None,
+    compute: Compute | None = None,
+    start: Potentials | None = None,
+    progress: Progress | None = None,
+) -> MatrixTransport:
+    """OT_epsilon = min_P <C, P> + epsilon KL(P | a b^T) for a cost matrix C.
+
+    Costs of any sign, and of any type: float16, bfloat16 and float32 are held as they are and
+    computed in float32, float64 in double precision. Integers become float32 if all are at most
+    2^24 in size, else float64. The bounds hold for the matrix so rounded. A solve that stops early
+    returns what it has reached, whose bounds hold, and warns.
+
+    Args:
+        costs: C (n, m), of any strides, or `otdd.CostBlocks`. +inf forbids a pair.
+        a: (n,) non-negative masses that sum to 1; uniform by default. A mass of 0 has no influence.
+        b: (m,) masses, likewise.
+        epsilon: regularisation, in units of the cost.
+        epsilon_relative: the same in units of the mean of the finite costs; one of both.
+        options: how to solve and when to stop, `otdd.Converged()` by default.
+        compute: where and how passes run, or only the device; by default where the costs are.
+        start: a column potential to start from, {"xy": g}.
+        progress: called as progress("xy", iteration, marginal error).
+
+    Returns:
+        Potentials, value and bounds, and what can be asked of the plan.
+
+    Raises:
+        InputError: both or none of the epsilons, or one that the precision cannot hold; costs that
+            are NaN or -inf; a row or column with mass all of whose pairs are forbidden; masses that
+            do not fit or do not sum to 1; a tolerance that the precision cannot reach.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early.
+
+    Warns:
+        NotConvergedWarning: the solve stopped early, or no plan has these masses.
+    """
+    started = time.perf_counter()
+    check_one_epsilon(epsilon, epsilon_relative)
+    options = options or Converged()
+    problem = MatrixProblem.prepare(costs, a, b, compute)
+    with torch.no_grad():
+        divergence, short = solve_matrix(
+            problem, epsilon, epsilon_relative, options, start=start, progress=progress
+        )
+    if len(short):
+        report_infeasible(short, options)
+    else:
+        report_convergence(divergence, options)
+    seconds = time.perf_counter() - started
+    return MatrixTransport(divergence.xy, seconds, short, problem)
+
+
+def check_one_epsilon(epsilon: float | None, relative: float | None) -> None:
+    """Refuse none and both.
+
+    Raises:
+        InputError: as said.
+    """
+    if (epsilon is None) == (relative is None):
+        got = "none" if epsilon is None else "both"
+        raise InputError(f"give epsilon or epsilon_relative, one of them; got {got}")
+
+
+def solve_matrix(
+    problem: MatrixProblem,
+    epsilon: float | None,
+    relative: float | None,
+    options: Schedule,
+    *,
+    start: Potentials | None = None,
+    progress: Progress | None = None,
+    solved: Solved | None = None,
+) -> tuple[Divergence, Tensor]:
+    """The solve, and the rows (k,) that are short of columns.
+
+    Raises:
+        InputError: as `matrix_transport`.
+    """
+    if epsilon is None:
+        assert relative is not None
+        given, epsilon = ("epsilon_relative", relative), relative_to_mean(relative, problem.facts)
+    else:
+        given = "epsilon", epsilon
+    short, chosen = problem.a.new_empty(0, dtype=torch.int64), options
+    if problem.facts.forbidden:
+        short = short_rows(problem.tiles)
+    if len(short) and isinstance(options, Converged):
+        most = min(options.max_iterations, INFEASIBLE_ITERATIONS)
+        chosen = replace(options, max_iterations=most)
+    with epsilon_given_as(*given, epsilon):
+        divergence = problem.solve(epsilon, chosen, start=start, progress=progress, solved=solved)
+    if len(short):
+        term = replace(divergence.xy, converged=False, stopped_by="infeasible")
+        return replace(divergence, xy=term), short
+    if problem.facts.forbidden:
+        term = divergence.xy
+        bounds = term.bounds[0], upper_bound(problem.tiles, term)
+        divergence = replace(divergence, xy=replace(term, bounds=bounds))
+    return divergence, short
+
+
+def report_infeasible(short: Tensor, options: Schedule) -> None:
+    """Warn, or raise if convergence is required, that no plan has the masses.
+
+    Raises:
+        ConvergenceError: as said.
+    """
+    named = ", ".join(map(str, short[:NAMED].tolist())) + (", ..." if len(short) > NAMED else "")
+    message = (
+        f"no plan has these masses: {len(short)} rows ({named}) have more mass than the columns "
+        "that costs below inf leave them; allow more pairs, or change a and b"
+    )
+    if options.require_convergence:
+        raise ConvergenceError(message)
+    warnings.warn(message, NotConvergedWarning, stacklevel=4)

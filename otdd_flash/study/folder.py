@@ -1,0 +1,117 @@
+"""The folder of a study: study.json says what it is, and what `auto` settings became."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from otdd_flash.errors import InputError
+from otdd_flash.json_file import write_json
+from otdd_flash.locks import lock, unlock
+
+STUDY_FILE = "study.json"
+LOCK_FILE = ".study.lock"
+SECONDS_APART = 0.05
+# What commands put into a folder before a study begins.
+NO_CONTENT = (".hydra", ".lock", LOCK_FILE)
+
+
+def enter(
+    folder: str | Path,
+    summarize: Callable[[Mapping[str, Any] | None], dict[str, Any]],
+    *,
+    shared: bool,
+) -> dict[str, Any]:
+    """Make a folder that of a study, or find that it is.
+
+    Args:
+        folder: made if it does not exist.
+        summarize: called with what study.json says, or None, it returns the summary of the study
+            that is to run; what is `auto` takes the value that was found.
+        shared: whether the folder may hold a study already, to go on with.
+
+    Returns:
+        What study.json says now.
+
+    Raises:
+        InputError: the folder holds a study and may not, holds something else, or holds a study
+            with other settings.
+    """
+    folder = Path(folder)
+    with _alone(folder):
+        known = read_study(folder)
+        if known is None:
+            _check_empty(folder)
+        elif not shared:
+            raise InputError(
+                f"{folder} holds a study already; give study.resume=true (resume=True) to go on "
+                "with it, or another folder"
+            )
+        summary = json.loads(json.dumps(summarize(known)))
+        if known is None:
+            write_json(folder / STUDY_FILE, summary)
+        elif different := sorted(_different(known, summary)):
+            shown = ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")
+            raise InputError(
+                f"{folder} holds a study with other settings: {shown} differ; give it the same, "
+                "or another folder"
+            )
+    return dict(summary)
+
+
+def read_study(folder: Path) -> dict[str, Any] | None:
+    """What study.json says; None where there is none.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    path = folder / STUDY_FILE
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}); choose another folder") from error
+    return content
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process enters the folder."""
+    path = folder / LOCK_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while (descriptor := lock(path)) is None:
+            time.sleep(SECONDS_APART)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path} ({error.strerror or error}); free space there or choose another "
+            "folder"
+        ) from error
+    try:
+        yield
+    finally:
+        unlock(path, descriptor)
+
+
+def _check_empty(folder: Path) -> None:
+    found = sorted(path.name for path in folder.iterdir() if path.name not in NO_CONTENT)
+    # A job's own error of an earlier attempt is nothing to keep.
+    if found and found != ["error.json"]:
+        raise InputError(
+            f"{folder} is not a study: it holds {found[0]} and no {STUDY_FILE}; choose an empty "
+            "folder"
+        )
+
+
+def _different(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    """The dotted keys at which two summaries differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in {*one, *other}:
+            yield from _different(one.get(key), other.get(key), f"{where}.{key}".strip("."))
+    elif one != other:
+        yield where

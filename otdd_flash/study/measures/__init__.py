@@ -1,0 +1,40 @@
+"""Measures of a study: one file each, by their names in `MEASURES`.
+
+A measure says which units it takes and reads from them what it tells of every ordered pair.
+"""
+
+from collections.abc import Sequence
+
+from otdd_flash.errors import InputError, choose
+from otdd_flash.study.measures.base import Measure, Reading
+from otdd_flash.study.measures.frechet import Frechet
+from otdd_flash.study.measures.h_score import HScore
+from otdd_flash.study.measures.knn import Knn
+from otdd_flash.study.measures.leep import Leep
+from otdd_flash.study.measures.logme import LogMe
+from otdd_flash.study.measures.otce import Otce
+from otdd_flash.study.measures.otdd import Otdd
+from otdd_flash.study.measures.sliced import Sliced
+
+__all__ = ["MEASURES", "Measure", "Reading", "measures_named"]
+
+MEASURES: dict[str, type[Measure]] = {
+    kind.name: kind for kind in (Otdd, Sliced, Frechet, Otce, Knn, LogMe, HScore, Leep)
+}
+
+
+def measures_named(names: Sequence[str], *, transfer: bool) -> tuple[Measure, ...]:
+    """The measures of some names, each once.
+
+    Raises:
+        InputError: there is none, an unknown one, or one that needs trained sources without them.
+    """
+    if not names:
+        raise InputError(f"measures must name at least one of: {', '.join(MEASURES)}")
+    found = tuple(
+        MEASURES[choose("measure", name, tuple(MEASURES))]() for name in dict.fromkeys(names)
+    )
+    blind = [measure.name for measure in found if measure.needs_transfer and not transfer]
+    if blind:
+        raise InputError(f"{', '.join(blind)} need trained sources: drop them or set transfer")
+    return found

@@ -1,0 +1,90 @@
+"""What every measure of a study has, and what it tells of a pair of tasks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from otdd_flash.study.setup import Setup
+from otdd_flash.study.units.unit import Bench, Unit
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a measure tells of one ordered pair of tasks.
+
+    Attributes:
+        value: the measure.
+        lower: a lower bound, or the lower end of the interval over draws; None without.
+        upper: an upper bound or end.
+        sample_lower: lower end of the sampling interval; None where none was asked for.
+        sample_upper: its upper end.
+        deviation: over seeds, of what is measured seed by seed.
+        root: the square root of the value where that is a distance as well.
+        root_lower: that of `lower`.
+        root_upper: that of `upper`.
+        floor_source: the distance of two halves of the source, where asked for.
+        floor_target: that of two halves of the target.
+        converged: whether the solves behind it reached their tolerance.
+    """
+
+    value: float
+    lower: float | None = None
+    upper: float | None = None
+    sample_lower: float | None = None
+    sample_upper: float | None = None
+    deviation: float | None = None
+    root: float | None = None
+    root_lower: float | None = None
+    root_upper: float | None = None
+    floor_source: float | None = None
+    floor_target: float | None = None
+    converged: bool = True
+
+
+class NetworkView(NamedTuple):
+    """What a trained source makes of the target's training rows, on the CPU.
+
+    Attributes:
+        features: (n, d) what the network's last layer sees.
+        outputs: (n, Z) logits of the source's classes.
+        labels: (n,) the target's class indices.
+    """
+
+    features: Tensor
+    outputs: Tensor
+    labels: Tensor
+
+    def take(self, rows: Tensor) -> NetworkView:
+        """The view of some of the rows."""
+        return NetworkView(*(part[rows] for part in self))
+
+
+class Measure(ABC):
+    """One way to say, before any transfer, how much a source will help a target.
+
+    Attributes:
+        name: as `measures=NAME` and in tables.
+        title: as on the page.
+        nearer: the sign of a change for the better: -1 of a distance, 1 of a score.
+        needs_transfer: whether it looks at trained sources.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    nearer: ClassVar[int]
+    needs_transfer: ClassVar[bool] = False
+
+    @abstractmethod
+    def units(self, setup: Setup) -> list[Unit]:
+        """The work behind all pairs; what it needs comes by itself."""
+
+    @abstractmethod
+    def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
+        """What is known of ordered pairs, those whose units are done."""

@@ -1,0 +1,109 @@
+"""Several processes of one machine on the units of a study."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from otdd_flash.errors import InputError
+from otdd_flash.study.bench import StoredBench
+from otdd_flash.study.setup import Setup
+from otdd_flash.study.study_units import study_units
+from otdd_flash.study.units.store import Store
+from otdd_flash.study.units.unit import Unit
+from otdd_flash.study.units.work import Progress, Shard, Stop, work_through
+
+# Between two looks at how far the workers are.
+SECONDS_APART = 0.5
+
+
+def work_in_processes(
+    setup: Setup,
+    folder: Path,
+    *,
+    workers: int,
+    shard: Shard,
+    progress: Progress | None,
+    stop: Stop | None,
+) -> None:
+    """Go through all units with so many processes; arguments as for `work_through`.
+
+    Raises:
+        InputError: one of them was killed.
+    """
+    from joblib import Parallel, delayed
+    from joblib.externals.loky.process_executor import TerminatedWorkerError
+
+    store = Store(folder)
+    flag = store.folder / f".stop-{shard.number}"
+    store.folder.mkdir(parents=True, exist_ok=True)
+    flag.unlink(missing_ok=True)
+    calls = [delayed(_worker)(setup, folder, shard, flag, os.getpid()) for _ in range(workers)]
+    try:
+        with _watched(study_units(setup), store, flag, progress, stop):
+            Parallel(n_jobs=workers, backend="loky")(calls)
+    except TerminatedWorkerError as error:
+        raise InputError(
+            "a worker process was killed from outside, as systems do where memory runs out; "
+            "finished units are kept: go on with study.resume=true (resume=True) and a smaller "
+            f"study.workers (workers) than {workers}"
+        ) from error
+
+
+def _worker(setup: Setup, folder: Path, shard: Shard, flag: Path, parent: int) -> None:
+    _end_with(parent)
+    # Ctrl-C reaches all processes of a terminal: the first one tells the others by the flag.
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    store, threads = Store(folder), setup.settings.threads
+    bench = StoredBench(store, threads)
+    units = study_units(setup)
+    work_through(units, bench, store, shard=shard, threads=threads, stop=flag.exists)
+
+
+@cache
+def _end_with(parent: int) -> None:
+    """End this process, also within a unit, once its parent has been killed.
+
+    What it computes would keep the locks of its units, and cores busy that nobody knows of. Units
+    are written whole or not at all, so that the end may come at any moment.
+    """
+
+    def watch() -> None:
+        # A process whose parent is gone becomes a child of another one.
+        while os.getppid() == parent:
+            time.sleep(SECONDS_APART)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _watched(
+    units: Sequence[Unit], store: Store, flag: Path, progress: Progress | None, stop: Stop | None
+) -> Iterator[None]:
+    """Tell of progress, and raise the flag when the work is to end."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(SECONDS_APART):
+            if stop is not None and stop():
+                flag.touch()
+            if progress is not None:
+                over = sum(store.done(unit) for unit in units)
+                progress(over, len(units))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        flag.unlink(missing_ok=True)

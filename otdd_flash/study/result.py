@@ -1,0 +1,265 @@
+"""What a study returns: pairs, transfer runs and correlations, as far as units are done."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.study.bench import StoredBench
+from otdd_flash.study.measures import MEASURES, Reading, measures_named
+from otdd_flash.study.setup import Setup
+from otdd_flash.study.statistics.findings import Finding, findings
+from otdd_flash.study.statistics.pairs import Numbers, PairTable
+from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains
+from otdd_flash.study.transfer.units import TargetRun
+from otdd_flash.study.units.store import Store
+from otdd_flash.study.units.unit import Unit
+
+Pair = tuple[int, int]
+# Correlations ask for so many tasks.
+FEWEST_TASKS = 4
+
+
+class MeasuredPair(NamedTuple):
+    """What one measure tells of one ordered pair of tasks; see `Reading` for the numbers."""
+
+    measure: str
+    source: str
+    target: str
+    value: float
+    lower: float | None
+    upper: float | None
+    sample_lower: float | None
+    sample_upper: float | None
+    deviation: float | None
+    root: float | None
+    root_lower: float | None
+    root_upper: float | None
+    floor_source: float | None
+    floor_target: float | None
+    converged: bool
+
+
+class TransferredPair(NamedTuple):
+    """The transfer from one task to another.
+
+    Attributes:
+        source: the task whose network goes on.
+        target: the task that it goes on with.
+        gain: 100 (e0 - e1) / e0; None where e0 has fewer than 5 errors.
+        gain_error: its standard error over seeds, None of one seed.
+        alone: e0, the mean error in percent of the target alone.
+        transferred: e1, that after transfer.
+        errors: test errors of every seed's run.
+        test_rows: of the target.
+    """
+
+    source: str
+    target: str
+    gain: float | None
+    gain_error: float | None
+    alone: float
+    transferred: float
+    errors: tuple[int, ...]
+    test_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class StudyResult:
+    """A study as far as it has come.
+
+    Attributes:
+        setup: tasks and settings.
+        readings: by measure and ordered pair (i, j).
+        errors: (K, K, S) test errors of transfer runs; NaN where there is none.
+        alone: (K, S) those of runs on the targets alone.
+        done: how many units are done.
+        total: how many there are.
+        failures: why units failed, as their error.json says.
+        seconds: wall time of this run.
+    """
+
+    setup: Setup
+    readings: Mapping[str, Mapping[Pair, Reading]]
+    errors: Numbers
+    alone: Numbers
+    done: int
+    total: int
+    failures: tuple[Mapping[str, Any], ...]
+    seconds: float
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tasks."""
+        return self.setup.names
+
+    @property
+    def complete(self) -> bool:
+        """Whether all units are done."""
+        return self.done == self.total
+
+    @property
+    def converged(self) -> bool:
+        """Whether every solve reached its tolerance."""
+        return all(one.converged for found in self.readings.values() for one in found.values())
+
+    @cached_property
+    def gains(self) -> Numbers:
+        """(K, K) gains in percent; NaN where there is none."""
+        return gains(self.errors, self.alone)
+
+    @cached_property
+    def gain_errors(self) -> Numbers:
+        """(K, K) their standard errors over seeds."""
+        return gain_errors(self.errors, self.alone)
+
+    def pairs(self) -> tuple[MeasuredPair, ...]:
+        """One row for every measure and ordered pair, in the order of measures and tasks."""
+        return tuple(
+            MeasuredPair(
+                name,
+                self.names[i],
+                self.names[j],
+                *(getattr(reading, field.name) for field in fields(Reading)),
+            )
+            for name, found in self.readings.items()
+            for (i, j), reading in sorted(found.items())
+        )
+
+    def transfers(self) -> tuple[TransferredPair, ...]:
+        """One row for every ordered pair with all its runs, in the order of tasks."""
+        rows = []
+        for i, j in self.setup.ordered_pairs():
+            runs = self.errors[i, j]
+            test = self.setup.tasks[j].test
+            if (
+                not len(runs)
+                or test is None
+                or np.isnan(runs).any()
+                or np.isnan(self.alone[j]).any()
+            ):
+                continue
+            rate = 100 / len(test)
+            rows.append(
+                TransferredPair(
+                    self.names[i],
+                    self.names[j],
+                    _known(self.gains[i, j]),
+                    _known(self.gain_errors[i, j]),
+                    rate * float(self.alone[j].mean()),
+                    rate * float(runs.mean()),
+                    tuple(int(count) for count in runs),
+                    len(test),
+                )
+            )
+        return tuple(rows)
+
+    def correlations(self) -> tuple[Finding, ...]:
+        """What the pairs say of every measure; nothing without transfer or below 4 tasks."""
+        return self._findings
+
+    def table(self, measure: str) -> PairTable:
+        """A measure and gains over the ordered pairs without rows in common."""
+        values = np.full(self.gains.shape, np.nan)
+        allowed = {*self.setup.transferred()}
+        for pair, reading in self.readings[measure].items():
+            if pair in allowed:
+                values[pair] = reading.value
+        families = [str(task.family) for task in self.setup.tasks]
+        return PairTable(values, self.gains, families, MEASURES[measure].nearer)
+
+    def matrix(self, measure: str) -> Numbers:
+        """(K, K) values of a measure over all ordered pairs, NaN where there is none."""
+        values = np.full(self.gains.shape, np.nan)
+        for pair, reading in self.readings[measure].items():
+            values[pair] = reading.value
+        return values
+
+    def notes(self) -> tuple[str, ...]:
+        """What was left out, and why."""
+        names, said = self.names, []
+        for (i, j), count in self.setup.shared.items():
+            said.append(
+                f"{names[i]} and {names[j]} share {count} rows: nothing is transferred between them"
+            )
+        if self.setup.settings.transfer is not None:
+            for j, runs in enumerate(self.alone):
+                if np.isfinite(runs).all() and runs.mean() < FEWEST_ERRORS:
+                    said.append(
+                        f"{names[j]} alone is learnt with {runs.mean():g} errors, fewer than "
+                        f"{FEWEST_ERRORS}: pairs with this target have no gain"
+                    )
+        said += [f"{failure['unit']} failed: {failure['error']}" for failure in self.failures]
+        if not self.complete:
+            said.append(f"{self.done} of {self.total} units are done")
+        return tuple(said)
+
+    @cached_property
+    def _findings(self) -> tuple[Finding, ...]:
+        settings = self.setup.settings
+        if settings.transfer is None or len(self.names) < FEWEST_TASKS:
+            return ()
+        tables = {name: self.table(name) for name, found in self.readings.items() if found}
+        if not tables:
+            return ()
+        return findings(
+            tables,
+            sizes=[len(task.train) for task in self.setup.tasks],
+            gains_of=lambda pair: gains(self.errors, self.alone, pair),
+            seeds=settings.transfer.seeds,
+            seed=settings.seed,
+        )
+
+
+def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float) -> StudyResult:
+    """What the units that are done came to.
+
+    Warns:
+        NotConvergedWarning: a term stopped before its tolerance.
+    """
+    settings, bench = setup.settings, StoredBench(store, setup.settings.threads)
+    measures = measures_named(settings.measures, transfer=settings.transfer is not None)
+    readings = {measure.name: dict(measure.read(setup, bench)) for measure in measures}
+    count = len(setup.tasks)
+    seeds = 0 if settings.transfer is None else settings.transfer.seeds
+    errors, alone = np.full((count, count, seeds), np.nan), np.full((count, seeds), np.nan)
+    if settings.transfer is not None:
+        for seed in range(seeds):
+            for j in range(count):
+                alone[j, seed] = _errors(bench, TargetRun(setup, None, j, seed))
+            for i, j in setup.transferred():
+                errors[i, j, seed] = _errors(bench, TargetRun(setup, i, j, seed))
+    # Asked last: reading computes damaged units again.
+    failures = [failure for unit in units if (failure := store.failure(unit)) is not None]
+    done = sum(store.done(unit) for unit in units)
+    result = StudyResult(setup, readings, errors, alone, done, len(units), tuple(failures), seconds)
+    _warn_unconverged(result)
+    return result
+
+
+def _errors(bench: StoredBench, unit: TargetRun) -> float:
+    content = bench.known(unit)
+    return np.nan if content is None else float(content.facts["errors"])
+
+
+def _warn_unconverged(result: StudyResult) -> None:
+    late = [row for row in result.pairs() if not row.converged]
+    if late:
+        first = late[0]
+        warnings.warn(
+            f"{len(late)} of {len(result.pairs())} numbers rest on transport that stopped before "
+            f"its tolerance, the first {first.measure} of {first.source} and {first.target}; raise "
+            "solver.max_iterations or solver.tolerance",
+            NotConvergedWarning,
+            stacklevel=5,
+        )
+
+
+def _known(number: float) -> float | None:
+    return None if np.isnan(number) else float(number)

@@ -1,0 +1,175 @@
+"""All statistics of all measures of a study, in one list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from otdd_flash.study.statistics.ceiling import Pair, ceiling
+from otdd_flash.study.statistics.jackknife import (
+    FEWEST_UNITS,
+    Interval,
+    correlation_interval,
+    difference_interval,
+    number_interval,
+    replicates,
+)
+from otdd_flash.study.statistics.pairs import Numbers, PairTable
+from otdd_flash.study.statistics.partial import freed_of_sizes, partial_spearman
+from otdd_flash.study.statistics.permutation import p_value
+from otdd_flash.study.statistics.statistics import (
+    Statistic,
+    pearson,
+    random_regret,
+    regret,
+    spearman,
+    spearman_over_sources,
+)
+
+# What is a correlation; a regret is a number of its own.
+CORRELATIONS: dict[str, Statistic] = {
+    "spearman": spearman,
+    "pearson": pearson,
+    "spearman_over_sources": spearman_over_sources,
+}
+
+
+class Finding(NamedTuple):
+    """One statistic of one measure, or of the difference of two.
+
+    Attributes:
+        measure: its name; `one - other` for a difference, `gains` for what is of gains alone.
+        statistic: `spearman` and `pearson` over ordered pairs; `spearman_over_sources`, the mean
+            over targets; `regret` in points of gain, and `random_regret`, that of a random choice;
+            `partial_spearman` given sizes; `ceiling_spearman` and `ceiling_pearson`.
+        value: the statistic; None where it is not defined. Of a difference of correlations it is
+            that of Fisher's z, both with the sign of a score.
+        lower: lower end of the 95% interval, or None.
+        upper: upper end, or None.
+        p: by permutation of tasks, or None.
+        units: how many datasets, or families of tasks, the interval rests on.
+        pairs: how many ordered pairs have both numbers.
+        note: why there is no interval or number; empty where there is.
+    """
+
+    measure: str
+    statistic: str
+    value: float | None
+    lower: float | None
+    upper: float | None
+    p: float | None
+    units: int
+    pairs: int
+    note: str = ""
+
+
+def findings(
+    tables: Mapping[str, PairTable],
+    *,
+    sizes: Sequence[int],
+    gains_of: Callable[[Pair], Numbers],
+    seeds: int,
+    seed: int,
+) -> tuple[Finding, ...]:
+    """Every statistic of every measure.
+
+    Args:
+        tables: by the measure's name, all of the same gains.
+        sizes: rows of every task, for the partial correlation where they differ.
+        gains_of: gains by the runs of two seeds, for the ceiling.
+        seeds: how many seeds there are.
+        seed: of random permutations.
+    """
+    rows: list[Finding] = []
+    for name, table in tables.items():
+        rows += _of_one(name, table, seed)
+        if len({*sizes}) > 1:
+            rows.append(_partial(name, table, sizes, seed))
+    for one, other in combinations(tables, 2):
+        rows += _differences(f"{one} - {other}", tables[one], tables[other])
+    some = next(iter(tables.values()))
+    for name in ("spearman", "pearson"):
+        rows.append(_ceiling(name, some, gains_of, seeds))
+    return tuple(rows)
+
+
+def _of_one(name: str, table: PairTable, seed: int) -> list[Finding]:
+    rows = [
+        _row(
+            name,
+            key,
+            table,
+            correlation_interval(replicates(table, statistic)),
+            p_value(table, statistic, seed),
+        )
+        for key, statistic in CORRELATIONS.items()
+    ]
+    lost = regret(table.nearer)
+    found = number_interval(replicates(table, lost))
+    rows.append(_row(name, "regret", table, found, p_value(table, lost, seed, small=True)))
+    rows.append(
+        _row(name, "random_regret", table, number_interval(replicates(table, random_regret)), None)
+    )
+    return rows
+
+
+def _partial(name: str, table: PairTable, sizes: Sequence[int], seed: int) -> Finding:
+    found = correlation_interval(replicates(table, partial_spearman(sizes)))
+    p = p_value(freed_of_sizes(table, sizes), pearson, seed)
+    return _row(name, "partial_spearman", table, found, p)
+
+
+def _differences(name: str, one: PairTable, other: PairTable) -> list[Finding]:
+    """By pairs that both measures have, both with the sign of a score."""
+    shared = one.present & other.present
+    both = [
+        replace(
+            table,
+            measure=np.where(shared, table.nearer * table.measure, np.nan),
+            nearer=1,
+        )
+        for table in (one, other)
+    ]
+    statistics = {**CORRELATIONS, "regret": regret(1)}
+    return [
+        _row(
+            name,
+            key,
+            both[0],
+            difference_interval(
+                replicates(both[0], statistic),
+                replicates(both[1], statistic),
+                correlations=key != "regret",
+            ),
+            None,
+        )
+        for key, statistic in statistics.items()
+    ]
+
+
+def _ceiling(
+    name: str, table: PairTable, gains_of: Callable[[Pair], Numbers], seeds: int
+) -> Finding:
+    found = ceiling(gains_of, seeds, CORRELATIONS[name])
+    note = "" if found is not None else "needs four seeds and gains that repeat"
+    units = len(table.units)
+    return Finding("gains", f"ceiling_{name}", found, None, None, None, units, table.count, note)
+
+
+def _row(name: str, statistic: str, table: PairTable, found: Interval, p: float | None) -> Finding:
+    units = len(table.units)
+    value = None if math.isnan(found.value) else found.value
+    note = ""
+    if value is None:
+        note = "not defined: too few pairs, or constant numbers"
+    elif found.lower is None and units < FEWEST_UNITS:
+        note = f"no interval: {units} units, and {FEWEST_UNITS} are needed"
+    elif found.lower is None:
+        note = "no interval: without one of the units it is not defined"
+    p = None if p is None or math.isnan(p) else p
+    return Finding(name, statistic, value, found.lower, found.upper, p, units, table.count, note)

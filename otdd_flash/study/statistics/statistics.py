@@ -1,0 +1,114 @@
+"""Numbers of many tables of pairs at once: B measures (B, K, K), gains (K, K), masks (B, K, K).
+
+Rows are sources, columns targets. A statistic is NaN where it is not defined: a correlation of
+fewer than three pairs or of constant numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from otdd_flash.study.statistics.pairs import Mask, Numbers
+
+# statistic(measures, gains, masks) -> (B,)
+Statistic = Callable[[Numbers, Numbers, Mask], Numbers]
+
+FEWEST_PAIRS = 3
+# Of a variance, in units of what it is the difference of: below, numbers are constant.
+CONSTANT = 1e-12
+
+
+def pearson(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
+    """Pearson's correlation over the pairs of each mask."""
+    return correlation(_flat(measures), _flat(np.broadcast_to(gains, masks.shape)), _flat(masks))
+
+
+def spearman(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
+    """Spearman's rank correlation over the pairs of each mask; equal numbers share ranks."""
+    flat, other = _flat(masks), np.broadcast_to(gains, masks.shape)
+    return correlation(ranks(_flat(measures), flat), ranks(_flat(other), flat), flat)
+
+
+def spearman_over_sources(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
+    """The mean over targets of Spearman's correlation over their sources."""
+    by_target = np.swapaxes(masks, 1, 2)
+    x, y = (np.swapaxes(np.broadcast_to(side, masks.shape), 1, 2) for side in (measures, gains))
+    return _mean_of_known(correlation(ranks(x, by_target), ranks(y, by_target), by_target))
+
+
+def regret(nearer: int) -> Statistic:
+    """The mean over targets of the gain of the best source less that of the chosen one.
+
+    Chosen is the source of which the measure, with the sign `nearer`, is largest. Targets with
+    fewer than two sources have no part.
+    """
+
+    def of(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
+        scores = np.where(masks, nearer * np.broadcast_to(measures, masks.shape), -np.inf)
+        chosen = scores.argmax(1)[:, None, :]
+        known = np.where(masks, gains, -np.inf)
+        taken = np.take_along_axis(known, chosen, 1)[:, 0]
+        return _mean_regret(known, taken, masks)
+
+    return of
+
+
+def random_regret(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
+    """The same of a source that is chosen at random."""
+    known = np.where(masks, gains, -np.inf)
+    total = np.where(masks, gains, 0).sum(1)
+    return _mean_regret(known, total / np.maximum(masks.sum(1), 1), masks)
+
+
+def correlation(x: Numbers, y: Numbers, mask: Mask) -> Numbers:
+    """Pearson's correlation along the last axis, over the entries of a mask."""
+    count = np.maximum(mask.sum(-1, keepdims=True), 1)
+    x, y = (_centred(side, mask, count) for side in (x, y))
+    product, xx, yy = ((a * b).sum(-1) for a, b in ((x, y), (x, x), (y, y)))
+    defined = (mask.sum(-1) >= FEWEST_PAIRS) & (xx > 0) & (yy > 0)
+    scale = np.sqrt(np.where(defined, xx * yy, 1.0))
+    found: Numbers = np.where(defined, np.clip(product / scale, -1.0, 1.0), np.nan)
+    return found
+
+
+def ranks(numbers: Numbers, mask: Mask) -> Numbers:
+    """Ranks along the last axis among the entries of a mask, means of places where equal."""
+    # What is left out comes last, and changes no rank before it.
+    found: Numbers = rankdata(np.where(mask, numbers, np.inf), axis=-1)
+    return found
+
+
+def _centred(side: Numbers, mask: Mask, count: Numbers) -> Numbers:
+    """Less their mean, and 0 outside of the mask; exactly 0 where constant but for rounding."""
+    known = np.where(mask, side, 0.0)
+    centred = np.where(mask, side - known.sum(-1, keepdims=True) / count, 0.0)
+    scale = np.abs(known).max(-1, keepdims=True, initial=0.0)
+    varies = np.abs(centred).max(-1, keepdims=True, initial=0.0) > CONSTANT * scale
+    return np.where(varies, centred, 0.0)
+
+
+def _mean_regret(known: Numbers, taken: Numbers, masks: Mask) -> Numbers:
+    """Mean over targets (B, K) of the best gain less the one taken."""
+    choice = masks.sum(1) >= 2
+    best = np.where(choice, known.max(1), 0.0)
+    lost = np.where(choice, best - np.where(choice, taken, 0.0), np.nan)
+    return _mean_of_known(lost)
+
+
+def _mean_of_known(numbers: Numbers) -> Numbers:
+    """Means along the last axis of what is not NaN; NaN where all is."""
+    known = ~np.isnan(numbers)
+    count = known.sum(-1)
+    total = np.where(known, numbers, 0.0).sum(-1)
+    found: Numbers = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return found
+
+
+def _flat(tables: NDArray[Any]) -> NDArray[Any]:
+    """One row for every table."""
+    return tables.reshape(len(tables), -1)

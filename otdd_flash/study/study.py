@@ -1,0 +1,270 @@
+"""A dataset-transfer study: which dataset to train on first, and what tells.
+
+Distances and scores between all tasks, transfer runs between them, and how the one follows the
+other, each with its error. The work is a list of units in a folder: killed at any moment, a study
+goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otdd_flash import arguments
+from otdd_flash.checks import check_fields, takes
+from otdd_flash.devices import resolve_device
+from otdd_flash.errors import InputError
+from otdd_flash.labels import LabelMetric, metric_of, notice_single_samples
+from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.memory import budget_in_bytes
+from otdd_flash.operators.request import check_comparable
+from otdd_flash.sampling.subsampling import LEVEL, check_count
+from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.study.bench import StoredBench
+from otdd_flash.study.folder import enter
+from otdd_flash.study.measures import MEASURES, measures_named
+from otdd_flash.study.pool import work_in_processes
+from otdd_flash.study.result import StudyResult, gather
+from otdd_flash.study.settings import Settings
+from otdd_flash.study.setup import Setup
+from otdd_flash.study.study_units import study_units
+from otdd_flash.study.task import Given, Task, as_tasks
+from otdd_flash.study.transfer.networks import build_body, build_head
+from otdd_flash.study.transfer.settings import Transfer
+from otdd_flash.study.units.store import Store
+from otdd_flash.study.units.work import Progress, Shard, Stop, work_through
+
+DEFAULT_TRANSFER = Transfer()
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """What to compare, by which measures, and what to train.
+
+    Args:
+        tasks: datasets by name, each as (train, test) or as training rows alone, of one feature
+            space; at least 4 with transfer, else at least 2.
+        measures: names of measures: otdd, sliced, frechet, otce, and of trained sources knn,
+            logme, h_score, leep; None takes all that there can be.
+        transfer: how networks are trained; None for no transfer.
+        families: the family of tasks by name. Intervals count a family as one dataset; by default
+            tasks that share rows, in any chain, are one.
+        epsilon: entropic regularisation of all pairs, in units of the cost.
+        epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
+            different tasks; replaces `epsilon`.
+        labels: how distances between classes are measured, as for `pairwise_distances`.
+        cost: the ground cost, `otdd.GroundCost()` by default.
+        min_class_size: drop classes with fewer training rows, with a notice.
+        solver: how transport is solved to a marginal error, `otdd.Converged()` by default.
+        compute: where and how passes run, or only the device. Networks are trained on the CPU.
+        projections: draws of the sliced distance.
+        subsample: K, sampling intervals of all measures but sliced by K subsamples; None for none.
+        subsample_size: rows of each subsample of a source; None for a quarter.
+        noise_floor: also measure distances between two halves of every dataset.
+        seed: of every draw.
+        cache_dir: where distances between classes are kept beside the study; None keeps none.
+
+    Raises:
+        InputError: an argument is not what it must be, or the tasks do not fit together.
+    """
+
+    tasks: Mapping[str, Given]
+    measures: Sequence[str] | None = None
+    transfer: Transfer | None = DEFAULT_TRANSFER
+    families: Mapping[str, str] | None = None
+    epsilon: float = 0.1
+    epsilon_relative: float | None = None
+    labels: str | LabelMetric = "gaussian"
+    cost: GroundCost | None = None
+    min_class_size: int | None = None
+    solver: Schedule | None = None
+    compute: Compute | None = None
+    projections: int = 10_000
+    subsample: int | None = None
+    subsample_size: int | None = None
+    noise_floor: bool = False
+    seed: int = 0
+    cache_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, arguments.STUDY)
+        if self.measures is None:
+            object.__setattr__(self, "measures", _all_measures(transfer=self.transfer is not None))
+        measures_named(self.measures or (), transfer=self.transfer is not None)
+        if self.subsample is not None:
+            check_count(self.subsample, LEVEL)
+        elif self.subsample_size is not None:
+            raise InputError(
+                f"subsample_size={self.subsample_size} needs subsample=K, the number of subsamples"
+            )
+        _check_solver(self.solver)
+        metric, cost = metric_of(self.labels), self.cost or GroundCost()
+        if metric.name == "given":
+            raise InputError(
+                "a study measures its class distances itself; choose any labels but given"
+            )
+        cost.check_labels(metric.name)
+
+    @takes(arguments.RUN_STUDY)
+    def run(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        resume: bool = False,
+        shard: str | None = None,
+        workers: int = 1,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        stop: Stop | None = None,
+    ) -> StudyResult:
+        """Compute what is not in the folder yet.
+
+        Args:
+            folder: of the study, made if it does not exist: study.json and units.
+            resume: go on with the study that the folder holds.
+            shard: I/N such as 2/4, this process's part of the units; N processes share the folder.
+            workers: processes of this one.
+            threads: of a unit that is not computed by one thread, part of what a study is; None is
+                what torch has, divided among the workers, when the study begins.
+            progress: called as progress(units done, their total).
+            stop: asked between units whether to end before all are done.
+
+        Returns:
+            What is there: all of it, unless stopped or units failed, which `failures` lists.
+
+        Raises:
+            InputError: the folder holds something else, or a study with other settings.
+        """
+        part, folder = Shard.parse(shard), Path(folder)
+        tasks = self._tasks()
+        setups: list[Setup] = []
+
+        def summarize(known: Mapping[str, Any] | None) -> dict[str, Any]:
+            setups[:] = [Setup(tasks, self._settings(known, workers, threads), self.cache_dir)]
+            return setups[0].summary()
+
+        enter(folder, summarize, shared=resume or shard is not None)
+        (setup,) = setups
+        return carry_out(setup, folder, part, workers, progress, stop)
+
+    def _tasks(self) -> tuple[Task, ...]:
+        """The tasks, checked: what cannot be met is said before anything is computed."""
+        transfer = self.transfer
+        tasks = as_tasks(
+            self.tasks,
+            min_class_size=self.min_class_size,
+            families=self.families,
+            transfer=transfer is not None,
+        )
+        check_comparable(*(task.train for task in tasks))
+        for one, other in combinations(tasks, 2):
+            if one.train.fingerprint == other.train.fingerprint:
+                raise InputError(
+                    f"tasks {one.name} and {other.name} have the same training rows; take one out"
+                )
+        notice_single_samples([task.train for task in tasks], metric_of(self.labels))
+        if transfer is not None:
+            for task in tasks:
+                transfer.target_rows(task.train)
+            dim = tasks[0].train.dim
+            build_head(build_body(transfer, dim, 0), dim, 2, 0)
+        return tasks
+
+    def _settings(
+        self, known: Mapping[str, Any] | None, workers: int, threads: int | None
+    ) -> Settings:
+        """The settings with nothing left to choose: as the folder has it, or as it is now."""
+        kept = {} if known is None else known.get("compute") or {}
+        if threads is None:
+            threads = None if known is None else known.get("threads")
+        return Settings(
+            measures=tuple(dict.fromkeys(self.measures or ())),
+            epsilon=self.epsilon,
+            epsilon_relative=self.epsilon_relative,
+            labels=metric_of(self.labels),
+            cost=self.cost or GroundCost(),
+            solver=_check_solver(self.solver),
+            compute=_resolved(ComputeOptions.of(self.compute), kept),
+            projections=self.projections,
+            subsample=self.subsample,
+            subsample_size=self.subsample_size,
+            noise_floor=self.noise_floor,
+            transfer=self.transfer,
+            seed=self.seed,
+            threads=threads or max(1, torch.get_num_threads() // workers),
+        )
+
+
+def carry_out(
+    setup: Setup,
+    folder: Path,
+    shard: Shard,
+    workers: int,
+    progress: Progress | None,
+    stop: Stop | None,
+) -> StudyResult:
+    """Compute the units that are left and gather all that are done."""
+    started = time.perf_counter()
+    store, threads = Store(folder), setup.settings.threads
+    units = study_units(setup)
+    with shard.alive(store):
+        for unit in units:
+            if shard.owner(unit) == shard.number:
+                store.forget_failure(unit)
+        if workers > 1 and not all(map(store.done, units)):
+            work_in_processes(
+                setup, folder, workers=workers, shard=shard, progress=progress, stop=stop
+            )
+        else:
+            bench = StoredBench(store, threads)
+            work_through(
+                units,
+                bench,
+                store,
+                shard=shard,
+                threads=threads,
+                progress=progress,
+                stop=stop,
+            )
+        return gather(setup, store, units, seconds=time.perf_counter() - started)
+
+
+def _all_measures(*, transfer: bool) -> tuple[str, ...]:
+    """The names of all measures that there can be."""
+    return tuple(name for name, kind in MEASURES.items() if transfer or not kind.needs_transfer)
+
+
+def _check_solver(solver: Schedule | None) -> Converged:
+    options = solver or Converged()
+    if not isinstance(options, Converged) or options.bound_width or options.max_seconds:
+        raise InputError(
+            "a study solves every term once, to solver.tolerance; solver.bound_width, "
+            "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
+        )
+    # A term that stops early is said to have, and the others go on.
+    return replace(options, require_convergence=False)
+
+
+def _resolved(compute: ComputeOptions, kept: Mapping[str, Any]) -> ComputeOptions:
+    """Options without `auto`: what a folder keeps for it, else what it means here and now."""
+    asked = {
+        key: kept.get(key, value) if value == "auto" else value
+        for key, value in compute.settings.items()
+    }
+    device = resolve_device(asked["device"])
+    asked["device"] = str(device)
+    if asked["backend"] == "auto":
+        asked["backend"] = "triton" if uses_triton(compute, device) else "torch"
+    # Half of what is free for a process, as there may be several, and less another time.
+    budget = asked["memory_budget"]
+    asked["memory_budget"] = budget_in_bytes(budget, device) // (2 if budget == "auto" else 1)
+    return ComputeOptions(**asked)

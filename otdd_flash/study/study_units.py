@@ -1,0 +1,20 @@
+"""All units of a study, in the order in which they can be computed."""
+
+from __future__ import annotations
+
+from otdd_flash.study.measures import measures_named
+from otdd_flash.study.setup import Setup
+from otdd_flash.study.transfer.units import transfer_units
+from otdd_flash.study.units.unit import Unit
+from otdd_flash.study.units.work import in_order
+
+
+def study_units(setup: Setup) -> list[Unit]:
+    """Those of its measures, and of its transfer runs."""
+    settings = setup.settings
+    with_transfer = settings.transfer is not None
+    measures = measures_named(settings.measures, transfer=with_transfer)
+    units = [unit for measure in measures for unit in measure.units(setup)]
+    if with_transfer:
+        units += transfer_units(setup)
+    return in_order(units)

@@ -1,0 +1,160 @@
+"""The tasks of a study: datasets with labels to learn, and which of them come from one source."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from otdd_flash.arguments import samples
+from otdd_flash.errors import DataNotice, InputError, prefixed
+from otdd_flash.labels import drop_small_classes
+from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, Samples
+
+Given = Samples | tuple[LabeledSamples, LabeledSamples | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A labelled dataset under a name, with rows to test on.
+
+    Attributes:
+        name: how tables call it.
+        train: the rows that are compared and trained on, on the CPU.
+        test: rows of the same classes that errors are counted on; None where nothing is
+            transferred to the task.
+        family: the unit that it belongs to for intervals; None until `with_families` gives one.
+    """
+
+    name: str
+    train: LabeledSamples
+    test: LabeledSamples | None
+    family: str | None = None
+
+    @cached_property
+    def row_hashes(self) -> frozenset[bytes]:
+        """One hash for every row of features, of both parts."""
+        parts = [self.train] if self.test is None else [self.train, self.test]
+        return frozenset(
+            hashlib.blake2b(row.tobytes(), digest_size=16).digest()
+            for part in parts
+            for row in part.features.numpy().astype(np.float64) + 0.0
+        )
+
+    @property
+    def fingerprints(self) -> list[str | None]:
+        """Of the contents of both parts."""
+        return [self.train.fingerprint, None if self.test is None else self.test.fingerprint]
+
+
+def as_tasks(
+    given: Mapping[str, Given],
+    *,
+    min_class_size: int | None,
+    families: Mapping[str, str] | None,
+    transfer: bool,
+) -> tuple[Task, ...]:
+    """Tasks from what a study is made with.
+
+    Args:
+        given: by name, (train, test) as samples, or train alone.
+        min_class_size: drop classes with fewer training rows, with a notice.
+        families: the family of tasks by name; the others get theirs from the rows they share.
+        transfer: whether every task needs test rows.
+
+    Raises:
+        InputError: there are too few tasks, or one has no labels, no test rows or other classes
+            in its test rows.
+    """
+    least = 4 if transfer else 2
+    if len(given) < least:
+        raise InputError(
+            f"a study compares at least 2 tasks and correlates from 4, got {len(given)}: add tasks"
+            + (" or set transfer=null" if len(given) >= 2 else "")
+        )
+    tasks = [_task(name, one, min_class_size, transfer) for name, one in given.items()]
+    unknown = [name for name in families or {} if name not in given]
+    if unknown:
+        raise InputError(f"families names {unknown[0]!r}, which is no task: {', '.join(given)}")
+    return with_families(tasks, families or {})
+
+
+def shared_rows(one: Task, other: Task) -> int:
+    """How many different rows two tasks have in common."""
+    return len(one.row_hashes & other.row_hashes)
+
+
+def with_families(tasks: Sequence[Task], given: Mapping[str, str]) -> tuple[Task, ...]:
+    """Tasks with their family: as given, else one for all that share rows in any chain."""
+    place = list(range(len(tasks)))
+    for j in range(len(tasks)):
+        for i in range(j):
+            if place[i] != place[j] and shared_rows(tasks[i], tasks[j]):
+                joined = place[j]
+                place = [place[i] if one == joined else one for one in place]
+    return tuple(
+        replace(task, family=given.get(task.name, tasks[first].name))
+        for task, first in zip(tasks, place, strict=True)
+    )
+
+
+def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -> Task:
+    train, test = _parts(name, given)
+    if train.labels is None or (test is not None and test.labels is None):
+        raise InputError(f"task {name} has no labels; {HOW_TO_LABEL.split(' (')[0]}, or drop it")
+    kept = drop_small_classes(replace(train.to("cpu"), name=name), min_class_size)
+    if test is not None:
+        test = _tested(name, kept, test.to("cpu"))
+    elif transfer:
+        raise InputError(
+            f"task {name} has no test rows to count errors on; transfer.test_fraction=0.2 splits "
+            "some off, or set transfer=null"
+        )
+    if len(kept.class_names) < 2 and transfer:
+        raise InputError(f"task {name} has one class, of which nothing is learnt; take it out")
+    return Task(name, kept, test)
+
+
+def _parts(name: str, given: Any) -> tuple[LabeledSamples, LabeledSamples | None]:
+    """Training and test rows; two arrays are features and labels, as elsewhere."""
+    test = None
+    if isinstance(given, tuple) and any(isinstance(part, LabeledSamples) for part in given):
+        if len(given) != 2:
+            raise InputError(f"task {name} must be (train, test), got {len(given)} datasets")
+        given, test = given
+    parts = [samples(f"task {name}", part) for part in (given, test) if part is not None]
+    try:
+        train, *rest = (LabeledSamples.of(part, name) for part in parts)
+    except InputError as error:
+        raise prefixed(f"task {name}", error) from error
+    return train, rest[0] if rest else None
+
+
+def _tested(name: str, train: LabeledSamples, test: LabeledSamples) -> LabeledSamples:
+    """The test rows with the classes of the training rows, by name."""
+    if test.dim != train.dim:
+        raise InputError(
+            f"task {name} has {train.dim} features in its training rows and {test.dim} in its "
+            "test rows; both must have the same"
+        )
+    missing = [label for label in train.class_names if label not in test.class_names]
+    if missing:
+        raise InputError(
+            f"task {name} has no class {missing[0]} among its test rows, whose classes are "
+            f"{', '.join(test.class_names[:12])}; name the classes of both alike"
+        )
+    order = [test.class_names.index(label) for label in train.class_names]
+    kept = test if order == list(range(len(test.class_names))) else test.keep_classes(order)
+    if len(kept) < len(test):
+        warnings.warn(
+            f"task {name}: {len(test) - len(kept)} test rows are of classes without training rows "
+            "and are left out",
+            DataNotice,
+            stacklevel=5,
+        )
+    return replace(kept, name=f"{name} test")

@@ -1,0 +1,52 @@
+"""Gains of transfer: by how many percent fewer errors a source leaves on a target's test rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.float64]
+
+# A baseline with fewer leaves nothing to gain that could be told from chance.
+FEWEST_ERRORS = 5
+
+
+def gains(transferred: Numbers, alone: Numbers, seeds: Sequence[int] | None = None) -> Numbers:
+    """100 (e0 - e1) / e0 with e0, e1 the mean errors alone and transferred, (K, K).
+
+    Args:
+        transferred: (K, K, S) test errors of transfer runs, rows sources; NaN where there is none.
+        alone: (K, S) test errors of runs on the targets alone.
+        seeds: which of the S repetitions to take the means over; None takes all.
+
+    Returns:
+        NaN where a baseline has fewer than 5 errors in the mean over all its repetitions, and
+        where a run is missing.
+    """
+    if not alone.shape[-1]:
+        return np.full(transferred.shape[:2], np.nan)
+    chosen = slice(None) if seeds is None else list(seeds)
+    e0, e1 = alone[:, chosen].mean(-1), transferred[:, :, chosen].mean(-1)
+    # Of all repetitions, so that halves of them have the pairs that the whole has.
+    enough = alone.mean(-1) >= FEWEST_ERRORS
+    base = np.where(enough & (e0 > 0), e0, np.nan)
+    found: Numbers = 100 * (base - e1) / base
+    return found
+
+
+def gain_errors(transferred: Numbers, alone: Numbers) -> Numbers:
+    """Standard errors of the gains over seeds (K, K), by the jackknife; NaN of one seed."""
+    count = alone.shape[-1]
+    if count < 2:
+        return np.full(transferred.shape[:2], np.nan)
+    left = np.stack(
+        [
+            gains(transferred, alone, [seed for seed in range(count) if seed != out])
+            for out in range(count)
+        ]
+    )
+    spread = np.square(left - left.mean(0)).sum(0)
+    found: Numbers = np.sqrt((count - 1) / count * spread)
+    return found

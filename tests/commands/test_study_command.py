@@ -1,0 +1,284 @@
+"""`python -m otdd_flash.study`: files, resumption, refusals and exit codes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.settings import parse
+from otdd_flash.commands.study import StudySettings
+from otdd_flash.commands.tasks import OWN, load_tasks
+from otdd_flash.data.registry import known_options
+from otdd_flash.report.study import writing
+from otdd_flash.study.__main__ import main
+from otdd_flash.study.measures import MEASURES
+from otdd_flash.study.transfer.units import TrainedSource
+
+TASKS = ", ".join(
+    f"{{name: blobs, samples: 60, num_classes: 3, spread: 1.5, seed: {k}, as: b{k}}}"
+    for k in range(5)
+)
+SMALL = {
+    "study.tasks": f"[{TASKS}]",
+    "study.workers": "1",
+    "extractor": "identity",
+    "projections": "40",
+    "transfer.seeds": "2",
+    "transfer.target_samples": "6",
+    "transfer.source_epochs": "2",
+    "transfer.min_target_steps": "5",
+    "cache_dir": "null",
+    "hydra.run.dir": "run",
+}
+TABLES = ("pairs.csv", "transfer.csv", "correlations.csv")
+
+
+@pytest.fixture
+def study(ended: Callable) -> Callable:
+    """`study(*arguments)` runs the command on small tasks."""
+
+    def run(*arguments: str):
+        given = {argument.partition("=")[0] for argument in arguments}
+        # transfer=null has no keys below it.
+        plain = {
+            key: value
+            for key, value in SMALL.items()
+            if key not in given and not ("transfer=null" in arguments and "transfer." in key)
+        }
+        return ended(main, *(f"{key}={value}" for key, value in plain.items()), *arguments)
+
+    return run
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No picture is drawn."""
+    for name in ("draw_measure", "draw_gains", "draw_gains_against_measures"):
+        monkeypatch.setattr(writing, name, lambda *_, **__: None)
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (Path("run") / name).open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_a_study_writes_tables_pictures_and_a_page(study) -> None:
+    ended = study()
+    assert ended.code == 0
+    assert "rank correlation" in ended.out
+    assert "written to" in ended.out
+    assert len(rows("pairs.csv")) == 8 * 20
+    assert len(rows("transfer.csv")) == 20
+    assert {row["statistic"] for row in rows("correlations.csv")} >= {"spearman", "regret"}
+    page = (Path("run") / "report.html").read_text(encoding="utf-8")
+    assert len(page) < 5_000_000
+    assert page.count("data:image/png;base64,") == 3
+    # Nothing is fetched, and without scripts all is there.
+    assert not re.search(r'(src|href)="?(https?:)?//', page)
+    body = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    for name in ("b0", "b4", "OTDD", "LogME", "projections", "torch", "Nearest sources"):
+        assert name in body
+    assert "OTDD: rank correlation with the gain over ordered pairs" in body
+    for picture in ("distances", "gains", "gains_against_measures"):
+        assert (Path("run") / f"{picture}.png").stat().st_size > 1000
+    csvs = "".join((Path("run") / name).read_text() for name in TABLES)
+    assert "seconds" not in csvs
+
+
+@pytest.mark.slow
+def test_a_study_goes_on_and_its_tables_stay(study, undrawn, monkeypatch) -> None:
+    assert study().code == 0
+    before = {name: (Path("run") / name).read_bytes() for name in TABLES}
+    refused = study()
+    assert refused.code == 2
+    assert "study.resume=true" in refused.error
+    units = sorted((Path("run") / "units").glob("*.safetensors"))
+    for unit in units[::3]:
+        unit.unlink()
+    kept = {unit: unit.stat().st_mtime_ns for unit in units if unit.exists()}
+    assert study("study.resume=true").code == 0
+    assert {name: (Path("run") / name).read_bytes() for name in TABLES} == before
+    assert all(unit.stat().st_mtime_ns == written for unit, written in kept.items())
+    other = study("study.resume=true", "seed=5")
+    assert other.code == 2
+    assert "other settings: " in other.error
+    assert study("overwrite=true", "epsilon=0.3", "transfer=null").code == 0
+    assert json.loads((Path("run") / "study.json").read_text())["epsilon"] == 0.3
+
+
+@pytest.mark.slow
+def test_without_transfer_distances_are_told(study, undrawn) -> None:
+    ended = study("transfer=null", "measures=[otdd,sliced]")
+    assert ended.code == 0
+    assert "b0" in ended.out
+    assert rows("transfer.csv") == []
+    page = (Path("run") / "report.html").read_text(encoding="utf-8")
+    assert "Nothing was transferred" in page
+
+
+@pytest.mark.slow
+def test_shards_share_a_folder(study, undrawn) -> None:
+    assert study("study.shard=1/1", "measures=[frechet]").code == 0
+    whole = (Path("run") / "pairs.csv").read_bytes()
+    assert study("study.shard=1/1", "measures=[frechet]").code == 0
+    assert (Path("run") / "pairs.csv").read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_page_and_130(study, undrawn, monkeypatch) -> None:
+    from otdd_flash.commands import study as command
+
+    class Pressed:
+        def __enter__(self):
+            # After a while: as a person would.
+            return lambda: len(list(Path("run").glob("units/*.safetensors"))) >= 20
+
+        def __exit__(self, *_):
+            return None
+
+    monkeypatch.setattr(command, "interrupts_noted", Pressed)
+    ended = study()
+    assert ended.code == 130
+    page = (Path("run") / "report.html").read_text(encoding="utf-8")
+    assert "20 of" in page
+    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_units_that_fail_are_told_and_the_highest_code_wins(study, undrawn, monkeypatch) -> None:
+    def fails(self, bench):
+        raise ArithmeticError("a defect")
+
+    monkeypatch.setattr(TrainedSource, "compute", fails)
+    ended = study()
+    assert ended.code == 1
+    assert "a defect" in ended.err
+    assert "10 of " in json.loads((Path("run") / "error.json").read_text())["error"]
+    assert len(list(Path("run").glob("units/*.error.json"))) == 10
+    assert len(rows("pairs.csv")) == 4 * 20
+
+
+def test_require_convergence_ends_with_3(study, undrawn) -> None:
+    ended = study("transfer=null", "solver.max_iterations=1", "solver.require_convergence=true")
+    assert ended.code == 3
+    assert "NOT CONVERGED" in ended.out
+    assert (Path("run") / "report.html").exists()
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["study.tasks=[{name: blobs}]"], "compares at least 2 tasks .* got 1: add tasks"),
+        (
+            ["study.tasks=[{name: blobs}, {name: blobs, seed: 1, as: b}]"],
+            "correlates from 4, got 2: add tasks or set transfer=null",
+        ),
+        (
+            ["study.tasks=[{name: blobs}, {name: blobs, dim: 5, as: b}]", "transfer=null"],
+            "blobs has 2 features and b has 5",
+        ),
+        (
+            ["study.tasks=[{name: blobs}, {name: blobs, seed: 1}]"],
+            "two tasks are called blobs; give one of them as: NAME",
+        ),
+        (["study.tasks=[3]"], r"study.tasks\[0\] must be a mapping"),
+        (
+            ["study.tasks=[{name: mnist}, {name: digits}]", "transfer=null"],
+            "task mnist: .*set data_root=DIR",
+        ),
+        (
+            ["study.tasks=[{name: blobs, part: 3/2}, {name: digits}]"],
+            "task blobs: part must be I/N",
+        ),
+        (
+            [
+                "study.tasks=[{name: digits}, {name: digits, rotate: 3, as: b}]",
+                "transfer=null",
+                "measures=[knn]",
+                "extractor=pixels",
+            ],
+            "knn need trained sources: drop them or set transfer",
+        ),
+        (["measures=[otdd,wasserstein]"], "unknown measure 'wasserstein'; choose one of: otdd, "),
+        (["transfer.protocol=all"], r"unknown transfer.protocol 'all'; .* finetune, head"),
+        (["transfer.target_samples=2"], "must lie between the 3 classes and the 60 training rows"),
+        (["transfer.target_samples=61"], "must lie between the 3 classes and the 60 training rows"),
+        (["transfer.network={file: x}"], r"transfer.network must be \{path: module:function\}"),
+        (["transfer.test_fraction=1.5"], r"transfer.test_fraction must lie in \(0, 1\)"),
+        (["study.shard=5/4"], "study.shard must be I/N"),
+        (["labels.full=true"], "labels.full=true has no meaning in a study"),
+        (["tasks=null"], "tasks must be one of digits, images, got null"),
+        (["study.tusks=1"], "there is no setting study.tusks"),
+    ],
+)
+def test_bad_input_ends_in_a_sentence_and_2(study, arguments, message) -> None:
+    ended = study(*arguments)
+    assert ended.code == 2
+    assert re.search(message, ended.error), ended.error
+
+
+@pytest.mark.slow
+def test_tasks_of_arrays_have_test_rows_split_off_where_asked_for(study, undrawn) -> None:
+    tasks = ", ".join(
+        f"{{name: arrays, path: {name}.npz, as: {name}{k}, part: {k}/2}}"
+        for name in "ab"
+        for k in (1, 2)
+    )
+    small = ("transfer.target_samples=3", "measures=[knn]")
+    refused = study(f"study.tasks=[{tasks}]", *small)
+    assert refused.code == 2
+    assert "has no test rows" in refused.error
+    assert "transfer.test_fraction=0.2" in refused.error
+    assert study(f"study.tasks=[{tasks}]", "transfer.test_fraction=0.3", *small).code == 0
+    assert {row["test_rows"] for row in rows("transfer.csv")} == {"9"}
+
+
+@pytest.mark.parametrize("choice", ["digits", "images"])
+def test_every_choice_of_tasks_fits_the_settings(composed, choice) -> None:
+    settings = parse(composed(f"tasks={choice}", name="study"), StudySettings)
+    names = [node["as"] for node in settings.tasks.datasets]
+    assert len({*names}) == len(names) == {"digits": 6, "images": 12}[choice]
+    for node in settings.tasks.datasets:
+        assert {*node} - {*OWN} <= {*known_options(node["name"]), "name"}
+
+
+@pytest.mark.slow
+def test_help_names_every_setting_measure_and_task(study, composed) -> None:
+    text = study("--help").out
+    described = text[: text.index("DEFAULTS")]
+    config = composed(name="study")
+    for name in (*MEASURES, *config.study, "part", "family", "test_split", "digits", "images"):
+        assert re.search(rf"(?<![\w.]){name}(?![\w])", described), name
+    for name in config.transfer:
+        assert name in text
+
+
+@pytest.mark.slow
+def test_the_bundled_tasks_are_disjoint_draws(composed) -> None:
+    settings = parse(composed(name="study"), StudySettings)
+    with Phases() as phases:
+        loaded = load_tasks(settings, settings.tasks, None, phases, test_fraction=None)
+    assert list(loaded.samples) == [
+        *("upright", "turned 15", "turned 30", "turned 60", "even", "odd")
+    ]
+    assert loaded.image_shape == (1, 8, 8)
+    seen: set[bytes] = set()
+    for name in ("upright", "even", "odd"):
+        for part in loaded.samples[name]:
+            images = {row.numpy().tobytes() for row in part.features}
+            assert not images & seen
+            seen |= images
+    standardised = composed("extractor.standardize=true", "extractor.pca=5", name="study")
+    settings = parse(standardised, StudySettings)
+    with Phases() as phases:
+        loaded = load_tasks(settings, settings.tasks, None, phases, test_fraction=None)
+    assert loaded.image_shape is None
+    assert {part.dim for pair in loaded.samples.values() for part in pair} == {5}

@@ -1,0 +1,49 @@
+"""What a reader of the pages has: folders of images, tables, texts and a module of features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from PIL import Image
+
+FEATURES = '''"""Features of a reader's own."""
+
+import numpy as np
+
+
+def features(images):
+    """Mean colours of quarters, (b, 12)."""
+    sized = [np.asarray(image.convert("RGB").resize((2, 2)), dtype="float32") for image in images]
+    return np.stack(sized).reshape(len(sized), -1) / 255
+'''
+
+
+def write_files(folder: Path) -> None:
+    """Write all that the pages name, a few rows of each."""
+    draw = np.random.default_rng(0)
+    for season, light in (("summer", 170), ("winter", 90)):
+        for number, kind in enumerate(("cat", "dog", "bird")):
+            place = folder / "photos" / season / kind
+            place.mkdir(parents=True)
+            for i in range(6):
+                level = light + 25 * number + draw.integers(-20, 20, size=(12 + i, 14, 3))
+                Image.fromarray(level.astype(np.uint8)).save(place / f"{i}.png")
+    for year in (2023, 2024):
+        late = year == 2024
+        rows = pd.DataFrame(
+            {
+                "age": draw.integers(18, 80, size=90) + 5 * late,
+                "income": draw.normal(40e3 + 5e3 * late, 9e3, size=90).round(),
+                "segment": np.tile(["new", "loyal", "lost"], 30),
+            }
+        )
+        rows.to_csv(folder / f"customers_{year}.csv", index=False)
+        words = ["good", "bad", "slow", "fast", "friendly", "broken", "cheap", "late"]
+        texts = [" ".join(draw.choice(words[late:], size=6)) for _ in range(40)]
+        stars = [f"{1 + i % 2} stars" for i in range(40)]
+        pd.DataFrame({"text": texts, "stars": stars}).to_csv(
+            folder / f"reviews_{year}.csv", index=False
+        )
+    (folder / "my_features.py").write_text(FEATURES)

@@ -1,0 +1,75 @@
+"""The notebooks: NAME.py runs, and NAME.ipynb holds the same cells with small outputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+
+
+def _cells_of_script(name: str) -> list[tuple[str, str]]:
+    """(kind, source) of the cells of a script in jupytext's percent format."""
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    cells = []
+    for part in re.split(r"^# %%", text, flags=re.M)[1:]:
+        head, _, body = part.partition("\n")
+        if "[markdown]" in head:
+            lines = [line.removeprefix("#").removeprefix(" ") for line in body.strip().splitlines()]
+            cells.append(("markdown", "\n".join(lines)))
+        else:
+            cells.append(("code", body.strip()))
+    return cells
+
+
+def _notebook(name: str) -> dict:
+    return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
+
+
+def test_there_are_three_notebooks():
+    assert NAMES == ["choosing_a_source", "first_distance", "flow"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_halves_of_a_pair_hold_the_same_cells(name):
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in _notebook(name)["cells"]]
+    assert cells == _cells_of_script(name), "run `make notebooks`"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_there_and_small(name):
+    outputs = [cell["outputs"] for cell in _notebook(name)["cells"] if cell["cell_type"] == "code"]
+    assert any(outputs)
+    assert not [output for cell in outputs for output in cell if output["output_type"] == "error"]
+    assert (FOLDER / f"{name}.ipynb").stat().st_size <= 60_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs_and_prints_what_it_shows(name, tmp_path):
+    ended = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    shown = [
+        line
+        for cell in _notebook(name)["cells"]
+        for output in cell.get("outputs", [])
+        if output["output_type"] == "stream"
+        for line in "".join(output["text"]).splitlines()
+    ]
+    # Numbers may differ in their last digits from one processor to another.
+    words = [re.sub(r"[\d.,%\[\]-]+", "", line) for line in shown]
+    assert [re.sub(r"[\d.,%\[\]-]+", "", line) for line in ended.stdout.splitlines()] == words

@@ -1,0 +1,204 @@
+"""Every command and every Python example of README.md and docs/ runs as shown, or says why not."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from page_blocks import (
+    COMMAND,
+    ROOT,
+    TORCHRUN,
+    Block,
+    all_blocks,
+    arguments_of,
+    blocks_of,
+    differences,
+)
+from reader_files import write_files
+
+from otdd_flash.commands.outcome import Outcome
+
+DATA_FOLDER = "~/data"
+BLOCKS = all_blocks()
+BLOCKS_OF = str(Path(__file__).with_name("page_blocks.py"))
+COMMANDS = [
+    (block, line)
+    for block in BLOCKS
+    if block.language == "bash" and block.mark is None
+    for line in block.commands
+]
+# The first command of a block that takes minutes runs with fewer rows, epochs and lines.
+LONG = [(block, block.commands[0]) for block in BLOCKS if block.mark == "Takes minutes."]
+FEWER = {
+    "otdd_flash.study": [
+        *("max_samples=60", "projections=100", "study.workers=1", "transfer.seeds=1"),
+        *("transfer.source_epochs=1", "transfer.target_epochs=1", "transfer.target_samples=20"),
+        "transfer.min_target_steps=1",
+    ]
+}
+PYTHON = list(dict.fromkeys(b.page for b in BLOCKS if b.language == "python" and b.mark is None))
+MARKED = [block for block in BLOCKS if block.mark is not None]
+
+
+def test_the_parser_finds_commands_examples_marks_and_outputs():
+    text = (
+        "```bash\nmake demo\n.venv/bin/python -m otdd_flash.distance \\\n  a=1\n```\n"
+        "```bash\n$ python -m otdd_flash.distance b=2   # why\n```\n\n```text\n0.5\n```\n"
+        "```python\n# Needs a GPU.\nx = 1\n```\nText: python -m otdd_flash.distance c=3\n"
+        "```text\nno output\n```\n"
+    )
+    one, two, three = blocks_of(text, "page")
+    assert one.commands == [".venv/bin/python -m otdd_flash.distance a=1"]
+    assert two.commands == ["$ python -m otdd_flash.distance b=2 # why"]
+    assert (one.mark, two.mark, three.mark) == (None, None, "Needs a GPU.")
+    assert (one.output, two.output, three.output) == (None, "0.5\n", None)
+    assert (one.line, three.line) == (1, 13)
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "agree"),
+    [
+        ("value 6.12 of 3", "first\nvalue 6.1180 of 3 and more\n", True),
+        ("value 6.12", "value 6.3\n", False),
+        ("value 6.12", "worth 6.12\n", False),
+        ("a\nb", "b\na\n", False),
+        ("│ distance │ 6.12 [6.11, 6.13]", "│ distance │ 6.118 [6.118, 6.119]   │\n", True),
+    ],
+)
+def test_output_is_compared_by_words_and_by_numbers(shown, printed, agree):
+    assert (not list(differences(shown, printed))) == agree
+
+
+def test_marks_are_few_and_counted():
+    """A block that no test runs is an exception; whoever adds one changes this number."""
+    assert Counter(block.mark for block in MARKED) == {
+        "Needs several GPUs.": 1,
+        "Needs the network.": 5,
+        "Takes minutes.": 1,
+    }
+
+
+def test_the_readme_is_short_and_both_kinds_of_blocks_are_there():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+    assert len(COMMANDS) >= 15
+    assert len(PYTHON) >= 9
+    assert {block.language for block in BLOCKS} <= {"bash", "python", ""}
+    assert not [b.name for b in BLOCKS if b.language == "" and "python -m" in b.code]
+
+
+@pytest.mark.parametrize("block", MARKED, ids=lambda block: block.name)
+def test_marked_blocks_are_parsed_and_composed(block):
+    if block.language == "python":
+        _check_names(ast.parse(block.code))
+    for line in block.commands:
+        module, arguments = arguments_of(line)
+        # The shell writes the home folder out.
+        settings = [a.replace("~", "/home/me") for a in arguments if not a.startswith("-")]
+        with initialize_config_module("otdd_flash.conf", version_base="1.3"):
+            compose(module.removeprefix("otdd_flash."), overrides=settings)
+
+
+def _check_names(tree: ast.AST) -> None:
+    """Every `otdd.NAME` of an example exists."""
+    import otdd_flash
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert node.value.id != "otdd" or hasattr(otdd_flash, node.attr), node.attr
+
+
+def test_other_shell_commands_name_what_there_is():
+    """Targets of make, extras of pip, modules of experiments; pip is marked, as it downloads."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for block in BLOCKS:
+        if block.language != "bash":
+            continue
+        for line in block.code.replace("\\\n", " ").splitlines():
+            _check_line(line, block, targets, project["optional-dependencies"])
+
+
+def _check_line(line: str, block: Block, targets: list[str], extras: dict[str, list[str]]) -> None:
+    words = line.split()
+    if not words or line.startswith("#") or COMMAND.match(line):
+        return
+    if words[0] == "make":
+        assert words[1] in targets, line
+    elif words[0] == "pip":
+        assert block.mark == "Needs the network.", line
+        assert set(re.findall(r"\[(\w+)\]", line)) <= extras.keys(), line
+    else:
+        assert words[:2] == ["python", "-m"], line
+        assert importlib.util.find_spec(words[2]) is not None, line
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the files that the pages name."""
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block", "line"), [*COMMANDS, *LONG], ids=[line for _, line in [*COMMANDS, *LONG]]
+)
+def test_commands_of_the_pages(block, line, folder, request, monkeypatch, capsys):
+    if DATA_FOLDER in line:
+        line = line.replace(DATA_FOLDER, str(request.getfixturevalue("real_data")))
+    module, arguments = arguments_of(line)
+    if "--help" not in arguments:
+        # Not the user's own.
+        arguments.append(f"cache_dir={folder}/cache")
+    if block.mark is not None:
+        arguments += FEWER[module]
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    monkeypatch.setattr(Outcome, "exit_code", 0)
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    # What is run anew; a package itself stays, as others hold its modules.
+    ran = module if spec.submodule_search_locations is None else f"{module}.__main__"
+    monkeypatch.delitem(sys.modules, ran, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    printed = capsys.readouterr()
+    assert not ended.value.code, printed.err
+    if block.output is not None:
+        assert list(differences(block.output, printed.out)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON)
+def test_examples_of_the_pages(page, folder):
+    # In a process of its own: an example may leave anything behind.
+    own = [b for b in BLOCKS if b.page == page and b.code.startswith(TORCHRUN)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # Those that torchrun starts one by one: a process makes a default group once.
+    runs = [[*launcher, BLOCKS_OF, page, str(b.line)] for b in own] or [[BLOCKS_OF, page]]
+    for run in runs:
+        ended = subprocess.run(
+            [sys.executable, *run],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            },
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr

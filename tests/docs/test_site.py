@@ -1,0 +1,115 @@
+"""The site: every key is described, formulas are MathML, and pages load nothing from elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(
+    path
+    for path in (ROOT / "conf").rglob("*.yaml")
+    # These only name a file of conf/dataset.
+    if path.parent.name not in ("source", "target")
+)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        '<script src="https://example.org/a.js"></script>',
+        '<link rel="stylesheet" href="//example.org/a.css">',
+        '<link rel="preconnect" href="https://example.org">',
+        '<img src="http://example.org/a.png">',
+        '<img srcset="a.png 1x, https://example.org/a.png 2x">',
+        '<p style="background: url(https://example.org/a.png)">',
+        "<style>@import 'https://example.org/a.css';</style>",
+        "<style>@font-face { src: url('//example.org/a.woff2') }</style>",
+        '<svg><use xlink:href="https://example.org/a.svg#b"/></svg>',
+    ],
+)
+def test_what_a_page_loads_from_elsewhere_is_found(page, hook):
+    found = hook("foreign").loaded(page)
+    assert len(found) == 1
+    assert "example.org" in found[0]
+
+
+def test_links_and_files_of_the_site_are_not_foreign(hook):
+    page = (
+        '<a href="https://example.org">there</a><link rel="canonical" href="https://example.org">'
+        '<script src="assets/a.js"></script><img src="../a.png"><img src="data:image/png;base64,A">'
+        "<style>p { background: url(a.png) }</style>"
+    )
+    assert hook("foreign").loaded(page) == []
+
+
+def test_style_sheets_are_read_as_well(hook, tmp_path):
+    (tmp_path / "a.css").write_text("@import 'https://example.org/a.css'; p { color: red }")
+    (tmp_path / "a.html").write_text("<p>nothing</p>")
+    assert hook("foreign").foreign(tmp_path) == ["a.css: https://example.org/a.css"]
+
+
+def test_formulas_become_mathml(hook):
+    pytest.importorskip("latex2mathml", reason="comes with the extra docs; `make docs` needs it")
+    page = '<p><span class="arithmatex">\\(a &lt; b\\)</span></p>'
+    built = hook("formulas").mathml(page)
+    assert "<math" in built
+    assert "arithmatex" not in built
+    assert "&#x0003C;" in built or "&lt;" in built
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_key_has_a_description_and_a_row(path, hook):
+    tables = hook("settings_tables")
+    rows = [row for row in tables.settings(path) if row.key not in tables._CHOICES]
+    assert [row.key for row in rows if not row.description] == []
+    text = tables.tables()
+    assert all(f"{row.key}` |" in text for row in rows)
+
+
+def test_the_tables_hold_the_defaults_of_the_composed_configuration(hook):
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    tables = hook("settings_tables")
+    with initialize_config_module("otdd_flash.conf", version_base="1.3"):
+        for command in ("distance", "flow", "study"):
+            config = compose(command)
+            for row in tables.settings(ROOT / "conf" / f"{command}.yaml"):
+                value = OmegaConf.to_yaml(
+                    OmegaConf.create({"value": OmegaConf.select(config, row.key)})
+                )
+                assert value == OmegaConf.to_yaml(OmegaConf.create(f"value: {row.default}")), (
+                    row.key
+                )
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(hook, tmp_path):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("the extra docs is not installed; `make docs` builds and checks the site")
+    ended = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 15
+    assert hook("foreign").foreign(tmp_path) == []
+    for page in pages:
+        # A formula such as <x, y> that was taken for a tag would not be seen.
+        assert not re.search(r"<[A-Za-z]+[,;]", page.read_text("utf-8")), page.name
+    # Every page's own links lead to files that are there.
+    for page in pages:
+        for link in re.findall(r'(?:href|src)="([^"#?:]+)(?:[#?][^"]*)?"', page.read_text("utf-8")):
+            assert link.startswith("/") or (page.parent / link).exists(), f"{page.name}: {link}"

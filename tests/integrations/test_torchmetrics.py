@@ -1,0 +1,130 @@
+"""The metric is the dataset distance of the rows it has seen, in one process or several."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+import otdd_flash as otdd
+from otdd_flash.errors import DataNotice, InputError
+
+pytest.importorskip("torchmetrics", reason="comes with the extra integrations")
+from otdd_flash.integrations.torchmetrics import DatasetDistance
+
+
+def _rows(count: int, shift: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    return torch.randn(count, 4, generator=generator) + shift + labels[:, None], labels
+
+
+SOURCE, TARGET = _rows(60, 0.0, 0), _rows(45, 0.7, 1)
+
+
+def _expected(epsilon: float = 0.5) -> otdd.DistanceResult:
+    return otdd.dataset_distance(SOURCE, TARGET, epsilon=epsilon, compute="cpu")
+
+
+def _fed(metric: DatasetDistance, part: slice = slice(None)) -> DatasetDistance:
+    for start in range(0, 60, 20):
+        rows = slice(start, start + 20)
+        few = slice(start * 3 // 4, (start + 20) * 3 // 4)
+        metric.update(SOURCE[0][rows], TARGET[0][few], SOURCE[1][rows], TARGET[1][few])
+    return metric
+
+
+def test_it_is_the_distance_of_all_rows_with_its_bounds():
+    found, expected = _fed(DatasetDistance(epsilon=0.5)).compute(), _expected()
+    assert found["value"].item() == expected.value
+    assert (found["lower"].item(), found["upper"].item()) == expected.bounds
+    assert found["value"].dtype == torch.float64
+
+
+def test_reset_forgets_and_forward_is_of_the_batch():
+    metric = _fed(DatasetDistance(epsilon=0.5))
+    metric.reset()
+    with (
+        pytest.warns(UserWarning, match="before the ``update``"),
+        pytest.raises(InputError, match="no rows of the source yet"),
+    ):
+        metric.compute()
+    of_batch = metric(SOURCE[0], TARGET[0], SOURCE[1], TARGET[1])
+    assert of_batch["value"].item() == _expected().value
+
+
+def test_without_labels_features_alone_count():
+    metric = DatasetDistance(epsilon=0.5, labels="none")
+    metric.update(SOURCE[0], TARGET[0])
+    expected = otdd.dataset_distance(SOURCE[0], TARGET[0], labels="none", epsilon=0.5)
+    assert metric.compute()["value"].item() == expected.value
+
+
+def test_rows_beyond_the_limit_are_left_out_and_said():
+    metric = DatasetDistance(epsilon=0.5, max_rows=50)
+    with pytest.warns(DataNotice, match=r"max_rows=50 of the source are kept; 10 more"):
+        _fed(metric)
+    kept = (SOURCE[0][:50], SOURCE[1][:50])
+    expected = otdd.dataset_distance(kept, TARGET, epsilon=0.5)
+    assert metric.compute()["value"].item() == expected.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(3), torch.zeros(3, 4)), r"source must be \(rows, features\), got \(3,\)"),
+        ((torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(2)), r"source_labels must be \(3,\)"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        DatasetDistance().update(*arguments)
+
+
+def test_labels_come_always_or_never():
+    metric = DatasetDistance()
+    metric.update(SOURCE[0], TARGET[0], SOURCE[1], TARGET[1])
+    with pytest.raises(InputError, match="with every update, or with none"):
+        metric.update(SOURCE[0], TARGET[0])
+
+
+def test_no_room_at_all_is_refused():
+    with pytest.raises(InputError, match="max_rows must be at least 1, got 0"):
+        DatasetDistance(max_rows=0)
+
+
+def _of_two(rank: int, port: int, found: Any) -> None:
+    """One of two processes: it sees every other row."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    metric = DatasetDistance(epsilon=0.5)
+    metric.update(SOURCE[0][rank::2], TARGET[0][rank::2], SOURCE[1][rank::2], TARGET[1][rank::2])
+    found.put({name: number.item() for name, number in metric.compute().items()})
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_agree_with_one_within_its_bounds():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    found = context.SimpleQueue()
+    processes = [context.Process(target=_of_two, args=(rank, port, found)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    one, other = found.get(), found.get()
+    assert one == other
+    lower, upper = _expected().bounds
+    # Two intervals of the same number.
+    assert one["lower"] <= upper
+    assert lower <= one["upper"]
+    assert lower <= one["value"] <= upper

@@ -1,0 +1,149 @@
+"""Costs that a function computes block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import matrix_cases as cases
+import pytest
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.operators import cost_blocks
+
+STREAMED = otdd.ComputeOptions("cpu", memory_budget=0)
+
+
+class Asked:
+    """The Manhattan distances of two clouds, and which blocks were asked for."""
+
+    def __init__(self, n: int, m: int, dtype: torch.dtype = torch.float64) -> None:
+        draw = cases.generator(n, m)
+        self.x, self.y = (cases.random(size, 3, draw).to(dtype) for size in (n, m))
+        self.n, self.m = n, m
+        self.largest = 0
+
+    def block(self, rows: slice, columns: slice) -> Tensor:
+        found = torch.cdist(self.x[rows], self.y[columns], p=1)
+        self.largest = max(self.largest, found.numel())
+        return found
+
+    @property
+    def costs(self) -> otdd.CostBlocks:
+        return otdd.CostBlocks(self.n, self.m, self.block)
+
+    @property
+    def matrix(self) -> Tensor:
+        return torch.cdist(self.x, self.y, p=1)
+
+
+@pytest.mark.slow(after=3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("compute", [None, STREAMED])
+@pytest.mark.parametrize("size", [(33, 70), (1, 1)])
+def test_is_the_matrix(
+    size: tuple[int, int],
+    compute: otdd.ComputeOptions | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cost_blocks, "BLOCK_ENTRIES_CPU", 500)
+    asked = Asked(*size, dtype)
+    found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=compute)
+    expected = otdd.matrix_transport(asked.matrix, epsilon=0.1)
+    assert asked.largest <= 500
+    assert found.f.dtype == expected.f.dtype == dtype
+    assert found.value == pytest.approx(expected.value, rel=1e-6)
+    assert found.transport_cost == pytest.approx(expected.transport_cost, rel=1e-5)
+    torch.testing.assert_close(found.plan(), expected.plan(), rtol=1e-4, atol=1e-8)
+    values = torch.randn(size[1], 2, dtype=dtype)
+    torch.testing.assert_close(found.apply(values), expected.apply(values), rtol=1e-4, atol=1e-6)
+
+
+def test_the_budget_decides_what_is_held() -> None:
+    asked, needed = Asked(33, 70), 33 * 70 * 8
+    for budget, said in ((needed, "costs given"), (needed - 1, "costs asked for")):
+        compute = otdd.ComputeOptions("cpu", memory_budget=budget)
+        found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=compute)
+        assert said in found._problem.operator.execution.backend
+
+
+@pytest.mark.slow
+def test_nothing_of_the_size_of_the_matrix_is_held_or_asked_for() -> None:
+    """A matrix of 20 GB, of which a solve of two iterations reads a few blocks of rows."""
+    n = 70_000
+    x = torch.linspace(0, 1, n)
+    sizes = []
+
+    def block(rows: slice, columns: slice) -> Tensor:
+        sizes.append((rows.stop - rows.start) * (columns.stop - columns.start))
+        if len(sizes) > 10:
+            raise RuntimeError("enough was seen")
+        return (x[rows, None] - x[columns]).abs()
+
+    with pytest.raises(
+        otdd.InputError, match=r"costs\.block\(\d+:\d+, 0:70000\) raised RuntimeError"
+    ):
+        otdd.matrix_transport(otdd.CostBlocks(n, n, block), epsilon=0.1, compute=STREAMED)
+    assert max(sizes) <= 1 << 20
+
+
+@pytest.mark.slow
+def test_a_large_one_takes_samples() -> None:
+    asked = Asked(1600, 1500, torch.float32)
+    found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=STREAMED)
+    assert found.converged
+    assert found.passes != round(found.passes)
+    assert asked.largest <= 1 << 20
+
+
+def test_integers_and_forbidden_pairs() -> None:
+    whole = cases.integers(9, 8, cases.generator(1)).long()
+    costs = otdd.CostBlocks(9, 8, lambda rows, columns: whole[rows, columns])
+    found = otdd.matrix_transport(costs, epsilon=1.0, compute=STREAMED)
+    assert found.f.dtype == torch.float64
+    given = whole.double()
+    given[2, 3] = math.inf
+    costs = otdd.CostBlocks(9, 8, lambda rows, columns: given[rows, columns])
+    found = otdd.matrix_transport(costs, epsilon=1.0, compute=STREAMED)
+    assert found.bounds[1] < math.inf
+    assert found.plan()[2, 3] == 0
+
+
+def test_masses_have_gradients_and_costs_none() -> None:
+    asked, a = Asked(9, 8), cases.uniform(9).requires_grad_()
+    asked.x.requires_grad_()
+    otdd.matrix_loss(asked.costs, a, epsilon=0.1, compute=STREAMED).backward()
+    expected = cases.uniform(9).requires_grad_()
+    otdd.matrix_loss(asked.matrix.detach(), expected, epsilon=0.1).backward()
+    torch.testing.assert_close(a.grad, expected.grad)
+    assert asked.x.grad is None
+
+
+def test_saved_results_know_their_function(tmp_path) -> None:
+    asked, other = Asked(33, 70), Asked(33, 71)
+    found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=STREAMED)
+    found.save(tmp_path)
+    loaded = otdd.MatrixTransport.load(tmp_path, asked.costs, compute=STREAMED)
+    torch.testing.assert_close(loaded.plan(), found.plan())
+    other.y = asked.y.flip(0)
+    costs = otdd.CostBlocks(33, 70, other.block)
+    with pytest.raises(otdd.InputError, match="other costs"):
+        otdd.MatrixTransport.load(tmp_path, costs)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (lambda rows, columns: torch.zeros(2, 2), r"must return a real tensor \(1, 1\)"),
+        (lambda rows, columns: 1.0, "must return a real tensor"),
+        (lambda rows, columns: torch.zeros(1, 1) * 1j, "must return a real tensor"),
+        (lambda rows, columns: 1 / 0, r"costs\.block\(0:1, 0:1\) raised ZeroDivisionError"),
+        (lambda rows, columns: torch.zeros(len(range(9)[rows]), len(range(8)[columns])) / 0, "nan"),
+    ],
+)
+def test_functions_that_give_no_costs(block: Callable[..., Tensor], message: str) -> None:
+    with pytest.raises(otdd.InputError, match=message):
+        otdd.matrix_transport(otdd.CostBlocks(9, 8, block), epsilon=0.1)

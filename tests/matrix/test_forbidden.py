@@ -1,0 +1,120 @@
+"""Pairs of cost +inf."""
+
+from __future__ import annotations
+
+import math
+
+import matrix_cases as cases
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.operators.matrix import MatrixOperator
+from otdd_flash.solver.matrix import forbidden
+
+
+def banded(n: int, m: int, width: float, draw: torch.Generator) -> Tensor:
+    """Random costs of pairs near the diagonal, others forbidden."""
+    costs = cases.random(n, m, draw)
+    x, y = (torch.arange(size) / size for size in (n, m))
+    costs[(x[:, None] - y).abs() > width] = math.inf
+    return costs
+
+
+@pytest.mark.slow(after=3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.8])
+def test_is_the_same_as_with_a_prohibitive_cost(dtype: torch.dtype, share: float) -> None:
+    draw = cases.generator(int(100 * share))
+    costs = cases.random(13, 17, draw).to(dtype)
+    closed = torch.rand(13, 17, generator=draw) < share
+    costs[closed] = math.inf
+    a, b = cases.uniform(13), cases.uniform(17)
+    found = otdd.matrix_transport(costs, epsilon=0.05)
+    truth = reference.entropic_transport(costs.double().clamp_max(1e6), a, b, 0.05, 1e-9)[0]
+    assert found.converged
+    assert found.bounds[0] - 1e-8 <= truth <= found.bounds[1] + 1e-8
+    assert found.bounds[1] - found.bounds[0] < 1e-3
+    plan = found.plan()
+    assert float(plan[closed].max()) == 0
+    assert found.transport_cost == pytest.approx(float((plan * costs)[~closed].sum()), rel=1e-5)
+    assert len(found.short_rows) == 0
+
+
+def test_range_and_mean_are_those_of_finite_entries() -> None:
+    draw = cases.generator(1)
+    costs, a, b = banded(20, 30, 0.3, draw), cases.masses(20, draw), cases.masses(30, draw)
+    facts = MatrixOperator(costs, a, b).costs
+    finite = costs.isfinite()
+    assert facts.forbidden
+    assert (facts.lowest, facts.highest) == (float(costs[finite].min()), float(costs[finite].max()))
+    assert facts.mean == pytest.approx(float(a @ costs.where(finite, 0).double() @ b))
+
+
+def test_without_plan_the_short_rows_are_named() -> None:
+    costs = cases.random(12, 15, cases.generator(2))
+    costs[3:9, 4:] = math.inf
+    with pytest.warns(
+        otdd.NotConvergedWarning, match=r"6 rows \(3, 4, 5, 6, 7, \.\.\.\) have more"
+    ):
+        found = otdd.matrix_transport(costs, epsilon=0.05)
+    assert (found.converged, found.stopped_by) == (False, "infeasible")
+    assert found.short_rows.tolist() == [3, 4, 5, 6, 7, 8]
+    assert found.bounds[1] == math.inf
+    strict = otdd.Converged(require_convergence=True)
+    with pytest.raises(otdd.ConvergenceError, match="no plan has these masses"):
+        otdd.matrix_transport(costs, epsilon=0.05, options=strict)
+
+
+def test_rows_that_barely_fit_are_not_short() -> None:
+    """Two blocks with the same masses on both sides: nothing may be left over."""
+    costs = torch.full((10, 10), math.inf, dtype=torch.float64)
+    costs[:4, :4] = costs[4:, 4:] = 1.0
+    costs += torch.rand(10, 10, generator=cases.generator(3))
+    found = otdd.matrix_transport(costs, epsilon=0.1)
+    assert found.converged
+    assert found.bounds[1] - found.bounds[0] < 1e-6
+
+
+@pytest.mark.parametrize(("axis", "side"), [(0, "row 2"), (1, "column 2")])
+def test_a_point_without_partners_is_refused(axis: int, side: str) -> None:
+    costs = cases.random(5, 5, cases.generator(4))
+    costs.select(axis, 2)[:] = math.inf
+    with pytest.raises(otdd.InputError, match=f"costs forbids all pairs of {side}"):
+        otdd.matrix_transport(costs, epsilon=0.1)
+
+
+def test_a_partner_without_mass_is_none() -> None:
+    costs = cases.random(4, 4, cases.generator(5))
+    costs[1, :3] = math.inf
+    b = torch.tensor([0.5, 0.25, 0.25, 0])
+    with pytest.raises(otdd.InputError, match="all pairs of row 1"):
+        otdd.matrix_transport(costs, b=b, epsilon=0.1)
+
+
+def test_the_width_of_bounds_is_no_goal() -> None:
+    costs = banded(20, 20, 0.3, cases.generator(6))
+    with pytest.raises(otdd.InputError, match=r"set solver\.tolerance"):
+        otdd.matrix_transport(costs, epsilon=0.1, options=otdd.Converged(bound_width=1e-3))
+
+
+def test_the_upper_bound_needs_no_plan_that_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = banded(30, 40, 0.3, cases.generator(7)).float()
+    held = otdd.matrix_transport(costs, epsilon=0.05)
+    monkeypatch.setattr(forbidden, "MOST_HELD", 0)
+    monkeypatch.setattr("otdd_flash.operators.memory.UNASKED", 0)
+    streamed = otdd.matrix_transport(costs, epsilon=0.05)
+    assert streamed.bounds == pytest.approx(held.bounds, abs=1e-9)
+    assert streamed.bounds[1] < math.inf
+
+
+@pytest.mark.slow
+def test_far_from_the_solution_there_is_no_upper_bound() -> None:
+    costs = banded(30, 40, 0.2, cases.generator(8))
+    with pytest.warns(otdd.NotConvergedWarning):
+        found = otdd.matrix_transport(costs, epsilon=0.01, options=otdd.Converged(max_iterations=1))
+    truth = otdd.matrix_transport(costs, epsilon=0.01, options=otdd.Converged(1e-9))
+    assert found.bounds[0] <= truth.value
+    assert found.bounds[1] >= truth.value

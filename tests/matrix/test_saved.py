@@ -1,0 +1,65 @@
+"""Saved results of `matrix_transport`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matrix_cases as cases
+import pytest
+import torch
+
+import otdd_flash as otdd
+
+COSTS = cases.random(33, 70, cases.generator(0)).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_was_saved_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    costs = COSTS.to(dtype)
+    found = otdd.matrix_transport(costs, epsilon=0.1)
+    found.save(tmp_path / "result")
+    loaded = otdd.MatrixTransport.load(tmp_path / "result", costs)
+    assert loaded.term.summary() == found.term.summary()
+    assert (loaded.epsilon, loaded.seconds) == (found.epsilon, found.seconds)
+    for one, two in ((loaded.f, found.f), (loaded.g, found.g), (loaded.plan(), found.plan())):
+        assert torch.equal(one, two)
+    assert loaded.transport_cost == found.transport_cost
+
+
+def test_costs_are_not_in_the_files(tmp_path: Path) -> None:
+    costs = cases.random(300, 300, cases.generator(1))
+    otdd.matrix_transport(costs, epsilon=0.1).save(tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < costs.nbytes / 10
+
+
+def test_other_costs_are_refused(tmp_path: Path) -> None:
+    otdd.matrix_transport(COSTS, epsilon=0.1).save(tmp_path)
+    changed = COSTS.clone()
+    changed[4, 5] += 1e-3
+    for other in (changed, COSTS.double(), COSTS[:, torch.randperm(70)]):
+        with pytest.raises(otdd.InputError, match="holds the result of other costs"):
+            otdd.MatrixTransport.load(tmp_path, other)
+    with pytest.raises(otdd.InputError, match=r"a must have shape \(32,\)"):
+        otdd.MatrixTransport.load(tmp_path, COSTS[:-1])
+    # In whatever order they lie.
+    assert otdd.MatrixTransport.load(tmp_path, COSTS.T.contiguous().T.numpy()).converged
+
+
+def test_a_file_that_is_damaged_or_not_there(tmp_path: Path) -> None:
+    with pytest.raises(otdd.InputError, match=r"no complete result in .*MatrixTransport\.save"):
+        otdd.MatrixTransport.load(tmp_path, COSTS)
+    otdd.matrix_transport(COSTS, epsilon=0.1).save(tmp_path)
+    file = tmp_path / "result.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(otdd.InputError, match="is damaged"):
+        otdd.MatrixTransport.load(tmp_path, COSTS)
+
+
+def test_double_precision_of_float32_costs_is_kept(tmp_path: Path) -> None:
+    compute = otdd.ComputeOptions("cpu", precision="double")
+    found = otdd.matrix_transport(COSTS, epsilon=0.1, compute=compute)
+    assert found.f.dtype == torch.float64
+    found.save(tmp_path)
+    assert otdd.MatrixTransport.load(tmp_path, COSTS).plan().dtype == torch.float64

@@ -1,0 +1,90 @@
+"""Processes that are ranks of one gloo group, kept for many tests: to start them takes seconds."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# Seconds after which ranks that wait for each other are given up.
+TIMEOUT = 30
+
+
+class RankPool:
+    """So many ranks, each of which runs what it is given."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "otdd_flash.otdd"])
+        self._folder = tempfile.TemporaryDirectory()
+        meeting = str(Path(self._folder.name) / "ranks")
+        self._pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, meeting, rank, size), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        atexit.register(self.close)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the function returns on every rank, or the exception that it raised there."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        try:
+            return [_answer(pipe) for pipe in self._pipes]
+        except (TimeoutError, EOFError):
+            # Whatever comes next needs ranks that are in step.
+            pool.cache_clear()
+            self.close()
+            raise
+
+    def answer_of(self, rank: int, function: Callable[..., Any]) -> Any:
+        """What it returns, or raises, on one rank; others may never answer."""
+        for pipe in self._pipes:
+            pipe.send((function, ()))
+        return _answer(self._pipes[rank])
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _answer(pipe: Connection) -> Any:
+    if not pipe.poll(TIMEOUT):
+        raise TimeoutError("a rank has not answered; ranks may wait for each other")
+    return pipe.recv()
+
+
+def _work(pipe: Connection, meeting: str, rank: int, size: int) -> None:
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    import torch
+
+    torch.set_num_threads(1)
+    where = f"file://{meeting}"
+    torch.distributed.init_process_group("gloo", where, rank=rank, world_size=size)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(function(*arguments))
+        except Exception as error:
+            pipe.send(error)
+
+
+@cache
+def pool(size: int) -> RankPool:
+    """The pool of so many ranks of this process."""
+    return RankPool(size)

@@ -1,0 +1,332 @@
+"""Work that rank 0 leads: flows, losses, Hessians and plans with shared passes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool, pool
+
+import otdd_flash as otdd
+from otdd_flash.errors import LostRankError
+from otdd_flash.labels.classes import pool as pool_classes
+from otdd_flash.labels.dealt import dealt
+from otdd_flash.labels.metrics import Sinkhorn
+from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.ranks import Ranks, balanced
+from otdd_flash.solver.problem import Problem
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+DRAW = torch.Generator().manual_seed(4)
+X, Y = torch.randn(37, 3, generator=DRAW), torch.randn(29, 3, generator=DRAW) + 0.5
+LABELS = torch.arange(37) % 3, torch.arange(29) % 2
+EPSILON = 0.3
+
+
+def sides() -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
+    one = otdd.LabeledSamples(X, LABELS[0], ("a", "b", "c"))
+    return one, otdd.LabeledSamples(Y, LABELS[1], ("a", "b"))
+
+
+def flow(compute: otdd.ComputeOptions) -> list[Any]:
+    moves = otdd.Flow(3, stepping=otdd.Stepping(0.5))
+    result = otdd.gradient_flow(*sides(), moves, epsilon=EPSILON, compute=compute)
+    assert result.compute.group is None
+    return [result.samples.features, torch.tensor(result.summary()["value"])]
+
+
+def derivatives(compute: otdd.ComputeOptions) -> list[Any]:
+    """A loss, its gradients, and a product with its Hessian."""
+    x, y = X.double().requires_grad_(), Y.double().requires_grad_()
+    options = otdd.Converged(1e-8)
+    loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=options, compute=compute)
+    loss.backward()
+    hessian = otdd.sinkhorn_hessian(
+        X.double(), Y.double(), epsilon=EPSILON, options=options, compute=compute
+    )
+    product = hessian.product(torch.ones_like(X, dtype=torch.float64))
+    return [loss.detach(), x.grad, y.grad, product.values]
+
+
+def potentials(compute: otdd.ComputeOptions) -> list[Any]:
+    """Potentials, and their gradient."""
+    x = X.double().requires_grad_()
+    options = otdd.Converged(1e-9)
+    f, g = otdd.sinkhorn_potentials(
+        x, Y.double(), epsilon=EPSILON, options=options, compute=compute
+    )
+    (f.sin().sum() + g.cos().sum()).backward()
+    return [f.detach(), g.detach(), x.grad]
+
+
+def pairs(compute: otdd.ComputeOptions) -> list[Any]:
+    one, other = sides()
+    third = otdd.LabeledSamples(X + 1, LABELS[0], ("a", "b", "c"))
+    result = otdd.pairwise_distances([one, other, third], epsilon=EPSILON, compute=compute)
+    return [result.values, result.lower, result.upper]
+
+
+def classes(compute: otdd.ComputeOptions) -> list[Any]:
+    """Distances between classes by solves, which ranks deal out; one has weights."""
+    one, other = sides()
+    weights = torch.arange(1.0, 38.0)
+    one = otdd.LabeledSamples(X, LABELS[0], ("a", "b", "c"), weights)
+    result = otdd.dataset_distance(
+        one, other, epsilon=EPSILON, labels=otdd.labels.Sinkhorn(epsilon=0.2), compute=compute
+    )
+    return [result.class_distances.full]
+
+
+def subsamples(compute: otdd.ComputeOptions) -> list[Any]:
+    """An interval by 39 draws, of which every rank compares some."""
+    found = otdd.subsample_interval(
+        *sides(), 1.0, count=39, size=12, seed=3, epsilon=EPSILON, compute=compute
+    )
+    floor = otdd.noise_floor(*sides(), seed=3, epsilon=EPSILON, compute=compute)
+    return [torch.tensor(found.values), torch.tensor([found.lower, floor.between.value])]
+
+
+def led(work: Any, precision: str) -> list[Any]:
+    return otdd.led(
+        lambda ranks: work(otdd.ComputeOptions("cpu", precision=precision, group=ranks))
+    )
+
+
+@pytest.mark.parametrize("work", [flow, derivatives, potentials, pairs, classes, subsamples])
+def test_led_work_is_that_of_one_process(work: Any) -> None:
+    found, other = pool(2).run(led, work, "double")
+    expected = work(otdd.ComputeOptions("cpu", precision="double"))
+    for value, copy, alone in zip(found, other, expected, strict=True):
+        assert torch.equal(value, copy)
+        assert torch.allclose(value, alone, rtol=1e-6, atol=1e-7)
+
+
+def of_kernels() -> list[Any]:
+    """In the interpreter: a whole distance, and the operator's precision at both ends."""
+    torch.manual_seed(0)
+
+    def work(ranks: Ranks) -> list[Any]:
+        compute = otdd.ComputeOptions("cpu", "triton", group=ranks)
+        result = otdd.dataset_distance(*sides(), epsilon=EPSILON, compute=compute)
+        return [result.value, result.bounds, result.divergence.backend, *result.potentials]
+
+    return otdd.led(work)
+
+
+@pytest.mark.slow
+def test_kernels_are_shared_as_well() -> None:
+    found, _ = pool(2).run(of_kernels)
+    alone = otdd.dataset_distance(
+        *sides(), epsilon=EPSILON, compute=otdd.ComputeOptions("cpu", precision="double")
+    )
+    value, (lower, upper), backend, f, g = found
+    assert backend == "triton, scores streamed, fast, 2 ranks"
+    assert lower <= alone.value <= upper
+    assert value == pytest.approx(alone.value, abs=1e-3)
+    assert torch.allclose(f.double(), alone.potentials[0].double(), atol=2e-3)
+    assert torch.allclose(g.double(), alone.potentials[1].double(), atol=2e-3)
+
+
+def refused_by_the_leader() -> Any:
+    def work(ranks: Ranks) -> float:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        return otdd.dataset_distance(*sides(), epsilon=-1.0, compute=compute).value
+
+    return otdd.led(work)
+
+
+def not_converged() -> Any:
+    solver = otdd.Converged(1e-3, max_iterations=3, require_convergence=True)
+    shard = tuple(side.take(torch.arange(torch.distributed.get_rank(), 20, 2)) for side in sides())
+    compute = otdd.ComputeOptions("cpu", group="world")
+    return otdd.dataset_distance(*shard, epsilon=0.01, solver=solver, compute=compute)
+
+
+def test_all_ranks_hear_why_nothing_came_of_it() -> None:
+    for answer in pool(2).run(refused_by_the_leader):
+        assert isinstance(answer, otdd.InputError)
+        assert "epsilon must be positive" in str(answer)
+    for answer in pool(2).run(not_converged):
+        assert isinstance(answer, otdd.ConvergenceError)
+    assert pool(2).run(led, flow, "double")
+
+
+def short_of_memory() -> Any:
+    """A rank on which the scores do not fit, though the budget says so."""
+    from otdd_flash.operators import build
+
+    before = build.UNASKED, build.free_memory
+    if torch.distributed.get_rank() == 1:
+        build.UNASKED, build.free_memory = 0, lambda device: 1
+    try:
+        return led_distance("1GiB")
+    finally:
+        build.UNASKED, build.free_memory = before
+
+
+def led_distance(budget: str) -> float:
+    def work(ranks: Ranks) -> float:
+        compute = otdd.ComputeOptions("cpu", memory_budget=budget, group=ranks)
+        return otdd.dataset_distance(*sides(), epsilon=EPSILON, compute=compute).value
+
+    return otdd.led(work)
+
+
+def test_a_rank_that_is_short_of_memory_is_named() -> None:
+    for answer in pool(2).run(short_of_memory):
+        assert isinstance(answer, otdd.InputError), answer
+        assert str(answer).startswith("rank 1: memory_budget=")
+    values = pool(2).run(led_distance, "auto")
+    assert values[0] == values[1]
+
+
+def solved_terms() -> int:
+    """How many terms of four datasets a rank solves, of which two are equal."""
+    count = 0
+    before = Problem.solve
+
+    def counted(self: Problem, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return before(self, *args, **kwargs)
+
+    Problem.solve = counted
+    try:
+        otdd.led(of_four)
+    finally:
+        Problem.solve = before
+    return count
+
+
+def of_four(ranks: Ranks | None) -> torch.Tensor:
+    one, other = sides()
+    compute = otdd.ComputeOptions("cpu", group=ranks)
+    return otdd.pairwise_distances(
+        [one, other, one, other], epsilon=EPSILON, compute=compute
+    ).values
+
+
+def test_terms_of_pairs_are_dealt() -> None:
+    # Four self terms and the four pairs of which both differ; the others are 0.
+    first, second = pool(2).run(solved_terms)
+    assert first + second == 8
+    assert 2 <= first <= 6
+    shared, _ = pool(2).run(otdd.led, of_four)
+    assert torch.equal(shared, of_four(None))
+
+
+def test_units_go_to_the_least_loaded_rank() -> None:
+    assert balanced([1, 5, 2, 2], 2) == [1, 0, 1, 1]
+    assert balanced([], 3) == []
+    assert balanced([1.0, 1.0, 1.0], 2) == [0, 1, 0]
+
+
+def dealt_pairs() -> tuple[Any, list[int]]:
+    """What a leader finds of pairs of classes, and how many every rank measured."""
+    counts: list[int] = []
+
+    def work(ranks: Ranks) -> Any:
+        metric = dealt(otdd.labels.Sinkhorn(epsilon=0.2, tolerance=1e-9), ranks)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            clouds, _ = pool_classes(sides())
+            found = metric.measure(clouds, all_pairs(len(clouds)), lambda *done: seen.append(done))
+        return tuple(found), [str(each.message) for each in said], seen
+
+    seen: list[tuple[int, int]] = []
+    before = Sinkhorn.measure
+
+    def counted(self: Any, clouds: Any, pairs: Any, progress: Any = None) -> Any:
+        counts.append(len(pairs))
+        return before(self, clouds, pairs, progress)
+
+    Sinkhorn.measure = counted
+    try:
+        return otdd.led(work), counts
+    finally:
+        Sinkhorn.measure = before
+
+
+def test_pairs_of_classes_are_dealt() -> None:
+    (found, own), (_, others) = pool(2).run(dealt_pairs)
+    values, said, seen = found
+    clouds, _ = pool_classes(sides())
+    pairs = all_pairs(len(clouds))
+    with warnings.catch_warnings(record=True):
+        alone = Sinkhorn(epsilon=0.2, tolerance=1e-9).measure(clouds, pairs)
+    assert (own, others) == ([5], [5])
+    for value, expected in zip(values, alone, strict=True):
+        assert torch.equal(value, expected)
+    assert all(0 <= done <= total == len(pairs) for done, total in seen)
+    assert isinstance(said, list)
+
+
+def late_subsamples() -> Any:
+    """Draws of which none converges, where convergence is required."""
+    seen: list[tuple[int, int]] = []
+    solver = otdd.Converged(1e-4, max_iterations=2, require_convergence=True)
+
+    def work(ranks: Ranks) -> Any:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        settings = {"epsilon": EPSILON, "compute": compute, "progress": lambda *d: seen.append(d)}
+        counted = otdd.subsample_interval(*sides(), 1.0, count=39, size=12, **settings)
+        with pytest.raises(otdd.ConvergenceError):
+            otdd.subsample_interval(*sides(), 1.0, count=39, size=12, solver=solver, **settings)
+        return counted.values, seen
+
+    return otdd.led(work)
+
+
+def test_draws_that_stop_early_are_heard_of_on_every_rank() -> None:
+    (values, seen), _ = pool(2).run(late_subsamples)
+    assert len(values) == 39
+    assert seen[:2] == [(2, 39), (4, 39)]
+    assert seen[19] == (39, 39)
+    assert all(done <= total for done, total in seen)
+
+
+def too_late() -> str:
+    """What rank 0 hears of an operator whose other processes have been dismissed."""
+    kept: list[Problem] = []
+
+    def work(ranks: Ranks) -> None:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        kept.append(Problem.between(*sides(), EPSILON, compute=compute, debias=False))
+
+    otdd.led(work)
+    try:
+        return "" if not kept else kept[0].operator("xy").execution.backend
+    except otdd.InputError as error:
+        return str(error)
+
+
+def test_dismissed_processes_are_not_waited_for() -> None:
+    first, second = pool(2).run(too_late)
+    assert "have been dismissed" in first
+    assert second == ""
+
+
+def left_alone() -> Any:
+    return otdd.led(lambda ranks: ranks.order(_leave))
+
+
+def _leave(ranks: Ranks) -> torch.Tensor:
+    if ranks.rank == 1:
+        os._exit(0)
+    return ranks.summed(torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_is_missed() -> None:
+    # Of its own, as it is of no use afterwards.
+    own = RankPool(2)
+    try:
+        answer = own.answer_of(0, left_alone)
+    finally:
+        own.close()
+    assert isinstance(answer, LostRankError)
+    assert "another process of compute.group has ended" in str(answer)

@@ -1,0 +1,259 @@
+"""Whole distances that ranks share: the numbers of one process, and the truth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reference
+import torch
+from rank_pool import pool
+
+import otdd_flash as otdd
+from otdd_flash.ranks import Ranks
+from otdd_flash.solver.term import iteration
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+EPSILON = 0.4
+
+
+def datasets(n: int = 61, m: int = 45) -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
+    draw = torch.Generator().manual_seed(0)
+    sides = []
+    for size, classes in ((n, 4), (m, 3)):
+        labels = torch.randint(0, classes, (size,), generator=draw)
+        points = torch.randn(size, 3, generator=draw) + labels[:, None]
+        sides.append(otdd.LabeledSamples(points, labels, tuple("abcd"[:classes])))
+    return sides[0], sides[1]
+
+
+def summary(result: otdd.DistanceResult) -> dict[str, Any]:
+    divergence = result.divergence
+    return {
+        "value": result.value,
+        "bounds": result.bounds,
+        "f": divergence.xy.f,
+        "g": divergence.xy.g,
+        "converged": result.converged,
+        "backend": divergence.backend,
+        "stopped_by": divergence.stopped_by,
+        # Asked of every rank by itself, also of rank 0 alone.
+        "coupling": result.class_coupling(),
+        "content": result.summary(),
+        "fingerprints": (result.source.fingerprint, result.target.fingerprint),
+    }
+
+
+def of_shards(uneven: bool, options: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """The distance of shards; uneven ones give nearly all rows to the last rank."""
+    world = torch.distributed.group.WORLD
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    shards = []
+    for side in datasets():
+        count = len(side)
+        ends = [end * count // size for end in range(size + 1)]
+        if uneven:
+            ends = [*range(size), count]
+        shards.append(side.take(torch.arange(ends[rank], ends[rank + 1])))
+    compute = otdd.ComputeOptions("cpu", group=world, **options)
+    return summary(otdd.dataset_distance(*shards, epsilon=EPSILON, compute=compute, **settings))
+
+
+def of_wholes(options: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """The distance of datasets that rank 0 has."""
+
+    def work(ranks: Ranks) -> dict[str, Any]:
+        compute = otdd.ComputeOptions("cpu", group=ranks, **options)
+        result = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute, **settings)
+        return summary(result)
+
+    return otdd.led(work)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("precision", ["fast", "double"])
+def test_shards_have_the_distance_of_the_whole(size: int, uneven: bool, precision: str) -> None:
+    answers = pool(size).run(of_shards, uneven, {"precision": precision}, {})
+    source, target = datasets()
+    alone = otdd.dataset_distance(
+        source, target, epsilon=EPSILON, compute=otdd.ComputeOptions("cpu", precision=precision)
+    )
+    first = answers[0]
+    for other in answers[1:]:
+        assert torch.equal(first["f"], other["f"])
+        assert torch.equal(first["g"], other["g"])
+        assert (first["value"], first["bounds"]) == (other["value"], other["bounds"])
+    assert first["converged"]
+    assert first["fingerprints"] == (source.fingerprint, target.fingerprint)
+    assert first["backend"].endswith(f"{size} ranks")
+    assert first["content"]["ranks"] == size
+    assert first["content"]["bytes_moved"] > 0
+    assert torch.allclose(first["coupling"], alone.class_coupling(), atol=1e-4)
+    assert first["value"] == pytest.approx(alone.value, abs=1e-6)
+    assert torch.allclose(first["f"].double(), alone.potentials[0].double(), atol=1e-4)
+    truth = true_divergence(source, target, alone.class_distances.full)
+    lower, upper = first["bounds"]
+    assert lower <= truth <= upper
+    assert upper - lower < 0.01 * truth
+
+
+def true_divergence(
+    source: otdd.LabeledSamples, target: otdd.LabeledSamples, table: torch.Tensor
+) -> float:
+    total = 0.0
+    first = source.class_total
+    rows = {"x": slice(0, first), "y": slice(first, None)}
+    for one, other, factor in (("x", "y", 1.0), ("x", "x", -0.5), ("y", "y", -0.5)):
+        sides = [{"x": source, "y": target}[name] for name in (one, other)]
+        classes = 0.5 * table[rows[one], rows[other]]
+        labels = [side.labels for side in sides]
+        cost = reference.dense_cost(*(side.features for side in sides), 0.5, classes, *labels)
+        value, _, _ = reference.entropic_transport(cost, *(side.masses for side in sides), EPSILON)
+        total += factor * value
+    return total
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_run_repeats_to_the_last_bit(size: int) -> None:
+    runs = [pool(size).run(of_wholes, {"memory_budget": budget}, {}) for budget in (0, 0)]
+    one, other = (run[0] for run in runs)
+    assert torch.equal(one["f"], other["f"])
+    assert (one["value"], one["bounds"]) == (other["value"], other["bounds"])
+    assert "streamed" in one["backend"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"debias": False},
+        {"labels": "none"},
+        {"epsilon_relative": 0.05},
+        {"solver": otdd.Converged(bound_width=1e-3)},
+        {"ground": "cosine"},
+    ],
+    ids=["biased", "unlabelled", "relative", "width", "cosine"],
+)
+def test_settings_mean_the_same(settings: dict[str, Any]) -> None:
+    found = pool(2).run(of_wholes, {}, settings)[0]
+    alone = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute="cpu", **settings)
+    assert found["value"] == pytest.approx(alone.value, rel=1e-3)
+    assert max(found["bounds"][0], alone.bounds[0]) <= min(found["bounds"][1], alone.bounds[1])
+
+
+def of_one(options: dict[str, Any]) -> dict[str, Any]:
+    compute = otdd.ComputeOptions("cpu", group="world", **options)
+    one, _ = datasets()
+    shard = one.take(torch.arange(torch.distributed.get_rank(), len(one), 2))
+    return summary(otdd.dataset_distance(shard, shard, compute=compute))
+
+
+def test_a_dataset_is_at_distance_0_from_itself() -> None:
+    found = pool(2).run(of_one, {})[0]
+    assert (found["value"], found["bounds"]) == (0.0, (0.0, 0.0))
+
+
+def late_on_one(slow: int) -> dict[str, Any]:
+    """A solve with a limit of seconds, on ranks of which one's clock runs away."""
+    before = iteration.time.perf_counter
+    clock = iter(range(0, 10**9, 10**4))
+    if torch.distributed.get_rank() == slow:
+        iteration.time.perf_counter = lambda: float(next(clock))
+    try:
+        limited = otdd.Converged(1e-5, max_seconds=1000.0)
+        return of_wholes({}, {"solver": limited})
+    finally:
+        iteration.time.perf_counter = before
+
+
+def test_the_clock_of_rank_0_decides() -> None:
+    first, second = pool(2).run(late_on_one, 1)
+    assert first["converged"]
+    assert second["converged"]
+    first, second = pool(2).run(late_on_one, 0)
+    assert first["stopped_by"] == "max_seconds"
+    assert second["stopped_by"] == "max_seconds"
+
+
+def refused(given: str) -> Any:
+    """Shards or calls that ranks cannot agree on."""
+    rank = torch.distributed.get_rank()
+    one, other = datasets()
+    compute = otdd.ComputeOptions("cpu", group="world")
+    settings: dict[str, Any] = {}
+    match given:
+        case "names" if rank == 1:
+            one = otdd.LabeledSamples(one.features, one.labels, ("a", "b", "c", "e"))
+        case "dimension" if rank == 1:
+            one = otdd.LabeledSamples(one.features[:, :2], one.labels, one.class_names)
+        case "labels" if rank == 1:
+            one = otdd.LabeledSamples(one.features, None, ())
+        case "epsilon":
+            settings = {"epsilon": 0.1 + rank}
+        case "weights":
+            one = otdd.LabeledSamples(
+                one.features, one.labels, one.class_names, torch.ones(len(one))
+            )
+        case "values" if rank == 1:
+            return otdd.dataset_distance(one.features * torch.nan, other, compute=compute)
+        case "tensors":
+            return otdd.sinkhorn_divergence(
+                one.features, other.features, epsilon=0.1, compute=compute
+            )
+    return otdd.dataset_distance(one, other, compute=compute, **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("names", "ranks disagree on class names of source"),
+        ("dimension", "ranks disagree on the number of features of source"),
+        ("labels", "ranks disagree on whether there are labels of source"),
+        ("epsilon", "ranks disagree on settings"),
+        ("weights", "source: the weights of a shard, which add up to 1, say nothing"),
+        ("values", "rank 1: source: features hold 183 NaN"),
+        ("tensors", "lead other work from rank 0 with otdd.led"),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(given: str, said: str) -> None:
+    for answer in pool(2).run(refused, given):
+        assert isinstance(answer, otdd.InputError), answer
+        assert said in str(answer)
+
+
+def test_without_processes_there_is_no_group() -> None:
+    one, other = datasets()
+    with pytest.raises(otdd.InputError, match=r"init_process_group\(\) first"):
+        otdd.dataset_distance(one, other, compute=otdd.ComputeOptions("cpu", group="world"))
+    with pytest.raises(otdd.InputError, match="group of this process"):
+        otdd.ComputeOptions(group=3)  # type: ignore[arg-type]
+
+
+def of_some() -> Any:
+    """Shards of the last two of three processes; the first is in no such group."""
+    group = torch.distributed.new_group([1, 2])
+    rank = torch.distributed.get_rank()
+    shards = [side.take(torch.arange(rank % 2, len(side), 2)) for side in datasets()]
+    if rank == 0:
+        return None
+    compute = otdd.ComputeOptions("cpu", group=group)
+    results = [otdd.dataset_distance(*shards, epsilon=EPSILON, compute=compute) for _ in range(2)]
+    return [summary(result) for result in results]
+
+
+@pytest.mark.slow
+def test_a_group_of_some_processes() -> None:
+    left_out, *members = pool(3).run(of_some)
+    assert left_out is None
+    for first, again in members:
+        assert first["backend"].endswith("2 ranks")
+        assert first["value"] == again["value"] == members[0][0]["value"]
+    alone = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute="cpu")
+    assert members[0][0]["value"] == pytest.approx(alone.value, rel=1e-3)
+
+
+def test_a_card_is_not_named_for_all() -> None:
+    with pytest.raises(otdd.InputError, match=r"device=cuda:1 names one card for all processes"):
+        otdd.ComputeOptions("cuda:1", group="world")

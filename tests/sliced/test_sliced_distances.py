@@ -1,0 +1,224 @@
+"""Sliced dataset distances against dense float64 loops on the same draws."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from reference import numbers_on_a_line, transport_on_a_line
+
+import otdd_flash as otdd
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.sliced import distances
+from otdd_flash.sliced.draws import DRAWS_PER_CHUNK, MOMENTS, draw_all, draw_chunk
+from otdd_flash.sliced.quantiles import equal_steps
+
+
+def some(n: int, d: int, classes: int, seed: int, *, weights: str = "none") -> otdd.LabeledSamples:
+    generator = np.random.default_rng(seed)
+    features = generator.random((n, d)).astype(np.float32) + 0.2 * seed
+    labels = torch.from_numpy(np.arange(n) % classes)
+    masses = None
+    if weights != "none":
+        masses = generator.random(n)
+        masses[: n // 5] = 0 if weights == "zeros" else masses[: n // 5]
+    names = tuple(map(str, range(classes)))
+    return otdd.LabeledSamples(features, labels, names, masses, name=f"set {seed}")
+
+
+def dense(one: otdd.LabeledSamples, other: otdd.LabeledSamples, draws: object) -> tuple[float, ...]:
+    """The mean of W_2^2 over draws, and the mean second moments of both sides' numbers."""
+    totals = [0.0, 0.0, 0.0]
+    for theta, psi, orders in zip(*draws, strict=True):
+        sides = [
+            numbers_on_a_line(side.features, side.labels, side.masses, theta, psi, orders)
+            for side in (one, other)
+        ]
+        totals[0] += transport_on_a_line(sides[0], one.masses, sides[1], other.masses)
+        for place, (side, numbers) in enumerate(zip((one, other), sides, strict=True)):
+            totals[1 + place] += float(side.masses @ numbers.square())
+    return tuple(total / len(draws.orders) for total in totals)
+
+
+@pytest.mark.parametrize(
+    "datasets",
+    [
+        pytest.param([some(33, 7, 3, 0), some(33, 7, 4, 1)], id="equal sizes"),
+        pytest.param([some(33, 7, 3, 0), some(20, 7, 2, 1), some(1, 7, 1, 2)], id="unequal sizes"),
+        pytest.param([some(30, 3, 3, 0, weights="any"), some(17, 3, 2, 1)], id="weights"),
+        pytest.param(
+            [some(30, 3, 3, 0, weights="zeros"), some(25, 3, 2, 1, weights="any")], id="zeros"
+        ),
+    ],
+)
+def test_values_are_those_of_dense_loops_on_the_same_draws(datasets) -> None:
+    result = otdd.sliced_distances(datasets, projections=40, seed=3, device="cpu")
+    draws = draw_chunk(0, 40, datasets[0].dim, seed=3)
+    for i, j in combinations(range(len(datasets)), 2):
+        value, *moments = dense(datasets[i], datasets[j], draws)
+        # Stated for all devices: 1e-5 of the projected second moments. In float64 it is rounding.
+        assert abs(float(result.values[i, j]) - value) <= 1e-12 * sum(moments)
+        assert result.values[i, j] == result.values[j, i]
+
+
+def test_weights_count_as_repeated_rows_do() -> None:
+    features, labels = np.random.default_rng(0).random((8, 4)), np.arange(8) % 2
+    copies = np.array([1, 3, 2, 1, 1, 2, 4, 2])
+    whole = (np.repeat(features, copies, 0), np.repeat(labels, copies))
+    weighted = otdd.LabeledSamples.from_arrays(features, labels, copies)
+    other = some(11, 4, 3, 1)
+    one, two = (
+        otdd.sliced_distances([given, other], projections=30, device="cpu").values[0, 1]
+        for given in (whole, weighted)
+    )
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=0)
+
+
+def test_a_dataset_is_at_0_from_itself_and_a_shuffled_copy() -> None:
+    one = some(50, 5, 3, 0)
+    shuffled = one.take(torch.randperm(50, generator=torch.Generator().manual_seed(0)))
+    values = otdd.sliced_distances([one, one, shuffled], projections=20, device="cpu").values
+    assert values[0, 1] == 0
+    assert values[0, 2] < 1e-25
+
+
+def test_labels_count() -> None:
+    half = np.arange(40) // 20
+    features = np.random.default_rng(0).random((40, 4)) + half[:, None]
+    one, other = (features, half), (features, np.arange(40) % 2)
+    assert otdd.sliced_distances([one, other], projections=200, device="cpu").values[0, 1] > 1e-2
+
+
+def test_draws_are_uniform_on_spheres_and_orders_are_poisson_without_0() -> None:
+    parts = [draw_chunk(chunk, 10**6, 3, seed=0) for chunk in range(40)]
+    directions = torch.cat([part.directions for part in parts])
+    weights = torch.cat([part.weights for part in parts])
+    orders = torch.cat([part.orders for part in parts]).double()
+    count = len(orders)
+    for sphere in (directions, weights):
+        torch.testing.assert_close(sphere.norm(dim=1), torch.ones(count, dtype=torch.float64))
+        spread = sphere.T @ sphere / count * sphere.shape[1]
+        assert (spread - torch.eye(len(spread))).abs().max() < 8 / math.sqrt(count)
+    assert orders.min() == 1
+    rates = torch.arange(1, MOMENTS + 1, dtype=torch.float64)
+    expected = rates / (1 - (-rates).exp())
+    assert (orders.mean(0) - expected).abs().max() < 5 * math.sqrt(5 / count)
+
+
+def test_a_draw_is_the_same_however_many_there_are() -> None:
+    few = list(draw_all(DRAWS_PER_CHUNK + 3, 4, 0))[1]
+    many = list(draw_all(3 * DRAWS_PER_CHUNK, 4, 0))[1]
+    for one, other in zip(few, many, strict=True):
+        assert torch.equal(one, other[:3])
+
+
+def test_few_draws_at_a_time_change_nothing(monkeypatch) -> None:
+    datasets = [some(40, 6, 3, 0), some(30, 6, 3, 1)]
+    whole = otdd.sliced_distances(datasets, projections=50, device="cpu")
+    monkeypatch.setattr(distances, "WORK_BYTES", 8 * 70 * 20)
+    parts = otdd.sliced_distances(datasets, projections=50, device="cpu")
+    torch.testing.assert_close(parts.values, whole.values, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (3, 2), (7, 7), (6, 4), (60_000, 59_999)])
+def test_steps_of_equal_masses_use_every_row_up(n: int, m: int) -> None:
+    steps = equal_steps(n, m, torch.device("cpu"))
+    for index, size in ((steps.rows, n), (steps.columns, m)):
+        used = torch.zeros(size, dtype=torch.float64).index_add_(0, index, steps.widths)
+        torch.testing.assert_close(used, torch.full_like(used, 1 / size), rtol=1e-9, atol=0)
+
+
+def test_intervals_are_those_of_a_mean_and_roots_are_of_their_ends() -> None:
+    datasets = [some(40, 6, 3, 0), some(30, 6, 3, 1), some(20, 6, 3, 2)]
+    result = otdd.sliced_distances(datasets, projections=200, device="cpu")
+    half = 1.96 * result.standard_errors
+    torch.testing.assert_close(result.upper - result.values, half)
+    torch.testing.assert_close(result.values - result.lower, half)
+    nearest = result.pairs()[0]
+    assert nearest.value == float(result.values[result.values > 0].min())
+    assert nearest.root_upper == math.sqrt(nearest.upper)
+    assert nearest.root_lower == math.sqrt(max(nearest.lower, 0.0))
+    assert torch.equal(result.roots.square().sqrt(), result.roots)
+
+
+def test_no_interval_where_few_draws_carry_most_of_the_sum() -> None:
+    generator = np.random.default_rng(0)
+    table = generator.normal(size=(60, 3)) * [1, 30, 1]
+    one, other = (table, np.arange(60) % 2), (1.1 * table + 1, np.arange(60) % 2)
+    with pytest.warns(DataNotice, match="no interval is given; standardize"):
+        result = otdd.sliced_distances([one, other], projections=1000, device="cpu")
+    assert bool(result.lower[0, 1].isnan())
+    assert result.pairs()[0].lower is None
+    assert result.pairs()[0].root_upper is None
+    standardised = [(values / table.std(0), labels) for values, labels in (one, other)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        otdd.sliced_distances(standardised, projections=1000, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("datasets", "message"),
+    [
+        ([some(9, 2, 2, 0)], "holds 1 datasets, and at least 2"),
+        ([some(9, 2, 2, 0), some(9, 3, 2, 0)], "has 2 features and .* has 3"),
+        ([some(9, 2, 2, 0), np.ones((4, 2))], r"datasets\[1\] has no labels"),
+        (
+            [some(9, 2, 2, 0), (np.eye(2) * 1e40, np.arange(2))],
+            "overflow float64 in a sliced distance",
+        ),
+    ],
+)
+def test_bad_datasets_end_in_a_sentence(datasets, message) -> None:
+    with pytest.raises(InputError, match=message):
+        otdd.sliced_distances(datasets, projections=1000, device="cpu")
+
+
+@pytest.mark.slow
+def test_intervals_of_pixels_hold_the_value_in_95_of_100_repetitions() -> None:
+    pixels = otdd.extractors.pixels()
+    datasets = [
+        otdd.embed(otdd.load("digits", split=split, max_samples=40, rotate=turn), pixels)
+        for split, turn in (("train", 0), ("test", 30))
+    ]
+    run = {"device": "cpu"}
+    truth = otdd.sliced_distances(datasets, projections=200_000, seed=10**6, **run).values[0, 1]
+    held = 0
+    for seed in range(1000):
+        found = otdd.sliced_distances(datasets, projections=1000, seed=seed, **run)
+        held += bool(found.lower[0, 1] <= truth <= found.upper[0, 1])
+    assert 930 <= held <= 970
+
+
+@pytest.mark.slow
+def test_1000_draws_of_2000_rows_of_784_take_less_than_3_seconds_a_dataset() -> None:
+    datasets = [some(2000, 784, 10, seed) for seed in range(2)]
+    started = time.perf_counter()
+    otdd.sliced_distances(datasets, projections=1000, device="cpu")
+    assert time.perf_counter() - started < 2 * 3
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_what_a_cpu_does() -> None:
+    datasets = [some(700, 90, 5, 0, weights="any"), some(600, 90, 4, 1), some(900, 90, 4, 2)]
+    here, there = (
+        otdd.sliced_distances(datasets, projections=600, device=device).values
+        for device in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(here, there, rtol=1e-10, atol=0)
+
+
+@pytest.mark.gpu
+def test_60000_images_take_5_seconds_a_dataset_and_a_gibibyte() -> None:
+    datasets = [some(60_000, 784, 10, seed).to("cuda") for seed in range(2)]
+    otdd.sliced_distances(datasets, projections=500, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, started = torch.cuda.memory_allocated(), time.perf_counter()
+    otdd.sliced_distances(datasets, projections=10_000, device="cuda")
+    assert time.perf_counter() - started < 2 * 5
+    assert torch.cuda.max_memory_allocated() - before < 2**30

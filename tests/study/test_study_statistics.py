@@ -1,0 +1,292 @@
+"""Statistics of pairs of tasks: against scipy, loops, and simulations with known truths."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.interval_coverage import Design, coverage, dyads, truth_of
+from otdd_flash.study.statistics import permutation
+from otdd_flash.study.statistics.ceiling import ceiling, disjoint_pairs
+from otdd_flash.study.statistics.findings import findings
+from otdd_flash.study.statistics.jackknife import (
+    Replicates,
+    correlation_interval,
+    difference_interval,
+    number_interval,
+    replicates,
+)
+from otdd_flash.study.statistics.pairs import PairTable
+from otdd_flash.study.statistics.partial import freed_of_sizes, partial_spearman
+from otdd_flash.study.statistics.permutation import orders_of, p_value
+from otdd_flash.study.statistics.statistics import (
+    pearson,
+    random_regret,
+    regret,
+    spearman,
+    spearman_over_sources,
+)
+
+
+def some_table(tasks: int = 6, *, holes: int = 3, seed: int = 0, nearer: int = -1) -> PairTable:
+    """Rounded numbers, so that some are equal, with pairs that are missing."""
+    generator = np.random.default_rng(seed)
+    measure = np.round(3 * generator.random((tasks, tasks)), 1)
+    gains = np.round(10 * generator.random((tasks, tasks)))
+    for i, j in generator.integers(tasks, size=(holes, 2)):
+        gains[i, j] = np.nan
+    np.fill_diagonal(gains, np.nan)
+    return PairTable(measure, gains, [str(k) for k in range(tasks)], nearer)
+
+
+def value(statistic, table: PairTable) -> float:
+    return float(statistic(table.measure[None], table.gains, table.present[None])[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_correlations_over_pairs_are_those_of_scipy(seed: int) -> None:
+    table = some_table(seed=seed)
+    both = table.measure[table.present], table.gains[table.present]
+    assert value(pearson, table) == pytest.approx(stats.pearsonr(*both).statistic, abs=1e-12)
+    assert value(spearman, table) == pytest.approx(stats.spearmanr(*both).statistic, abs=1e-12)
+    by_target = []
+    for column in range(6):
+        rows = table.present[:, column]
+        if rows.sum() >= 3:
+            by_target.append(
+                stats.spearmanr(table.measure[rows, column], table.gains[rows, column]).statistic
+            )
+    found = value(spearman_over_sources, table)
+    assert found == pytest.approx(np.nanmean(by_target), abs=1e-12)
+
+
+def test_many_masks_at_once_are_each_alone() -> None:
+    table = some_table(tasks=7, holes=5)
+    masks = table.without_each_unit()
+    for statistic in (pearson, spearman, spearman_over_sources, regret(-1), random_regret):
+        together = statistic(np.broadcast_to(table.measure, masks.shape), table.gains, masks)
+        alone = [
+            float(statistic(table.measure[None], table.gains, mask[None])[0]) for mask in masks
+        ]
+        np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
+def test_regret_is_what_a_user_loses_by_the_measure() -> None:
+    gains = np.array([[np.nan, 1.0, 7.0], [4.0, np.nan, 2.0], [6.0, 5.0, np.nan]])
+    near = np.array([[0.0, 1.0, 3.0], [1.0, 0.0, 2.0], [2.0, 3.0, 0.0]])
+    table = PairTable(near, gains, "abc", -1)
+    # Chosen are the sources 1, 0, 1, best 2, 2, 0.
+    assert value(regret(-1), table) == pytest.approx((2 + 4 + 5) / 3)
+    assert value(regret(1), table) == pytest.approx(0)
+    assert value(random_regret, table) == pytest.approx((1 + 2 + 2.5) / 3)
+
+
+def test_constant_numbers_and_few_pairs_have_no_correlation() -> None:
+    table = some_table(tasks=4, holes=0)
+    for measure in (np.full((4, 4), 0.1), np.full((4, 4), np.nan)):
+        flat = PairTable(measure, table.gains, table.families, -1)
+        for statistic in (pearson, spearman, spearman_over_sources):
+            assert math.isnan(value(statistic, flat))
+        assert math.isnan(p_value(flat, spearman, 0))
+
+
+def test_the_jackknife_is_the_formula_over_units() -> None:
+    table = some_table(tasks=6)
+    found = replicates(table, spearman)
+    left = []
+    for unit in range(6):
+        kept = [k for k in range(6) if k != unit]
+        part = np.ix_(kept, kept)
+        smaller = PairTable(table.measure[part], table.gains[part], kept, -1)
+        left.append((value(spearman, smaller), smaller.count))
+    z = np.array([math.atanh(np.clip(rho, -1 + 1 / n, 1 - 1 / n)) for rho, n in left])
+    error = math.sqrt(5 / 6 * ((z - z.mean()) ** 2).sum())
+    reach = stats.t.ppf(0.975, 5) * error
+    centre = math.atanh(value(spearman, table))
+    lower, upper = correlation_interval(found)[1:]
+    assert (lower, upper) == pytest.approx((math.tanh(centre - reach), math.tanh(centre + reach)))
+    plain = np.array([rho for rho, _ in left])
+    reach = stats.t.ppf(0.975, 5) * math.sqrt(5 / 6 * ((plain - plain.mean()) ** 2).sum())
+    assert number_interval(found)[1] == pytest.approx(found.value - reach)
+
+
+def test_a_perfect_correlation_is_clipped_by_its_pairs() -> None:
+    perfect = Replicates(1.0, np.ones(6), 30, np.full(6, 20.0))
+    interval = correlation_interval(perfect)
+    assert interval.value == 1
+    assert interval.lower == pytest.approx(1 - 1 / 30)
+
+
+def test_below_five_units_there_is_no_interval() -> None:
+    table = some_table(tasks=4, holes=0)
+    assert correlation_interval(replicates(table, spearman)).lower is None
+    assert correlation_interval(replicates(table, spearman), least=4).lower is not None
+
+
+def test_a_unit_is_a_family() -> None:
+    table = some_table(tasks=6, holes=0)
+    paired = PairTable(table.measure, table.gains, list("aabbcc"), -1)
+    masks = paired.without_each_unit()
+    assert paired.units == ("a", "b", "c")
+    assert [int(mask.sum()) for mask in masks] == [12, 12, 12]
+    assert not masks[0][:2].any()
+    assert not masks[0][:, :2].any()
+
+
+def test_a_difference_of_a_measure_from_itself_is_0() -> None:
+    found = replicates(some_table(), spearman)
+    for correlations in (True, False):
+        interval = difference_interval(found, found, correlations=correlations)
+        assert interval == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("families", [list("abcdef"), list("aabbbc")])
+def test_p_is_the_share_of_all_permutations(families) -> None:
+    table = some_table(seed=1)
+    table = PairTable(table.measure, table.gains, families, -1)
+    observed = value(spearman, table)
+    hits = tried = 0
+    for order in permutations(range(6)):
+        if families[0] == families[1] and [families[k] for k in order] != families:
+            continue
+        moved = PairTable(table.measure[np.ix_(order, order)], table.gains, families, -1)
+        present = table.present & table.present[np.ix_(order, order)]
+        both = moved.measure[present], moved.gains[present]
+        hits += abs(stats.spearmanr(*both).statistic) >= abs(observed) - 1e-12
+        tried += 1
+    assert p_value(table, spearman, 0) == hits / tried
+    assert tried == (720 if families[0] != families[1] else 12)
+
+
+def test_above_seven_tasks_permutations_are_drawn(monkeypatch) -> None:
+    monkeypatch.setattr(permutation, "RANDOM", 999)
+    generator = np.random.default_rng(0)
+    strong, none = (dyads(generator, Design(9, None, rho)) for rho in (0.95, 0.0))
+    assert p_value(strong, spearman, 0) == 1 / 1000
+    assert p_value(none, spearman, 0) > 0.05
+    assert p_value(strong, regret(1), 0, small=True) < 0.05
+    assert not orders_of(strong.families, 0)[1]
+
+
+def test_given_sizes_a_measure_that_follows_them_has_nothing_left() -> None:
+    generator = np.random.default_rng(0)
+    sizes = np.geomspace(500, 1000, 9).round()
+    logs = np.log(sizes)
+    measure = -logs[:, None] - logs[None, :] + 0.1 * generator.standard_normal((9, 9))
+    gains = 10 * (logs[:, None] + logs[None, :]) + generator.standard_normal((9, 9))
+    table = PairTable(measure, gains, [str(k) for k in range(9)], -1)
+    assert value(spearman, table) < -0.8
+    given = partial_spearman(sizes.tolist())
+    assert abs(value(given, table)) < 0.3
+    # What is permuted has the same statistic before it is.
+    freed = freed_of_sizes(table, sizes.tolist())
+    assert value(pearson, freed) == pytest.approx(value(given, table), abs=1e-12)
+
+
+def test_a_partial_correlation_is_that_of_residuals_of_ranks() -> None:
+    table = some_table(tasks=7, holes=4)
+    sizes = [30, 50, 80, 40, 90, 55, 61]
+    sources, targets = np.nonzero(table.present)
+    design = np.stack((np.ones(len(sources)), *(np.log(sizes)[k] for k in (sources, targets))), 1)
+    left = []
+    for side in (table.measure, table.gains):
+        ranked = stats.rankdata(side[table.present])
+        left.append(ranked - design @ np.linalg.solve(design.T @ design, design.T @ ranked))
+    expected = stats.pearsonr(*left).statistic
+    assert value(partial_spearman(sizes), table) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_ceiling_is_the_correlation_with_gains_without_noise() -> None:
+    generator = np.random.default_rng(0)
+    truth = generator.standard_normal((40, 40))
+    runs = truth + 1.5 * generator.standard_normal((5, 40, 40))
+    assert len(list(disjoint_pairs(5))) == 15
+    assert len(list(disjoint_pairs(4))) == 3
+
+    def gains_of(pair):
+        return runs[list(pair)].mean(0)
+
+    found = ceiling(gains_of, 5, pearson)
+    mask = ~np.eye(40, dtype=bool)
+    expected = float(pearson(truth[None], runs.mean(0), mask[None])[0])
+    assert found == pytest.approx(expected, abs=0.02)
+    assert ceiling(gains_of, 3, pearson) is None
+    # Gains that turn round from one half of the seeds to the other repeat in no way.
+    assert ceiling(lambda pair: truth * (1 if 0 in pair else -1), 4, pearson) is None
+
+
+def test_findings_have_a_row_for_everything() -> None:
+    generator = np.random.default_rng(0)
+    one = dyads(generator, Design(6, None, 0.9))
+    other = PairTable(-one.measure, one.gains, one.families, -1)
+    rows = findings(
+        {"one": one, "other": other},
+        sizes=[10, 20, 30, 40, 50, 60],
+        gains_of=lambda pair: one.gains,
+        seeds=5,
+        seed=0,
+    )
+    by = {(row.measure, row.statistic): row for row in rows}
+    assert len(by) == len(rows) == 2 * 6 + 4 + 2
+    assert by["one", "spearman"].value == -by["other", "spearman"].value
+    assert by["one", "spearman"].p == by["other", "spearman"].p
+    assert by["one", "regret"].value == by["other", "regret"].value
+    # The sign of a distance is turned before two measures are compared.
+    assert by["one - other", "spearman"].value == 0
+    assert by["gains", "ceiling_spearman"].value == pytest.approx(1)
+    few = findings(
+        {"one": some_table(tasks=4)},
+        sizes=[9] * 4,
+        gains_of=lambda pair: one.gains,
+        seeds=2,
+        seed=0,
+    )
+    assert {row.statistic for row in few} >= {"spearman", "regret"}
+    assert "partial_spearman" not in {row.statistic for row in few}
+    assert all("5 are needed" in row.note for row in few if row.value and row.measure == "one")
+
+
+def held_by(design: Design, draws: int) -> list[float]:
+    """How often the jackknife's intervals hold the truth, for every statistic."""
+    return [row["coverage"]["jackknife"] for row in coverage(design, draws, seed=0)]
+
+
+@pytest.mark.parametrize(
+    ("design", "draws"),
+    [
+        (Design(12, None, 0.5, 0.6), 300),
+        (Design(20, None, 0.0, 0.6, symmetric=True), 200),
+        (Design(12, 4, 0.8, 0.6), 300),
+    ],
+    ids=str,
+)
+def test_intervals_hold_the_correlation_in_90_of_100_simulations(design, draws) -> None:
+    assert min(held_by(design, draws)) >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tasks", "families"), [(12, None), (20, None), (12, 4)])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_intervals_hold_the_correlation_whatever_it_is(
+    tasks, families, symmetric, rho, share
+) -> None:
+    assert min(held_by(Design(tasks, families, rho, share, symmetric), 400)) >= 0.9
+
+
+@pytest.mark.parametrize("families", [None, 4])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_simulated_pairs_correlate_by_what_is_taken_for_the_truth(families, symmetric) -> None:
+    generator, design = np.random.default_rng(0), Design(12, families, 0.6, 0.5, symmetric)
+    tables = [dyads(generator, design) for _ in range(4000)]
+    # One pair of each, so that these are independent.
+    both = np.array([(table.measure[2, 9], table.gains[2, 9]) for table in tables])
+    assert np.abs(both.std(0) - 1).max() < 0.05
+    assert stats.pearsonr(*both.T).statistic == pytest.approx(truth_of("pearson", 0.6), abs=0.04)
+    assert stats.spearmanr(*both.T).statistic == pytest.approx(truth_of("spearman", 0.6), abs=0.04)
+    assert all(np.array_equal(one.measure, one.measure.T) == symmetric for one in tables[:3])

@@ -1,0 +1,58 @@
+"""The committed study of twelve tasks: what it reports, and that this code would do the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.environment import RESULTS
+from experiments.transfer_study import AIM, NAME, markdown, study
+from otdd_flash.study.measures import MEASURES
+from otdd_flash.study.setup import Setup
+
+KINDS = ("", "_features")
+# What of the settings depends on the machine.
+OF_THE_MACHINE = ("compute", "versions")
+MOST_BYTES = 300_000
+
+
+def committed(kind: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{NAME}{kind}.json").read_text("utf-8"))
+    return content
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_is_reported_of_every_measure(kind: str) -> None:
+    content = committed(kind)
+    rows = {row["measure"]: row for row in content["measures"]}
+    assert {*rows} == {*MEASURES}
+    found = {(row["measure"], row["statistic"]): row for row in content["correlations"]}
+    for name, row in rows.items():
+        assert row["pairs"] == 116
+        assert row["lower"] < row["rho"] < row["upper"]
+        assert found[name, "spearman"]["value"] == row["rho"]
+        assert found[name, "regret"]["value"] == row["regret"]
+        assert {*row["without"]} == {"mnist", "fashion", "usps", "digits"}
+        rhos = [row["sign"] * rho for rho in (row["rho"], *row["without"].values())]
+        assert row["aim_reached"] == (min(rhos) > AIM)
+    assert len(content["notes"]) == 8
+    assert (RESULTS / f"{NAME}{kind}.md").read_text("utf-8") == markdown(content["measures"])
+
+
+def test_the_files_are_small() -> None:
+    assert sum(path.stat().st_size for path in RESULTS.glob(f"{NAME}*")) <= MOST_BYTES
+
+
+@pytest.mark.slow
+def test_the_tasks_and_the_protocol_are_those_of_this_code(real_data: Path) -> None:
+    whole = study(str(real_data), 2000, None)
+    setup = Setup(whole._tasks(), whole._settings(None, 1, 1))
+    now = json.loads(json.dumps(setup.summary()))
+    then = committed("")["settings"]
+    for content in (now, then):
+        for key in OF_THE_MACHINE:
+            del content[key]
+    assert now == then
