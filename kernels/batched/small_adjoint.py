@@ -49,9 +49,9 @@ class Packing(NamedTuple):
 # warps that spill none. Float64 takes twice the warps where one is not enough.
 PACKINGS = {
     1 << 4: (32, 1),
-    1 << 6: (8, 1),
+    1 << 6: (16, 1),
     1 << 8: (4, 1),
-    1 << 10: (2, 1),
+    1 << 10: (4, 1),
     1 << 12: (1, 1),
     1 << 14: (1, 2),
     1 << 15: (1, 8),

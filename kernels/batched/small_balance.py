@@ -56,10 +56,10 @@ from otdd_flash.kernels.batched.small_adjoint import padded
 PACKINGS = {
     16: Packing(32, 1),
     64: Packing(8, 1),
-    256: Packing(8, 1),
+    256: Packing(8, 1, 128),
     1024: Packing(1, 1, 96),
     4096: Packing(1, 2, 168),
-    16384: Packing(1, 8),
+    16384: Packing(1, 4, 255),
 }
 
 

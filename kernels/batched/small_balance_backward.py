@@ -48,11 +48,11 @@ from otdd_flash.kernels.batched.small_adjoint import padded
 # By the entries of a padded matrix up to which it holds.
 PACKINGS = {
     16: Packing(8, 1),
-    64: Packing(2, 1),
-    256: Packing(2, 1),
-    1024: Packing(1, 1),
-    4096: Packing(1, 4),
-    16384: Packing(1, 16),
+    64: Packing(8, 1),
+    256: Packing(4, 1),
+    1024: Packing(1, 1, 168),
+    4096: Packing(1, 2, 255),
+    16384: Packing(1, 8, 255),
 }
 
 
@@ -368,5 +368,6 @@ def small_balance_backward(
         N=tile_rows,
         M=tile_columns,
         num_warps=packing.warps,
+        maxnreg=packing.registers,
     )
     return found

@@ -48,7 +48,7 @@ from otdd_flash.kernels.batched.tiny_balance import (
 # Matrices of a program, its warps, and registers of a thread, as in `tiny_balance`.
 BATCH, WARPS, REGISTERS = 32, 1, 168
 # LENGTH and how many are kept, by the steps up to which they do.
-SEGMENTS = {1: (1, 1), 4: (2, 2), 9: (3, 3), 20: (5, 4)}
+SEGMENTS = {1: (1, 1), 4: (2, 2), 9: (3, 3), 18: (3, 6), 20: (4, 5)}
 # In the log domain, which is rare, a short program: registers may spill.
 LOG_LENGTH, LOG_KEPT = tl.constexpr(2), tl.constexpr(10)
 # Iterations that registers hold the scalings of.
@@ -77,6 +77,7 @@ def tiny_balance_backward_kernel(
     CONTIGUOUS: tl.constexpr,
     CONTIGUOUS_COTANGENTS: tl.constexpr,
     ONCE: tl.constexpr,
+    EVEN: tl.constexpr,
     LENGTH: tl.constexpr,
     KEPT: tl.constexpr,
     BATCH: tl.constexpr,
@@ -100,7 +101,7 @@ def tiny_balance_backward_kernel(
     for k in tl.static_range(N * N):
         smallest = tl.minimum(smallest, tl.where(logits[k] > -float("inf"), kernel[k], 1))
     found, most = derivative(
-        kernel, cotangents, n, steps, False, FULL, ONCE, LENGTH, KEPT, BATCH, N, TYPE
+        kernel, cotangents, n, steps, False, FULL, ONCE, EVEN, LENGTH, KEPT, BATCH, N, TYPE
     )
     again = in_logs(smallest, most, TINY)
     found = before_first(found, kernel, column_sums, False, N)
@@ -116,7 +117,8 @@ def tiny_balance_backward_kernel(
         for k in tl.static_range(N * N):
             kernel += (logits[k] + u[k // N] + v[k % N],)
         found, most = derivative(
-            kernel, cotangents, n, steps, True, FULL, ONCE, LOG_LENGTH, LOG_KEPT, BATCH, N, TYPE
+            kernel, cotangents, n, steps, True, FULL, ONCE, False, LOG_LENGTH, LOG_KEPT, BATCH, N,
+            TYPE,
         )
         found = before_first(found, kernel, v, True, N)
         m_again = m_batch & again
@@ -133,6 +135,7 @@ def derivative(
     LOG: tl.constexpr,
     FULL: tl.constexpr,
     ONCE: tl.constexpr,
+    EVEN: tl.constexpr,
     LENGTH: tl.constexpr,
     KEPT: tl.constexpr,
     BATCH: tl.constexpr,
@@ -183,7 +186,7 @@ def derivative(
             for i in tl.static_range(LENGTH):
                 phi = rows_of(kernel, gamma, n, LOG, FULL, N)
                 after = columns_of(kernel, phi, n, LOG, FULL, N)
-                gamma = chosen_of(first + i < start, gamma, after, N)
+                gamma = after if EVEN else chosen_of(first + i < start, gamma, after, N)
                 phis += phi
                 gammas += gamma
             for back in tl.static_range(LENGTH):
@@ -194,7 +197,8 @@ def derivative(
                     part_of(gammas, LENGTH - 1 - back, N),
                     LOG, N,
                 )  # fmt: skip
-                q = chosen_of(first + (LENGTH - 1 - back) > start, q, nothing, N)
+                if not EVEN:
+                    q = chosen_of(first + (LENGTH - 1 - back) > start, q, nothing, N)
         before = found
         found = ()
         for k in tl.static_range(N * N):
@@ -454,6 +458,7 @@ def tiny_balance_backward(
         CONTIGUOUS=n == width and matrices.is_contiguous(),
         CONTIGUOUS_COTANGENTS=n == width and cotangents.is_contiguous(),
         ONCE=iterations == 1,
+        EVEN=steps % length == 0,
         LENGTH=length,
         KEPT=kept,
         BATCH=BATCH,

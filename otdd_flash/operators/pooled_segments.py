@@ -17,7 +17,7 @@ from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.kernels.stored.step import stored_programs, stored_step
 from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
 from otdd_flash.operators.one_segment import MEMORY
-from otdd_flash.operators.score_pool import PooledCosts, Room, ScorePool
+from otdd_flash.operators.score_pool import Pool, PooledCosts, Room
 
 
 class PooledSegments:
@@ -36,7 +36,7 @@ class PooledSegments:
     dtype = sum_dtype = torch.float32
     memory = MEMORY
 
-    def __init__(self, pool: ScorePool, tables: Sequence[Tensor], *, symmetric: bool) -> None:
+    def __init__(self, pool: Pool, tables: Sequence[Tensor], *, symmetric: bool) -> None:
         self._pool, self._symmetric, room = pool, symmetric, pool.room
         self.device, self._tables = room.device, tables
         self._programs = [stored_programs(table) for table in self._tables]

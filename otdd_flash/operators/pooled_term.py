@@ -7,10 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.stored.plan import stored_plan, stored_product
 from otdd_flash.operators.base import CostFacts, CostRange, Epsilon, Marginals
-from otdd_flash.operators.score_pool import ScorePool
+from otdd_flash.operators.score_pool import Pool
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
 
@@ -35,7 +34,7 @@ class PooledTerm:
 
     dtype, costs = torch.float32, UNKNOWN
 
-    def __init__(self, pool: ScorePool, term: str) -> None:
+    def __init__(self, pool: Pool, term: str) -> None:
         self._pool, (one, two) = pool, SIDES[term]
         rows, columns = pool.room.sides[one], pool.room.sides[two]
         self.a, self.b = pool.masses[:, rows], pool.masses[:, columns]
@@ -54,7 +53,7 @@ class PooledTerm:
         columns = stored_plan(transposed, g, f, self.a, level, LEAST_EXPONENT)
         share, (x, y) = self._pool.error_share, self._magnitudes
         sums, errors = (self.a * rows, self.b * columns), (share * x, share * y)
-        return measured(sums, (f, g), self._magnitudes, errors, UNIT)
+        return measured(sums, (f, g), self._magnitudes, errors, self._pool.rounding)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (B, n) for masses q (B, m), float64: one read of the scores."""
@@ -70,7 +69,7 @@ class PooledTerm:
 
 
 def single_operator(
-    pool: ScorePool, term: str, sizes: tuple[int, int], costs: CostFacts
+    pool: Pool, term: str, sizes: tuple[int, int], costs: CostFacts
 ) -> StoredOperator:
     """The cost of a term of the first problem, of so many points, of which so much is known."""
     starts, (one, two) = (0, pool.room.n), SIDES[term]
@@ -85,5 +84,5 @@ def single_operator(
         mean_cost=costs.mean,
         magnitudes=both,
         cost_errors=(pool.error_share * both[0], pool.error_share * both[1]),
-        cost_rounding=UNIT,
+        cost_rounding=pool.rounding,
     )

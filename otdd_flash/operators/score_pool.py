@@ -3,6 +3,7 @@
 A problem has two clouds, n points of x and m of y, in room for N and M of them: `points` of either
 side by side, L = N + M. Its scores are one matrix (L, L) of four blocks, those of the self terms on
 the diagonal and those of the cross term beside them, once for rows of x and once for rows of y.
+Those of a cost matrix that is given have the two of the cross term alone.
 
 Everything here is launched without asking the device anything: sizes, weights and epsilon are read
 from its memory, so that one recording serves all problems that fit the room.
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.recording import run_branches
+from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.stored.scores import no_scores, stored_scores
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 
@@ -31,7 +33,7 @@ class Room(NamedTuple):
         problems: B.
         n: N, points of x in each.
         m: M, points of y.
-        dim: of the points.
+        dim: of the points; 0 where costs are given.
         classes: of both sides together.
         dtype: of the points.
         device: where.
@@ -59,7 +61,7 @@ class Room(NamedTuple):
     def bytes(self) -> int:
         """What a pool takes, most of it scores, and what is made of points and products."""
         points = self.problems * self.points
-        products = min(8 * PRODUCTS, 8 * points * max(self.n, self.m))
+        products = min(8 * PRODUCTS, 8 * points * max(self.n, self.m)) if self.dim else 0
         return 4 * points * self.points + 2 * products + 32 * points * self.dim
 
 
@@ -87,57 +89,91 @@ class PooledCosts(NamedTuple):
         return self.highest - self.lowest
 
 
-class ScorePool:
+class Pool:
+    """What kernels and certificates read of B problems, whatever their scores are made of.
+
+    Attributes:
+        room: that there is.
+        of_costs: (3,) float64, what the host tells of the costs, for `prepare`.
+        scores: (B, L, L) float32.
+        masses: (B, L) float64, 0 where there is no point.
+        log2_masses: (B, L) float64.
+        asymmetry: (B, 4) float64: of the blocks [x, x] and [y, y] of W, how far entries are from
+            their mirror images, and the largest entries.
+        own_magnitudes: (B, L) float64: |C_ij| <= of i + of j within a side.
+        cross_magnitudes: (B, L) likewise, between sides.
+        cross: of the cross terms, (B,).
+        own: of the self terms, (B, 2).
+        error_share: error of a cost over its magnitudes.
+        rounding: of a score over its magnitudes.
+    """
+
+    error_share, rounding = 0.0, 0.0
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.masses, self.log2_masses = self.zeros(room.points), self.zeros(room.points)
+        self.asymmetry = self.zeros(4)
+        self.of_costs = torch.zeros(3, dtype=torch.float64, device=room.device)
+        self.scores = no_scores(room.problems, room.points, room.device)
+        self.own_magnitudes, self.cross_magnitudes = (self.zeros(room.points) for _ in range(2))
+        facts = len(PooledCosts._fields)
+        self.cross = PooledCosts(*self.zeros(facts).unbind(1))
+        self.own = PooledCosts(*self.zeros(facts, 2).unbind(1))
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Zeros (B, ...)."""
+        room = self.room
+        return torch.zeros((room.problems, *shape), dtype=dtype, device=room.device)
+
+    def prepare(self, *, own: bool) -> None:
+        """Everything but what was filled in, of self terms too if `own`."""
+        raise NotImplementedError
+
+
+class GivenScores(Pool):
+    """Those of one cost matrix: scores, masses and magnitudes are filled in.
+
+    `of_costs` holds the mean, the lowest and the highest cost.
+    """
+
+    def prepare(self, *, own: bool) -> None:
+        """What is known of the cost, and logarithms of masses."""
+        assert not own
+        self.log2_masses.copy_(self.masses.log2())
+        _keep(self.cross, *self.of_costs[:, None])
+
+
+class ScorePool(Pool):
     """The scores of B problems, made by `prepare` from what stands in the inputs.
 
     Inputs, to be filled first; where there is no point the masses are 0 and the rest is finite:
 
         points (B, L, d), masses (B, L) float64, labels (B, L) int64, of both sides together,
         class_distances (B, V, V) float64, W, of which the block [y, x] is not read, and
-        weights (3,) float64, lambda_x, lambda_y and the number of the classes of x.
+        of_costs (3,) float64, lambda_x, lambda_y and the number of the classes of x.
 
     Attributes:
-        scores: (B, L, L) float32.
         centre: (B, 1, d) float64, the mean of both clouds' means.
         class_costs: (B, V, V) float64, lambda_y W, symmetric.
-        asymmetry: (B, 4) float64: of the blocks [x, x] and [y, y] of W, how far entries are from
-            their mirror images, and the largest entries.
-        log2_masses: (B, L) float64.
-        own_magnitudes: (B, L) float64: |C_ij| <= of i + of j within a side.
-        cross_magnitudes: (B, L) likewise, between sides.
-        cross: of the cross terms, (B,).
-        own: of the self terms, (B, 2).
     """
 
+    rounding = UNIT
+
     def __init__(self, room: Room) -> None:
-        self.room = room
-        count, device = room.problems, room.device
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.zeros((count, *shape), dtype=dtype, device=device)
-
-        self.points = zeros(room.points, room.dim, dtype=room.dtype)
-        self.masses, self.log2_masses = zeros(room.points), zeros(room.points)
-        self.labels = zeros(room.points, dtype=torch.int64)
-        self.class_distances = zeros(room.classes, room.classes)
-        self.class_costs = zeros(room.classes, room.classes)
-        self.asymmetry, self.centre = zeros(4), zeros(1, room.dim)
-        self.weights = torch.zeros(3, dtype=torch.float64, device=device)
-        self.scores = no_scores(count, room.points, device)
-        self.own_magnitudes, self.cross_magnitudes = zeros(room.points), zeros(room.points)
-        facts = len(PooledCosts._fields)
-        self.cross = PooledCosts(*zeros(facts).unbind(1))
-        self.own = PooledCosts(*zeros(facts, 2).unbind(1))
-
-    @property
-    def error_share(self) -> float:
-        """Error of a cost in float64 over the magnitudes: as `LabelledCost.cost_error_share`."""
-        return (2 * self.room.dim + 16) * DOUBLE_UNIT
+        super().__init__(room)
+        self.points = self.zeros(room.points, room.dim, dtype=room.dtype)
+        self.labels = self.zeros(room.points, dtype=torch.int64)
+        self.class_distances = self.zeros(room.classes, room.classes)
+        self.class_costs = self.zeros(room.classes, room.classes)
+        self.centre = self.zeros(1, room.dim)
+        # Error of a cost in float64 over the magnitudes: as `LabelledCost.cost_error_share`.
+        self.error_share = (2 * room.dim + 16) * DOUBLE_UNIT
 
     @property
     def lambda_x(self) -> Tensor:
         """The weight of squared distances (1,)."""
-        return self.weights[:1]
+        return self.of_costs[:1]
 
     def prepare(self, *, own: bool) -> None:
         """Compute scores and everything that is known of them, of self terms too if `own`."""
@@ -163,11 +199,11 @@ class ScorePool:
     def _symmetrize(self) -> None:
         """The costs between classes, as `solver.class_blocks` says."""
         given = self.class_distances
-        of_x = torch.arange(given.shape[1], device=given.device) < self.weights[2]
+        of_x = torch.arange(given.shape[1], device=given.device) < self.of_costs[2]
         rows, columns = of_x[:, None], of_x[None, :]
         crossed = torch.where(rows, given, given.mT)
         symmetric = torch.where(rows == columns, given / 2 + given.mT / 2, crossed)
-        torch.mul(symmetric, self.weights[1], out=self.class_costs)
+        torch.mul(symmetric, self.of_costs[1], out=self.class_costs)
         blocks = rows & columns, ~rows & ~columns
         numbers = [
             torch.where(block, part.abs(), 0).amax((1, 2))

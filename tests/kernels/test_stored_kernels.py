@@ -65,7 +65,7 @@ class Clouds:
         given[3:, :3] = math.nan
         pool.class_distances[0, :5, :5] = given.nan_to_num(0.25)
         weights = (self.lambda_x, self.lambda_y, 3.0)
-        pool.weights.copy_(torch.tensor(weights, dtype=torch.float64))
+        pool.of_costs.copy_(torch.tensor(weights, dtype=torch.float64))
         pool.prepare(own=own)
         return pool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,35 +17,28 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import Compute, ComputeOptions, scores_fit, uses_triton
 from otdd_flash.operators.cost_blocks import AskedCosts, CostBlocks
+from otdd_flash.operators.ground import NO_OFFSET
 from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
+from otdd_flash.operators.pooled_term import BACKEND
 from otdd_flash.samples import real_tensor
 from otdd_flash.solver.divergence import Divergence, solve_divergence
+from otdd_flash.solver.matrix.given import (
+    SelfCosts,
+    checked_masses,
+    checked_self_costs,
+    given_matrix,
+)
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
+from otdd_flash.solver.small.route import is_small_matrix, solve_small_matrix
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import Progress
 from otdd_flash.solver.term_solves import Potentials, Solved
 
 # What `matrix_transport` takes for costs.
 Costs = Tensor | np.ndarray[Any, Any] | CostBlocks
-
-HELD_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-# The largest integer up to which float32 holds all.
-WHOLE = 2**24
-
-# Entries of a matrix that differ from those across the diagonal by so many roundings are the same.
-SYMMETRIC_UNITS = 64
-
-
-class SelfCosts(NamedTuple):
-    """A matrix (n, n) that stands for (C + C^T) / 2, and max_j |C_ij - C_ji| / 2 (n,) float64."""
-
-    matrix: Tensor
-    errors: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +99,7 @@ class MatrixProblem:
             source = HeldCosts(source.held())
         n, m = source.shape
         masses = (checked_masses("a", a, n).to(device), checked_masses("b", b, m).to(device))
-        own = None if self_costs is None else _checked_self_costs(self_costs, (n, m), device)
+        own = None if self_costs is None else checked_self_costs(self_costs, (n, m), device)
         return cls(source, *masses, chosen, own)
 
     @property
@@ -127,7 +120,7 @@ class MatrixProblem:
             InputError: an entry is no cost, a point with mass has only forbidden pairs, or the
                 backend cannot run.
         """
-        if self._in_triton:
+        if self.in_triton:
             from otdd_flash.operators.matrix_kernel import kernel_facts
 
             assert isinstance(self.source, HeldCosts)
@@ -149,7 +142,12 @@ class MatrixProblem:
         return MatrixOperator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
 
     @cached_property
-    def _in_triton(self) -> bool:
+    def in_triton(self) -> bool:
+        """Whether passes run in Triton kernels.
+
+        Raises:
+            InputError: they cannot.
+        """
         held = isinstance(self.source, HeldCosts)
         if not held and self.compute.backend == "auto":
             return False
@@ -162,7 +160,7 @@ class MatrixProblem:
         return found
 
     def _executed(self, tiles: MatrixOperator) -> Operator:
-        if not self._in_triton:
+        if not self.in_triton:
             return tiles
         from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 
@@ -206,6 +204,12 @@ class MatrixProblem:
                 "the end alone; set solver.tolerance"
             )
         start = self._checked_start(start or {})
+        if isinstance(options, Converged) and is_small_matrix(self, options):
+            term = solve_small_matrix(self, epsilon, options, start=start, progress=progress)
+            if term is not None:
+                if solved is not None:
+                    solved("xy", self.operator, term)
+                return Divergence.of_terms({"xy": term}, options, NO_OFFSET, BACKEND)
         made: dict[str, Callable[[], Operator]] = {"xy": lambda: self.operator}
         if self.self_costs is not None:
             made |= {name: partial(self._self_operator, name) for name in ("xx", "yy")}
@@ -248,93 +252,6 @@ class MatrixProblem:
                 f"{way_out}",
                 epsilon,
             )
-
-
-def given_matrix(name: str, given: Any) -> Tensor:
-    """A matrix (n, m) of a type that is held as it is, detached.
-
-    Raises:
-        InputError: it is no real matrix, or has no rows or columns.
-    """
-    if isinstance(given, np.ndarray) and any(stride < 0 for stride in given.strides):
-        given = given.copy()
-    matrix = real_tensor(name, given).detach()
-    if matrix.ndim != 2 or min(matrix.shape) < 1:
-        raise InputError(f"{name} must be a matrix (n, m), got shape {tuple(matrix.shape)}")
-    if matrix.dtype in HELD_TYPES:
-        return matrix
-    if matrix.dtype.is_floating_point or matrix.dtype == torch.bool:
-        return matrix.to(torch.float32)
-    low, high = (int(end) for end in torch.aminmax(matrix))
-    return matrix.to(torch.float32 if max(-low, high) <= WHOLE else torch.float64)
-
-
-def checked_masses(name: str, given: Any, size: int) -> Tensor:
-    """Masses (size,) float64 that sum to 1; uniform for None.
-
-    Raises:
-        InputError: another shape, a mass that is negative or not finite, or another sum.
-    """
-    if given is None:
-        return torch.full((size,), 1 / size, dtype=torch.float64)
-    masses = real_tensor(name, given).detach().double()
-    if masses.shape != (size,):
-        raise InputError(f"{name} must have shape ({size},), got {tuple(masses.shape)}")
-    bad = ~((masses >= 0) & (masses < torch.inf))
-    if bool(bad.any()):
-        place = int(bad.nonzero()[0])
-        raise InputError(
-            f"{name} must be finite and not negative; {name}[{place}] is {float(masses[place])}"
-        )
-    total = float(masses.sum())
-    if abs(total - 1) > MASS_TOLERANCE:
-        raise InputError(f"{name} must sum to 1, got {total:.8g}; divide it by its sum")
-    return masses / total
-
-
-def _checked_self_costs(
-    given: Sequence[Tensor], sizes: tuple[int, int], device: torch.device
-) -> tuple[SelfCosts, SelfCosts]:
-    found = []
-    for place, (costs, size) in enumerate(zip(given, sizes, strict=True)):
-        name = f"self_costs[{place}]"
-        matrix = given_matrix(name, costs).to(device)
-        if matrix.shape != (size, size):
-            raise InputError(
-                f"{name} must have shape {(size, size)} beside costs {sizes}, got "
-                f"{tuple(matrix.shape)}"
-            )
-        found.append(SelfCosts(matrix, _asymmetry(name, matrix)))
-    return found[0], found[1]
-
-
-def _asymmetry(name: str, matrix: Tensor) -> Tensor:
-    """max_j |C_ij - C_ji| / 2 (n,), float64.
-
-    Raises:
-        InputError: an entry is not finite, or differs by more than roundings from its mirror image.
-    """
-    errors = torch.empty(len(matrix), dtype=torch.float64, device=matrix.device)
-    largest = 0.0
-    for rows, block in exact_blocks(HeldCosts(matrix)):
-        finite = block.isfinite()
-        if not bool(finite.all()):
-            row, column = (~finite).nonzero()[0].tolist()
-            raise InputError(
-                f"{name} must be finite; {name}[{rows.start + row}, {column}] is "
-                f"{float(block[row, column])}"
-            )
-        costs = block.double()
-        errors[rows] = (costs - matrix[:, rows].T).abs().amax(1) / 2
-        largest = max(largest, float(costs.abs().max()))
-    row = int(errors.argmax())
-    if 2 * float(errors[row]) > SYMMETRIC_UNITS * torch.finfo(matrix.dtype).eps * largest:
-        column = int((matrix[row].double() - matrix[:, row].double()).abs().argmax())
-        raise InputError(
-            f"{name} must be symmetric; {name}[{row}, {column}] is {float(matrix[row, column]):g} "
-            f"and {name}[{column}, {row}] is {float(matrix[column, row]):g}; give (C + C.T) / 2"
-        )
-    return errors
 
 
 def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:

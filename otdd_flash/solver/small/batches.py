@@ -92,7 +92,7 @@ def _solve(
     # As for a single problem.
     goal = goal_of(options, epsilon, AIM)
     with kept(room_of(batch, problems), debias) as solve:
-        solve.begin(batch, weights, goal, {})
+        solve.begin(batch, (*weights, batch.class_totals[0]), goal, {})
         done = False
         while not done:
             solve.iterate()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.score_pool import PooledCosts
+from otdd_flash.operators.score_pool import Pool, PooledCosts, ScorePool
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.term.plan_evidence import PlanEvidence
 
@@ -24,22 +24,22 @@ class Inputs(NamedTuple):
         cross: (7,) settings of the cross term, of `engine.quasi_newton_kernels`.
         own: (7,) of the self terms.
         started: (3,) 1 where a term starts from given potentials, else 0.
-        weights: (3,) lambda_x, lambda_y and the number of the classes of x.
+        of_costs: (3,) as a pool takes them.
         tables: (4 B, 8) int64, of `tables_of`.
     """
 
     cross: Tensor
     own: Tensor
     started: Tensor
-    weights: Tensor
+    of_costs: Tensor
     tables: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, problems: int) -> Inputs:
         """Of all numbers for B problems."""
         parts = [GOAL, GOAL, 3, 3, 32 * problems]
-        cross, own, started, weights, tables = torch.split(numbers, parts)
-        return cls(cross, own, started, weights, tables.view(torch.int64).view(-1, 8))
+        cross, own, started, of_costs, tables = torch.split(numbers, parts)
+        return cls(cross, own, started, of_costs, tables.view(torch.int64).view(-1, 8))
 
 
 class Batch(NamedTuple):
@@ -75,6 +75,35 @@ class Batch(NamedTuple):
             table,
         )
 
+    def fill(self, pool: Pool, *, uniform: bool) -> bool:
+        """Fill in a pool's inputs.
+
+        Args:
+            pool: with room for as many problems, and no fewer points.
+            uniform: whether masses are uniform there already.
+
+        Returns:
+            Whether they are now.
+        """
+        assert isinstance(pool, ScorePool)
+        now = self.masses == (None, None)
+        if not (now and uniform):
+            pool.masses.zero_()
+        for k, (offset, size) in enumerate(zip((0, pool.room.n), self.sizes, strict=True)):
+            here, masses, labels = slice(offset, offset + size), self.masses[k], self.labels[k]
+            pool.points[:, here].copy_(self.points[k])
+            if masses is not None:
+                pool.masses[:, here].copy_(masses)
+            elif not (now and uniform):
+                pool.masses[:, here] = 1 / size
+            if self.table is not None:
+                before, into = k * self.class_totals[0], pool.labels[:, here]
+                into.fill_(before) if labels is None else torch.add(labels, before, out=into)
+        if self.table is not None:
+            total = len(self.table)
+            pool.class_distances[:, :total, :total].copy_(self.table)
+        return now
+
     def part(self, problems: slice) -> Batch:
         """Some of the problems."""
 
@@ -88,6 +117,39 @@ class Batch(NamedTuple):
         """Points of a problem on both sides, n and m."""
         x, y = self.points
         return x.shape[1], y.shape[1]
+
+
+class GivenCosts(NamedTuple):
+    """One problem whose costs are given, on the device.
+
+    Attributes:
+        costs: C (n, m), finite.
+        masses: (n,) and (m,) float64.
+        magnitudes: (n,) and (m,) float64, with |C_ij| at most their sum.
+    """
+
+    costs: Tensor
+    masses: tuple[Tensor, Tensor]
+    magnitudes: tuple[Tensor, Tensor]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """N and m."""
+        return self.costs.shape[0], self.costs.shape[1]
+
+    def fill(self, pool: Pool, *, uniform: bool) -> bool:
+        """Fill in a pool's inputs, as `Batch.fill`."""
+        x, y = (
+            slice(start, start + size)
+            for start, size in zip((0, pool.room.n), self.sizes, strict=True)
+        )
+        torch.mul(self.costs, -1, out=pool.scores[0, x, y])
+        torch.mul(self.costs.T, -1, out=pool.scores[0, y, x])
+        pool.masses.zero_()
+        for side, masses, magnitudes in zip((x, y), self.masses, self.magnitudes, strict=True):
+            pool.masses[0, side].copy_(masses)
+            pool.cross_magnitudes[0, side].copy_(magnitudes)
+        return False
 
 
 class TermRead(NamedTuple):
@@ -120,7 +182,7 @@ class Read(NamedTuple):
 
     Attributes:
         done: whether all iterations are.
-        numbers: (B, .) float64 on the host, `ScorePool.asymmetry` and then those of every term.
+        numbers: (B, .) float64 on the host, `Pool.asymmetry` and then those of every term.
         evidence: what they are of, by term.
     """
 
@@ -129,7 +191,7 @@ class Read(NamedTuple):
     evidence: list[PlanEvidence]
 
     def asymmetry(self) -> Tensor:
-        """`ScorePool.asymmetry` (B, 4)."""
+        """`Pool.asymmetry` (B, 4)."""
         return self.numbers[:, :4]
 
     def terms(self, problem: int | None = None) -> list[TermRead]:

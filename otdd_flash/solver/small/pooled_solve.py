@@ -23,8 +23,8 @@ from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.stored.plan import signed_plan
 from otdd_flash.operators.pooled_segments import PooledSegments, tables_of
 from otdd_flash.operators.pooled_term import PooledTerm
-from otdd_flash.operators.score_pool import Room, ScorePool
-from otdd_flash.solver.small.exchanged import GOAL, TERMS, UNIT, Batch, Inputs, Read
+from otdd_flash.operators.score_pool import GivenScores, Pool, Room, ScorePool
+from otdd_flash.solver.small.exchanged import GOAL, TERMS, UNIT, Batch, GivenCosts, Inputs, Read
 from otdd_flash.solver.term import plans
 from otdd_flash.solver.term.plan_evidence import (
     PlanEvidence,
@@ -54,16 +54,16 @@ class PooledSolve:
     def __init__(self, room: Room, *, debias: bool) -> None:
         self.room, device = room, room.device
         self.terms = TERMS if debias else TERMS[:1]
-        self.pool = ScorePool(room)
+        self.pool: Pool = ScorePool(room) if room.dim else GivenScores(room)
         # Pinned, so that it is sent without waiting; whoever fills it has read the last result.
         pinned = device.type == "cuda"
         numbers = 2 * GOAL + 6 + 32 * room.problems
         self._host = torch.zeros(numbers, dtype=torch.float64, pin_memory=pinned)
-        self._sizes = (0, 0)
+        self._sizes, self._uniform = (0, 0), False
         self._resize((room.n, room.m))
         self._numbers = self._host.to(device)
         self._inputs = Inputs.of(self._numbers, room.problems)
-        self.pool.weights = self._inputs.weights
+        self.pool.of_costs = self._inputs.of_costs
         self._starts = [
             torch.zeros((room.problems, size), dtype=torch.float32, device=device)
             for size in (room.m, room.n, room.m)
@@ -91,8 +91,8 @@ class PooledSolve:
 
     def begin(
         self,
-        batch: Batch,
-        weights: tuple[float, float],
+        batch: Batch | GivenCosts,
+        of_costs: tuple[float, float, float],
         goal: Goal,
         starts: Mapping[str, Tensor],
     ) -> None:
@@ -100,17 +100,20 @@ class PooledSolve:
 
         Args:
             batch: no more problems and points than there is room for.
-            weights: lambda_x and lambda_y.
+            of_costs: numbers that the pool takes.
             goal: of all terms.
             starts: column potentials (B, .) to start from, by term.
         """
         numbers = self._host.numpy()
         settings = (*goal, UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
-        numbers[: 2 * GOAL + 6] = (*settings, *settings, *flags, *weights, batch.class_totals[0])
+        numbers[: 2 * GOAL + 6] = (*settings, *settings, *flags, *of_costs)
         self._resize(batch.sizes)
         self._numbers.copy_(self._host, non_blocking=True)
-        self._load(batch, starts)
+        self._uniform = batch.fill(self.pool, uniform=self._uniform)
+        for term, into in zip(TERMS, self._starts, strict=True):
+            if term in starts:
+                into[:, : starts[term].shape[-1]].copy_(starts[term])
         self._beginning.run(self._prepare)
 
     def _resize(self, sizes: tuple[int, int]) -> None:
@@ -119,28 +122,6 @@ class PooledSolve:
             cross, own = (tables_of(self.room, *sizes, symmetric=own) for own in (False, True))
             Inputs.of(self._host, self.room.problems).tables.copy_(torch.cat((*cross, *own)))
             self._sizes, self._uniform = sizes, False
-
-    def _load(self, batch: Batch, starts: Mapping[str, Tensor]) -> None:
-        pool, table = self.pool, batch.table
-        uniform = batch.masses == (None, None)
-        if not (uniform and self._uniform):
-            pool.masses.zero_()
-        for k, (offset, size) in enumerate(zip((0, self.room.n), batch.sizes, strict=True)):
-            here, masses, labels = slice(offset, offset + size), batch.masses[k], batch.labels[k]
-            pool.points[:, here].copy_(batch.points[k])
-            if masses is not None:
-                pool.masses[:, here].copy_(masses)
-            elif not (uniform and self._uniform):
-                pool.masses[:, here] = 1 / size
-            if table is not None:
-                before, into = k * batch.class_totals[0], pool.labels[:, here]
-                into.fill_(before) if labels is None else torch.add(labels, before, out=into)
-        self._uniform = uniform
-        if table is not None:
-            pool.class_distances[:, : len(table), : len(table)].copy_(table)
-        for term, into in zip(TERMS, self._starts, strict=True):
-            if term in starts:
-                into[:, : starts[term].shape[-1]].copy_(starts[term])
 
     def _prepare(self) -> None:
         """Scores, first potentials and first levels."""
@@ -243,6 +224,7 @@ class PooledSolve:
 
     def _pull(self, place: int) -> None:
         pool, room, epsilon = self.pool, self.room, self._inputs.cross[0]
+        assert isinstance(pool, ScorePool)
         cross = self._potentials[:, : room.points].contiguous()
         own = self._potentials[:, room.points :].contiguous() if len(self.terms) > 1 else None
         points = (pool.points.double() - pool.centre).float()
