@@ -159,13 +159,14 @@ def half_step(
     n = layout.size
     out = torch.empty(len(layout.position), dtype=torch.float32, device=bias.device)
     if guess is None:
-        partial = _launch(rows, columns, scores, bias, epsilon)
-        merge_ranges(partial, rows, epsilon, out)
+        merge_ranges(_launch(rows, columns, scores, bias, epsilon), rows, epsilon, out)
         return out
     shift = (rows.squares - layout.spread(guess, 0.0)) * log2_scale(epsilon)
     marked = torch.zeros(n // BLOCK_ROWS, dtype=torch.int32, device=bias.device)
-    partial = _launch(rows, columns, scores, bias, epsilon, shift=shift)
-    merge_ranges(partial, rows, epsilon, out, mark=marked)
+    # Given up before the repair makes its own.
+    merge_ranges(
+        _launch(rows, columns, scores, bias, epsilon, shift=shift), rows, epsilon, out, mark=marked
+    )
     repair(rows, columns, scores, bias, epsilon, marked, out)
     return out
 

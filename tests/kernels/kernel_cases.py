@@ -10,8 +10,8 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # (n, m, d, classes of each side). Few classes fit into class-pure blocks; 7 and 70 are gathered.
-# The fifth has so many columns that programs share a block of rows; in the last, a tile's two blocks
-# of columns have two classes.
+# The fifth has so many columns that programs share a block of rows; in the last, a tile has columns
+# of two classes.
 SMALL = [
     (1, 1, 1, 1, 1),
     (33, 70, 3, 1, 70),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from live_bytes import peak
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators import memory
@@ -34,24 +33,6 @@ def cloud(n: int, dim: int, classes: int, seed: int = 0) -> LabeledSamples:
     draw = torch.Generator().manual_seed(seed)
     names = tuple(map(str, range(classes)))
     return LabeledSamples(torch.randn(n, dim, generator=draw), torch.arange(n) % classes, names)
-
-
-def peak(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that were allocated on a device at once."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        kept = run()
-    del kept
-    held = highest = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            highest = max(highest, held)
-    return highest
 
 
 @pytest.mark.parametrize("precision", ["fast", "double"])
