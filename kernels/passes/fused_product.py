@@ -27,6 +27,7 @@ from otdd_flash.kernels.epsilon import LOG2_E, on_device
 from otdd_flash.kernels.passes.half_step import bias_of
 from otdd_flash.kernels.passes.plan_application import LOG2_SCALE, NOTHING
 from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
 from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
@@ -76,12 +77,11 @@ def multiply(
 def fused_product_kernel(
     x,  # (2 n, DIM) float16
     y,  # (2 m, DIM) float16
-    bias_ptr,  # (V, m) float32
+    bias_ptr,  # (m,) float32
     row_term_ptr,  # (n,) float32
-    block_class_ptr,  # (n / BLOCK_M,) int32
-    costs_ptr,  # (V_x, costs_width) float32, read if GATHER
-    labels_x_ptr,  # (n,) int32, read if GATHER
-    labels_y_ptr,  # (m,) int32, read if GATHER
+    costs_ptr,  # (V_x, costs_width) float32
+    row_classes_ptr,  # int32, of `row_offsets`
+    column_classes_ptr,  # int32, of `add_bias`
     values_ptr,  # (m, COPIES, COLUMNS + EXTRA) float16: hi parts, and lo parts if PARTS is 3
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
     products_ptr,  # (slots, n, COLUMNS + EXTRA) float32
@@ -101,7 +101,7 @@ def fused_product_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    GATHER: tl.constexpr,
+    CLASSES: tl.constexpr,
     HELD: tl.constexpr,
 ):
     """One program per range of column blocks of one block of BLOCK_M rows."""
@@ -109,12 +109,9 @@ def fused_product_kernel(
     i_block, first, blocks, slot = (
         tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
     )  # fmt: skip
-    bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * m
     o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_term = tl.load(row_term_ptr + o_row)
-    if GATHER:
-        # Indices into the table, below 2^31, take half of the registers of pointers.
-        o_costs = tl.load(labels_x_ptr + o_row) * costs_width
+    o_costs = row_offsets(row_classes_ptr, i_block, o_row, costs_width, CLASSES)
 
     STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
     WIDTH: tl.constexpr = COLUMNS + EXTRA
@@ -144,10 +141,10 @@ def fused_product_kernel(
                 )  # fmt: skip
                 scores = tl.dot(b_x, b_y.T, scores)
         o_column = column + tl.arange(0, BLOCK_N)
-        logits = scores * scale + tl.load(bias_ptr + o_column)[None, :]
-        if GATHER:
-            labels_y = tl.load(labels_y_ptr + o_column)
-            logits -= costs_scale * tl.load(costs_ptr + (o_costs[:, None] + labels_y[None, :]))
+        logits = add_bias(
+            scores * scale, tl.load(bias_ptr + o_column), column, o_costs,
+            column_classes_ptr, costs_ptr, costs_scale, BLOCK_N, CLASSES,
+        )  # fmt: skip
         plan = tl.exp2(logits + row_term[:, None])
         sums += tl.sum(plan, 1)
         high = plan.to(tl.float16)
@@ -187,8 +184,9 @@ class FusedProduct:
     ) -> None:
         self._rows, self._columns, self._scores = rows.points, columns.points, scores
         self._scale, (f, g) = LOG2_E.value / epsilon, potentials
-        self._bias = bias_of(rows, columns, scores, g, on_device(epsilon, f.device))
+        self._bias = bias_of(columns, scores, g, on_device(epsilon, f.device))
         layout = rows.points.layout
+        self._terms = ClassTerms.of(layout, columns.points.layout, scores.costs)
         row_term = (layout.spread(f, 0.0) - rows.squares) * self._scale + LOG2_SCALE
         filled = layout.spread(present.float(), 0.0) > 0
         self._row_term = torch.where(filled, row_term, NOTHING)
@@ -221,10 +219,9 @@ class FusedProduct:
             operand(y, tile.columns, tile),
             self._bias,
             self._row_term,
-            layout.block_class,
-            self._scores.costs,
-            layout.labels,
-            self._columns.layout.labels,
+            self._terms.costs,
+            self._terms.rows,
+            self._terms.columns,
             padded,
             ranges.programs,
             out,
@@ -233,7 +230,7 @@ class FusedProduct:
             m,
             2.0**-LOG2_SCALE,
             self._scores.scale * self._scale,
-            self._scores.costs.shape[1],
+            self._terms.costs.shape[1],
             self._scale,
             DIM=x.shape[1],
             COLUMNS=columns,
@@ -244,7 +241,7 @@ class FusedProduct:
             BLOCK_K=tile.depth,
             STAGES=tile.stages,
             DESCRIPTORS=tile.descriptors,
-            GATHER=not layout.pure,
+            CLASSES=self._terms.kind,
             HELD=held,
             num_warps=tile.warps,
             num_stages=tile.stages,

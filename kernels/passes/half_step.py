@@ -1,14 +1,14 @@
 """The streaming Sinkhorn half-step on labelled scores.
 
-    f_i = lambda_x ||x_i||^2 - epsilon ln(2) log2 sum_j 2^(scale x_i . y_j + bias[class of i, j])
+    f_i = lambda_x ||x_i||^2 - epsilon ln(2) log2 sum_j 2^(scale x_i . y_j + bias_j - w[k_i, l_j])
 
-with `column_bias` for the rest of the score and scale = 2 lambda_x log2(e) / epsilon. Shapes: x (n,
-d) and y (m, d) packed in float16, f (N,) in float32 in the points' own order. The n x m scores are
-never stored.
+with `column_bias` and `class_terms` for the rest of the score and scale = 2 lambda_x log2(e) /
+epsilon. Shapes: x (n, d) and y (m, d) packed in float16, f (N,) in float32 in the points' own
+order. The n x m scores are never stored.
 
-Rows of one block have one class, so a label term depends on the column only and is part of the
-bias: labels cost nothing. Where classes are so small that padding them to blocks would cost more,
-rows stay mixed, bias has one row, and lambda_y W is gathered per score.
+Rows of one block have one class, and so have columns: a tile takes a class distance or two, and
+labels cost nothing. Where classes are so small that padding them to blocks would cost more, points
+stay mixed: a tile gathers a distance per column, or per score if its rows are mixed.
 
 Coordinates carry the 11 significant bits that TF32 would keep, at twice its rate; with PARTS = 3
 each is a sum hi + lo of two float16 and hi hi + hi lo + lo hi is accumulated, about 22 bits.
@@ -36,6 +36,7 @@ from torch import Tensor
 from otdd_flash.kernels.epsilon import load_scales, log2_scale
 from otdd_flash.kernels.passes.merge_ranges import merge_ranges
 from otdd_flash.kernels.passes.sides import Partial, Scores, Side
+from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
 from otdd_flash.kernels.points.column_bias import column_bias
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
@@ -52,11 +53,10 @@ from otdd_flash.kernels.tiling import (
 def half_step_kernel(
     x,  # (2 n, DIM) float16
     y,  # (2 m, DIM) float16
-    bias_ptr,  # (V, m) float32
-    block_class_ptr,  # (n / BLOCK_M,) int32
-    costs_ptr,  # (V_x, costs_width) float32, read if GATHER
-    labels_x_ptr,  # (n,) int32, read if GATHER
-    labels_y_ptr,  # (m,) int32, read if GATHER
+    bias_ptr,  # (m,) float32
+    costs_ptr,  # (V_x, costs_width) float32
+    row_classes_ptr,  # int32, of `row_offsets`
+    column_classes_ptr,  # int32, of `add_bias`
     shift_ptr,  # (n,) float32, read if SHIFTED
     marked_ptr,  # (n / BLOCK_M,) int32, read if REPAIR
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
@@ -75,7 +75,7 @@ def half_step_kernel(
     STAGES: tl.constexpr,
     EARLY_BIAS: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    GATHER: tl.constexpr,
+    CLASSES: tl.constexpr,
     SHIFTED: tl.constexpr,
     REPAIR: tl.constexpr,
 ):
@@ -84,7 +84,6 @@ def half_step_kernel(
     i_block, first, blocks, slot = (
         tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
     )  # fmt: skip
-    bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * m
     o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
     scale, costs_scale = load_scales(epsilon_ptr, product_scale)
     rows = n
@@ -92,9 +91,7 @@ def half_step_kernel(
         marked = tl.load(marked_ptr + i_block)
         blocks = tl.where(marked != 0, blocks, 0)
         rows = tl.where(marked != 0, n, 0)
-    if GATHER:
-        # Indices into the table, below 2^31, take half of the registers of pointers.
-        o_costs = tl.load(labels_x_ptr + o_row) * costs_width
+    o_costs = row_offsets(row_classes_ptr, i_block, o_row, costs_width, CLASSES)
 
     STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
     sums = tl.zeros((BLOCK_M,), tl.float32)
@@ -118,10 +115,10 @@ def half_step_kernel(
         if step == STEPS - 1:
             if not EARLY_BIAS:
                 b_bias = tl.load(bias_ptr + o_column)
-            logits = scores * scale + b_bias[None, :]
-            if GATHER:
-                labels_y = tl.load(labels_y_ptr + o_column)
-                logits -= costs_scale * tl.load(costs_ptr + (o_costs[:, None] + labels_y[None, :]))
+            logits = add_bias(
+                scores * scale, b_bias, column, o_costs,
+                column_classes_ptr, costs_ptr, costs_scale, BLOCK_N, CLASSES,
+            )  # fmt: skip
             if SHIFTED:
                 sums += tl.sum(tl.exp2(logits - highest[:, None]), 1)
             else:
@@ -158,17 +155,18 @@ def half_step(
         (N,) float32, in units of the cost.
     """
     layout = rows.points.layout
-    bias = bias_of(rows, columns, scores, potential, epsilon)
+    bias = bias_of(columns, scores, potential, epsilon)
     n = layout.size
     out = torch.empty(len(layout.position), dtype=torch.float32, device=bias.device)
     if guess is None:
-        partial = _launch(rows, columns, scores, bias, epsilon)
-        merge_ranges(partial, rows, epsilon, out)
+        merge_ranges(_launch(rows, columns, scores, bias, epsilon), rows, epsilon, out)
         return out
     shift = (rows.squares - layout.spread(guess, 0.0)) * log2_scale(epsilon)
     marked = torch.zeros(n // BLOCK_ROWS, dtype=torch.int32, device=bias.device)
-    partial = _launch(rows, columns, scores, bias, epsilon, shift=shift)
-    merge_ranges(partial, rows, epsilon, out, mark=marked)
+    # Given up before the repair makes its own.
+    merge_ranges(
+        _launch(rows, columns, scores, bias, epsilon, shift=shift), rows, epsilon, out, mark=marked
+    )
     repair(rows, columns, scores, bias, epsilon, marked, out)
     return out
 
@@ -187,16 +185,14 @@ def repair(
     merge_ranges(partial, rows, epsilon, out, only=marked)
 
 
-def bias_of(
-    rows: Side, columns: Side, scores: Scores, potential: Tensor, epsilon: Tensor
-) -> Tensor:
-    """The bias (V, m) of the columns for the rows' classes, (1, m) if blocks have several."""
+def bias_of(columns: Side, scores: Scores, potential: Tensor, epsilon: Tensor) -> Tensor:
+    """The bias (m,) of the columns, with class distances if all rows have one class."""
     return column_bias(
         potential,
         columns.points.layout,
         columns.log2_masses,
         columns.squares,
-        scores.costs if rows.points.layout.pure else None,
+        scores.costs,
         epsilon,
     )
 
@@ -213,7 +209,8 @@ def _launch(
 ) -> Partial:
     """Highest logit, or the shift, and sum of each row over each of its ranges of columns."""
     layout, x, y = rows.points.layout, rows.points.coordinates, columns.points.coordinates
-    n, m, dim = layout.size, bias.shape[1], x.shape[1]
+    terms = ClassTerms.of(layout, columns.points.layout, scores.costs)
+    n, m, dim = layout.size, len(bias), x.shape[1]
     tile = tile_for(dim * scores.parts, x.device) if layout.pure else gathering_tile(x.device)
     ranges = column_ranges(n // BLOCK_ROWS, m // tile.columns, tile, x.device)
     highest = torch.empty((ranges.most, n), dtype=torch.float32, device=x.device)
@@ -226,7 +223,7 @@ def _launch(
             x,
             y,
             bias,
-            layout.block_class,
+            terms,
             shift,
             ranges.programs,
             highest,
@@ -240,12 +237,11 @@ def _launch(
         operand(x, BLOCK_ROWS, tile),
         operand(y, tile.columns, tile),
         bias,
-        layout.block_class,
-        scores.costs,
-        layout.labels,
-        columns.points.layout.labels,
+        terms.costs,
+        terms.rows,
+        terms.columns,
         bias if shift is None else shift,
-        layout.block_class if marked is None else marked,
+        terms.rows if marked is None else marked,
         ranges.programs,
         highest,
         sums,
@@ -262,7 +258,7 @@ def _launch(
         STAGES=pipeline_stages(tile, not layout.pure),
         EARLY_BIAS=tile.early_bias,
         DESCRIPTORS=tile.descriptors,
-        GATHER=not layout.pure,
+        CLASSES=terms.kind,
         SHIFTED=shift is not None,
         REPAIR=marked is not None,
         num_warps=tile.warps,

@@ -25,6 +25,7 @@ from torch import Tensor
 from otdd_flash.kernels.epsilon import LOG2_E, on_device
 from otdd_flash.kernels.passes.half_step import bias_of
 from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
 from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
@@ -53,12 +54,11 @@ GROUP = 8
 def plan_block_kernel(
     x,  # (2 n, DIM) float16
     y,  # (2 m, DIM) float16
-    bias_ptr,  # (V, m) float32
+    bias_ptr,  # (m,) float32
     row_term_ptr,  # (n,) float32
-    block_class_ptr,  # (n / BLOCK_M,) int32
-    costs_ptr,  # (V_x, costs_width) float32, read if GATHER
-    labels_x_ptr,  # (n,) int32, read if GATHER
-    labels_y_ptr,  # (m,) int32, read if GATHER
+    costs_ptr,  # (V_x, costs_width) float32
+    row_classes_ptr,  # int32, of `row_offsets`
+    column_classes_ptr,  # int32, of `add_bias`
     a,  # (2 n, RANK) float16, read if RANK
     b,  # (2 m, RANK) float16, read if RANK
     out_ptr,  # (PARTS > 1 ? 2 height : height, width) float16
@@ -82,7 +82,7 @@ def plan_block_kernel(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    GATHER: tl.constexpr,
+    CLASSES: tl.constexpr,
 ):
     """One program per tile (BLOCK_M, BLOCK_N) of the block."""
     i_program = tl.program_id(0)
@@ -102,13 +102,11 @@ def plan_block_kernel(
             DIM, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS,
         )  # fmt: skip
         scores = tl.dot(b_x, b_y.T, scores)  # (BLOCK_M, BLOCK_N)
-    bias_ptr += tl.load(block_class_ptr + row // BLOCK_M).to(tl.int64) * m
-    logits = scores * scale + tl.load(bias_ptr + o_column)[None, :]
-    if GATHER:
-        # Indices into the table, below 2^31, take half of the registers of pointers.
-        o_costs = tl.load(labels_x_ptr + o_row) * costs_width
-        labels_y = tl.load(labels_y_ptr + o_column)
-        logits -= costs_scale * tl.load(costs_ptr + (o_costs[:, None] + labels_y[None, :]))
+    o_costs = row_offsets(row_classes_ptr, row // BLOCK_M, o_row, costs_width, CLASSES)
+    logits = add_bias(
+        scores * scale, tl.load(bias_ptr + o_column), column, o_costs,
+        column_classes_ptr, costs_ptr, costs_scale, BLOCK_N, CLASSES,
+    )  # fmt: skip
     plan = tl.exp2(logits + tl.load(row_term_ptr + o_row)[:, None])
     o_block_row = i_row * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(sums_ptr + i_column * height + o_block_row, tl.sum(plan, 1))
@@ -248,9 +246,11 @@ class _Launch:
         self.scale = LOG2_E.value / epsilon
         f, g = potentials
         self.device = f.device
-        self.bias = bias_of(rows, columns, scores, g, on_device(epsilon, self.device))
+        self.bias = bias_of(columns, scores, g, on_device(epsilon, self.device))
         self.row_term = (rows.points.layout.spread(f, 0.0) - rows.squares) * self.scale
         self.row_term += LOG2_SCALE
+        layouts = rows.points.layout, columns.points.layout
+        self.terms = ClassTerms.of(*layouts, scores.costs)
         self.dim = self.rows.coordinates.shape[1]
         self.tile = plan_tile(
             self.dim * scores.parts,
@@ -281,10 +281,9 @@ class _Launch:
             y,
             self.bias,
             self.row_term,
-            layout.block_class,
-            self.scores.costs,
-            layout.labels,
-            self.columns.layout.labels,
+            self.terms.costs,
+            self.terms.rows,
+            self.terms.columns,
             a,
             b,
             block,
@@ -296,7 +295,7 @@ class _Launch:
             layout.size,
             self.columns.layout.size,
             self.scores.scale * self.scale,
-            self.scores.costs.shape[1],
+            self.terms.costs.shape[1],
             self.scale,
             factor_scale,
             DIM=self.dim,
@@ -308,7 +307,7 @@ class _Launch:
             STAGES=tile.stages,
             GROUP=GROUP,
             DESCRIPTORS=tile.descriptors,
-            GATHER=not layout.pure,
+            CLASSES=self.terms.kind,
             num_warps=tile.warps,
         )
         return sums.sum(0)

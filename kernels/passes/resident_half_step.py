@@ -2,9 +2,9 @@
 
 The same sums as `half_step_kernel` of class-pure blocks and one product per score:
 
-    sums_i = sum_j 2^(scale x_i . y_j + bias[class of i, j] - highest_i)
+    sums_i = sum_j 2^(scale x_i . y_j + bias_j - w[k_i, l_j] - highest_i)
 
-Shapes: x (n, d), y (m, d) float16 and bias (V, m), sums and highest (slots, n) float32. In plain
+Shapes: x (n, d), y (m, d) float16 and bias (m,), sums and highest (slots, n) float32. In plain
 Triton a tile of x is copied to shared memory again for every block of columns; at this d copying
 it once saves a third of that traffic, which is energy, and a Hopper card at its power limit turns
 energy into time. Plain Triton cannot keep a tile there, its dialect Gluon can.
@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from otdd_flash.kernels.epsilon import LOG2_E
+from otdd_flash.kernels.points.class_terms import ClassTerms
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile
 
 # Triton renamed it.
@@ -86,6 +87,8 @@ def multiply_and_sum(
     ready,
     free,
     bias_ptr,
+    costs_ptr,
+    column_classes_ptr,
     shift_ptr,
     highest_ptr,
     sums_ptr,
@@ -94,10 +97,12 @@ def multiply_and_sum(
     first,
     blocks,
     scale,
+    costs_scale,
     K_BLOCKS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     SHIFTED: gl.constexpr,
+    CLASSES: gl.constexpr,
 ):
     """Sum one half of the rows over all columns of the range."""
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -125,6 +130,13 @@ def multiply_and_sum(
             mbarrier.arrive(free.index(stage_before(stage, STAGES)), pred=k > 0)
             stage, phase = next_stage(stage, phase, STAGES)
         b_bias = gl.load(bias_ptr + block * BLOCK_N + o_column)
+        if CLASSES == "blocks":
+            left = gl.load(costs_ptr + gl.load(column_classes_ptr + 2 * block))
+            right = gl.load(costs_ptr + gl.load(column_classes_ptr + 2 * block + 1))
+            b_bias -= gl.where(o_column < BLOCK_N // 2, left, right) * costs_scale
+        if CLASSES == "columns":
+            classes = gl.load(column_classes_ptr + block * BLOCK_N + o_column)
+            b_bias -= gl.load(costs_ptr + classes) * costs_scale
         logits = warpgroup_mma_wait(0, deps=[scores]) * scale + b_bias[None, :]
         mbarrier.arrive(free.index(stage_before(stage, STAGES)))
         if SHIFTED:
@@ -142,31 +154,35 @@ def multiply_and_sum(
 def resident_half_step_kernel(
     x,  # descriptor of (2 n, d) float16, tiles of (HALF_ROWS, BLOCK_K)
     y,  # descriptor of (2 m, d) float16, tiles of (BLOCK_N, BLOCK_K)
-    bias_ptr,  # (V, m) float32
-    block_class_ptr,  # (n / BLOCK_ROWS,) int32
+    bias_ptr,  # (m,) float32
+    costs_ptr,  # (V_x, costs_width) float32
+    row_classes_ptr,  # (n / BLOCK_ROWS,) int32
+    column_classes_ptr,  # int32, of `class_terms.add_bias`
     shift_ptr,  # (n,) float32, read if SHIFTED
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
     highest_ptr,  # (slots, n) float32
     sums_ptr,  # (slots, n) float32
     epsilon_ptr,  # () float64
     n,
-    m,
     product_scale: tl.float64,  # in units of the cost
+    costs_width,
     K_BLOCKS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     SHIFTED: gl.constexpr,
+    CLASSES: gl.constexpr,
 ):
     """One program per range of column blocks of one block of 2 HALF_ROWS rows."""
     p_range = ranges_ptr + 4 * gl.program_id(0)
     i_block = gl.load(p_range)
     first = gl.load(p_range + 1)
     blocks = gl.load(p_range + 2)
-    bias_ptr += gl.load(block_class_ptr + i_block).to(gl.int64) * m
+    costs_ptr += gl.load(row_classes_ptr + i_block).to(gl.int64) * costs_width
     row = i_block * 2 * HALF_ROWS
     out_row = gl.load(p_range + 3).to(gl.int64) * n + row
-    scale = (product_scale * (LOG2_E / gl.load(epsilon_ptr))).to(gl.float32)
+    per_cost = LOG2_E / gl.load(epsilon_ptr)
+    scale, costs_scale = (product_scale * per_cost).to(gl.float32), per_cost.to(gl.float32)
 
     rows = gl.allocate_shared_memory(gl.float16, [2 * K_BLOCKS, HALF_ROWS, BLOCK_K], x.layout)
     stages = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_N, BLOCK_K], y.layout)
@@ -182,12 +198,14 @@ def resident_half_step_kernel(
     gl.warp_specialize(
         [
             (multiply_and_sum, (
-                0, rows, stages, rows_ready, ready, free, bias_ptr, shift_ptr, highest_ptr,
-                sums_ptr, row, out_row, first, blocks, scale, K_BLOCKS, BLOCK_N, STAGES, SHIFTED,
+                0, rows, stages, rows_ready, ready, free, bias_ptr, costs_ptr, column_classes_ptr,
+                shift_ptr, highest_ptr, sums_ptr, row, out_row, first, blocks, scale, costs_scale,
+                K_BLOCKS, BLOCK_N, STAGES, SHIFTED, CLASSES,
             )),
             (multiply_and_sum, (
-                1, rows, stages, rows_ready, ready, free, bias_ptr, shift_ptr, highest_ptr,
-                sums_ptr, row, out_row, first, blocks, scale, K_BLOCKS, BLOCK_N, STAGES, SHIFTED,
+                1, rows, stages, rows_ready, ready, free, bias_ptr, costs_ptr, column_classes_ptr,
+                shift_ptr, highest_ptr, sums_ptr, row, out_row, first, blocks, scale, costs_scale,
+                K_BLOCKS, BLOCK_N, STAGES, SHIFTED, CLASSES,
             )),
             (load, (
                 x, y, rows, stages, rows_ready, ready, free, row, first, blocks,
@@ -203,7 +221,7 @@ def resident_half_step(
     x: Tensor,
     y: Tensor,
     bias: Tensor,
-    block_class: Tensor,
+    terms: ClassTerms,
     shift: Tensor | None,
     ranges: Tensor,
     highest: Tensor,
@@ -217,8 +235,8 @@ def resident_half_step(
     Args:
         x: (2 n, d) float16 packed coordinates in class-pure blocks.
         y: (2 m, d) float16 packed coordinates.
-        bias: (V, m) float32, of the columns for each class of rows.
-        block_class: (n / BLOCK_ROWS,) int32.
+        bias: (m,) float32, of the columns.
+        terms: class distances, not of `scores`.
         shift: (n,) float32 near the highest logits, or None for a running maximum.
         ranges: (programs, 4) int32, as `column_ranges` makes them.
         highest: (slots, n) float32.
@@ -228,6 +246,7 @@ def resident_half_step(
         tile: one that is `resident`.
     """
     assert 2 * HALF_ROWS.value == BLOCK_ROWS
+    assert tile.columns == 2 * BLOCK_ROWS
     boxes = [HALF_ROWS.value, tile.depth], [tile.columns, tile.depth]
     x_tiles, y_tiles = (
         TensorDescriptor.from_tensor(
@@ -239,19 +258,22 @@ def resident_half_step(
         x_tiles,
         y_tiles,
         bias,
-        block_class,
+        terms.costs,
+        terms.rows,
+        terms.columns,
         bias if shift is None else shift,
         ranges,
         highest,
         sums,
         epsilon,
         highest.shape[1],
-        bias.shape[1],
         product_scale,
+        terms.costs.shape[1],
         K_BLOCKS=-(-x.shape[1] // tile.depth),
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
         STAGES=tile.stages,
         SHIFTED=shift is not None,
+        CLASSES=terms.kind,
         num_warps=4,
     )

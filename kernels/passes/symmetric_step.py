@@ -31,6 +31,7 @@ from otdd_flash.kernels.epsilon import load_scales, log2_scale
 from otdd_flash.kernels.passes.half_step import bias_of, repair
 from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM, LEAST_SUM
 from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
 from otdd_flash.kernels.points.column_bias import column_bias
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
@@ -51,12 +52,12 @@ STRIPE_BYTES = 1 << 28
 @triton.jit
 def symmetric_step_kernel(
     x,  # (2 n, DIM) float16
-    bias_ptr,  # (V, n) float32
+    bias_ptr,  # (n,) float32
     row_term_ptr,  # (n,) float32
     masses_ptr,  # (n,) float32
-    block_class_ptr,  # (n / BLOCK_M,) int32
-    costs_ptr,  # (V, V) float32, read if GATHER
-    labels_ptr,  # (n,) int32, read if GATHER
+    costs_ptr,  # (V, costs_width) float32
+    row_classes_ptr,  # int32, of `row_offsets`
+    column_classes_ptr,  # int32, of `add_bias`
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
     of_columns_ptr,  # (stripe, n) float32
     of_rows_ptr,  # (slots, stripe BLOCK_M) float32
@@ -72,21 +73,18 @@ def symmetric_step_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-    GATHER: tl.constexpr,
+    CLASSES: tl.constexpr,
 ):
     """One program per range of column blocks of one block of rows, on and above the diagonal."""
     p_range = ranges_ptr + 4 * tl.program_id(0)
     i_block, first, blocks, slot = (
         tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
     )  # fmt: skip
-    bias_ptr += tl.load(block_class_ptr + i_block).to(tl.int64) * n
     scale, costs_scale = load_scales(epsilon_ptr, product_scale)
     o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_term = tl.load(row_term_ptr + o_row)
     masses_x = tl.load(masses_ptr + o_row)
-    if GATHER:
-        # Indices into the table, below 2^31, take half of the registers of pointers.
-        o_costs = tl.load(labels_ptr + o_row) * costs_width
+    o_costs = row_offsets(row_classes_ptr, i_block, o_row, costs_width, CLASSES)
     p_columns = of_columns_ptr + (i_block - first_block).to(tl.int64) * n
 
     STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
@@ -104,11 +102,11 @@ def symmetric_step_kernel(
             o_column = column + tl.arange(0, BLOCK_M)
             b_bias = tl.load(bias_ptr + o_column)
             masses_y = tl.load(masses_ptr + o_column)
-            logits = scores * scale + b_bias[None, :] + row_term[:, None]
-            if GATHER:
-                labels_y = tl.load(labels_ptr + o_column)
-                logits -= costs_scale * tl.load(costs_ptr + (o_costs[:, None] + labels_y[None, :]))
-            kernel = tl.exp2(logits)
+            logits = add_bias(
+                scores * scale, b_bias, column, o_costs,
+                column_classes_ptr, costs_ptr, costs_scale, BLOCK_M, CLASSES,
+            )  # fmt: skip
+            kernel = tl.exp2(logits + row_term[:, None])
             sums += tl.sum(kernel * masses_y[None, :], 1)
             if column > i_block * BLOCK_M:
                 tl.store(p_columns + o_column, tl.sum(kernel * masses_x[:, None], 0))
@@ -195,9 +193,10 @@ def symmetric_step(
         layout,
         torch.zeros_like(side.squares),
         side.squares,
-        scores.costs if layout.pure else None,
+        scores.costs,
         epsilon,
     )
+    terms = ClassTerms.of(layout, layout, scores.costs)
     row_term = (layout.spread(potential, 0.0) - side.squares) * log2_scale(epsilon)
     blocks = n // BLOCK_ROWS
     height = stripe_height(blocks)
@@ -217,9 +216,9 @@ def symmetric_step(
             bias,
             row_term,
             masses,
-            layout.block_class,
-            scores.costs,
-            layout.labels,
+            terms.costs,
+            terms.rows,
+            terms.columns,
             ranges,
             of_columns,
             of_rows,
@@ -235,7 +234,7 @@ def symmetric_step(
             BLOCK_K=tile.depth,
             STAGES=pipeline_stages(tile, not layout.pure),
             DESCRIPTORS=tile.descriptors,
-            GATHER=not layout.pure,
+            CLASSES=terms.kind,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -256,7 +255,7 @@ def symmetric_step(
             RANGE=BLOCKS_PER_RANGE,
         )
     out = potential - (epsilon * math.log(2.0)) * logs[layout.position]
-    bias = bias_of(side, side, scores, potential, epsilon)
+    bias = bias_of(side, scores, potential, epsilon)
     repair(side, side, scores, bias, epsilon, marked, out)
     return out
 

@@ -43,9 +43,8 @@ class CostSize(NamedTuple):
 def kernel_bytes(size: CostSize) -> int:
     """Bytes of a `KernelOperator` and of the pass that takes most.
 
-    Two float16 parts of every coordinate; a row of bias per class where blocks are sure to be
-    class-pure; and a block of the plan, which points of few coordinates do without, or for a self
-    term the sums of each block of rows.
+    Two float16 parts of every coordinate, and a block of the plan, which points of few coordinates
+    do without, or for a self term the sums of each block of rows.
     """
     # Triton, which these need, is not everywhere.
     from otdd_flash.kernels.passes.fused_product import HELD_COORDINATES
@@ -55,11 +54,10 @@ def kernel_bytes(size: CostSize) -> int:
 
     n, m = size.n, size.m
     coordinates = 2 * 2 * size.points * (-(-size.dim // 8) * 8)
-    bias = 4 * m * (size.classes if size.classes * BLOCK_ROWS <= n // 2 else 1)
     in_blocks = size.dim > HELD_COORDINATES
     plan = 2 * min(n, BLOCK_HEIGHT) * min(m, BLOCK_WIDTH) if in_blocks else 0
     sums = min(4 * (n // BLOCK_ROWS) * n, STRIPE_BYTES) if size.symmetric else 0
-    return coordinates + bias + max(plan, sums)
+    return coordinates + max(plan, sums)
 
 
 def streamed_bytes(size: CostSize, dtype: torch.dtype, device: torch.device) -> int:

@@ -33,8 +33,10 @@ from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 HALF_POINTERS = ("x", "y", "a", "b", "out_ptr", "values_ptr")
-INTEGER_POINTERS = ("block_class_ptr", "labels_ptr", "labels_x_ptr", "labels_y_ptr", "marked_ptr")
+INTEGER_POINTERS = ("row_classes_ptr", "column_classes_ptr", "marked_ptr", "ranges_ptr")
 DOUBLES = {"epsilon_ptr": "*fp64", "product_scale": "fp64"}
+# Of `class_terms`; with the first, kernels look up nothing.
+CLASSES = ("in_bias", "blocks", "columns", "scores")
 FLOATS = ("scale", "costs_scale", "factor_scale")
 
 
@@ -46,7 +48,7 @@ def argument_type(name: str, tile: Tile) -> str:
         return DOUBLES[name]
     if name in HALF_POINTERS:
         return "*fp16"
-    if name in (*INTEGER_POINTERS, "ranges_ptr"):
+    if name in INTEGER_POINTERS:
         return "*i32"
     if name.endswith("_ptr"):
         return "*fp32"
@@ -107,7 +109,7 @@ def marginal_needs(
     return resources(source, capability, tile.warps, tile.stages, registers)
 
 
-def resident_needs(dim: int, shifted: bool, tile: Tile) -> dict[str, int]:
+def resident_needs(dim: int, shifted: bool, classes: str, tile: Tile) -> dict[str, int]:
     kernel = resident_half_step.resident_half_step_kernel
     half = resident_half_step.HALF_ROWS.value
     boxes = {
@@ -121,6 +123,7 @@ def resident_needs(dim: int, shifted: bool, tile: Tile) -> dict[str, int]:
         "BLOCK_K": tile.depth,
         "STAGES": tile.stages,
         "SHIFTED": shifted,
+        "CLASSES": classes,
     }
     names = kernel.arg_names
     signature = {
@@ -177,7 +180,8 @@ def main() -> None:
             variants[name] = fused_product_kernel, [choice]
     taken = {}
     for name, (kernel, choices) in variants.items():
-        for choice, gather in product(choices, (False, True)):
+        for choice, classes in product(choices, CLASSES[name != "half_step" :]):
+            gather = classes == "scores"
             tile = tiles[f"{name}_gathering" if gather else name]
             constants = {
                 "DIM": dim,
@@ -188,15 +192,15 @@ def main() -> None:
                 "STAGES": pipeline_stages(tile, gather and kernel is not plan_block_kernel),
                 "EARLY_BIAS": tile.early_bias,
                 "DESCRIPTORS": tile.descriptors,
-                "GATHER": gather,
+                "CLASSES": classes,
             }
             known = {key: value for key, value in constants.items() if key in kernel.arg_names}
-            label = f"{name} {choice}{' gathering' if gather else ''}"
+            label = f"{name} {choice} {classes}"
             taken[label] = needs(kernel, known | choice, tile, capability)
     if tiles["half_step"].resident and parts == 1:
-        for shifted in (False, True):
-            name = f"half_step resident {shifted}"
-            taken[name] = resident_needs(dim, shifted, tiles["half_step"])
+        for shifted, classes in product((False, True), CLASSES[:-1]):
+            name = f"half_step resident {shifted} {classes}"
+            taken[name] = resident_needs(dim, shifted, classes, tiles["half_step"])
     sys.stdout.write(json.dumps(taken) + "\n")
 
 

@@ -10,13 +10,15 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # (n, m, d, classes of each side). Few classes fit into class-pure blocks; 7 and 70 are gathered.
-# The last has so many columns that programs share a block of rows.
+# The fifth has so many columns that programs share a block of rows; in the last, a tile has columns
+# of two classes.
 SMALL = [
     (1, 1, 1, 1, 1),
     (33, 70, 3, 1, 70),
     (270, 140, 40, 3, 1),
     (7, 300, 70, 7, 2),
     (130, 1500, 5, 1, 1),
+    (270, 330, 6, 3, 3),
 ]
 LARGE = [
     (4000, 3500, 128, 10, 10),
@@ -28,8 +30,8 @@ LARGE = [
     (700, 600, 16, 300, 200),
 ]
 LARGE_CASES = [pytest.param(case, marks=pytest.mark.gpu) for case in LARGE]
-# One that is gathered and one in pure blocks at once, the others later.
-SMALL_CASES = [*SMALL[1:3], *slow([*SMALL[:1], *SMALL[3:]])]
+# Gathered, in pure blocks of one side and of both at once, the others later.
+SMALL_CASES = [*SMALL[1:3], SMALL[5], *slow([SMALL[0], *SMALL[3:5]])]
 LAMBDA_X = 0.7
 EPSILON = 0.3
 
