@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes, marginal_tile
 from otdd_flash.kernels.passes.plan_entries import halve_columns, join_columns, sum_piece
 from otdd_flash.kernels.points.digits import base_of, keeps_fractions, pack_digits, padded_dim
@@ -47,6 +48,7 @@ PROGRAMS = 1024
 GROUP = 32
 
 
+@on_its_device
 @triton.jit(do_not_specialize=["blocks_per_program", "diagonal", "costs_width"])
 def plan_marginals_kernel(
     x,  # (DIGITS x_rows, DIM) int8

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import load_scales, log2_scale
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.half_step import bias_of, repair
 from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM, LEAST_SUM
 from otdd_flash.kernels.passes.sides import Scores, Side
@@ -49,6 +50,7 @@ BLOCKS_PER_RANGE = 16
 STRIPE_BYTES = 1 << 28
 
 
+@on_its_device
 @triton.jit
 def symmetric_step_kernel(
     x,  # (2 n, DIM) float16
@@ -129,6 +131,7 @@ def add_partial(sums, partial_ptr, rows, stride, o_row, BLOCK_M: tl.constexpr, B
     return sums
 
 
+@on_its_device
 @triton.jit
 def merge_triangle_kernel(
     of_columns_ptr,  # (stripe, n) float32
