@@ -7,7 +7,7 @@ nothing is added in the order in which it arrives.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -162,6 +162,31 @@ class Transport:
         with others_heard():
             torch.distributed.all_gather_object(found, something, group=self._orders)
         return found
+
+    def handed_out(self, contents: Sequence[Any] | None) -> Any:
+        """What rank 0 has for this rank, pickled, of as many things as ranks; others give None."""
+        found: list[Any] = [None]
+        given = None if contents is None else list(contents)
+        with self.moving():
+            torch.distributed.scatter_object_list(found, given, self._leader, group=self._orders)
+        return found[0]
+
+    def brought_together(self, part: Tensor) -> Tensor | None:
+        """Tensors (n_r, ...) in host memory of every rank, one below the other: at rank 0."""
+        shapes = self.said((len(part), part.shape[1:], part.dtype))
+        counts = [count for count, _, _ in shapes]
+        # A rank without rows does not know how long they are.
+        _, row, dtype = max(shapes, key=lambda shape: shape[0])
+        padded = torch.zeros((max(counts), *row), dtype=dtype)
+        if len(part):
+            padded[: len(part)] = part
+        every = [torch.empty_like(padded) for _ in counts] if self.rank == 0 else None
+        with self.moving():
+            torch.distributed.gather(padded, every, self._leader, group=self._orders)
+        if every is None:
+            return None
+        self._moved += (self.size - 1) * padded.nbytes
+        return torch.cat([each[:count] for each, count in zip(every, counts, strict=True)])
 
     def together(self, work: Callable[[], T]) -> T:
         """What `work` returns, where it does on every rank.
