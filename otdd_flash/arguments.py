@@ -486,6 +486,7 @@ EMBED: Declaration = {
     "cache_dir": optional(path),
     "num_workers": called("extractor.num_workers", integer(at_least=0)),
     "progress": optional(function),
+    "group": optional(instance("be what otdd.led gives", RANKS_CLASS)),
 }
 # Parameters of extractors, by the extractor's name.
 EXTRACTORS: dict[str, Declaration] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -36,6 +37,11 @@ def resolve_device(name: str | torch.device) -> torch.device:
         case "mps" if torch.backends.mps.is_available():
             return device
     raise InputError(f"there is no device {str(name)!r} on this machine; {_choices()}")
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a device is current: where streams, events and graphs are made."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_one_device(source: torch.device, target: torch.device) -> None:

@@ -29,7 +29,7 @@ from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
-from otdd_flash.ranks import ALONE, shared_since
+from otdd_flash.ranks import shared_since
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.shards import takes_shards
@@ -39,6 +39,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import epsilon_given_as
 from otdd_flash.solver.term.result import Progress
+from otdd_flash.transport import ALONE
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ from otdd_flash.operators.base import Applied, Operator, refined
 from otdd_flash.operators.build import Compute, ComputeOptions, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.operators.request import Request
-from otdd_flash.ranks import ALONE, Shared
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.transport import ALONE, Shared
 from otdd_flash.version import __version__
 
 T = TypeVar("T")

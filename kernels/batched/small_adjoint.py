@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
+
 
 class Packing(NamedTuple):
     """What a program holds.
@@ -62,6 +64,7 @@ MOST_WARPS = 8
 ROW_BYTES = 1 << 14
 
 
+@on_its_device
 @triton.jit
 def small_adjoint_kernel(
     plan_ptr,  # (B, n, m) of any strides

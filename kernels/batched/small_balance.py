@@ -51,6 +51,7 @@ from otdd_flash.kernels.batched.scalings import (
     sums_of,
 )
 from otdd_flash.kernels.batched.small_adjoint import padded
+from otdd_flash.kernels.launch import on_its_device
 
 # By the entries of a padded matrix up to which it holds.
 PACKINGS = {
@@ -63,6 +64,7 @@ PACKINGS = {
 }
 
 
+@on_its_device
 @triton.jit
 def small_balance_kernel(
     matrices_ptr,  # x (B, n, m) of any strides, -x if NEGATED

@@ -44,6 +44,7 @@ from otdd_flash.kernels.batched.scalings import (
     with_masses,
 )
 from otdd_flash.kernels.batched.small_adjoint import padded
+from otdd_flash.kernels.launch import on_its_device
 
 # By the entries of a padded matrix up to which it holds.
 PACKINGS = {
@@ -56,6 +57,7 @@ PACKINGS = {
 }
 
 
+@on_its_device
 @triton.jit
 def small_balance_backward_kernel(
     matrices_ptr,  # x (B, n, m) of any strides, -x if NEGATED

@@ -25,6 +25,7 @@ from torch import Tensor
 from otdd_flash.kernels.batched.loading import LOG2_E
 from otdd_flash.kernels.batched.scalings import SMALL, in_logs, on_grid, reciprocal
 from otdd_flash.kernels.batched.small_adjoint import padded
+from otdd_flash.kernels.launch import on_its_device
 
 # Rows and columns that the kernel takes at the most.
 MOST = 4
@@ -35,6 +36,7 @@ BATCH, WARPS, REGISTERS = 32, 1, 96
 LOOK_EVERY = tl.constexpr(4)
 
 
+@on_its_device
 @triton.jit
 def tiny_balance_kernel(
     matrices_ptr,  # x (B, n, n) of any strides

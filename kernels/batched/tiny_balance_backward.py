@@ -44,6 +44,7 @@ from otdd_flash.kernels.batched.tiny_balance import (
     row_scalings,
     store_entries,
 )
+from otdd_flash.kernels.launch import on_its_device
 
 # Matrices of a program, its warps, and registers of a thread, as in `tiny_balance`.
 BATCH, WARPS, REGISTERS = 32, 1, 168
@@ -55,6 +56,7 @@ LOG_LENGTH, LOG_KEPT = tl.constexpr(2), tl.constexpr(10)
 MOST_ITERATIONS = 2 + max(SEGMENTS)
 
 
+@on_its_device
 @triton.jit
 def tiny_balance_backward_kernel(
     matrices_ptr,  # x (B, n, n) of any strides
@@ -117,7 +119,18 @@ def tiny_balance_backward_kernel(
         for k in tl.static_range(N * N):
             kernel += (logits[k] + u[k // N] + v[k % N],)
         found, most = derivative(
-            kernel, cotangents, n, steps, True, FULL, ONCE, False, LOG_LENGTH, LOG_KEPT, BATCH, N,
+            kernel,
+            cotangents,
+            n,
+            steps,
+            True,
+            FULL,
+            ONCE,
+            False,
+            LOG_LENGTH,
+            LOG_KEPT,
+            BATCH,
+            N,
             TYPE,
         )
         found = before_first(found, kernel, v, True, N)

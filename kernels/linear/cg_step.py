@@ -13,9 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
+
 BLOCK = 4096
 
 
+@on_its_device
 @triton.jit
 def cg_step_kernel(
     image_ptr,  # (m, s) float64, of any strides

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.points.packed_points import Layout
 
 LARGEST = tl.constexpr(2.0**14)
@@ -23,6 +24,7 @@ TINY = tl.constexpr(2.0**-126)
 BLOCK = 4096
 
 
+@on_its_device
 @triton.jit
 def to_halves_kernel(
     values_ptr,  # (N, s) float64, of any strides
@@ -68,6 +70,7 @@ def to_halves_kernel(
         tl.store(out_ptr + o_out + s, low, mask=o < n)
 
 
+@on_its_device
 @triton.jit
 def from_halves_kernel(
     found_ptr,  # (n, PARTS, s) float32

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
+
 # Rows and columns of a tile.
 TILE = 4, 512
 WARPS = 4
@@ -37,6 +39,7 @@ class RowFacts(NamedTuple):
     flags: Tensor
 
 
+@on_its_device
 @triton.jit
 def matrix_facts_kernel(
     costs_ptr,  # (n, m), columns contiguous

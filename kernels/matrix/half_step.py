@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LN_2, LOG2_E
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.segments.step import Sums
 
 # Rows and columns of a tile, as (rows, strips, lanes): of passes along rows and along columns.
@@ -41,6 +42,7 @@ BLOCK = 128
 LOWEST, NOTHING = tl.constexpr(-1e29), tl.constexpr(2.0**-1000)
 
 
+@on_its_device
 @triton.jit
 def matrix_bias_kernel(
     potential_ptr,  # (n,) float32
@@ -79,6 +81,7 @@ def add_scores(scores, highest, sums, scale, rest, AXIS: tl.constexpr):
     return raised, sums * tl.exp2(highest - raised) + tl.sum(terms, AXIS)
 
 
+@on_its_device
 @triton.jit
 def matrix_rows_kernel(
     costs_ptr,  # (n, m), columns contiguous
@@ -119,6 +122,7 @@ def matrix_rows_kernel(
     tl.store(sums_ptr + o_out, tl.maximum(total, NOTHING), mask=m_row)
 
 
+@on_its_device
 @triton.jit
 def matrix_columns_kernel(
     costs_ptr,  # (n, m), columns contiguous
@@ -155,6 +159,7 @@ def matrix_columns_kernel(
     tl.store(sums_ptr + o_out, tl.maximum(sums.to(tl.float64), NOTHING), mask=m_column)
 
 
+@on_its_device
 @triton.jit
 def matrix_merge_kernel(
     highest_ptr,  # (parts, n) float32

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.matrix.half_step import PROGRAMS, parts_of
 
 # Rows and columns of a tile.
@@ -22,6 +23,7 @@ TILE = 16, 128
 WARPS = 4
 
 
+@on_its_device
 @triton.jit
 def matrix_sums_kernel(
     costs_ptr,  # (n, m), columns contiguous

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LOG2_E, on_device
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.half_step import bias_of
 from otdd_flash.kernels.passes.plan_application import LOG2_SCALE, NOTHING
 from otdd_flash.kernels.passes.sides import Scores, Side
@@ -73,6 +74,7 @@ def multiply(
     return out + product * unit
 
 
+@on_its_device
 @triton.jit
 def fused_product_kernel(
     x,  # (2 n, DIM) float16

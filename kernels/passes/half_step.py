@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import load_scales, log2_scale
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.merge_ranges import merge_ranges
 from otdd_flash.kernels.passes.sides import Partial, Scores, Side
 from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
@@ -49,6 +50,7 @@ from otdd_flash.kernels.tiling import (
 )
 
 
+@on_its_device
 @triton.jit
 def half_step_kernel(
     x,  # (2 n, DIM) float16

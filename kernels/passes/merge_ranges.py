@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LN_2
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.sides import Partial, Side
 from otdd_flash.kernels.tiling import BLOCK_ROWS
 
 LEAST_SUM, LARGEST_SUM = 2.0**-100, 2.0**100
 
 
+@on_its_device
 @triton.jit
 def merge_ranges_kernel(
     highest_ptr,  # (slots, n) float32

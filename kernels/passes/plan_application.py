@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LOG2_E, on_device
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.half_step import bias_of
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
@@ -50,6 +51,7 @@ NOTHING = -1e30
 GROUP = 8
 
 
+@on_its_device
 @triton.jit
 def plan_block_kernel(
     x,  # (2 n, DIM) float16

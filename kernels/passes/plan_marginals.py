@@ -25,6 +25,7 @@ Work: n m d D (D + 1) / 2 int8 products for D digits, n m exponentials, 4 n m op
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes, marginal_tile
 from otdd_flash.kernels.passes.plan_entries import halve_columns, join_columns, sum_piece
 from otdd_flash.kernels.points.digits import base_of, keeps_fractions, pack_digits, padded_dim
@@ -46,6 +48,7 @@ PROGRAMS = 1024
 GROUP = 32
 
 
+@on_its_device
 @triton.jit(do_not_specialize=["blocks_per_program", "diagonal", "costs_width"])
 def plan_marginals_kernel(
     x,  # (DIGITS x_rows, DIM) int8
@@ -218,6 +221,7 @@ def plan_marginals(
     digits: int,
     *,
     symmetric: bool = False,
+    stripes: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums of the rows and of the columns of a plan.
 
@@ -228,6 +232,8 @@ def plan_marginals(
         product_scale: of S in exponents.
         digits: 1, 3 or 4.
         symmetric: whether both sides are one and costs symmetric; `columns` is not read then.
+        stripes: first and end, multiples of `tiling.BLOCK_ROWS`, of the packed rows whose entries
+            are summed; of a symmetric plan those from the diagonal on. None for all rows.
 
     Returns:
         (n,) and (m,) float64 in packed order; twice the same tensor if `symmetric`.
@@ -240,12 +246,16 @@ def plan_marginals(
     of_columns = of_rows if symmetric else of_rows.new_zeros(m)
     launch = _Launch(rows, columns, costs, product_scale, digits, symmetric)
     height, width = chunk_sizes(padded_dim(rows.points.shape[1]) * digits)
-    for top in range(0, n, height):
-        bottom = min(top + height, n)
+    parts = [(0, n)] if stripes is None else stripes
+    tops = ((top, end) for first, end in parts for top in range(first, end, height))
+    for top, end in tops:
+        bottom = min(top + height, end)
         x = _packed(rows, digits, top, bottom)
-        for left in range(top if symmetric else 0, m, width):
-            right = min(left + width, m)
-            if symmetric and left < bottom:
+        left = top if symmetric else 0
+        while left < m:
+            within = symmetric and left < bottom
+            right = min(left + width, bottom if within else m)
+            if within:
                 # The columns are among the rows, and rows past them are below the diagonal.
                 row_sums, column_sums = launch(x, x, top, right, left, right, left - top)
                 of_rows[top:right] += row_sums
@@ -254,6 +264,7 @@ def plan_marginals(
                 row_sums, column_sums = launch(x, y, top, bottom, left, right, 0)
                 of_rows[top:bottom] += row_sums
             of_columns[left:right] += column_sums
+            left = right
     return of_rows, of_columns
 
 

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from otdd_flash.kernels.epsilon import LOG2_E
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.points.class_terms import ClassTerms
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile
 
@@ -150,6 +151,7 @@ def multiply_and_sum(
     gl.store(sums_ptr + out_row + o_row, sums)
 
 
+@on_its_device
 @gluon.jit
 def resident_half_step_kernel(
     x,  # descriptor of (2 n, d) float16, tiles of (HALF_ROWS, BLOCK_K)

@@ -19,6 +19,7 @@ totals (n,) in float64, always in the same order: no atomics, the same bits in e
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import load_scales, log2_scale
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.half_step import bias_of, repair
 from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM, LEAST_SUM
 from otdd_flash.kernels.passes.sides import Scores, Side
@@ -49,6 +51,7 @@ BLOCKS_PER_RANGE = 16
 STRIPE_BYTES = 1 << 28
 
 
+@on_its_device
 @triton.jit
 def symmetric_step_kernel(
     x,  # (2 n, DIM) float16
@@ -126,6 +129,7 @@ def add_partial(sums, partial_ptr, rows, stride, o_row, BLOCK_M: tl.constexpr, B
     return sums
 
 
+@on_its_device
 @triton.jit
 def merge_triangle_kernel(
     of_columns_ptr,  # (stripe, n) float32
@@ -142,16 +146,20 @@ def merge_triangle_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     RANGE: tl.constexpr,
+    FINISH: tl.constexpr,
 ):
     """One program per row block from the stripe on.
 
-    Totals, and of the blocks of the stripe log2 of them and whether one left the range.
+    Totals; with FINISH, of the blocks of the stripe log2 of them and whether one left the range.
     """
     i_block = first_block + tl.program_id(0)
     o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
     within = i_block - first_block
     sums = tl.zeros((BLOCK_M,), tl.float64)
-    if first_block > 0:
+    if FINISH:
+        if first_block > 0:
+            sums += tl.load(totals_ptr + o_row)
+    else:
         sums += tl.load(totals_ptr + o_row)
     before = tl.minimum(within, stripe)
     sums = add_partial(sums, of_columns_ptr, before, n, o_row, BLOCK_M, BLOCK_SLOTS)
@@ -161,11 +169,15 @@ def merge_triangle_kernel(
         sums = add_partial(
             sums, of_rows_ptr, slots, stripe * BLOCK_M, o_within, BLOCK_M, BLOCK_SLOTS
         )
-        # NaN compares as neither, and so is not good.
-        good = (sums >= LEAST) & (sums <= LARGEST)
-        bad = tl.where(good, 0, tl.load(filled_ptr + o_row).to(tl.int32))
-        tl.store(marked_ptr + i_block, tl.max(bad, 0))
-        tl.store(out_ptr + o_row, tl.log2(sums.to(tl.float32)))
+    if FINISH:
+        if within < stripe:
+            # NaN compares as neither, and so is not good.
+            good = (sums >= LEAST) & (sums <= LARGEST)
+            bad = tl.where(good, 0, tl.load(filled_ptr + o_row).to(tl.int32))
+            tl.store(marked_ptr + i_block, tl.max(bad, 0))
+            tl.store(out_ptr + o_row, tl.log2(sums.to(tl.float32)))
+        else:
+            tl.store(totals_ptr + o_row, sums)
     else:
         tl.store(totals_ptr + o_row, sums)
 
@@ -185,6 +197,66 @@ def symmetric_step(
     Returns:
         (N,) float32, in units of the cost.
     """
+    layout, blocks = side.points.layout, side.points.layout.size // BLOCK_ROWS
+    logs = torch.empty(layout.size, dtype=torch.float32, device=potential.device)
+    marked = torch.empty(blocks, dtype=torch.int32, device=potential.device)
+    height = stripe_height(blocks)
+    totals = torch.empty(
+        layout.size if height < blocks else 0, dtype=torch.float64, device=potential.device
+    )
+    _sum_stripes(
+        side, scores, masses, potential, epsilon, [(0, blocks)], _Out(totals, marked, logs)
+    )
+    out = potential - (epsilon * math.log(2.0)) * logs[layout.position]
+    bias = bias_of(side, scores, potential, epsilon)
+    repair(side, side, scores, bias, epsilon, marked, out)
+    return out
+
+
+def triangle_sums(
+    side: Side,
+    scores: Scores,
+    masses: Tensor,
+    potential: Tensor,
+    epsilon: Tensor,
+    stripes: Sequence[tuple[int, int]],
+) -> Tensor:
+    """sum_j a_j e_ij over the pairs of some stripes, each pair given to both of its points.
+
+    Args:
+        side: as for `symmetric_step`, like what follows it.
+        scores: likewise.
+        masses: likewise.
+        potential: likewise.
+        epsilon: likewise.
+        stripes: first block and end of each: their rows with all columns from the diagonal on.
+
+    Returns:
+        (n,) float64, packed. Stripes that cover all blocks once add up to exp((f_i - T(f)_i) /
+        epsilon), where float32 holds the sums of a tile.
+    """
+    totals = torch.zeros(side.points.layout.size, dtype=torch.float64, device=potential.device)
+    _sum_stripes(side, scores, masses, potential, epsilon, stripes, _Out(totals, None, None))
+    return totals
+
+
+class _Out(NamedTuple):
+    """Where sums go: totals, and if all stripes are done, marks and logarithms."""
+
+    totals: Tensor
+    marked: Tensor | None
+    logs: Tensor | None
+
+
+def _sum_stripes(
+    side: Side,
+    scores: Scores,
+    masses: Tensor,
+    potential: Tensor,
+    epsilon: Tensor,
+    stripes: Sequence[tuple[int, int]],
+    out: _Out,
+) -> None:
     layout, x = side.points.layout, side.points.coordinates
     n, dim = layout.size, x.shape[1]
     tile = narrow_tile(x.device) if layout.pure else gathering_tile(x.device)
@@ -199,17 +271,15 @@ def symmetric_step(
     terms = ClassTerms.of(layout, layout, scores.costs)
     row_term = (layout.spread(potential, 0.0) - side.squares) * log2_scale(epsilon)
     blocks = n // BLOCK_ROWS
-    height = stripe_height(blocks)
+    height = min(stripe_height(blocks), max((end - first for first, end in stripes), default=1))
     of_columns = torch.empty((height, n), dtype=torch.float32, device=x.device)
     of_rows = torch.empty(
         (triton.cdiv(blocks, BLOCKS_PER_RANGE), height * BLOCK_ROWS), device=x.device
     )
-    totals = torch.empty(n if height < blocks else 0, dtype=torch.float64, device=x.device)
-    logs = torch.empty(n, dtype=torch.float32, device=x.device)
-    marked = torch.empty(blocks, dtype=torch.int32, device=x.device)
     filled = layout.filled.to(torch.int8)
-    for first in range(0, blocks, height):
-        stripe = min(height, blocks - first)
+    starts = [(first, end) for top, end in stripes for first in range(top, end, height)]
+    for first, end in starts:
+        stripe = min(height, end - first)
         ranges = ranges_of_stripe(Stripe(first, stripe, blocks), x.device)
         symmetric_step_kernel[(len(ranges),)](
             operand(x, BLOCK_ROWS, tile),
@@ -241,10 +311,10 @@ def symmetric_step(
         merge_triangle_kernel[(blocks - first,)](
             of_columns,
             of_rows,
-            totals,
+            out.totals,
             filled,
-            marked,
-            logs,
+            layout.block_class if out.marked is None else out.marked,
+            row_term if out.logs is None else out.logs,
             n,
             first,
             stripe,
@@ -253,11 +323,8 @@ def symmetric_step(
             BLOCK_M=BLOCK_ROWS,
             BLOCK_SLOTS=16,
             RANGE=BLOCKS_PER_RANGE,
+            FINISH=out.logs is not None,
         )
-    out = potential - (epsilon * math.log(2.0)) * logs[layout.position]
-    bias = bias_of(side, scores, potential, epsilon)
-    repair(side, side, scores, bias, epsilon, marked, out)
-    return out
 
 
 class Stripe(NamedTuple):

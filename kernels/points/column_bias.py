@@ -15,10 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import load_scales
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS
 
 
+@on_its_device
 @triton.jit
 def column_bias_kernel(
     potential_ptr,  # (M,) float32

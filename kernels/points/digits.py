@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.points.packed_points import Layout, load_scaled
 
 # Coordinates up to which four digits of base 256 add up in int32: 2 ||X_0|| ||Y_3|| + 2 128^2 d.
@@ -42,6 +43,7 @@ FEW_COORDINATES = 128
 ALIGNMENT = 64
 
 
+@on_its_device
 @triton.jit
 def pack_digits_kernel(
     points_ptr,  # (N, d), any real type and strides

@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.tiling import BLOCK_ROWS
 
 
+@on_its_device
 @triton.jit
 def lattice_distance_kernel(
     points_ptr,  # (N, d)

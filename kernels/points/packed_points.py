@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS, BLOCK_ROWS
 
 # Rows of class-pure blocks over rows without: beyond it, gathering per score is faster.
@@ -50,6 +51,7 @@ def load_scaled(
     return tl.where(mask, points.to(tl.float64) - centre[None, :], 0.0) * scale
 
 
+@on_its_device
 @triton.jit
 def pack_kernel(
     points_ptr,  # (N, d), any real type and strides

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.segments.differences import learn_and_direct, memory_width
 from otdd_flash.kernels.segments.evaluation import NUMBERS
 from otdd_flash.kernels.segments.evidence import COSTS, evaluate
@@ -147,6 +148,7 @@ def update_levels(
 
 
 # A number of segments that the kernel was compiled for would change their bits.
+@on_its_device
 @triton.jit(do_not_specialize=["count"])
 def segmented_decision_kernel(
     count,

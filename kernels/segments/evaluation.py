@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.segments.softmin import BLOCK, LN_2, merged_softmin
 from otdd_flash.kernels.segments.step import Sums
 
@@ -62,6 +63,7 @@ class Vectors(NamedTuple):
         return self.remembered.numel() // self.candidate.numel()
 
 
+@on_its_device
 @triton.jit
 def segmented_evaluation_kernel(
     highest_ptr,  # (partial entries,) float32; the softmin (entries,) float32 unless MERGED

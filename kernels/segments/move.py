@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.segments.evaluation import Vectors
 from otdd_flash.kernels.segments.softmin import BLOCK
 
@@ -26,6 +27,7 @@ from otdd_flash.kernels.segments.softmin import BLOCK
 MOVE = 9
 
 
+@on_its_device
 @triton.jit
 def segmented_move_kernel(
     masses_ptr,  # (n,) float64

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.segments.step import ROWS, Sums
 
 # Rows or columns of one program.
@@ -51,6 +52,7 @@ def merged_softmin(
     return -epsilon * LN_2 * (top + tl.log2(sums))
 
 
+@on_its_device
 @triton.jit
 def segmented_softmin_kernel(
     highest_ptr,  # (partial entries,) float32; the softmin (entries,) float32 unless MERGED

@@ -42,6 +42,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     Tile,
@@ -124,6 +125,7 @@ def sum_rows(terms, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EIGHT: tl.cons
     return tl.sum(eights.to(tl.float64), 1)
 
 
+@on_its_device
 @triton.jit
 def segmented_step_kernel(
     x,  # (4 n, DIM) float16, blocks of BLOCK_M rows

@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
+
 # Blocks that are added up at once.
 BLOCK = 16
 # Columns of partial numbers that are no sums.
 LOWEST, HIGHEST = tl.constexpr(2), tl.constexpr(3)
 
 
+@on_its_device
 @triton.jit
 def segmented_totals_kernel(
     rows_ptr,  # (P, 2) float64, read if ROWS

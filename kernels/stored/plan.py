@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
+
 BLOCK_ROWS, BLOCK_COLUMNS = 8, 256
 
 
+@on_its_device
 @triton.jit
 def stored_plan_kernel(
     scores_ptr,  # (B, rows, columns) float32 of these strides
@@ -55,6 +58,7 @@ def stored_plan_kernel(
     tl.store(out_ptr + i_problem * rows + o_row, sums, mask=m_row)
 
 
+@on_its_device
 @triton.jit
 def stored_product_kernel(
     scores_ptr,  # (B, rows, columns) float32 of these strides
@@ -82,6 +86,7 @@ def stored_product_kernel(
     tl.store(out_ptr + i_problem * rows + o_row, sums, mask=m_row)
 
 
+@on_its_device
 @triton.jit
 def signed_plan_kernel(
     scores_ptr,  # (B, points, points) float32

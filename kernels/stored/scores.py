@@ -13,10 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
+
 # Rows and columns of a tile.
 BLOCK = 32
 
 
+@on_its_device
 @triton.jit
 def stored_scores_kernel(
     products_ptr,  # (B, rows, columns) float64, x_i . y_j

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.segments.step import LOG2_E, ROWS, Sums
 
 # Rows of a program, and columns that it reads at once: the fastest of 40 sizes on an H100, at 500,
@@ -30,6 +31,7 @@ ROWS_OF_PROGRAM, COLUMNS_AT_ONCE = 4, 256
 LOWEST = tl.constexpr(-3e38)
 
 
+@on_its_device
 @triton.jit
 def stored_step_kernel(
     scores_ptr,  # (B points, points) float32

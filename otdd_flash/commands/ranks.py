@@ -117,7 +117,8 @@ def _joined() -> Ranks:
     """This process in the group of all, on a GPU of its own if there are any."""
     import torch
 
-    from otdd_flash.ranks import PATIENCE, Ranks
+    from otdd_flash.ranks import Ranks
+    from otdd_flash.transport import PATIENCE
 
     cards = torch.cuda.device_count()
     # As in `device=cpu`, for which there need not be a card each.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import DatasetPairSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.pseudo_labels import with_pseudo_labels
@@ -125,6 +126,7 @@ def embed_side(
             device=settings.device,
             cache_dir=settings.cache_dir,
             progress=progress,
+            group=leading(),
             **embedding,
         )
     logger.info("%s: %d features by %s", side, samples.dim, node["name"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +143,23 @@ def _numbers(table: Any, columns: Sequence[str]) -> NDArray[Any]:
     return arrays[0]
 
 
+@dataclass(frozen=True)
+class _Items:
+    """Reads the items of a column. A class, so that other processes can be sent it."""
+
+    table: Any
+    column: str
+    path: str
+
+    def __call__(self, row: int) -> Any:
+        with reading(Path(self.path) / f"row {row}"):
+            value = self.table[row][self.column]
+        if value is None:
+            raise InputError(f"row {row} of {self.path} has nothing in its column {self.column!r}")
+        return value
+
+
 def _lazy(table: Any, column: str, path: str) -> LazyItems:
     only = table.select_columns([column]).with_format(None)
 
-    def item(row: int) -> Any:
-        with reading(Path(path) / f"row {row}"):
-            value = only[row][column]
-        if value is None:
-            raise InputError(f"row {row} of {path} has nothing in its column {column!r}")
-        return value
-
-    return LazyItems(item, np.arange(len(table)))
+    return LazyItems(_Items(only, column, path), np.arange(len(table)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +38,25 @@ def read_image_folder(request: Request, *, path: str | None = None) -> LabeledDa
         opened = ImageFolder(str(chosen), allow_empty=True)
 
     files = [file for file, _ in opened.samples]
-
-    def image(row: int) -> Any:
-        with reading(Path(files[row])):
-            return opened.loader(files[row])
-
     return LabeledDataset.from_raw(
-        LazyItems(image, np.arange(len(files)), files),
+        LazyItems(_Images(files, opened.loader), np.arange(len(files)), files),
         np.array(opened.targets, dtype=np.int64),
         class_names=opened.classes,
         modality="image",
         name=folder.name if chosen == folder else f"{folder.name} {request.split}",
     )
+
+
+@dataclass(frozen=True)
+class _Images:
+    """Decodes the image of a file. A class, so that other processes can be sent it."""
+
+    files: list[str]
+    loader: Callable[[str], Any]
+
+    def __call__(self, row: int) -> Any:
+        with reading(Path(self.files[row])):
+            return self.loader(self.files[row])
 
 
 def _split_folder(folder: Path, split: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
@@ -39,13 +40,7 @@ class LazyItems(Sequence[Any]):
     def chain(cls, parts: Sequence[Sequence[Any] | NDArray[Any]]) -> LazyItems:
         """Several sequences read one after the other."""
         ends = np.cumsum([len(part) for part in parts])
-
-        def fetch(row: int) -> Any:
-            part = int(np.searchsorted(ends, row, side="right"))
-            start = 0 if part == 0 else int(ends[part - 1])
-            return parts[part][row - start]
-
-        return cls(fetch, np.arange(int(ends[-1])))
+        return cls(_Chained(parts, ends), np.arange(int(ends[-1])))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -64,3 +59,16 @@ class LazyItems(Sequence[Any]):
     def take(self, rows: NDArray[np.int64]) -> LazyItems:
         """The items at these positions, still unread."""
         return LazyItems(self._fetch, self._rows[rows], self._files)
+
+
+@dataclass(frozen=True)
+class _Chained:
+    """Reads the items of several sequences, of which each ends before `ends`."""
+
+    parts: Sequence[Sequence[Any] | NDArray[Any]]
+    ends: NDArray[np.int64]
+
+    def __call__(self, row: int) -> Any:
+        part = int(np.searchsorted(self.ends, row, side="right"))
+        start = 0 if part == 0 else int(self.ends[part - 1])
+        return self.parts[part][row - start]

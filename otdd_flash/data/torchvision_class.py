@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,21 @@ def _labels(opened: Any) -> Any:
     return [int(opened[row][1]) for row in range(len(opened))]
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """Reads the inputs of a dataset. A class, so that other processes can be sent it."""
+
+    opened: Any
+
+    def __call__(self, row: int) -> Any:
+        return self.opened[row][0]
+
+
 def _images(opened: Any) -> NDArray[Any] | LazyItems:
     data = getattr(opened, "data", None)
     values = None if data is None or isinstance(data, list) else np.asarray(data)
     if values is None or values.dtype != np.uint8 or len(values) != len(opened):
-        return LazyItems(lambda row: opened[row][0], np.arange(len(opened)))
+        return LazyItems(_Inputs(opened), np.arange(len(opened)))
     if values.ndim == 4 and values.shape[3] not in CHANNELS:
         return np.ascontiguousarray(values.transpose(0, 2, 3, 1))
     return values

@@ -39,7 +39,7 @@ class LateReader(Generic[T]):
         copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied.copy_(numbers, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
+        arrived.record(torch.cuda.current_stream(numbers.device))
         before, self._pending = self._pending, (copied, arrived, kept)
         return None if before is None else _wait(*before)
 

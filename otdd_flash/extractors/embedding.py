@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,10 +19,12 @@ from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.dealt import features_of_ranks
 from otdd_flash.extractors.input_hash import inputs_hash
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
+from otdd_flash.ranks import Ranks
 from otdd_flash.samples import LabeledSamples
 
 SUITABLE = {
@@ -42,6 +45,7 @@ def embed(
     cache_dir: str | os.PathLike[str] | None = None,
     num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    group: Ranks | None = None,
 ) -> LabeledSamples:
     """Extract the features of every input.
 
@@ -55,6 +59,8 @@ def embed(
         cache_dir: where features of networks are kept, by content of inputs and weights; None: not.
         num_workers: processes that read and prepare the inputs of a network.
         progress: called with (inputs done, n).
+        group: what `otdd.led` gives: processes of which each runs a network on some of the batches.
+            Other extractors run here alone.
 
     Returns:
         Samples with features (n, d).
@@ -70,8 +76,16 @@ def embed(
     key = _cache_key(dataset, extractor, where, autocast) if cache.active else ""
     stored = cache.get(key)
     if stored is None:
-        blocks = _blocks(dataset.inputs, extractor, batch_size, where, autocast, num_workers)
-        features = _gather(blocks, dataset, progress)
+        gather = partial(_gather, dataset.name)
+        if group is not None and isinstance(extractor, Network):
+            settings = {"batch_size": batch_size, "device": where, "autocast": autocast}
+            settings["num_workers"] = num_workers
+            features = features_of_ranks(
+                group, dataset.inputs, extractor, gather, settings, progress
+            )
+        else:
+            blocks = _blocks(dataset.inputs, extractor, batch_size, where, autocast, num_workers)
+            features = gather(blocks, len(dataset), progress)
         if autocast is not None and not bool(torch.isfinite(features).all()):
             raise InputError(
                 f"the features of {dataset.name} overflow {autocast}; use mixed_precision=false"
@@ -153,31 +167,32 @@ def _batches(inputs: Any, batch_size: int) -> Iterator[Any]:
 
 
 def _gather(
+    name: str,
     blocks: Iterator[Tensor],
-    dataset: LabeledDataset,
+    count: int,
     progress: Callable[[int, int], None] | None,
 ) -> Tensor:
     """Fill one matrix (n, d) block by block: a list of blocks would need the memory twice."""
-    n, done = len(dataset), 0
+    done = 0
     features, shape = torch.empty(0), torch.Size()
     for block in blocks:
         if done == 0:
             shape = block.shape[1:]
-            _check_room(dataset, shape.numel(), block.dtype)
-            features = torch.empty((n, shape.numel()), dtype=block.dtype)
-        _require_same_shape(shape, block.shape[1:], dataset.name)
+            _check_room(name, (count, shape.numel()), block.dtype)
+            features = torch.empty((count, shape.numel()), dtype=block.dtype)
+        _require_same_shape(shape, block.shape[1:], name)
         features[done : done + len(block)] = block.flatten(1)
         done += len(block)
         if progress is not None:
-            progress(done, n)
+            progress(done, count)
     return features
 
 
-def _check_room(dataset: LabeledDataset, dim: int, dtype: torch.dtype) -> None:
-    needed = len(dataset) * dim * dtype.itemsize
+def _check_room(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    needed = shape[0] * shape[1] * dtype.itemsize
     if needed > UNASKED and needed > (free := free_memory(torch.device("cpu"))):
         raise InputError(
-            f"{len(dataset)} rows of {dim} features of {dataset.name} need "
+            f"{shape[0]} rows of {shape[1]} features of {name} need "
             f"{readable_bytes(needed)}, and {readable_bytes(free)} are free; use fewer samples "
             "(max_samples) or smaller images (extractor.size)"
         )

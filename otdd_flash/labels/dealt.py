@@ -118,8 +118,11 @@ def _measure(
         return found, [str(each.message) for each in said]
 
     found, late = ranks.together(measured)
-    numbers = torch.empty((3, len(pairs)), dtype=torch.float64)
-    everyone = ranks.said((torch.stack(tuple(found)), late))
-    for rank, (values, _) in enumerate(everyone):
-        numbers[:, rank :: ranks.size] = values
-    return numbers, [message for _, said in everyone for message in said]
+    # Where the points are, because the group moves tensors from there.
+    width = -(-len(pairs) // ranks.size)
+    numbers = torch.zeros((3, width), dtype=torch.float64, device=clouds[0].points.device)
+    numbers[:, : len(own)] = torch.stack(tuple(found))
+    every = ranks.each(numbers).cpu()
+    # Pair k is the (k // size)-th of rank k % size.
+    together = every.permute(1, 2, 0).reshape(3, -1)[:, : len(pairs)]
+    return together, [message for said in ranks.said(late) for message in said]

@@ -8,6 +8,7 @@ four by 2^-26; integers within 256 values of each other take one digit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -90,8 +91,19 @@ class FixedPoint:
         """Bound on the mean error of costs at full accuracy over any plan between a and b."""
         return self._mean(1 if self._whole is not None else 4)
 
-    def marginals(self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,); of one tensor, a symmetric plan."""
+    def marginals(
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        *,
+        accurate: bool,
+        stripes: Sequence[tuple[int, int]] | None = None,
+    ) -> Marginals:
+        """Row and column sums of the plan of f (n,) and g (m,); of one tensor, a symmetric plan.
+
+        With `stripes`, as for `plan_marginals`, sums of a part of the entries.
+        """
         cost, digits = self.cost, self._digits(epsilon, accurate)
         symmetric = cost.symmetric and f is g
         scale, sides = LOG2_E / epsilon, []
@@ -112,6 +124,7 @@ class FixedPoint:
             2 * cost.lambda_x * scale / self._scale**2,
             digits,
             symmetric=symmetric,
+            stripes=stripes,
         )
         row_errors, column_errors = (
             torch.add(of_costs, of_entries, alpha=epsilon).add_(

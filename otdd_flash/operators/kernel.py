@@ -27,10 +27,18 @@ from otdd_flash.kernels.points.packed_points import (
     pack,
     power_of_two_scale,
 )
-from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Execution, Marginals
+from otdd_flash.operators.base import (
+    Applied,
+    CostFacts,
+    Epsilon,
+    Execution,
+    Marginals,
+    refined,
+)
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, single
+from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
@@ -175,6 +183,15 @@ class KernelOperator:
         """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
         return KernelOperator(self.cost.sample(rows, columns), self._precision)
 
+    def self_share(self, rank: int, size: int) -> KernelSelfShare:
+        """What a rank of so many computes of this cost of a cloud with itself."""
+        assert self._masses is not None
+        return KernelSelfShare(
+            KernelSelf(self._rows, self._scores, self._masses, self._fixed_point),
+            (rank, size),
+            lambda: _refined_of(self).self_share(rank, size),
+        )
+
     def _half_step(
         self,
         rows: Side,
@@ -187,6 +204,12 @@ class KernelOperator:
         near = None if guess is None or not self._many else single(guess)
         level = on_device(epsilon, potential.device)
         return half_step(rows, columns, scores, single(potential), level, near)
+
+
+def _refined_of(operator: KernelOperator) -> KernelOperator:
+    whole = refined(operator)
+    assert isinstance(whole, KernelOperator)
+    return whole
 
 
 def _applied(

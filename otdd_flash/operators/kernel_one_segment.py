@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from otdd_flash.devices import current
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Repeated
@@ -82,7 +83,8 @@ class KernelSegment(OneSegment):
             return
         if self._repeated is None:
             self._repeated = Repeated()
-        self._repeated.run(step)
+        with current(self.device):
+            self._repeated.run(step)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of an evaluation."""

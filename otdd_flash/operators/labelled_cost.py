@@ -184,7 +184,7 @@ class LabelledCost:
             lambda_x=self.lambda_x,
         )
 
-    def part(self, rows: slice, columns: slice) -> LabelledCost:
+    def part(self, rows: slice | Tensor, columns: slice | Tensor) -> LabelledCost:
         """Some rows and columns, with their masses, and all else of the whole cost.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.

@@ -6,17 +6,22 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, CostInputs, labelled_cost, operator_alone
+from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import budget_in_bytes
-from otdd_flash.operators.sharded import Parts, ShardedOperator
+from otdd_flash.operators.parts import Build, Parts
+from otdd_flash.operators.self_share import SelfShare, TiledSelfShare, folded
+from otdd_flash.operators.sharded import ShardedOperator
+from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.ranks import Ranks
 from otdd_flash.samples import LabeledSamples
 
-# What the processes of one machine hold of one cost: parts by rows, and parts by columns.
-PARTS = 2
+# What a process holds of one cost: a part by rows and one by columns, or two squares and two
+# rectangles of a cloud with itself.
+PARTS, SELF_PARTS = 2, 4
 
 
 def shared_operator(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> ShardedOperator:
@@ -74,15 +79,28 @@ def _hold_parts(
     def parts() -> Parts:
         whole = labelled_cost(CostInputs(*clouds, block, cost, compute))
         budget = budget_in_bytes(compute.memory_budget, whole.a.device)
-        each = replace(compute, memory_budget=budget // _holders(ranks, compute, whole.a.device))
-        return Parts.of(
-            whole, ranks, lambda part: operator_alone(part, each, keep_scores=keep_scores)
-        )
+        each = replace(compute, memory_budget=budget // _holders(ranks, compute, whole))
+
+        def build(part: LabelledCost) -> Operator:
+            return operator_alone(part, each, keep_scores=keep_scores)
+
+        return Parts(whole, ranks, build, _self_share)
 
     ranks.held[number] = ranks.together(parts)
 
 
-def _holders(ranks: Ranks, compute: ComputeOptions, device: torch.device) -> int:
+def _self_share(cost: LabelledCost, ranks: Ranks, build: Build) -> SelfShare:
+    """This rank's share of the cost of a cloud with itself, where its passes run."""
+    first = build(cost.part(slice(0, 1), slice(0, 1)))
+    if isinstance(first, TiledOperator):
+        return TiledSelfShare(cost, folded(cost.shape[0], ranks.rank, ranks.size), build)
+    whole: Any = build(cost)
+    share: SelfShare = whole.self_share(ranks.rank, ranks.size)
+    return share
+
+
+def _holders(ranks: Ranks, compute: ComputeOptions, cost: LabelledCost) -> int:
     """How many parts a budget is for; half of what a machine has free is for all its ranks."""
-    alone = device.type == "cuda" or compute.memory_budget != "auto"
-    return PARTS if alone else PARTS * ranks.size
+    alone = cost.a.is_cuda or compute.memory_budget != "auto"
+    own = SELF_PARTS if cost.symmetric else PARTS
+    return own if alone else own * ranks.size

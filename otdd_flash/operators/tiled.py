@@ -90,11 +90,13 @@ class TiledOperator(ABC):
         self.cost_errors, self.cost_rounding = cost_errors, cost_rounding
 
     @cached_property
-    def _log2_a(self) -> Tensor:
+    def log2_a(self) -> Tensor:
+        """Of the row masses (n,), as `dtype`; finite."""
         return _log2_masses(self.a, self.dtype)
 
     @cached_property
-    def _log2_b(self) -> Tensor:
+    def log2_b(self) -> Tensor:
+        """Of the column masses (m,), likewise."""
         return _log2_masses(self.b, self.dtype)
 
     @property
@@ -113,16 +115,22 @@ class TiledOperator(ABC):
         return self.row_offset.device
 
     @property
+    def evaluation_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): the `cost_errors`, and what evaluating costs in float64 adds to them."""
+        of_rows, of_columns = (
+            errors + EVALUATION * DOUBLE_UNIT * magnitudes
+            for errors, magnitudes in zip(self.cost_errors, self.magnitudes, strict=True)
+        )
+        return of_rows, of_columns
+
+    @property
     def costs(self) -> CostFacts:
         """What is known of the costs."""
         return self._costs
 
     @cached_property
     def _costs(self) -> CostFacts:
-        of_rows, of_columns = (
-            errors + EVALUATION * DOUBLE_UNIT * magnitudes
-            for errors, magnitudes in zip(self.cost_errors, self.magnitudes, strict=True)
-        )
+        of_rows, of_columns = self.evaluation_errors
         facts = CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
         error = self.cost_rounding * facts.magnitude + float(self.a @ of_rows + self.b @ of_columns)
         return facts._replace(error=error)
@@ -196,9 +204,9 @@ class TiledOperator(ABC):
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
-        column_term = self._log2_b + g.to(self.dtype) * scale
+        column_term = self.log2_b + g.to(self.dtype) * scale
         logs = torch.empty_like(self.row_offset)
-        for rows, tile in self._tiles():
+        for rows, tile in self.tiles():
             torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
             highest = tile.scratch.amax(1, keepdim=True).clamp_min_(LOG2_NOTHING)
             sums = tile.scratch.sub_(highest).exp2_().sum(1)
@@ -209,10 +217,10 @@ class TiledOperator(ABC):
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
-        row_term = (self._log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
-        highest = torch.full_like(self._log2_b, -math.inf)
-        sums = torch.zeros_like(self._log2_b)
-        for rows, tile in self._tiles():
+        row_term = (self.log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
+        highest = torch.full_like(self.log2_b, -math.inf)
+        sums = torch.zeros_like(self.log2_b)
+        for rows, tile in self.tiles():
             torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
             raised = torch.maximum(highest, tile.scratch.amax(0)).clamp_min_(LOG2_NOTHING)
             sums.mul_(highest.sub_(raised).exp2_())
@@ -257,13 +265,13 @@ class TiledOperator(ABC):
 
     def _plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         scale = LOG2_E / epsilon
-        row_term = (self._log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
-        column_term = self._log2_b + g.to(self.dtype) * scale
-        for rows, tile in self._tiles():
+        row_term = (self.log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
+        column_term = self.log2_b + g.to(self.dtype) * scale
+        for rows, tile in self.tiles():
             torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
             yield rows, tile.scratch.add_(row_term[rows]).exp2_()
 
-    def _tiles(self) -> Iterator[tuple[slice, _Tile]]:
+    def tiles(self) -> Iterator[tuple[slice, Tile]]:
         """Cut the blocks into cache-sized tiles, each with the scratch buffer to work in."""
         n, m = self.shape
         budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
@@ -274,7 +282,7 @@ class TiledOperator(ABC):
             for first in range(0, block.shape[0], height):
                 scores = block[first : first + height]
                 rows = slice(start + first, start + first + scores.shape[0])
-                yield rows, _Tile(scores, scratch[: scores.shape[0]])
+                yield rows, Tile(scores, scratch[: scores.shape[0]])
 
 
 def present(masses: Tensor, potential: Tensor) -> Tensor:
@@ -311,7 +319,7 @@ def _at_least(buffer: Tensor, rows: int) -> Tensor:
     return buffer if len(buffer) >= rows else buffer.new_empty((rows, buffer.shape[1]))
 
 
-class _Tile:
+class Tile:
     """A view of scores (rows, m), not to be written, and a buffer of the same shape."""
 
     __slots__ = ("scores", "scratch")

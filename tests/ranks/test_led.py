@@ -90,19 +90,54 @@ def subsamples(compute: otdd.ComputeOptions) -> list[Any]:
     return [torch.tensor(found.values), torch.tensor([found.lower, floor.between.value])]
 
 
+def minibatches(compute: otdd.ComputeOptions) -> list[Any]:
+    """A flow whose steps see a part of both sides."""
+    moves = otdd.Flow(3, stepping=otdd.Stepping(0.5, minibatch=11))
+    result = otdd.gradient_flow(*sides(), moves, epsilon=EPSILON, compute=compute)
+    return [result.samples.features, torch.tensor(result.summary()["value"])]
+
+
 def led(work: Any, precision: str) -> list[Any]:
     return otdd.led(
         lambda ranks: work(otdd.ComputeOptions("cpu", precision=precision, group=ranks))
     )
 
 
-@pytest.mark.parametrize("work", [flow, derivatives, potentials, pairs, classes, subsamples])
+WORKS = [flow, minibatches, derivatives, potentials, pairs, classes, subsamples]
+
+
+@pytest.mark.parametrize("work", WORKS)
 def test_led_work_is_that_of_one_process(work: Any) -> None:
     found, other = pool(2).run(led, work, "double")
     expected = work(otdd.ComputeOptions("cpu", precision="double"))
     for value, copy, alone in zip(found, other, expected, strict=True):
         assert torch.equal(value, copy)
         assert torch.allclose(value, alone, rtol=1e-6, atol=1e-7)
+
+
+def rows_of_passes() -> list[int]:
+    """How many rows a rank computes in every pass of a step that sees 11 rows a side."""
+    from otdd_flash.operators.tiled import TiledOperator
+
+    rows: list[int] = []
+    before = TiledOperator.softmin_rows
+
+    def counted(self: Any, *args: Any) -> Any:
+        rows.append(len(self.a))
+        return before(self, *args)
+
+    TiledOperator.softmin_rows = counted
+    try:
+        led(minibatches, "double")
+    finally:
+        TiledOperator.softmin_rows = before
+    return rows
+
+
+def test_passes_of_minibatches_are_shared() -> None:
+    for rows in pool(2).run(rows_of_passes):
+        assert {5, 6} & set(rows)
+        assert 11 not in rows
 
 
 def of_kernels() -> list[Any]:

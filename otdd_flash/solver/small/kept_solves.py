@@ -10,6 +10,7 @@ from threading import Lock, RLock
 
 import torch
 
+from otdd_flash.devices import current
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.small.pooled_solve import PooledSolve
 
@@ -37,7 +38,7 @@ def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
     memory in which cuBLAS computes.
     """
     key = room, debias
-    with _turn(room.device):
+    with _turn(room.device), current(room.device):
         with _changing:
             solve = _taken(key)
         if room.device in _left:

@@ -1,0 +1,244 @@
+"""The workloads of `bench_scale`: what one of its processes computes.
+
+Started by `bench_scale` alone, in one process or by torchrun in several:
+
+    python -m experiments.scale_workloads SETTINGS.json
+
+SETTINGS.json names the workload, its sizes, the device, where potentials are kept and where the
+row goes. Clouds are random: Gaussian classes around random means, drawn on rank 0. Rank 0 leads, as
+in `otdd.led`; a process that is alone computes without a group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import otdd_flash as otdd
+from otdd_flash.labels import ClassDistances
+from otdd_flash.labels.classes import pool
+from otdd_flash.labels.dealt import dealt
+from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.ranks import Ranks
+
+
+class Sizes(NamedTuple):
+    """Of a workload: n points a side of d coordinates in V classes a side."""
+
+    points: int
+    dimension: int
+    classes: int
+
+
+class Workload(NamedTuple):
+    """What is computed: `compute(settings, sizes, ranks)` says what to keep and what to report."""
+
+    sizes: Sizes
+    epsilon_relative: float
+    compute: Callable[[dict[str, Any], Sizes, Ranks | None], dict[str, Any]]
+
+
+def clouds(sizes: Sizes, device: str) -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
+    """Two labelled clouds on the device, float32."""
+    count, dimension, classes = sizes
+    draw = torch.Generator(device).manual_seed(sum(sizes))
+    means = torch.randn(2 * classes, dimension, generator=draw, device=device)
+    names, sides = tuple(map(str, range(classes))), []
+    for side in range(2):
+        labels = torch.randperm(count, generator=draw, device=device) % classes
+        points = torch.randn(count, dimension, generator=draw, device=device)
+        points += means[side * classes + labels]
+        sides.append(otdd.LabeledSamples(points, labels, names))
+    return sides[0], sides[1]
+
+
+def smaller(sizes: Sizes) -> Sizes:
+    """Sizes that compile the same kernels: classes of as many points, or fewer of a few classes."""
+    if sizes.classes <= 25:
+        return sizes._replace(points=max(sizes.points // 25, sizes.classes))
+    return sizes._replace(points=sizes.points // 25, classes=sizes.classes // 25)
+
+
+def given_table(sizes: Sizes, device: str) -> ClassDistances:
+    """W between all classes: squared distances of random means, of the size of those of points."""
+    draw = torch.Generator(device).manual_seed(1)
+    means = torch.randn(2 * sizes.classes, sizes.dimension, generator=draw, device=device)
+    table = torch.cdist(means, means).square().double().cpu()
+    table = (table + table.T) / 2
+    return ClassDistances.from_full(table.fill_diagonal_(0), sizes.classes)
+
+
+def distance(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[str, Any]:
+    """The certified debiased divergence, W given."""
+    device = settings["device"]
+    compute = otdd.ComputeOptions(device, group=ranks)
+
+    def solve(sizes: Sizes) -> Callable[[], otdd.DistanceResult]:
+        table, sides = given_table(sizes, device), clouds(sizes, device)
+        return lambda: otdd.dataset_distance(
+            *sides,
+            class_distances=table,
+            epsilon_relative=settings["epsilon_relative"],
+            compute=compute,
+        )
+
+    solve(smaller(sizes))()
+    seconds, result, moved = timed(solve(sizes), ranks)
+    terms = result.divergence
+    return {
+        **moved,
+        "seconds": seconds,
+        "value": result.value,
+        "bounds": result.bounds,
+        "converged": result.converged,
+        "passes": sum(term.passes for term in (terms.xy, terms.xx, terms.yy) if term is not None),
+        **compared(settings, {"f": terms.xy.f, "g": terms.xy.g}, ranks),
+    }
+
+
+def class_table(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[str, Any]:
+    """Debiased Sinkhorn divergences between all classes of both sides."""
+    device = settings["device"]
+    metric = otdd.labels.Sinkhorn(epsilon=settings["epsilon_relative"] * 2 * sizes.dimension)
+
+    def measure(classes: int) -> Callable[[], Any]:
+        count = classes * (sizes.points // sizes.classes)
+        sides = clouds(Sizes(count, sizes.dimension, classes), device)
+        # As many points in every class.
+        labels = torch.arange(count, device=device) % classes
+        named = [otdd.LabeledSamples(side.features, labels, side.class_names) for side in sides]
+        together, _ = pool(named)
+        pairs = all_pairs(len(together))
+        shared = dealt(metric, ranks)
+        return lambda: shared.measure(together, pairs)
+
+    measure(min(20, sizes.classes))()
+    seconds, found, moved = timed(measure(sizes.classes), ranks)
+    return {
+        **moved,
+        "seconds": seconds,
+        "value": float(found.values.mean()),
+        **compared(settings, {"W": found.values}, ranks),
+    }
+
+
+def flow(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[str, Any]:
+    """A gradient flow of some steps, W given."""
+    device = settings["device"]
+    compute = otdd.ComputeOptions(device, group=ranks)
+
+    def move(sizes: Sizes, steps: int) -> Callable[[], otdd.FlowResult]:
+        metric = otdd.labels.Given(given_table(sizes, device))
+        sides, epsilon = clouds(sizes, device), settings["epsilon_relative"] * 2 * sizes.dimension
+        return lambda: otdd.gradient_flow(
+            *sides, otdd.Flow(steps), labels=metric, epsilon=epsilon, compute=compute
+        )
+
+    move(smaller(sizes), 1)()
+    seconds, result, moved = timed(move(sizes, settings["steps"]), ranks)
+    value = result.summary()["value"]
+    return {
+        **moved,
+        "seconds": seconds,
+        "steps": settings["steps"],
+        "value": value,
+        **compared(settings, {"points": result.samples.features}, ranks),
+    }
+
+
+WORKLOADS = {
+    "imagenet_0.1": Workload(Sizes(1_281_167, 512, 1000), 0.1, distance),
+    "imagenet_0.01": Workload(Sizes(1_281_167, 512, 1000), 0.01, distance),
+    "four_million": Workload(Sizes(4_000_000, 512, 10_000), 0.1, distance),
+    "class_table": Workload(Sizes(128_000, 64, 2000), 0.05, class_table),
+    "flow": Workload(Sizes(60_000, 784, 10), 0.05, flow),
+}
+
+
+def timed(run: Callable[[], Any], ranks: Ranks | None) -> tuple[float, Any, dict[str, Any]]:
+    """Seconds and result of a call, with what the ranks moved meanwhile."""
+    before = 0
+    if ranks is not None:
+        before, ranks.seconds = ranks.shared.bytes_moved, 0.0
+    _wait()
+    started = time.perf_counter()
+    result = run()
+    _wait()
+    seconds = time.perf_counter() - started
+    if ranks is None or ranks.seconds is None:
+        return seconds, result, {"bytes_moved": 0, "communication_share": 0.0}
+    moved = {
+        "bytes_moved": ranks.shared.bytes_moved - before,
+        "communication_share": ranks.seconds / seconds,
+    }
+    ranks.seconds = None
+    return seconds, result, moved
+
+
+def compared(
+    settings: dict[str, Any], vectors: dict[str, torch.Tensor], ranks: Ranks | None
+) -> dict[str, Any]:
+    """How far vectors are from those of one process, which keeps them; None without those.
+
+    Potentials are compared up to the constant that may move from f to g.
+    """
+    path = Path(settings["vectors"])
+    vectors = {name: each.detach().double().cpu() for name, each in vectors.items()}
+    if ranks is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(vectors, path)
+        return {"farthest_from_one_process": 0.0}
+    if not path.exists():
+        return {"farthest_from_one_process": None}
+    alone = torch.load(path)
+    gaps = {name: each - alone[name] for name, each in vectors.items()}
+    if "g" in gaps:
+        shift = gaps["f"].mean()
+        gaps = {"f": gaps["f"] - shift, "g": gaps["g"] + shift}
+    return {"farthest_from_one_process": max(float(gap.abs().max()) for gap in gaps.values())}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def gib_used(device: str) -> float:
+    """The most memory that this process has held, GiB: of its GPU, or resident."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main() -> None:
+    """Compute a workload; rank 0 writes the row."""
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    workload, device = WORKLOADS[settings["workload"]], settings["device"]
+    sizes = Sizes(*settings["sizes"])
+    if settings["processes"] == 1:
+        row = workload.compute(settings, sizes, None)
+        memory = [gib_used(device)]
+    else:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend)
+        row = otdd.led(lambda ranks: workload.compute(settings, sizes, ranks))
+        memory = [0.0] * settings["processes"]
+        torch.distributed.all_gather_object(memory, gib_used(device))
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(settings["row"]).write_text(json.dumps({**row, "gib_per_process": memory}))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

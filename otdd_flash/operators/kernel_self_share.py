@@ -1,0 +1,93 @@
+"""A rank's share of the pairs of a cloud with itself, in Triton: two stripes of the triangle.
+
+All ranks hold the whole cloud in one packed order. With f as the shift of all exponentials, partial
+sums of all ranks simply add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.passes.half_step import bias_of, repair
+from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM
+from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.passes.symmetric_step import triangle_sums
+from otdd_flash.kernels.tiling import BLOCK_ROWS
+from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.fixed_point import FixedPoint
+from otdd_flash.operators.kernel_plans import single
+from otdd_flash.operators.self_share import folded
+from otdd_flash.ranks import Ranks
+
+
+class KernelSelf(NamedTuple):
+    """What the cost of a cloud with itself is made of.
+
+    Attributes:
+        side: both sides of it.
+        scores: how they make scores.
+        masses: (n,) float32, packed, 0 for padding.
+        fixed_point: its plans.
+    """
+
+    side: Side
+    scores: Scores
+    masses: Tensor
+    fixed_point: FixedPoint
+
+
+class KernelSelfShare:
+    """Stripes of a cost of labelled points on a GPU.
+
+    Args:
+        cost: the whole.
+        place: whose share it is, and of how many ranks.
+        refine: makes the same share of the cost at full accuracy.
+    """
+
+    # Sums leave the range of float32 beyond it.
+    reach = math.log(LARGEST_SUM)
+
+    def __init__(
+        self, cost: KernelSelf, place: tuple[int, int], refine: Callable[[], KernelSelfShare]
+    ) -> None:
+        self._cost, self._refine = cost, refine
+        self._blocks = folded(cost.side.points.layout.size // BLOCK_ROWS, *place)
+
+    @property
+    def refined(self) -> KernelSelfShare:
+        """The same at full accuracy."""
+        return self._refine()
+
+    def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """See `SelfShare`."""
+        (side, scores, masses, _), potential = self._cost, single(f)
+        level = on_device(epsilon, f.device)
+        totals = triangle_sums(side, scores, masses, potential, level, self._blocks)
+        return potential.double() - level * totals.log_()[side.points.layout.position]
+
+    def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
+        """See `SelfShare`."""
+        (side, scores, _, _), potential = self._cost, single(f)
+        level, layout = on_device(epsilon, f.device), side.points.layout
+        marked = torch.zeros_like(layout.block_class)
+        marked[layout.position[rows] // BLOCK_ROWS] = 1
+        bias, found = bias_of(side, scores, potential, level), potential.clone()
+        repair(side, side, scores, bias, level, marked, found)
+        return found
+
+    def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
+        """See `SelfShare`."""
+        stripes = [(first * BLOCK_ROWS, end * BLOCK_ROWS) for first, end in self._blocks]
+        fixed_point = self._cost.fixed_point
+        return fixed_point.marginals(f, f, float(epsilon), accurate=accurate, stripes=stripes)
+
+    def mean_error(self, ranks: Ranks) -> float:
+        """See `SelfShare`; every rank finds the same."""
+        return self._cost.fixed_point.cost_error

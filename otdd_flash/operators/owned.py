@@ -1,0 +1,62 @@
+"""Which points of a cloud belong to which rank.
+
+Shares are cut in the order of the classes: kernels pad every class to whole blocks of rows, and a
+class that lies with one rank is padded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otdd_flash.ranks import Ranks
+
+Rows = slice | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """How the points of one side are dealt to ranks.
+
+    Attributes:
+        count: of the points.
+        order: (count,) int64 in which shares are cut; None as they are.
+        place: (count,) where every point stands in that order.
+    """
+
+    count: int
+    order: Tensor | None
+    place: Tensor | None
+
+    @classmethod
+    def by_class(cls, labels: Tensor) -> Owned:
+        """Points in the order of their labels (count,)."""
+        if bool((labels[1:] >= labels[:-1]).all()):
+            return cls(len(labels), None, None)
+        order = torch.argsort(labels, stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        return cls(len(labels), order, place)
+
+    def of(self, ranks: Ranks) -> Rows:
+        """The points of this rank."""
+        share = ranks.share(self.count)
+        return share if self.order is None else self.order[share]
+
+    def gathered(self, ranks: Ranks, found: Tensor) -> Tensor:
+        """What all ranks found of their points, in the points' own order."""
+        every = ranks.gathered(found, self.count)
+        return every if self.place is None else every[self.place]
+
+    def brought(self, ranks: Ranks, partial: Tensor, nothing: float) -> Tensor:
+        """What every rank has (count, ...) for points of this one, (size, share, ...)."""
+        partial = partial if self.order is None else partial[self.order]
+        width = -(-self.count // ranks.size)
+        sent = partial.new_full((ranks.size, width, *partial.shape[1:]), nothing)
+        for rank in range(ranks.size):
+            share = partial[ranks.share(self.count, rank)]
+            sent[rank, : len(share)] = share
+        own = ranks.share(self.count)
+        return ranks.exchanged(sent)[:, : own.stop - own.start]

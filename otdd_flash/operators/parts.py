@@ -1,0 +1,278 @@
+"""What every rank has of a cost that ranks share, and what rank 0 orders them to do with it.
+
+Rank r owns rows R_r and columns C_r. Of the cost between two clouds it holds two parts,
+
+    P_r = C[R_r, :],    Q_r = C[:, C_r],
+
+each an operator like any other: f = softmin_rows(g) is computed by the P_r and gathered, g =
+softmin_columns(f) by the Q_r. Column sums of a plan are sums over the P_r, added in float64 in the
+order of the ranks. Points are dealt out in the order of their classes, so that few classes are cut.
+
+Of a cloud with itself every rank has some of the pairs (`self_share`): what is found for rows of
+others travels to their owner, who merges it in the order of the ranks. P_r is made for products
+with the plan alone.
+
+The masses of a part's own side are divided by their sum w_r, so that they sum to 1; what is
+proportional to them is multiplied by w_r again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
+from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
+from otdd_flash.operators.owned import Owned, Rows
+from otdd_flash.operators.self_share import SelfShare, merged
+from otdd_flash.ranks import Ranks
+
+# build(cost): the operator of a cost that one process computes.
+Build = Callable[[LabelledCost], Operator]
+
+EVERY, FIRST = slice(None), slice(0, 1)
+
+# Roundings of a mass that is divided by its share's and multiplied again, and of sums of parts.
+ROUNDINGS = 8
+
+
+class Part(NamedTuple):
+    """The operator of some rows or columns, and the mass of these."""
+
+    operator: Operator
+    mass: float
+
+    @property
+    def refined(self) -> Part:
+        """The same at full accuracy."""
+        return self._replace(operator=refined(self.operator))
+
+
+class Parts:
+    """What a rank holds of a cost; parts of nothing are None.
+
+    Args:
+        cost: the whole.
+        ranks: that share it.
+        build: makes operators of parts.
+        share: makes this rank's share of a cost of a cloud with itself.
+
+    Attributes:
+        cost: as given.
+        rows: P_r; of a cloud with itself None until `by` is asked for it.
+        columns: Q_r; None of a cloud with itself.
+        share: of a cloud with itself; None of two.
+        first: the cost of the first row and column, which tells how parts run; on all ranks.
+        sides: how rows, and columns, are dealt to ranks.
+    """
+
+    def __init__(
+        self,
+        cost: LabelledCost,
+        ranks: Ranks,
+        build: Build,
+        share: Callable[[LabelledCost, Ranks, Build], SelfShare],
+    ) -> None:
+        self.cost, self._build = cost, build
+        x, y = cost.labels
+        rows = Owned.by_class(x)
+        self.sides = rows, rows if cost.symmetric else Owned.by_class(y)
+        first = self._part(FIRST, FIRST)
+        assert first is not None
+        self.first = first.operator
+        self.rows = self.columns = None
+        self.share: SelfShare | None = None
+        self._polished, self._has_rows = False, not cost.symmetric
+        if cost.symmetric:
+            self.share = share(cost, ranks, build)
+        else:
+            self.rows = self._part(self.sides[0].of(ranks), EVERY)
+            self.columns = self._part(EVERY, self.sides[1].of(ranks))
+
+    def _part(self, rows: Rows, columns: Rows) -> Part | None:
+        cut, mass = self.cost.part(rows, columns), 1.0
+        if 0 in cut.shape:
+            return None
+        if rows is not EVERY:
+            cut.a, mass = _normalised(cut.a)
+        if columns is not EVERY:
+            cut.b, mass = _normalised(cut.b)
+        return Part(self._build(cut), mass)
+
+    def by(self, ranks: Ranks, *, columns: bool) -> tuple[Part | None, Owned]:
+        """The part by rows or by columns, and how those are dealt."""
+        if not self._has_rows:
+            self._has_rows = True
+            rows = ranks.together(lambda: self._part(self.sides[0].of(ranks), EVERY))
+            self.rows = rows and (rows.refined if self._polished else rows)
+        return (self.columns if columns else self.rows), self.sides[columns]
+
+    @property
+    def refined(self) -> Parts:
+        """The same at full accuracy."""
+        found = copy(self)
+        found.rows, found.columns = (part and part.refined for part in (self.rows, self.columns))
+        found.share = self.share and self.share.refined
+        found.first, found._polished = refined(self.first), True
+        return found
+
+
+def _normalised(masses: Tensor) -> tuple[Tensor, float]:
+    """Masses over their sum, and the sum; where that is 0 as they are, and 1."""
+    mass = float(masses.sum()) or 1.0
+    return masses / mass, mass
+
+
+def refine(ranks: Ranks, number: int, refined: int) -> None:
+    """Hold parts at full accuracy by another number."""
+    ranks.held[refined] = ranks.held[number].refined
+
+
+def mean_error(ranks: Ranks, number: int) -> float:
+    """`CostFacts.error` of the whole: the mean of the parts'."""
+    parts: Parts = ranks.held[number]
+    if parts.share is not None:
+        total = parts.share.mean_error(ranks)
+    else:
+        own = 0.0 if parts.rows is None else parts.rows.mass * parts.rows.operator.costs.error
+        total = float(ranks.summed(parts.cost.a.new_tensor(own)))
+    return total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT)
+
+
+def softmin(
+    ranks: Ranks,
+    number: int,
+    columns: bool,
+    potential: Tensor,
+    epsilon: Epsilon,
+    guess: Tensor | None,
+) -> Tensor:
+    """The softmin of all rows (n,), or columns (m,), of the other side's potential."""
+    parts: Parts = ranks.held[number]
+    part, owned = parts.by(ranks, columns=columns)
+    found = potential.new_empty(0, dtype=parts.first.dtype)
+    if part is not None:
+        near = None if guess is None else guess[owned.of(ranks)]
+        softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
+        found = softmin(potential, epsilon, near)
+    return owned.gathered(ranks, found)
+
+
+def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tensor:
+    """The softmin of all rows (n,) of a cloud with itself."""
+    parts: Parts = ranks.held[number]
+    share, owned = parts.share, parts.sides[0]
+    assert share is not None
+    own = owned.of(ranks)
+    found = merged(owned.brought(ranks, share.softmin(f, epsilon), math.inf), epsilon)
+    if math.isfinite(share.reach):
+        # NaN compares as not within reach.
+        within = (found - f[own]).abs() <= share.reach * epsilon
+        found = torch.where(within, found, math.nan)
+    found = owned.gathered(ranks, found.to(parts.first.dtype))
+    if math.isfinite(share.reach) and bool((missing := found.isnan()).any()):
+        rows = torch.zeros_like(missing)
+        rows[own] = missing[own]
+        again = torch.where(rows, share.repaired(f, epsilon, rows), found)
+        found = owned.gathered(ranks, again[own])
+    return found
+
+
+def marginals(
+    ranks: Ranks, number: int, f: Tensor, g: Tensor, epsilon: Epsilon, accurate: bool
+) -> Marginals:
+    """Row and column sums of the plan of f (n,) and g (m,), of the P_r."""
+    parts: Parts = ranks.held[number]
+    part, owned = parts.by(ranks, columns=False)
+    rows = f.new_zeros((0, 2), dtype=torch.float64)
+    columns = column_errors = f.new_zeros(parts.cost.shape[1], dtype=torch.float64)
+    numbers = (0.0, 0.0, 0.0)
+    if part is not None:
+        found = part.operator.marginals(f[owned.of(ranks)], g, epsilon, accurate=accurate)
+        rows = torch.stack((part.mass * found.rows, found.row_errors), 1)
+        columns, column_errors = part.mass * found.columns, found.column_errors
+        numbers = found.cost_rounding, found.relative_error, found.lost
+    sums, row_errors = owned.gathered(ranks, rows).unbind(1)
+    total, most_errors = ranks.summed(columns), ranks.each(column_errors).amax(0)
+    return _together(ranks, (sums, total), (row_errors, most_errors), numbers)
+
+
+def marginals_self(
+    ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon, accurate: bool
+) -> Marginals:
+    """Row and column sums of the symmetric plan of f (n,)."""
+    parts: Parts = ranks.held[number]
+    share, owned = parts.share, parts.sides[0]
+    assert share is not None
+    part = share.marginals(f, epsilon, accurate=accurate)
+    partial = torch.stack((part.rows, part.row_errors, part.column_errors), 1)
+    every = owned.brought(ranks, partial, 0.0)
+    total = torch.zeros_like(every[0, :, 0])
+    for each in every:
+        total += each[:, 0]
+    found = torch.cat((total[:, None], every[:, :, 1:].amax(0)), 1)
+    sums, row_errors, column_errors = owned.gathered(ranks, found).unbind(1)
+    numbers = part.cost_rounding, part.relative_error, part.lost
+    return _together(ranks, (sums, sums), (row_errors, column_errors), numbers)
+
+
+def _together(
+    ranks: Ranks,
+    sums: tuple[Tensor, Tensor],
+    errors: tuple[Tensor, Tensor],
+    numbers: tuple[float, float, float],
+) -> Marginals:
+    """Sums of all ranks, and the most that any of them may be off."""
+    every = ranks.each(sums[0].new_tensor(numbers)).amax(0)
+    cost_rounding, relative_error, lost = every.tolist()
+    rows = sums[0].contiguous()
+    return Marginals(
+        rows,
+        rows if sums[1] is sums[0] else sums[1].contiguous(),
+        errors[0].contiguous(),
+        errors[1].contiguous(),
+        cost_rounding,
+        relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT,
+        lost,
+    )
+
+
+def apply_plan(
+    ranks: Ranks,
+    number: int,
+    transposed: bool,
+    f: Tensor,
+    g: Tensor,
+    epsilon: float,
+    values: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+) -> Applied:
+    """Products with the plan, of all rows or of all columns."""
+    parts: Parts = ranks.held[number]
+    part, owned = parts.by(ranks, columns=transposed)
+    own = owned.of(ranks)
+    rows: Rows = EVERY if transposed else own
+    columns: Rows = own if transposed else EVERY
+    applied = values.new_zeros((0, values.shape[1]), dtype=parts.first.dtype)
+    masses = f.new_zeros(0, dtype=torch.float64)
+    if part is not None:
+        factors = None if left is None or right is None else (left[rows], right[columns])
+        found = part.operator.apply_plan(
+            f[rows], g[columns], epsilon, values, transposed=transposed, factors=factors
+        )
+        applied, masses = part.mass * found.values, part.mass * found.masses
+    return Applied(owned.gathered(ranks, applied), owned.gathered(ranks, masses))
+
+
+def expected_costs(ranks: Ranks, number: int, masses: Tensor) -> Tensor:
+    """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+    parts: Parts = ranks.held[number]
+    part, owned = parts.by(ranks, columns=False)
+    found = masses.new_zeros(0) if part is None else part.operator.expected_costs(masses)
+    return owned.gathered(ranks, found)

@@ -1,0 +1,254 @@
+"""What processes of a `torch.distributed` group exchange, put together in the order of the ranks.
+
+All processes call these methods together. A run of as many ranks repeats to the last bit, because
+nothing is added in the order in which it arrives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import ConvergenceError, InputError, LostRankError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+# How long ranks wait for an order, which may be for data to be read or a flow's pictures.
+PATIENCE = timedelta(days=30)
+
+
+class Shared(NamedTuple):
+    """How work was shared.
+
+    Attributes:
+        ranks: by how many processes.
+        bytes_moved: what rank 0 sent, once however many received it, and received.
+    """
+
+    ranks: int
+    bytes_moved: int
+
+
+ALONE = Shared(1, 0)
+
+
+class Transport:
+    """One process of a group, and what it exchanges with the others.
+
+    Args:
+        group: of `torch.distributed`; the default group for None. All its processes make one of
+            these, at the same time.
+
+    Attributes:
+        rank: this process's number in the group, from 0.
+        size: how many processes there are.
+        shared: how work was shared so far, as this process knows.
+        seconds: that exchanges took, the wait for the slowest process included. None, as from the
+            start: they are not timed, for which a GPU has to be waited for.
+
+    Raises:
+        InputError: there is no such group, or this process is not in it.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        dist = torch.distributed
+        if not (dist.is_available() and dist.is_initialized()):
+            raise InputError(
+                "compute.group needs torch.distributed: start the script with torchrun, and call "
+                "torch.distributed.init_process_group() first"
+            )
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise InputError("this process is not in compute.group; call with ranks of it alone")
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._group, self._leader = group, members[0]
+        parts = (part.split(":") for part in dist.get_backend_config(group).split(","))
+        self._backends = dict(parts)
+        self._orders: Any = group
+        if self._backends.get("cpu") != "gloo":
+            # Orders are in host memory.
+            self._orders = dist.new_group(
+                members, PATIENCE, backend="gloo", use_local_synchronization=True
+            )
+        self.seconds: float | None = None
+        self._moved = 0
+
+    @property
+    def shared(self) -> Shared:
+        """How work was shared so far."""
+        return Shared(self.size, self._moved)
+
+    def device_of(self, device: torch.device) -> torch.device:
+        """Where this process keeps what the leader has on a device.
+
+        Raises:
+            InputError: the group's backend cannot move tensors from there.
+        """
+        if device.type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        if device.type not in self._backends:
+            raise InputError(
+                f"compute.group is of nccl, which moves no tensors of device={device}; use a group "
+                "of gloo, or device=cuda"
+            )
+        return device
+
+    def share(self, count: int, rank: int | None = None) -> slice:
+        """The places of `count` that a rank owns, this one by default; shares differ by 1 at most.
+
+        Of fewer places than ranks some ranks own none.
+        """
+        rank = self.rank if rank is None else rank
+        return slice(rank * count // self.size, (rank + 1) * count // self.size)
+
+    def each(self, tensor: Tensor) -> Tensor:
+        """A tensor of one shape and type of every rank, (size, ...)."""
+        device = tensor.device
+        sent = self._movable(tensor)
+        found = sent.new_empty((self.size, *sent.shape))
+        with self.moving():
+            torch.distributed.all_gather(list(found.unbind()), sent, group=self._group)
+        self._moved += (self.size - 1) * sent.nbytes
+        return found.to(device)
+
+    def gathered(self, part: Tensor, count: int) -> Tensor:
+        """All shares of a tensor (count, ...), of which each rank gives its own, (share, ...)."""
+        own = self.share(count)
+        padded = part.new_zeros((-(-count // self.size), *part.shape[1:]))
+        padded[: own.stop - own.start] = part
+        every = self.each(padded)
+        shares = [self.share(count, rank) for rank in range(self.size)]
+        return torch.cat(
+            [every[rank, : share.stop - share.start] for rank, share in enumerate(shares)]
+        )
+
+    def exchanged(self, parts: Tensor) -> Tensor:
+        """What every rank has for this one, (size, ...), of what each has for each, (size, ...)."""
+        sent = self._movable(parts)
+        found = torch.empty_like(sent)
+        with self.moving():
+            torch.distributed.all_to_all_single(found, sent, group=self._group)
+        self._moved += 2 * (self.size - 1) * sent[0].nbytes
+        return found.to(parts.device)
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The sum of a float64 tensor over all ranks, added in their order."""
+        every = self.each(tensor)
+        total = every[0].clone()
+        for part in every[1:]:
+            total += part
+        return total
+
+    def concatenated(self, part: Tensor) -> Tensor:
+        """Tensors (n_r, ...) of every rank, one below the other."""
+        counts = self.said(len(part))
+        padded = part.new_zeros((max(counts), *part.shape[1:]))
+        padded[: len(part)] = part
+        every = self.each(padded)
+        return torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
+
+    def said(self, something: T) -> list[T]:
+        """What every rank says, pickled; for the little that is not tensors."""
+        found: list[Any] = [None] * self.size
+        with others_heard():
+            torch.distributed.all_gather_object(found, something, group=self._orders)
+        return found
+
+    def handed_out(self, contents: Sequence[Any] | None) -> Any:
+        """What rank 0 has for this rank, pickled, of as many things as ranks; others give None."""
+        found: list[Any] = [None]
+        given = None if contents is None else list(contents)
+        with self.moving():
+            torch.distributed.scatter_object_list(found, given, self._leader, group=self._orders)
+        return found[0]
+
+    def brought_together(self, part: Tensor) -> Tensor | None:
+        """Tensors (n_r, ...) in host memory of every rank, one below the other: at rank 0."""
+        shapes = self.said((len(part), part.shape[1:], part.dtype))
+        counts = [count for count, _, _ in shapes]
+        # A rank without rows does not know how long they are.
+        _, row, dtype = max(shapes, key=lambda shape: shape[0])
+        padded = torch.zeros((max(counts), *row), dtype=dtype)
+        if len(part):
+            padded[: len(part)] = part
+        every = [torch.empty_like(padded) for _ in counts] if self.rank == 0 else None
+        with self.moving():
+            torch.distributed.gather(padded, every, self._leader, group=self._orders)
+        if every is None:
+            return None
+        self._moved += (self.size - 1) * padded.nbytes
+        return torch.cat([each[:count] for each, count in zip(every, counts, strict=True)])
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns, where it does on every rank.
+
+        Raises:
+            InputError: on every rank, with the sentence of the first one that refused its input;
+                it says which one that is, unless all say the same.
+            ConvergenceError: likewise, where convergence is required and was not reached.
+        """
+        refusal: InputError | ConvergenceError | None = None
+        try:
+            result = work()
+        except (InputError, ConvergenceError) as error:
+            refusal = error
+        own = None if refusal is None else (isinstance(refusal, InputError), str(refusal))
+        said = self.said(own)
+        for rank, refused in enumerate(said):
+            if refused is not None:
+                kind = InputError if refused[0] else ConvergenceError
+                alike = all(other == refused for other in said)
+                raise kind(refused[1] if alike else f"rank {rank}: {refused[1]}")
+        return result
+
+    def check_same(self, what: str, content: Any, advice: str) -> None:
+        """Raise an `InputError` on every rank unless all have the same content."""
+        said = self.said(content)
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                raise InputError(
+                    f"ranks disagree on {what}: rank 0 has {said[0]}, rank {rank} has {other}; "
+                    f"{advice}"
+                )
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Exchange something, and time it where that is asked for."""
+        begun = None if self.seconds is None else _now()
+        with others_heard():
+            yield
+        if begun is not None and self.seconds is not None:
+            self.seconds += _now() - begun
+
+    def _movable(self, tensor: Tensor) -> Tensor:
+        """A tensor where the group moves it: gloo moves what is in host memory."""
+        fast = self._backends.get(tensor.device.type) == "nccl"
+        return (tensor if fast else tensor.cpu()).contiguous()
+
+
+def _now() -> float:
+    """Seconds on a clock, when the GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def others_heard() -> Iterator[None]:
+    """Say in an error that it is another process that has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            "another process of compute.group has ended or does not answer; what it said before "
+            "tells why"
+        ) from error

@@ -1,0 +1,122 @@
+"""Networks that ranks run on some of the batches each: the features of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rank_pool import pool
+from torch import Tensor, nn
+
+import otdd_flash as otdd
+from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.errors import InputError
+from otdd_flash.extractors.network import Network
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+BATCHES: list[int] = []
+
+
+def as_tensor(item: Any) -> Tensor:
+    values = torch.from_numpy(np.array(item)).float() / 255
+    if float(values.sum()) == 0:
+        raise InputError("an image is black")
+    return values
+
+
+def forward(module: nn.Module, items: list[Tensor]) -> Tensor:
+    BATCHES.append(len(items))
+    return module(torch.stack(items).flatten(1))
+
+
+def network(inputs: int) -> Network:
+    layer = nn.Linear(inputs, 3, bias=False)
+    layer.weight.data = torch.randn(3, inputs, generator=torch.Generator().manual_seed(0))
+    return Network("small", layer, frozenset({"image"}), as_tensor, forward)
+
+
+def images(count: int) -> LabeledDataset:
+    values = np.random.default_rng(1).integers(1, 256, (count, 4, 4), dtype=np.uint8)
+    labels = np.arange(count, dtype=np.int64) % 2
+    return LabeledDataset(values, labels, ("a", "b"), None, modality="image", name="images")
+
+
+def extracted(count: int, batch_size: int) -> tuple[Any, list[int], list[tuple[int, int]]]:
+    """Features, the batches of this rank, and what was told of them."""
+    BATCHES.clear()
+    told: list[tuple[int, int]] = []
+    samples = otdd.led(
+        lambda ranks: otdd.embed(
+            images(count),
+            network(16),
+            batch_size=batch_size,
+            device="cpu",
+            progress=lambda *done: told.append(done),
+            group=ranks,
+        )
+    )
+    return samples.features, list(BATCHES), told
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "batch_size"), [(13, 4), (7, 7), (2, 1)])
+def test_features_are_those_of_one_process(size: int, count: int, batch_size: int) -> None:
+    alone = otdd.embed(images(count), network(16), batch_size=batch_size, device="cpu").features
+    answers = pool(size).run(extracted, count, batch_size)
+    for features, _, _ in answers:
+        assert torch.equal(features, alone)
+    batches = [batches for _, batches, _ in answers]
+    assert sum(map(sum, batches)) == count
+    most = -(-count // batch_size)
+    assert max(map(len, batches)) == -(-most // size)
+    told = answers[0][2]
+    assert told[-1] == (count, count)
+
+
+def of_folder(path: str) -> tuple[Tensor, list[int]]:
+    """Of images that every rank reads for itself, and of a part of them."""
+    BATCHES.clear()
+    dataset = otdd.load("image_folder", path=path, max_samples=6)
+
+    def work(ranks: Any) -> Tensor:
+        return otdd.embed(dataset, network(48), batch_size=2, device="cpu", group=ranks).features
+
+    return otdd.led(work), list(BATCHES)
+
+
+def folder_of(path: Path, count: int) -> None:
+    draw = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (path / name).mkdir()
+        for row in range(count):
+            values = draw.integers(1, 256, (4, 4, 3), dtype=np.uint8)
+            Image.fromarray(values).save(path / name / f"{row}.png")
+
+
+def test_ranks_read_their_own_files(tmp_path: Path) -> None:
+    folder_of(tmp_path, 5)
+    dataset = otdd.load("image_folder", path=str(tmp_path), max_samples=6)
+    alone = otdd.embed(dataset, network(48), batch_size=2, device="cpu").features
+    (found, own), (_, others) = pool(2).run(of_folder, str(tmp_path))
+    assert torch.equal(found, alone)
+    assert sorted((len(own), len(others))) == [1, 2]
+
+
+def refused_on_one(black: int) -> Any:
+    dataset = images(8)
+    dataset.inputs[black] = 0
+    return otdd.led(
+        lambda ranks: otdd.embed(dataset, network(16), batch_size=2, device="cpu", group=ranks)
+    )
+
+
+@pytest.mark.parametrize("black", [0, 7])
+def test_an_input_that_cannot_be_prepared_is_heard_of_on_every_rank(black: int) -> None:
+    for answer in pool(2).run(refused_on_one, black):
+        assert isinstance(answer, InputError)
+        assert str(answer) == f"rank {black // 4}: an image is black"

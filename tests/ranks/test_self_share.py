@@ -1,0 +1,222 @@
+"""Shares of a cloud with itself: together every pair once, and the sums of the whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import reference
+import torch
+from rank_pool import pool
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.kernels.passes import symmetric_step
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.self_share import TiledSelfShare, folded, merged
+from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.ranks import Ranks
+from otdd_flash.solver.problem import Problem
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EPSILON = 0.3
+
+HELD: dict[str, Any] = {
+    "kept": lambda cost: StoredOperator.keep(cost, torch.float64),
+    "streamed": lambda cost: StreamedOperator(cost, torch.float64),
+    "float32": lambda cost: StreamedOperator(cost, torch.float32),
+}
+# What potentials may be off by.
+NEAR = {"kept": 1e-12, "streamed": 1e-12, "float32": 1e-5, "fast": 2e-3, "high": 1e-5}
+
+
+def cost_of(n: int, classes: int) -> LabelledCost:
+    """Of a cloud with itself; a third of its points has no mass."""
+    draw = torch.Generator().manual_seed(n)
+    labels = torch.randint(0, classes, (n,), generator=draw).to(DEVICE)
+    x = torch.randn(n, 5, generator=draw).to(DEVICE) + labels[:, None] / classes
+    masses = torch.rand(n, generator=draw, dtype=torch.float64) + 0.1
+    masses[1::3] = 0
+    masses = (masses / masses.sum()).to(DEVICE)
+    table = torch.rand(classes, classes, generator=draw, dtype=torch.float64).to(DEVICE)
+    return LabelledCost(
+        x,
+        x,
+        masses,
+        masses,
+        labels_x=labels,
+        labels_y=labels,
+        class_costs=table + table.T,
+        lambda_x=0.5,
+    )
+
+
+def dense(cost: LabelledCost) -> Tensor:
+    x, labels = cost.points[0], cost.labels[0]
+    return reference.dense_cost(x, x, 0.5, cost.class_costs, labels, labels)
+
+
+def shares(cost: LabelledCost, held: str, size: int) -> list[Any]:
+    if held in HELD:
+        count = len(cost.a)
+        return [TiledSelfShare(cost, folded(count, rank, size), HELD[held]) for rank in range(size)]
+    operator = KernelOperator(cost, held)
+    return [operator.self_share(rank, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 1001])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranges_cover_all_places_once(count: int, size: int) -> None:
+    taken = [range(first, end) for rank in range(size) for first, end in folded(count, rank, size)]
+    assert sorted(place for part in taken for place in part) == list(range(count))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_all_ranks_have_as_many_pairs(size: int) -> None:
+    count = 1024
+    pairs = [
+        sum(count - row for first, end in folded(count, rank, size) for row in range(first, end))
+        for rank in range(size)
+    ]
+    assert sum(pairs) == count * (count + 1) // 2
+    assert max(pairs) <= 1.01 * sum(pairs) / size
+
+
+CASES = [
+    ("kept", 37, 3),
+    ("streamed", 41, 1),
+    ("float32", 50, 4),
+    ("float32", 1, 1),
+    # Blocks of one class, and of several.
+    ("fast", 700, 1),
+    ("high", 500, 40),
+]
+
+
+@pytest.mark.parametrize(("held", "n", "classes"), CASES)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_shares_make_the_softmin_of_the_whole(held: str, n: int, classes: int, size: int) -> None:
+    cost = cost_of(n, classes)
+    f = torch.randn(n, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    f = f if held in ("fast", "high", "float32") else f.double()
+    found = merged(
+        torch.stack([share.softmin(f, EPSILON) for share in shares(cost, held, size)]), EPSILON
+    )
+    expected = reference.softmin_rows(dense(cost), cost.a, f.double(), EPSILON)
+    assert torch.allclose(found, expected, rtol=0, atol=NEAR[held])
+
+
+@pytest.mark.parametrize(("held", "n", "classes"), CASES)
+def test_shares_make_the_sums_of_the_whole_plan(held: str, n: int, classes: int) -> None:
+    cost = cost_of(n, classes)
+    f = torch.randn(n, generator=torch.Generator().manual_seed(2), dtype=torch.float64) / 10
+    f = f.to(DEVICE)
+    found = [share.marginals(f, EPSILON, accurate=True).rows for share in shares(cost, held, 2)]
+    plan = reference.plan(dense(cost), cost.a, cost.a, f, f, EPSILON)
+    near = 1e-5 if held in ("fast", "high") else 1e-10
+    assert torch.allclose(sum(found), plan.sum(1), rtol=near, atol=1e-15)
+
+
+@pytest.mark.parametrize("classes", [1, 60])
+def test_rows_out_of_reach_are_repaired(classes: int) -> None:
+    """Potentials of which some are far from any that belong together, in the interpreter."""
+    cost = cost_of(300, classes)
+    f = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(DEVICE) * 100
+    parts = shares(cost, "fast", 2)
+    found = merged(torch.stack([share.softmin(f, EPSILON) for share in parts]), EPSILON)
+    out = ~((found - f).abs() <= parts[0].reach * EPSILON)
+    assert bool(out.any())
+    again = parts[0].repaired(f, EPSILON, out)
+    expected = reference.softmin_rows(dense(cost), cost.a, f.double(), EPSILON)
+    assert torch.allclose(again.double()[out], expected[out], rtol=0, atol=1e-2)
+
+
+def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    before = symmetric_step.ranges_of_stripe
+
+    def counted(stripe: Any, device: torch.device) -> Tensor:
+        found = before(stripe, device)
+        for row, first, blocks, _ in found.tolist():
+            seen.extend((row, column) for column in range(first, first + blocks))
+        return found
+
+    monkeypatch.setattr(symmetric_step, "ranges_of_stripe", counted)
+    cost = cost_of(900, 1)
+    for share in shares(cost, "fast", 2):
+        share.softmin(torch.zeros(900, device=DEVICE), EPSILON)
+    blocks = 8
+    assert sorted(seen) == [(row, column) for row in range(blocks) for column in range(row, blocks)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pytorch_computes_pairs_of_one_range_twice(size: int) -> None:
+    n = 64
+    parts = shares(cost_of(n, 1), "kept", size)
+    scores = [sum(math.prod(piece.operator.shape) for piece in part._pieces) for part in parts]
+    # Half of all, and half of the squares on the diagonal once more.
+    assert sum(scores) == n**2 / 2 + 2 * size * (n / (2 * size)) ** 2 / 2
+    assert len(set(scores)) == 1
+
+
+def products_of_one_cloud() -> list[Tensor]:
+    """What needs rows of a cloud with itself: other potentials than one, and products."""
+
+    def work(ranks: Ranks) -> list[Tensor]:
+        points = torch.randn(23, 3, generator=torch.Generator().manual_seed(0)).double()
+        compute = otdd.ComputeOptions("cpu", precision="double", group=ranks)
+        operator = Problem.between(points, points, EPSILON, compute=compute).operator("xx")
+        f, g = potentials_of(23)
+        sums = operator.marginals(f, g, EPSILON)
+        return [sums.rows, sums.columns, operator.apply_plan(f, g, EPSILON, points).values]
+
+    return otdd.led(work)
+
+
+def potentials_of(n: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    f, g = (torch.randn(n, generator=draw, dtype=torch.float64) for _ in range(2))
+    return f, g
+
+
+def test_other_potentials_are_summed_by_rows() -> None:
+    points = torch.randn(23, 3, generator=torch.Generator().manual_seed(0)).double()
+    masses = torch.full((23,), 1 / 23, dtype=torch.float64)
+    cost = (points[:, None] - points[None]).square().sum(2) / 2
+    plan = reference.plan(cost, masses, masses, *potentials_of(23), EPSILON)
+    for rows, columns, product in pool(2).run(products_of_one_cloud):
+        assert torch.allclose(rows, plan.sum(1), rtol=1e-11)
+        assert torch.allclose(columns, plan.sum(0), rtol=1e-11)
+        assert torch.allclose(product, plan @ points, rtol=1e-11)
+
+
+def repaired_passes() -> tuple[Tensor, Tensor]:
+    """A pass in the interpreter from a potential far from any solution, of labels in no order."""
+    torch.manual_seed(0)
+
+    def work(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(7)
+        labels = torch.randint(0, 2, (300,), generator=draw)
+        samples = otdd.LabeledSamples(torch.randn(300, 4, generator=draw), labels, ("a", "b"))
+        compute = otdd.ComputeOptions("cpu", "triton", group=ranks)
+        table = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+        whole = table.repeat(2, 2)
+        problem = Problem.between(samples, samples, EPSILON, whole, compute=compute)
+        f = torch.randn(300, generator=draw) * 100
+        found = problem.operator("xx").softmin_rows(f, EPSILON, f)
+        cost = reference.dense_cost(
+            samples.features, samples.features, 0.5, table / 2, labels, labels
+        )
+        return found, reference.softmin_rows(cost, samples.masses, f.double(), EPSILON)
+
+    return otdd.led(work)
+
+
+def test_ranks_repair_their_own_rows() -> None:
+    for found, expected in pool(2).run(repaired_passes):
+        assert torch.allclose(found.double(), expected, rtol=0, atol=2e-2)
