@@ -28,6 +28,8 @@ from experiments.rows import Rows
 REPEATS, FEWEST, SECONDS = 101, 5, 1.0
 # Seconds that a call of a peer may take.
 SLOWEST = 5.0
+# What few matrices must make of all before it is believed.
+HOPELESS = 40 * SLOWEST
 # Entries of matrices whose result is compared.
 COMPARED = 2**14
 # Error units that ours may have, and others in each iteration.
@@ -72,19 +74,20 @@ def repeated(once: Callable[[], float]) -> dict[str, float]:
     return quantiles(seconds[3:])
 
 
-def called(run: Run, logits: Tensor) -> dict[str, float]:
-    """As called from Python, each call waited for."""
+def call_seconds(run: Run, logits: Tensor) -> float:
+    """Of one call, waited for."""
     cuda: Any = torch.cuda
     wait: Callable[[], Any] = cuda.synchronize if logits.is_cuda else lambda: None
+    wait()
+    start = time.perf_counter()
+    run(logits)
+    wait()
+    return time.perf_counter() - start
 
-    def once() -> float:
-        wait()
-        start = time.perf_counter()
-        run(logits)
-        wait()
-        return time.perf_counter() - start
 
-    return repeated(once)
+def called(run: Run, logits: Tensor) -> dict[str, float]:
+    """As called from Python, each call waited for."""
+    return repeated(lambda: call_seconds(run, logits))
 
 
 def in_graph(run: Run, logits: Tensor) -> dict[str, float]:
@@ -109,6 +112,18 @@ def in_graph(run: Run, logits: Tensor) -> dict[str, float]:
     return repeated(once)
 
 
+def seconds_of_all(run: Run, logits: Tensor, few: int) -> float:
+    """What a call may take at the most, by a part of the matrices, larger where few seem slow."""
+    seconds = 0.0
+    for count in (few, max(few, len(logits) // 64)):
+        # Compiled, where it is, before it is timed.
+        run(logits[:count])
+        seconds = call_seconds(run, logits[:count]) * len(logits) / count
+        if not SLOWEST < seconds < HOPELESS:
+            break
+    return seconds
+
+
 def measured(
     name: str, run: Run, logits: Tensor, iterations: int, backward: bool
 ) -> dict[str, Any]:
@@ -123,12 +138,8 @@ def measured(
     if not max(row["error"], row.get("gradient_error", 0) / iterations) <= allowed:
         return {**row, "wrong": True}
     timed = peers.gradient_of(run) if backward else torch.inference_mode()(run)
-    # Compiled, where it is, before it is timed.
-    timed(compared)
-    start = time.perf_counter()
-    timed(compared)
-    expected = (time.perf_counter() - start) * len(logits) / len(compared)
-    if expected > SLOWEST and not ours:
+    expected = 0.0 if ours else seconds_of_all(timed, logits, len(compared))
+    if expected > SLOWEST:
         return {**row, "failed": f"some {expected:.0f} s a call"}
     row["called"] = called(timed, logits)
     if logits.is_cuda and ours:

@@ -60,7 +60,7 @@ PACKINGS = {
     256: Packing(8, 1, 128),
     1024: Packing(1, 1, 96),
     4096: Packing(1, 2, 168),
-    16384: Packing(1, 4, 255),
+    16384: Packing(1, 4),
 }
 
 

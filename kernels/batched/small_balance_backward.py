@@ -49,11 +49,11 @@ from otdd_flash.kernels.launch import on_its_device
 # By the entries of a padded matrix up to which it holds.
 PACKINGS = {
     16: Packing(8, 1),
-    64: Packing(8, 1),
+    64: Packing(16, 1),
     256: Packing(4, 1),
     1024: Packing(1, 1, 168),
-    4096: Packing(1, 2, 255),
-    16384: Packing(1, 8, 255),
+    4096: Packing(1, 2),
+    16384: Packing(1, 4),
 }
 
 
