@@ -20,9 +20,10 @@ to 256 of the matrices; one that is off by more than 1e-3 is not timed.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ from otdd_flash.batched.adjoint import plan_gradient
 
 SIZES, ENTRIES, POSTED = (4, 8, 16, 32, 64, 128), 1 << 24, (16, 65_536)
 ITERATIONS, RANGE, COMPARED, WORST = 100, 4.0, 256, 1e-3
+METHODS = ("ours", "torch", "autograd", "compiled", "unrolled", "ott_jax")
+# Seconds of a call that is timed less often.
+SLOW = 0.2
 
 # A call that finds the gradient of matrices by their logits.
 Backward = Callable[[], Tensor]
@@ -82,7 +86,9 @@ class Work:
 
     def compiled(self) -> Backward:
         """Likewise, compiled, with a backward pass that can be called again."""
-        torch._functorch.config.donated_buffer = False
+        import torch._functorch.config as settings
+
+        settings.donated_buffer = False
         return self.autograd(torch.compile(balanced))
 
     def unrolled(self) -> Backward:
@@ -129,7 +135,11 @@ def graphed(call: Backward) -> float:
 def timed(call: Backward, device: str) -> float:
     """Median milliseconds."""
     if device == "cuda":
-        return milliseconds(call)
+        started = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        slow = time.perf_counter() - started > SLOW
+        return milliseconds(call, repeats=3, warm_ups=0) if slow else milliseconds(call)
     times = []
     for _ in range(4):
         started = time.perf_counter()
@@ -138,11 +148,12 @@ def timed(call: Backward, device: str) -> float:
     return statistics.median(times[1:])
 
 
-def bench(n: int, count: int, device: str) -> dict[str, Any]:
+def bench(n: int, count: int, device: str, names: Sequence[str]) -> dict[str, Any]:
     """One row."""
     work, row = Work(n, count, device), {"n": n, "matrices": count, "device": device}
-    names = ("ours", "torch", "autograd", "compiled", "unrolled", "ott_jax")
     for name in names:
+        # What the one before kept.
+        gc.collect()
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         try:
             call: Backward = getattr(work, name)()
@@ -158,7 +169,7 @@ def bench(n: int, count: int, device: str) -> dict[str, Any]:
         # A peer may fail in any way, and the other entries are still wanted.
         except Exception as failure:
             entry = {"failed": f"{type(failure).__name__}: {str(failure)[:200]}"}
-        row[name] = entry
+        row[name], call = entry, torch.clone
         if device == "cuda":
             torch.cuda.empty_cache()
     return row
@@ -169,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--entries", type=int, help="B n^2")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="forget rows that are there")
@@ -185,7 +197,7 @@ def main() -> None:
         if n == POSTED[0] and given.entries is None:
             count = POSTED[1]
         if not rows.has(n=n, matrices=count):
-            rows.add(bench(n, count, given.device))
+            rows.add(bench(n, count, given.device, given.methods))
 
 
 if __name__ == "__main__":

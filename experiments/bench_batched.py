@@ -149,7 +149,9 @@ def measured(
     return {**row, "GB/s": 1e-6 * passes * logits.numel() * logits.element_size() / best}
 
 
-def missing(rows: Rows, device: str, sizes: list[int]) -> Iterator[tuple[Setting, str, Run]]:
+def missing(
+    rows: Rows, device: str, sizes: list[int], methods: list[str]
+) -> Iterator[tuple[Setting, str, Run]]:
     """What is asked for and not there."""
     for setting in settings(device):
         n, _, iterations, backward = setting
@@ -157,14 +159,15 @@ def missing(rows: Rows, device: str, sizes: list[int]) -> Iterator[tuple[Setting
             keys = dict(zip(KEYS, (name, *setting), strict=True))
             # The one has no gradient, the other is there for it.
             pointless = name == ("OTT-JAX" if backward else "ours, implicit")
-            if (n in sizes or not sizes) and not pointless and not rows.has(**keys):
+            asked = (n in sizes or not sizes) and (name in methods or not methods)
+            if asked and not pointless and not rows.has(**keys):
                 yield setting, name, run
 
 
-def measure(rows: Rows, device: str, sizes: list[int], seconds: float) -> None:
+def measure(rows: Rows, device: str, sizes: list[int], methods: list[str], seconds: float) -> None:
     """Every setting by every method, until the time is over."""
     end = time.perf_counter() + seconds
-    for (n, count, iterations, backward), name, run in missing(rows, device, sizes):
+    for (n, count, iterations, backward), name, run in missing(rows, device, sizes, methods):
         if time.perf_counter() > end:
             break
         # So that no setting is compiled for shapes that vary.
@@ -189,12 +192,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sizes", type=int, nargs="*", default=[], help="n, by default all")
+    parser.add_argument("--methods", nargs="*", default=[], help="by default all")
     parser.add_argument("--seconds", type=float, default=80, help="after which no row begins")
     parser.add_argument("--again", action="store_true", help="measure what is there again")
     given = parser.parse_args()
     packages = ("torch", "triton", "liger-kernel", "POT", "ott-jax", "geomloss", "pygmtools")
     rows = Rows(f"bench_batched_{given.device}", KEYS, *packages, again=given.again)
-    measure(rows, given.device, given.sizes, given.seconds)
+    measure(rows, given.device, given.sizes, given.methods, given.seconds)
     draw(rows.rows, RESULTS / f"bench_batched_{given.device}.png")
 
 

@@ -38,7 +38,7 @@ MOST_SCORES = 1 << 27
 FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
 
 # Beside a matrix that is given, for it is copied twice.
-MOST_BYTES_OF_A_MATRIX = 48 << 20
+MOST_BYTES_OF_A_MATRIX = 64 << 20
 
 
 def facts_of(read: TermRead) -> CostFacts:
