@@ -148,28 +148,33 @@ def timed(call: Backward, device: str) -> float:
     return statistics.median(times[1:])
 
 
+def measured(work: Work, name: str, device: str) -> dict[str, Any]:
+    """Errors, time and memory of one method."""
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    try:
+        call: Backward = getattr(work, name)()
+        kept = torch.cuda.memory_allocated() - before if device == "cuda" else 0
+        error = (call()[:COMPARED].to(work.truth) - work.truth).abs()
+        entry: dict[str, Any] = {"error": float(error.max()), "mean_error": float(error.mean())}
+        if entry["error"] <= WORST:
+            entry["ms"] = timed(call, device)
+            if device == "cuda":
+                entry |= {"extra_mib": extra_mib(call), "kept_mib": kept / 2**20}
+                if name == "ours":
+                    entry["graph_ms"] = graphed(call)
+    # A peer may fail in any way, and the other entries are still wanted.
+    except Exception as failure:
+        entry = {"failed": f"{type(failure).__name__}: {str(failure)[:200]}"}
+    return entry
+
+
 def bench(n: int, count: int, device: str, names: Sequence[str]) -> dict[str, Any]:
     """One row."""
     work, row = Work(n, count, device), {"n": n, "matrices": count, "device": device}
     for name in names:
-        # What the one before kept.
+        row[name] = measured(work, name, device)
+        # What it kept.
         gc.collect()
-        before = torch.cuda.memory_allocated() if device == "cuda" else 0
-        try:
-            call: Backward = getattr(work, name)()
-            kept = torch.cuda.memory_allocated() - before if device == "cuda" else None
-            error = (call()[:COMPARED].to(work.truth) - work.truth).abs()
-            entry: dict[str, Any] = {"error": float(error.max()), "mean_error": float(error.mean())}
-            if entry["error"] <= WORST:
-                entry["ms"] = timed(call, device)
-                if device == "cuda":
-                    entry |= {"extra_mib": extra_mib(call), "kept_mib": kept and kept / 2**20}
-                    if name == "ours":
-                        entry["graph_ms"] = graphed(call)
-        # A peer may fail in any way, and the other entries are still wanted.
-        except Exception as failure:
-            entry = {"failed": f"{type(failure).__name__}: {str(failure)[:200]}"}
-        row[name], call = entry, torch.clone
         if device == "cuda":
             torch.cuda.empty_cache()
     return row

@@ -61,7 +61,6 @@ class Recorded:
                     aligned[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, fixed, aligned)
         self.taken = resources(source, 90, num_warps, registers=maxnreg)
-        self.taken["capped"] = maxnreg is not None
 
 
 def taken(module: Any, kernel: str, run: Any) -> dict[str, int]:
