@@ -478,6 +478,7 @@ SOURCE_OPTIONS: dict[str, Declaration] = {
         "drop_unlabelled": flag,
     },
 }
+FEATURES_FILE: Declaration = {"path": path, "key": optional(text)}
 EMBED: Declaration = {
     "dataset": instance("be a dataset that otdd.load gave", DATASET_CLASS),
     "batch_size": called("extractor.batch_size", count),

@@ -17,6 +17,7 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields, shown, takes
 from otdd_flash.errors import InputError, prefixed
+from otdd_flash.feature_file import FileFeatures
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 
 
@@ -198,6 +199,9 @@ def check_squares(*sides: LabeledSamples) -> None:
     Samples are finite when they are made; what shares their memory may have changed since.
     """
     different = list(dict.fromkeys(sides))
+    for side in different:
+        if isinstance(side.features, FileFeatures):
+            side.features.file.check()
     found = [largest_entry(side.features) for side in different]
     together = len({number.device for number in found}) == 1
     # Of one device, the host waits once.
@@ -215,7 +219,9 @@ def check_squares(*sides: LabeledSamples) -> None:
 
 def _as_features(values: Any) -> Tensor:
     features = real_tensor("features", values)
-    if features.dtype not in (torch.float32, torch.float64):
+    if isinstance(features, FileFeatures):
+        features.file.check()
+    elif features.dtype not in (torch.float32, torch.float64):
         features = features.to(torch.float32)
     if features.ndim != 2:
         raise InputError(f"features must be a matrix (n, d), got shape {tuple(features.shape)}")

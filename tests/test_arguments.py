@@ -81,6 +81,7 @@ CALLS: dict[str, Entry] = {
     "digits": (otdd.load, {"name": "digits", "rotate": 1.0}),
     "idx": (otdd.load, {"name": "idx", "images": "nowhere", "labels": None}),
     "image_folder": (otdd.load, {"name": "image_folder", "path": "nowhere"}),
+    "features_file": (otdd.features_file, {"path": "nowhere.npy", "key": None}),
     "embed": (
         otdd.embed,
         {"dataset": otdd.load("blobs", samples=20), "extractor": otdd.extractors.identity()}

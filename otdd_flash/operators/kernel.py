@@ -94,6 +94,11 @@ class KernelOperator:
         return CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, self._fixed_point.cost_error)
 
     @property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): what costs of accurate `marginals` are off by."""
+        return self._fixed_point.accurate_errors
+
+    @property
     def execution(self) -> Execution:
         """In Triton; recorded where there is little to compute."""
         return Execution(
@@ -228,7 +233,7 @@ def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoint
 
     def packed(side: int) -> PackedPoints:
         layout = arrange(cost.labels[side], cost.class_costs.shape[side])
-        return pack(cost.points[side], layout, centre, scale)
+        return pack(cost.held[side], layout, centre, scale)
 
     x = packed(0)
     return x, x if cost.symmetric else packed(1)

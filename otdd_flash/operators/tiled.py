@@ -119,13 +119,19 @@ class TiledOperator(ABC):
 
     @cached_property
     def _costs(self) -> CostFacts:
+        of_rows, of_columns = self.accurate_errors
+        facts = CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
+        error = self.cost_rounding * facts.magnitude + float(self.a @ of_rows + self.b @ of_columns)
+        return facts._replace(error=error)
+
+    @property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): what costs of `marginals` are off by, but for `cost_rounding`."""
         of_rows, of_columns = (
             errors + EVALUATION * DOUBLE_UNIT * magnitudes
             for errors, magnitudes in zip(self.cost_errors, self.magnitudes, strict=True)
         )
-        facts = CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
-        error = self.cost_rounding * facts.magnitude + float(self.a @ of_rows + self.b @ of_columns)
-        return facts._replace(error=error)
+        return of_rows, of_columns
 
     @property
     def execution(self) -> Execution:
