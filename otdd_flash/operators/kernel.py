@@ -138,6 +138,20 @@ class KernelOperator:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
 
+    def softmin_part(
+        self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
+    ) -> Tensor:
+        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of.
+
+        Infinite where it is not worth adding to the rest.
+        """
+        sides = (self._columns, self._rows, self._transposed)
+        if not columns:
+            sides = (self._rows, self._columns, self._scores)
+        guess = None if near is None else single(near)
+        level = on_device(epsilon, potential.device)
+        return half_step(*sides, single(potential), level, guess, partly=guess is not None)
+
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:

@@ -226,6 +226,12 @@ class TiledOperator(ABC):
             highest = raised
         return (-epsilon * LN_2) * (highest + sums.log2_()).clamp_min_(LOG2_NOTHING)
 
+    def softmin_part(
+        self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
+    ) -> Tensor:
+        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of."""
+        return (self.softmin_columns if columns else self.softmin_rows)(potential, epsilon)
+
     def apply_plan(
         self,
         f: Tensor,

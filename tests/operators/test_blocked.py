@@ -191,3 +191,24 @@ def test_blocks_by_class_hold_every_point_once() -> None:
     rows = torch.cat([torch.as_tensor(block.rows) for block in blocks])
     assert torch.equal(rows.sort().values, torch.arange(7))
     assert torch.equal(labels[rows], labels.sort().values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distance", [0.0, 3.0, 1e4], ids=["exact", "near", "far"])
+@pytest.mark.parametrize("precision", ["fast", "high"])
+def test_a_guess_changes_nothing_but_the_way(
+    distance: float, precision: str, tmp_path: Path
+) -> None:
+    """Of blocks that are far from all others, sums beside a guess are 0."""
+    found = operator(tmp_path, "triton", precision, CROSS)
+    draw = torch.Generator().manual_seed(3)
+    epsilon = 0.02
+    for softmin, own, other in (
+        (found.softmin_rows, N, M),
+        (found.softmin_columns, M, N),
+    ):
+        potential = torch.randn(other, generator=draw).to(HERE)
+        expected = softmin(potential, epsilon)
+        guess = expected + distance * epsilon * torch.randn(own, generator=draw).to(HERE)
+        got = softmin(potential, epsilon, guess)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
