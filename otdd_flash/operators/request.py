@@ -159,13 +159,13 @@ def _streaming(
         moved + operator_bytes(cost_size(datasets[i], datasets[j]), compute, device)
         for i, j in pairs
     )
-    room = stated_budget(compute.memory_budget)
-    if needed <= (UNASKED if room is None else room):
+    stated = stated_budget(compute.memory_budget)
+    if needed <= max(UNASKED, stated or 0):
         return None
     free = free_memory(device)
-    if room is None and needed <= free:
+    if stated is None and needed <= free:
         return None
-    return Streaming(device, int(STREAMED_SHARE * free) if room is None else room)
+    return Streaming(device, int(STREAMED_SHARE * free) if stated is None else max(stated, UNASKED))
 
 
 def _check_streamed(cost: GroundCost, compute: ComputeOptions, *, seen: bool) -> None:

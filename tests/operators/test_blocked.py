@@ -12,7 +12,7 @@ from live_bytes import LiveBytes
 from safetensors.torch import save_file
 
 import otdd_flash as otdd
-from otdd_flash.operators import blocked, host_points
+from otdd_flash.operators import blocked, host_points, request
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.blocked import BlockedOperator
 from otdd_flash.operators.build import ComputeOptions, build_operator
@@ -28,6 +28,7 @@ SYMMETRIC, CROSS = (0, 0), (0, 1)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that divide neither side: 64 + 64 + 12 rows, 64 + 26 columns."""
     monkeypatch.setattr(blocked, "LEAST_POINTS", 64)
+    monkeypatch.setattr(request, "UNASKED", 0)
 
 
 def sides(folder: Path | None, kind: str = "npy") -> tuple[otdd.LabeledSamples, ...]:
@@ -59,8 +60,8 @@ def table() -> torch.Tensor:
 def operator(folder: Path | None, backend: str, precision: str, pair: tuple[int, int]) -> Operator:
     budget = "auto" if folder is None else 1000
     compute = ComputeOptions(str(HERE), backend, precision, budget)
-    request = Request.prepare(sides(folder), GroundCost(), compute)
-    return build_operator(request.inputs(pair, table().to(HERE)))
+    prepared = Request.prepare(sides(folder), GroundCost(), compute)
+    return build_operator(prepared.inputs(pair, table().to(HERE)))
 
 
 def dense(pair: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -161,8 +162,8 @@ def test_points_are_not_in_memory_at_once(tmp_path: Path) -> None:
     np.save(path, np.random.default_rng(0).normal(size=(n, dim)).astype("float32"))
     samples = otdd.LabeledSamples(otdd.features_file(path), None, ())
     compute = ComputeOptions("cpu", "torch", memory_budget=1000)
-    request = Request.prepare((samples, samples), GroundCost(), compute)
-    found = build_operator(request.inputs(CROSS, torch.zeros(1, 1).double()))
+    prepared = Request.prepare((samples, samples), GroundCost(), compute)
+    found = build_operator(prepared.inputs(CROSS, torch.zeros(1, 1).double()))
     live = LiveBytes()
     with live:
         found.softmin_rows(torch.zeros(n), 1.0)
@@ -171,7 +172,9 @@ def test_points_are_not_in_memory_at_once(tmp_path: Path) -> None:
     assert live.highest < n * dim * 4 / 2
 
 
-def test_a_budget_says_whether_points_are_streamed(tmp_path: Path) -> None:
+def test_a_budget_says_whether_points_are_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = sides(tmp_path)
     compute = ComputeOptions("cpu", "torch")
     assert Request.prepare(given, GroundCost(), compute).streaming is None
@@ -179,6 +182,10 @@ def test_a_budget_says_whether_points_are_streamed(tmp_path: Path) -> None:
     streaming = Request.prepare(given, GroundCost(), small).streaming
     assert streaming is not None
     assert streaming.room == 1024
+    # What is taken to be there is not asked for.
+    monkeypatch.setattr(request, "UNASKED", 1 << 26)
+    assert Request.prepare(given, GroundCost(), small).streaming is None
+    monkeypatch.setattr(request, "UNASKED", 0)
     # In memory already, on this device, is where they stay.
     assert Request.prepare(sides(None), GroundCost(), small).streaming is None
     with pytest.raises(otdd.InputError, match="ground=cosine needs all points on the device"):
