@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from otdd_flash import arguments
 from otdd_flash.checks import check_fields, shown, takes
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.feature_file import FileFeatures
+from otdd_flash.fingerprint import fingerprint
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 
 
@@ -126,12 +126,11 @@ class LabeledSamples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of features, labels, class names and weights, in row order."""
-        digest = hashlib.sha256()
-        for part in (self.features, self.labels, self.weights):
-            digest.update(b"none" if part is None else _content(part))
-        digest.update("\0".join(self.class_names).encode())
-        return digest.hexdigest()
+        """SHA-256 of features, labels, class names and weights, in row order.
+
+        The same wherever the features are.
+        """
+        return fingerprint(self.features, self.labels, self.weights, self.class_names)
 
     @takes({"device": arguments.device})
     def to(self, device: torch.device | str) -> LabeledSamples:
@@ -335,8 +334,3 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     alike = one.shape == other.shape and one.dtype == other.dtype
     # Different clouds nearly always differ in their first row, which is read faster than all.
     return alike and torch.equal(one[:1], other[:1]) and torch.equal(one, other)
-
-
-def _content(tensor: Tensor) -> bytes:
-    array = tensor.detach().cpu().contiguous().numpy()
-    return f"{array.dtype}{array.shape}".encode() + array.tobytes()
