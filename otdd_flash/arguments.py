@@ -485,6 +485,7 @@ EMBED: Declaration = {
     "device": device,
     "mixed_precision": called("extractor.mixed_precision", mixed_precision),
     "cache_dir": optional(path),
+    "features_path": optional(path),
     "num_workers": called("extractor.num_workers", integer(at_least=0)),
     "progress": optional(function),
 }

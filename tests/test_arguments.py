@@ -86,6 +86,7 @@ CALLS: dict[str, Entry] = {
         otdd.embed,
         {"dataset": otdd.load("blobs", samples=20), "extractor": otdd.extractors.identity()}
         | {"batch_size": 4, "device": "cpu", "mixed_precision": "auto", "cache_dir": None}
+        | {"features_path": None}
         | {"num_workers": 0, "progress": None},
     ),
     "pixels": (otdd.extractors.pixels, {"size": None, "grayscale": False}),
