@@ -94,8 +94,8 @@ class BlockedOperator:
         x, _ = self._points = on_host(cost)
         dim = x.shape[1]
         sizes = (
-            int(x.room * (1 - COLUMN_SHARE)) // (ROW_BYTES * dim),
-            int(x.room * COLUMN_SHARE) // (COLUMN_BYTES * dim),
+            int(x.streaming.room * (1 - COLUMN_SHARE)) // (ROW_BYTES * dim),
+            int(x.streaming.room * COLUMN_SHARE) // (COLUMN_BYTES * dim),
         )
         self._rows, self._columns = (
             by_class(labels, classes, min(count, max(LEAST_POINTS, size)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.host_points import HostPoints
+from otdd_flash.operators.host_points import HostPoints, Streaming
 from otdd_flash.operators.labelled_cost import LabelledCost, Points
 from otdd_flash.operators.memory import (
     UNASKED,
@@ -96,18 +96,6 @@ class ComputeOptions:
 
 # What entry points take for `compute`: `ComputeOptions.of` makes them.
 Compute = ComputeOptions | str | torch.device
-
-
-class Streaming(NamedTuple):
-    """Where points are used that are kept elsewhere.
-
-    Attributes:
-        device: where passes run.
-        room: bytes that points of both clouds may take there at once.
-    """
-
-    device: torch.device
-    room: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,8 +195,8 @@ def _side(samples: LabeledSamples, streaming: Streaming | None) -> tuple[Points,
     masses, labels = samples.masses, class_indices(samples)
     if streaming is None:
         return samples.features, masses, labels
-    device, room = streaming
-    points = HostPoints(samples.features, device, room)
+    device = streaming.device
+    points = HostPoints(samples.features, streaming)
     return points, masses.to(device), labels.to(device)
 
 

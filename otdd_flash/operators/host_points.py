@@ -9,12 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.feature_file import FileFeatures
+
+# Share of the time that passes wait, from which on reading is what takes the time.
+LIMIT = 0.1
 
 
 class Block(NamedTuple):
@@ -36,23 +40,46 @@ class Arrived(NamedTuple):
     copied: torch.cuda.Event | None
 
 
+@dataclass(eq=False)
+class Streaming:
+    """How points come to the device, for all clouds of a request.
+
+    Attributes:
+        device: where passes run.
+        room: bytes that points of both clouds may take there at once.
+        moved: bytes that were read so far.
+        reading: seconds that reading them took, beside passes.
+        waited: seconds that passes waited for it.
+    """
+
+    device: torch.device
+    room: int
+    moved: int = 0
+    reading: float = 0.0
+    waited: float = 0.0
+
+    def summary(self, seconds: float) -> dict[str, Any]:
+        """What a result says of it, after a solve of so many seconds."""
+        return {
+            "bytes": self.moved,
+            "bytes_per_second": self.moved / max(self.reading, 1e-9),
+            "seconds_waited": self.waited,
+            "limited_by_reading": self.waited > LIMIT * seconds,
+        }
+
+
 class HostPoints:
     """A cloud (n, d) that is streamed; in part it behaves as a tensor on the device.
 
     Args:
         features: (n, d), where they stay.
-        device: where passes run.
-        room: bytes that points of both clouds may take there at once.
-
-    Attributes:
-        moved: bytes that were read so far.
-        waited: seconds that passes waited for them.
+        streaming: where passes run, and what is counted.
     """
 
-    def __init__(self, features: Tensor, device: torch.device, room: int) -> None:
-        self.features, self.device, self.room = features, device, room
+    def __init__(self, features: Tensor, streaming: Streaming) -> None:
+        self.features, self.streaming, self.device = features, streaming, streaming.device
+        device = streaming.device
         self.shape, self.dtype, self.is_cuda = features.shape, features.dtype, device.type == "cuda"
-        self.moved, self.waited = 0, 0.0
         self._stream = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
@@ -68,7 +95,7 @@ class HostPoints:
             for following in (*blocks[1:], None):
                 start = time.perf_counter()
                 points, copied = ahead.result()
-                self.waited += time.perf_counter() - start
+                self.streaming.waited += time.perf_counter() - start
                 if following is not None:
                     ahead = reader.submit(self._arrive, following.host)
                 if copied is not None:
@@ -79,8 +106,10 @@ class HostPoints:
 
     @torch.no_grad()
     def _arrive(self, rows: slice | Tensor) -> Arrived:
+        start = time.perf_counter()
         read = self._read(rows)
-        self.moved += read.nbytes
+        self.streaming.moved += read.nbytes
+        self.streaming.reading += time.perf_counter() - start
         if self._stream is None:
             return Arrived(read.to(self.device), None)
         with torch.cuda.stream(self._stream):

@@ -19,9 +19,10 @@ from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.feature_file import FileFeatures
-from otdd_flash.operators.build import ComputeOptions, CostInputs, Streaming, operator_bytes
+from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes
 from otdd_flash.operators.footprint import CostSize
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.host_points import Streaming
 from otdd_flash.operators.memory import (
     UNASKED,
     check_memory,

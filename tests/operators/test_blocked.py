@@ -146,6 +146,12 @@ def test_a_distance_is_that_of_points_in_memory(backend: str, kind: str, tmp_pat
     assert "streamed in blocks" in streamed.divergence.backend
     assert "streamed in blocks" not in held.divergence.backend
     assert streamed.converged
+    read = streamed.streamed
+    assert read is not None
+    # Three terms, of which each reads both sides more than once.
+    assert read["bytes"] > 6 * 4 * DIM * (N + M)
+    assert read["bytes_per_second"] > 0
+    assert held.streamed is None
     assert streamed.value == pytest.approx(held.value, rel=1e-5)
     (low, high), (lower, upper) = streamed.bounds, held.bounds
     assert max(low, lower) <= min(high, upper)
