@@ -103,7 +103,7 @@ def theirs(operator: KernelOperator, epsilon: float) -> tuple[Tensor, Tensor]:
     """The same by flash-sinkhorn's alternating solver, on the feature cost alone."""
     from flash_sinkhorn.sinkhorn_solvers import sinkhorn_flashstyle_alternating
 
-    x, y = operator.cost.points
+    x, y = operator.cost.held
     masses = operator.a.float(), operator.b.float()
     potentials: tuple[Tensor, Tensor] = sinkhorn_flashstyle_alternating(
         x, y, *masses, eps=epsilon, n_iters=ITERATIONS, cost_scale=operator.cost.lambda_x
@@ -127,7 +127,7 @@ def geomloss(operator: KernelOperator, epsilon: float) -> tuple[Tensor, Tensor]:
         backend="tensorized",
     )
     masses = operator.a.float(), operator.b.float()
-    f, g = loss(masses[0], operator.cost.points[0], masses[1], operator.cost.points[1])
+    f, g = loss(masses[0], operator.cost.held[0], masses[1], operator.cost.held[1])
     return f.view(-1), g.view(-1)
 
 
@@ -139,7 +139,7 @@ def half_step_error(operator: KernelOperator, epsilon: float, *, rounded: bool) 
     draw = torch.Generator("cuda").manual_seed(1)
     g = torch.randn(operator.shape[1], generator=draw, device="cuda") * epsilon
     rows = torch.randperm(operator.shape[0], generator=draw, device="cuda")[:CHECKED_ROWS]
-    x, y = operator.seen_points() if rounded else operator.cost.points
+    x, y = operator.seen_points() if rounded else operator.cost.held
     x, y = x[rows].double(), y.double()
     labels_x, labels_y = operator.cost.labels
     cost = operator.cost.lambda_x * torch.cdist(x, y).square()

@@ -478,12 +478,14 @@ SOURCE_OPTIONS: dict[str, Declaration] = {
         "drop_unlabelled": flag,
     },
 }
+FEATURES_FILE: Declaration = {"path": path, "key": optional(text)}
 EMBED: Declaration = {
     "dataset": instance("be a dataset that otdd.load gave", DATASET_CLASS),
     "batch_size": called("extractor.batch_size", count),
     "device": device,
     "mixed_precision": called("extractor.mixed_precision", mixed_precision),
     "cache_dir": optional(path),
+    "features_path": optional(path),
     "num_workers": called("extractor.num_workers", integer(at_least=0)),
     "progress": optional(function),
     "group": optional(instance("be what otdd.led gives", RANKS_CLASS)),

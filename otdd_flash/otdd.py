@@ -141,6 +141,7 @@ def dataset_distance(
         "class_distances": measured - started,
         "solve": time.perf_counter() - measured,
     }
+    streaming = request.streaming
     return DistanceResult(
         source,
         target,
@@ -152,4 +153,5 @@ def dataset_distance(
         seconds=seconds,
         request=replace(request, compute=compute.alone),
         shared=shared_since(before, compute.group),
+        streamed=None if streaming is None else streaming.summary(seconds["solve"]),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +49,8 @@ class DistanceResult:
         seconds: wall time of each phase.
         request: both datasets where they were compared, for the plan; a loaded result prepares its
             own when it is first asked.
+        streamed: of points that the device did not hold, the bytes that were read, how fast, and
+            whether passes waited for them; else None.
         shared: how many processes shared the passes, and what this one received from the others;
             what is asked of the plan, this process computes alone.
     """
@@ -63,6 +65,7 @@ class DistanceResult:
     seconds: dict[str, float] = field(kw_only=True)
     request: Request | None = field(default=None, kw_only=True, repr=False)
     shared: Shared = field(default=ALONE, kw_only=True)
+    streamed: Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     @property
     def value(self) -> float:
@@ -184,6 +187,7 @@ class DistanceResult:
             "precision": self.compute.precision,
             "compute": self.compute.settings,
             **({} if self.shared == ALONE else self.shared._asdict()),
+            **({} if self.streamed is None else {"streamed": dict(self.streamed)}),
             "config": None,
         }
         return {**content, **more}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,8 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields, shown, takes
 from otdd_flash.errors import InputError, prefixed
+from otdd_flash.feature_file import FileFeatures
+from otdd_flash.fingerprint import fingerprint
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 
 
@@ -125,12 +126,11 @@ class LabeledSamples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of features, labels, class names and weights, in row order."""
-        digest = hashlib.sha256()
-        for part in (self.features, self.labels, self.weights):
-            digest.update(b"none" if part is None else _content(part))
-        digest.update("\0".join(self.class_names).encode())
-        return digest.hexdigest()
+        """SHA-256 of features, labels, class names and weights, in row order.
+
+        The same wherever the features are.
+        """
+        return fingerprint(self.features, self.labels, self.weights, self.class_names)
 
     @takes({"device": arguments.device})
     def to(self, device: torch.device | str) -> LabeledSamples:
@@ -198,6 +198,9 @@ def check_squares(*sides: LabeledSamples) -> None:
     Samples are finite when they are made; what shares their memory may have changed since.
     """
     different = list(dict.fromkeys(sides))
+    for side in different:
+        if isinstance(side.features, FileFeatures):
+            side.features.file.check()
     found = [largest_entry(side.features) for side in different]
     together = len({number.device for number in found}) == 1
     # Of one device, the host waits once.
@@ -215,7 +218,9 @@ def check_squares(*sides: LabeledSamples) -> None:
 
 def _as_features(values: Any) -> Tensor:
     features = real_tensor("features", values)
-    if features.dtype not in (torch.float32, torch.float64):
+    if isinstance(features, FileFeatures):
+        features.file.check()
+    elif features.dtype not in (torch.float32, torch.float64):
         features = features.to(torch.float32)
     if features.ndim != 2:
         raise InputError(f"features must be a matrix (n, d), got shape {tuple(features.shape)}")
@@ -329,8 +334,3 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     alike = one.shape == other.shape and one.dtype == other.dtype
     # Different clouds nearly always differ in their first row, which is read faster than all.
     return alike and torch.equal(one[:1], other[:1]) and torch.equal(one, other)
-
-
-def _content(tensor: Tensor) -> bytes:
-    array = tensor.detach().cpu().contiguous().numpy()
-    return f"{array.dtype}{array.shape}".encode() + array.tobytes()

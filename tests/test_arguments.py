@@ -81,11 +81,12 @@ CALLS: dict[str, Entry] = {
     "digits": (otdd.load, {"name": "digits", "rotate": 1.0}),
     "idx": (otdd.load, {"name": "idx", "images": "nowhere", "labels": None}),
     "image_folder": (otdd.load, {"name": "image_folder", "path": "nowhere"}),
+    "features_file": (otdd.features_file, {"path": "nowhere.npy", "key": None}),
     "embed": (
         otdd.embed,
         {"dataset": otdd.load("blobs", samples=20), "extractor": otdd.extractors.identity()}
         | {"batch_size": 4, "device": "cpu", "mixed_precision": "auto", "cache_dir": None}
-        | {"num_workers": 0, "progress": None, "group": None},
+        | {"features_path": None, "num_workers": 0, "progress": None, "group": None},
     ),
     "pixels": (otdd.extractors.pixels, {"size": None, "grayscale": False}),
     "timm": (

@@ -142,6 +142,8 @@ def half_step(
     potential: Tensor,
     epsilon: Tensor,
     guess: Tensor | None = None,
+    *,
+    partly: bool = False,
 ) -> Tensor:
     """-epsilon log sum_j b_j exp((g_j - C_ij) / epsilon).
 
@@ -152,6 +154,8 @@ def half_step(
         potential: (M,) float32, of the columns, in units of the cost.
         epsilon: () float64, in units of the cost.
         guess: (N,) float32, near the result.
+        partly: the guess is of a sum over further columns. Sums that are lost beside it are left at
+            0, for the caller to tell whether the whole sum lies within float32's range.
 
     Returns:
         (N,) float32, in units of the cost.
@@ -165,6 +169,9 @@ def half_step(
         return out
     shift = (rows.squares - layout.spread(guess, 0.0)) * log2_scale(epsilon)
     marked = torch.zeros(n // BLOCK_ROWS, dtype=torch.int32, device=bias.device)
+    if partly:
+        merge_ranges(_launch(rows, columns, scores, bias, epsilon, shift=shift), rows, epsilon, out)
+        return out
     # Given up before the repair makes its own.
     merge_ranges(
         _launch(rows, columns, scores, bias, epsilon, shift=shift), rows, epsilon, out, mark=marked

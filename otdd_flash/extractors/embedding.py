@@ -16,10 +16,12 @@ from otdd_flash import arguments
 from otdd_flash.cache import TensorCache
 from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.dealt import features_of_ranks
+from otdd_flash.extractors.feature_store import FeatureStore
 from otdd_flash.extractors.input_hash import inputs_hash
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
@@ -43,6 +45,7 @@ def embed(
     device: str | torch.device = "auto",
     mixed_precision: bool | Literal["auto"] = "auto",
     cache_dir: str | os.PathLike[str] | None = None,
+    features_path: str | os.PathLike[str] | None = None,
     num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
     group: Ranks | None = None,
@@ -57,10 +60,12 @@ def embed(
         mixed_precision: run a network under autocast (float16 on a GPU, bfloat16 on a CPU);
             "auto" does so on CUDA only.
         cache_dir: where features of networks are kept, by content of inputs and weights; None: not.
+        features_path: a .npy file to write features to as they come, where they then stay: a call
+            after an interruption goes on. `cache_dir` is not asked then.
         num_workers: processes that read and prepare the inputs of a network.
         progress: called with (inputs done, n).
         group: what `otdd.led` gives: processes of which each runs a network on some of the batches.
-            Other extractors run here alone.
+            Other extractors run here alone, and so does one that writes to `features_path`.
 
     Returns:
         Samples with features (n, d).
@@ -72,20 +77,30 @@ def embed(
     _check(dataset, extractor)
     where = resolve_device(device)
     autocast = _autocast_type(mixed_precision, where)
-    cache = TensorCache(cache_dir if extractor.cacheable else None)
-    key = _cache_key(dataset, extractor, where, autocast) if cache.active else ""
+    cache = TensorCache(cache_dir if extractor.cacheable and features_path is None else None)
+    kept = cache.active or features_path is not None
+    key = _cache_key(dataset, extractor, where, autocast) if kept else ""
     stored = cache.get(key)
+    gather = partial(_gather, dataset.name)
+
+    def blocks_from(first: int) -> Iterator[Tensor]:
+        rest = _from(dataset.inputs, first)
+        return _blocks(rest, extractor, batch_size, where, autocast, num_workers)
+
     if stored is None:
-        gather = partial(_gather, dataset.name)
-        if group is not None and isinstance(extractor, Network):
+        if features_path is not None:
+            # Batches of another size may round otherwise, and begin elsewhere.
+            store = FeatureStore(features_path, f"{key} batch_size={batch_size}", len(dataset))
+            store.write(blocks_from, progress)
+            features = store.features
+        elif group is not None and isinstance(extractor, Network):
             settings = {"batch_size": batch_size, "device": where, "autocast": autocast}
             settings["num_workers"] = num_workers
             features = features_of_ranks(
                 group, dataset.inputs, extractor, gather, settings, progress
             )
         else:
-            blocks = _blocks(dataset.inputs, extractor, batch_size, where, autocast, num_workers)
-            features = gather(blocks, len(dataset), progress)
+            features = gather(blocks_from(0), len(dataset), progress)
         if autocast is not None and not bool(torch.isfinite(features).all()):
             raise InputError(
                 f"the features of {dataset.name} overflow {autocast}; use mixed_precision=false"
@@ -134,6 +149,13 @@ def _cache_key(
     # The device is part of it: a GPU's float32 convolutions differ from a CPU's.
     parts = f"{inputs_hash(dataset)} {extractor.key} {device.type} {autocast}"
     return f"features {hashlib.sha256(parts.encode()).hexdigest()}"
+
+
+def _from(inputs: Any, first: int) -> Any:
+    """The inputs from one on, still unread."""
+    if first > 0 and isinstance(inputs, LazyItems):
+        return inputs.take(np.arange(first, len(inputs)))
+    return inputs[first:] if first > 0 else inputs
 
 
 def _blocks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.host_points import HostPoints, Streaming
+from otdd_flash.operators.labelled_cost import LabelledCost, Points
 from otdd_flash.operators.memory import (
     UNASKED,
     budget_in_bytes,
@@ -43,8 +44,9 @@ class ComputeOptions:
         precision: `fast` iterates on points rounded to float16 and ends on the original ones, in
             Triton, but where float16 holds them; `high` is float32-like throughout, as both are in
             PyTorch; `double` is float64.
-        memory_budget: bytes that stored scores may take in PyTorch: `auto` (half of free memory)
-            or `4GiB`; of each process.
+        memory_budget: bytes that stored scores may take in PyTorch, and that points with all that
+            is made of them may take on the device before they are streamed: `auto` (half of free
+            memory, and all of it) or `4GiB`; of each process.
         group: processes that share every pass: a group of `torch.distributed`, or "world" for its
             default group, where all of them call, each with its shards of the datasets; or what
             `otdd.led` gives. None: this process alone.
@@ -106,6 +108,7 @@ class CostInputs:
         class_distances: the block of W (V_x, V_y) between their classes.
         cost: what it compares, and the weights of both parts.
         compute: how passes run.
+        streaming: of points that do not stay on the device.
     """
 
     source: LabeledSamples
@@ -113,6 +116,7 @@ class CostInputs:
     class_distances: Tensor
     cost: GroundCost
     compute: ComputeOptions
+    streaming: Streaming | None = None
 
 
 def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
@@ -140,6 +144,13 @@ def operator_alone(
     """A cost that this process computes by itself; as for `build_operator`."""
     _check_range(cost, compute)
     device = cost.a.device
+    if isinstance(cost.points[0], HostPoints):
+        from otdd_flash.operators.blocked import BlockedOperator, BlockOperator
+
+        def build(part: LabelledCost) -> BlockOperator:
+            return cast(BlockOperator, operator_alone(part, compute, keep_scores=False))
+
+        return BlockedOperator(cost, build)
     if uses_triton(compute, device):
         from otdd_flash.operators.kernel import KernelOperator
 
@@ -165,17 +176,28 @@ def labelled_cost(inputs: CostInputs) -> LabelledCost:
     """The cost between two clouds, where they are."""
     source, target = inputs.source, inputs.target
     same = source is target
-    masses, labels = source.masses, class_indices(source)
+    x, masses, labels = _side(source, inputs.streaming)
+    y, masses_y, labels_y = (x, masses, labels) if same else _side(target, inputs.streaming)
     return LabelledCost(
-        source.features,
-        target.features,
+        x,
+        y,
         masses,
-        masses if same else target.masses,
+        masses_y,
         labels_x=labels,
-        labels_y=labels if same else class_indices(target),
+        labels_y=labels_y,
         class_costs=inputs.cost.lambda_y * inputs.class_distances.to(masses.device, torch.float64),
         lambda_x=inputs.cost.squared.lambda_x,
     )
+
+
+def _side(samples: LabeledSamples, streaming: Streaming | None) -> tuple[Points, Tensor, Tensor]:
+    """Points, masses and labels of a side."""
+    masses, labels = samples.masses, class_indices(samples)
+    if streaming is None:
+        return samples.features, masses, labels
+    device = streaming.device
+    points = HostPoints(samples.features, streaming)
+    return points, masses.to(device), labels.to(device)
 
 
 def mean_cost(inputs: CostInputs) -> float:

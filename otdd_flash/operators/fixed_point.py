@@ -89,7 +89,16 @@ class FixedPoint:
     @cached_property
     def cost_error(self) -> float:
         """Bound on the mean error of costs at full accuracy over any plan between a and b."""
-        return self._mean(1 if self._whole is not None else 4)
+        return self._mean(self._accurate)
+
+    @property
+    def accurate_errors(self) -> Pair:
+        """A (n,) and B (m,): costs at full accuracy are off by at most A_i + B_j."""
+        return self._costs_errors(self._accurate)
+
+    @property
+    def _accurate(self) -> int:
+        return 1 if self._whole is not None else 4
 
     def marginals(
         self,
@@ -116,7 +125,7 @@ class FixedPoint:
                 term = term - cost.class_costs[0] * (scale / 2)
             layout = self.layouts[side]
             packed = layout.spread(torch.where(present, term, NO_MASS), NO_MASS)
-            sides.append(DigitSide(cost.points[side], layout, self._centre, self._scale, packed))
+            sides.append(DigitSide(cost.held[side], layout, self._centre, self._scale, packed))
         rows, columns = plan_marginals(
             sides[0],
             sides[-1],
@@ -212,7 +221,7 @@ class FixedPoint:
 
         ||x_i - x'_i||^2 (n,), and shares (n,) of the products that scores leave out.
         """
-        points, layout = self.cost.points[side], self.layouts[side]
+        points, layout = self.cost.held[side], self.layouts[side]
         found = torch.empty((2, layout.size), dtype=torch.float64, device=points.device)
         height, _ = chunk_sizes(padded_dim(points.shape[1]) * digits)
         for first in range(0, layout.size, height):
@@ -226,7 +235,7 @@ class FixedPoint:
 
 def _whole_centre(cost: LabelledCost, lattice: Lattice) -> Tensor | None:
     """A centre (d,) on the lattice from which all points are within int8, if there is one."""
-    sides = cost.points[: 1 if cost.symmetric else 2]
+    sides = cost.held[: 1 if cost.symmetric else 2]
     ends = torch.stack([end.double() for side in sides for end in torch.aminmax(side)]).tolist()
     lowest, highest = (round(end * lattice.scale) for end in (min(ends), max(ends)))
     if highest - lowest > 255 or 128**2 * cost.points[0].shape[1] >= 2**31:

@@ -102,6 +102,11 @@ class KernelOperator:
         return CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, self._fixed_point.cost_error)
 
     @property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): what costs of accurate `marginals` are off by."""
+        return self._fixed_point.accurate_errors
+
+    @property
     def execution(self) -> Execution:
         """In Triton; recorded where there is little to compute."""
         return Execution(
@@ -140,6 +145,20 @@ class KernelOperator:
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
+
+    def softmin_part(
+        self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
+    ) -> Tensor:
+        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of.
+
+        Infinite where it is not worth adding to the rest.
+        """
+        sides = (self._columns, self._rows, self._transposed)
+        if not columns:
+            sides = (self._rows, self._columns, self._scores)
+        guess = None if near is None else single(near)
+        level = on_device(epsilon, potential.device)
+        return half_step(*sides, single(potential), level, guess, partly=guess is not None)
 
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
@@ -251,7 +270,7 @@ def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoint
 
     def packed(side: int) -> PackedPoints:
         layout = arrange(cost.labels[side], cost.class_costs.shape[side])
-        return pack(cost.points[side], layout, centre, scale)
+        return pack(cost.held[side], layout, centre, scale)
 
     x = packed(0)
     return x, x if cost.symmetric else packed(1)

@@ -9,15 +9,20 @@ is unchanged by that and the rounding error shrinks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import CostRange
+from otdd_flash.operators.host_points import HostPoints, slices
+
+# Points (n, d) on the device, or what streams them there; and some of them.
+Points = Tensor | HostPoints
+Cut = slice | Tensor
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
@@ -35,8 +40,8 @@ class LabelledCost:
     """The cost between two labelled clouds.
 
     Args:
-        x: (n, d) points.
-        y: (m, d) points; the same object as `x` for the cost of a cloud with itself.
+        x: (n, d) points, on the device or streamed to it.
+        y: (m, d) points, likewise; the same object as `x` for the cost of a cloud with itself.
         a: (n,) masses, float64.
         b: (m,) masses, float64.
         labels_x: (n,) class indices, rows of W.
@@ -52,12 +57,13 @@ class LabelledCost:
         mean_cost: sum_ij a_i b_j C_ij.
         symmetric: whether both sides are one cloud with one set of labels and masses.
         squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64.
+        known: what others have found out of it, and need not again.
     """
 
     def __init__(
         self,
-        x: Tensor,
-        y: Tensor,
+        x: Points,
+        y: Points,
         a: Tensor,
         b: Tensor,
         *,
@@ -66,11 +72,13 @@ class LabelledCost:
         class_costs: Tensor,
         lambda_x: float,
     ) -> None:
-        self.points, self.labels = (x, y), (labels_x, labels_y)
+        self.points: tuple[Points, Points] = (x, y)
+        self.labels = labels_x, labels_y
         self.a, self.b = a, b
         self.class_costs, self.lambda_x = class_costs, lambda_x
         self.symmetric = x is y and labels_x is labels_y and a is b
         self._whole: LabelledCost | None = None
+        self.known: dict[str, Any] = {}
         mean_x = _mean(x, a)
         mean_y = mean_x if self.symmetric else _mean(y, b)
         self.centre = (mean_x + mean_y) / 2
@@ -108,6 +116,14 @@ class LabelledCost:
         return self._whole or self
 
     @property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """Both clouds, for what needs all of them on the device."""
+        x, y = self.points
+        assert isinstance(x, Tensor)
+        assert isinstance(y, Tensor)
+        return x, y
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(n, m)."""
         return self.points[0].shape[0], self.points[1].shape[0]
@@ -137,7 +153,7 @@ class LabelledCost:
         (x, y), (labels_x, labels_y) = self.points, self.labels
         total = masses.sum()
         moment, squares = _moments(y, masses, self.centre)
-        found = masses.new_empty(len(x))
+        found = masses.new_empty(x.shape[0])
         for part, rows in in_float64(x):
             centred = rows.sub_(self.centre)
             found[part] = total * self.squares[0][part] - 2 * (centred @ moment) + squares
@@ -156,7 +172,7 @@ class LabelledCost:
         One product of matrices adds u, v is gathered by class, and the exponential is taken in
         place. Potentials of points without mass are not read.
         """
-        (x, y), (labels_x, labels_y) = self.points, self.labels
+        (x, y), (labels_x, labels_y) = self.held, self.labels
         u, v = (
             torch.where(masses > 0, masses.log() + potential / epsilon, LOG_NOTHING)
             - self.lambda_x / epsilon * squares
@@ -184,15 +200,20 @@ class LabelledCost:
             lambda_x=self.lambda_x,
         )
 
-    def part(self, rows: slice | Tensor, columns: slice | Tensor) -> LabelledCost:
+    def part(
+        self, rows: Cut, columns: Cut, points: tuple[Tensor, Tensor] | None = None
+    ) -> LabelledCost:
         """Some rows and columns, with their masses, and all else of the whole cost.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.
+        Their `points` may be given where they are there.
         """
         found, cuts = copy(self), (rows, columns)
         found._whole = self.whole
-        pairs = (self.points, self.labels, self.squares, self.magnitudes)
-        found.points, found.labels, found.squares, found.magnitudes = (
+        x, y = self.points
+        found.points = (x[rows], y[columns]) if points is None else points
+        pairs = (self.labels, self.squares, self.magnitudes)
+        found.labels, found.squares, found.magnitudes = (
             (pair[0][rows], pair[1][columns]) for pair in pairs
         )
         found.a, found.b = (side[cut] for side, cut in zip((self.a, self.b), cuts, strict=True))
@@ -205,18 +226,26 @@ class LabelledCost:
         return x, x if self.symmetric else _centred(self.points[1], self.centre, dtype)
 
 
+def on_host(cost: LabelledCost) -> tuple[HostPoints, HostPoints]:
+    """Both clouds of a cost that is streamed."""
+    x, y = cost.points
+    assert isinstance(x, HostPoints)
+    assert isinstance(y, HostPoints)
+    return x, y
+
+
 def equal_masses(points: Tensor) -> Tensor:
     """The same mass for each of some points, (k,) float64 that add up to 1."""
     count = len(points)
     return torch.full((count,), 1 / count, dtype=torch.float64, device=points.device)
 
 
-def squared_distances(points: Tensor, centre: Tensor) -> Tensor:
+def squared_distances(points: Points, centre: Tensor) -> Tensor:
     """||x_i - c||^2 (n,), float64."""
     return torch.cat([_squared_norms(rows.sub_(centre)) for _, rows in in_float64(points)])
 
 
-def squared_norms(points: Tensor) -> Tensor:
+def squared_norms(points: Points) -> Tensor:
     """||x_i||^2 (n,), float64."""
     return torch.cat([_squared_norms(rows) for _, rows in in_float64(points)])
 
@@ -230,7 +259,7 @@ class _Norms(NamedTuple):
     squares: Tensor
 
 
-def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
+def _norms(points: Points, masses: Tensor, centre: Tensor) -> _Norms:
     """The largest coordinate, and the highest (on the support) and mean squared norm."""
     extremes: list[Tensor] = []
     squares = []
@@ -243,15 +272,21 @@ def _norms(points: Tensor, masses: Tensor, centre: Tensor) -> _Norms:
     return _Norms(torch.stack(extremes).abs().max(), highest, masses @ norms, norms)
 
 
-def in_float64(points: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def in_float64(points: Points) -> Iterator[tuple[slice, Tensor]]:
     """All rows (N, d), a few at a time, in one buffer that the caller may change."""
     count, dim = points.shape
     elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
     size = min(count, max(1, elements // dim))
     buffer = torch.empty((size, dim), dtype=torch.float64, device=points.device)
-    for start in range(0, count, size):
-        rows = points[start : start + size]
-        yield slice(start, start + size), buffer[: len(rows)].copy_(rows)
+    blocks = slices(count, size)
+    found: Iterable[Tensor]
+    if isinstance(points, HostPoints):
+        found = points.stream(blocks)
+    else:
+        found = (points[block.rows] for block in blocks)
+    for block, rows in zip(blocks, found, strict=True):
+        assert isinstance(block.rows, slice)
+        yield block.rows, buffer[: len(rows)].copy_(rows)
 
 
 def _squared_norms(rows: Tensor) -> Tensor:
@@ -259,14 +294,14 @@ def _squared_norms(rows: Tensor) -> Tensor:
     return norms.square()
 
 
-def _mean(points: Tensor, masses: Tensor) -> Tensor:
+def _mean(points: Points, masses: Tensor) -> Tensor:
     mean = masses.new_zeros(points.shape[1])
     for part, rows in in_float64(points):
         mean += masses[part] @ rows
     return mean
 
 
-def _moments(points: Tensor, masses: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(points: Points, masses: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     """sum_j q_j z_j (d,) and sum_j q_j ||z_j||^2 of the centred points z."""
     first, second = torch.zeros_like(centre), masses.new_zeros(())
     for part, rows in in_float64(points):
@@ -276,7 +311,7 @@ def _moments(points: Tensor, masses: Tensor, centre: Tensor) -> tuple[Tensor, Te
     return first, second
 
 
-def _centred(points: Tensor, centre: Tensor, dtype: torch.dtype) -> Tensor:
+def _centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:
     """A few rows at a time, so that no float64 copy of all is made."""
     out = torch.empty(points.shape, dtype=dtype, device=points.device)
     for part, rows in in_float64(points):

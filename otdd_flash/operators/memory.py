@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from otdd_flash.errors import InputError
+from otdd_flash.operators.control_groups import bytes_left
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ def budget_in_bytes(memory_budget: str | int, device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on a device without swapping."""
+    """Bytes that can be allocated on a device without swapping, within limits of containers."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # PyTorch keeps what tensors gave back, and gives it to the next ones.
@@ -62,7 +63,9 @@ def free_memory(device: torch.device) -> int:
     meminfo = Path("/proc/meminfo")
     available = _available_in_kib(meminfo.read_text()) if meminfo.exists() else 0
     # Other systems do not say what is free: take half of what there is.
-    return available * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    free = available * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    left = bytes_left()
+    return free if left is None else min(free, left)
 
 
 def holds(needed: int, most: int | None, device: torch.device) -> bool:

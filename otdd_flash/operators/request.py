@@ -18,14 +18,25 @@ from torch import Tensor
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
+from otdd_flash.feature_file import FileFeatures
 from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes
 from otdd_flash.operators.footprint import CostSize
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.memory import check_memory, within_memory
+from otdd_flash.operators.host_points import Streaming
+from otdd_flash.operators.memory import (
+    UNASKED,
+    check_memory,
+    free_memory,
+    stated_budget,
+    within_memory,
+)
 from otdd_flash.ranks import ranks_of
 from otdd_flash.samples import LabeledSamples, check_squares
 
 T = TypeVar("T")
+
+# Of free memory, what streamed points may take.
+STREAMED_SHARE = 0.6
 
 # Places of two datasets, the rows' and the columns'.
 Pair = tuple[int, int]
@@ -41,6 +52,7 @@ class Request:
         cost: what it compares and its weights.
         compute: how passes run.
         needed: bytes that the largest operator takes at the least, with those that were moved.
+        streaming: where passes run, of points that stay where they are; labels and weights do too.
     """
 
     given: tuple[LabeledSamples, ...]
@@ -48,6 +60,7 @@ class Request:
     cost: GroundCost
     compute: ComputeOptions
     needed: int
+    streaming: Streaming | None = None
 
     @classmethod
     def prepare(
@@ -78,6 +91,11 @@ class Request:
         if pairs is None:
             places = range(len(datasets))
             pairs = (*combinations(places, 2), *zip(places, places, strict=True))
+        pairs = list(pairs)
+        if (streaming := _streaming(datasets, pairs, compute, device)) is not None:
+            _check_streamed(cost, compute, seen=seen)
+            sides = tuple(datasets)
+            return cls(sides, sides, cost, compute, streaming.room, streaming)
         needed = check_resources(datasets, pairs, compute, device)
 
         def move() -> Request:
@@ -93,7 +111,8 @@ class Request:
     @property
     def device(self) -> torch.device:
         """Where everything is."""
-        return self.given[0].features.device
+        streaming = self.streaming
+        return self.given[0].features.device if streaming is None else streaming.device
 
     def of(self, *places: int) -> Request:
         """The request of some of the datasets."""
@@ -106,12 +125,14 @@ class Request:
 
     def see(self, samples: LabeledSamples) -> LabeledSamples:
         """Other samples, moved and seen as the datasets are."""
+        if self.streaming is not None:
+            return samples
         return self.cost.seen(samples.to(self.device))
 
     def inputs(self, pair: Pair, class_distances: Tensor) -> CostInputs:
         """What the cost between two of the datasets is made of, with their block of W."""
         source, target = (self.seen[place] for place in pair)
-        return CostInputs(source, target, class_distances, self.cost, self.compute)
+        return CostInputs(source, target, class_distances, self.cost, self.compute, self.streaming)
 
     def within_memory(self, run: Callable[[], T]) -> T:
         """What `run` returns, which works on the first and the last dataset.
@@ -121,6 +142,46 @@ class Request:
         """
         size = cost_size(self.seen[0], self.seen[-1])
         return within_memory(run, size, self.needed, self.device, self.compute.dtype)
+
+
+def _streaming(
+    datasets: Sequence[LabeledSamples],
+    pairs: Iterable[Pair],
+    compute: ComputeOptions,
+    device: torch.device,
+) -> Streaming | None:
+    """Whether points have to be streamed: they are elsewhere, or in a file, and do not fit."""
+    sides = dict.fromkeys(datasets)
+    elsewhere = [side for side in sides if side.features.device != device]
+    if not elsewhere and not any(isinstance(side.features, FileFeatures) for side in sides):
+        return None
+    moved = sum(side.features.nbytes for side in elsewhere)
+    needed = max(
+        moved + operator_bytes(cost_size(datasets[i], datasets[j]), compute, device)
+        for i, j in pairs
+    )
+    stated = stated_budget(compute.memory_budget)
+    if needed <= max(UNASKED, stated or 0):
+        return None
+    free = free_memory(device)
+    if stated is None and needed <= free:
+        return None
+    return Streaming(device, int(STREAMED_SHARE * free) if stated is None else max(stated, UNASKED))
+
+
+def _check_streamed(cost: GroundCost, compute: ComputeOptions, *, seen: bool) -> None:
+    """Refuse what needs all points on the device."""
+    if compute.group is not None:
+        raise InputError(
+            "points that the device does not hold are streamed by one process alone; leave out "
+            "compute.group, or raise memory_budget"
+        )
+    if cost.ground == "cosine" and not seen:
+        raise InputError(
+            "ground=cosine needs all points on the device, which does not hold them; divide the "
+            "rows by their lengths before they are stored, and use ground=sqeuclidean with half of "
+            "lambda_x"
+        )
 
 
 def _check_group(compute: ComputeOptions, device: torch.device) -> None:

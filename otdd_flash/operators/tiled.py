@@ -115,25 +115,25 @@ class TiledOperator(ABC):
         return self.row_offset.device
 
     @property
-    def evaluation_errors(self) -> tuple[Tensor, Tensor]:
-        """(n,) and (m,): the `cost_errors`, and what evaluating costs in float64 adds to them."""
-        of_rows, of_columns = (
-            errors + EVALUATION * DOUBLE_UNIT * magnitudes
-            for errors, magnitudes in zip(self.cost_errors, self.magnitudes, strict=True)
-        )
-        return of_rows, of_columns
-
-    @property
     def costs(self) -> CostFacts:
         """What is known of the costs."""
         return self._costs
 
     @cached_property
     def _costs(self) -> CostFacts:
-        of_rows, of_columns = self.evaluation_errors
+        of_rows, of_columns = self.accurate_errors
         facts = CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
         error = self.cost_rounding * facts.magnitude + float(self.a @ of_rows + self.b @ of_columns)
         return facts._replace(error=error)
+
+    @property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): what costs of `marginals` are off by, but for `cost_rounding`."""
+        of_rows, of_columns = (
+            errors + EVALUATION * DOUBLE_UNIT * magnitudes
+            for errors, magnitudes in zip(self.cost_errors, self.magnitudes, strict=True)
+        )
+        return of_rows, of_columns
 
     @property
     def execution(self) -> Execution:
@@ -227,6 +227,12 @@ class TiledOperator(ABC):
             sums.add_(tile.scratch.sub_(raised).exp2_().sum(0))
             highest = raised
         return (-epsilon * LN_2) * (highest + sums.log2_()).clamp_min_(LOG2_NOTHING)
+
+    def softmin_part(
+        self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
+    ) -> Tensor:
+        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of."""
+        return (self.softmin_columns if columns else self.softmin_rows)(potential, epsilon)
 
     def apply_plan(
         self,

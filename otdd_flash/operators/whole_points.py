@@ -78,7 +78,7 @@ def whole_products(cost: LabelledCost) -> WholeProducts | None:
     """Products of points on a lattice, if there is one on which they are exact, and worth it."""
     if min(cost.shape) < LEAST_POINTS:
         return None
-    sides = cost.points[: 1 if cost.symmetric else 2]
+    sides = cost.held[: 1 if cost.symmetric else 2]
     for scale in SCALES:
         middle = (cost.centre * scale).round()
         if any(_round(points[:FIRST_ROWS], scale, middle) is None for points in sides):

@@ -51,7 +51,7 @@ def facts_of(read: TermRead) -> CostFacts:
 
 def is_small(request: Request, options: Converged) -> bool:
     """Whether a problem is one for stored scores on a GPU, with nothing that needs another way."""
-    alone = request.compute.group is None
+    alone = request.compute.group is None and request.streaming is None
     if not alone or options.bound_width is not None or options.max_seconds is not None:
         return False
     on_gpu = request.device.type == "cuda" and uses_triton(request.compute, request.device)

@@ -1,0 +1,280 @@
+"""A cost between clouds of which the device holds a block of rows and one of columns at a time.
+
+    f_i = -epsilon log sum_c w_c exp(-f_i^c / epsilon)
+
+with the softmin f^c of block c of the columns, whose masses are divided by their sum w_c. Each pair
+of blocks is a cost like any other, and its operator is made when its turn comes: from points that
+are in host memory or in a file (`host_points`). Sums of plans and products add up in the order of
+the blocks. Softmins are joined in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import (
+    Applied,
+    CostFacts,
+    Epsilon,
+    Execution,
+    Marginals,
+    Operator,
+    refined,
+)
+from otdd_flash.operators.host_points import Block, by_class
+from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost, on_host
+
+# build(cost): the operator of a cost whose points are on the device.
+Build = Callable[[LabelledCost], "BlockOperator"]
+
+
+class BlockOperator(Operator, Protocol):
+    """An operator that says how accurate it is, point by point."""
+
+    @property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): costs of accurate `marginals` are off by at most row_i + column_j."""
+        ...
+
+    def softmin_part(
+        self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
+    ) -> Tensor:
+        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of.
+
+        It may be infinite where it adds less than rounding to the whole, if `near` is near that.
+        """
+        ...
+
+
+# Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
+ROW_BYTES, COLUMN_BYTES = 8, 16
+# Of what points may take, the share of the columns; and points that a block has at the least.
+COLUMN_SHARE, LEAST_POINTS = 0.25, 256
+
+# How far from a guess, in epsilon, a softmin may be: sums beside it are within 2^90 of 1.
+FAR = 90 * math.log(2)
+
+# Roundings of a mass that is divided by its block's and multiplied again.
+ROUNDINGS = 8
+
+
+class Tile(NamedTuple):
+    """A block of rows and one of columns."""
+
+    rows: slice | Tensor
+    columns: slice | Tensor
+    operator: BlockOperator
+    row_mass: float
+    column_mass: float
+
+    @property
+    def mass(self) -> float:
+        """Of the product of both masses."""
+        return self.row_mass * self.column_mass
+
+
+class BlockedOperator:
+    """A cost between labelled clouds that are streamed.
+
+    Args:
+        cost: its points are `HostPoints`.
+        build: makes the operator of a pair of blocks.
+        high: whether operators are to be refined.
+    """
+
+    def __init__(self, cost: LabelledCost, build: Build, *, high: bool = False) -> None:
+        self.cost, self._build, self._high = cost, build, high
+        self.a, self.b, self.shape = cost.a, cost.b, cost.shape
+        x, _ = self._points = on_host(cost)
+        dim = x.shape[1]
+        sizes = (
+            int(x.streaming.room * (1 - COLUMN_SHARE)) // (ROW_BYTES * dim),
+            int(x.streaming.room * COLUMN_SHARE) // (COLUMN_BYTES * dim),
+        )
+        self._rows, self._columns = (
+            by_class(labels, classes, min(count, max(LEAST_POINTS, size)))
+            for labels, classes, count, size in zip(
+                cost.labels, cost.class_costs.shape, self.shape, sizes, strict=True
+            )
+        )
+        first = Block(slice(0, 1), slice(0, 1))
+        self._first = self._tile(first, first, *(points[first.rows] for points in self._points))
+
+    def _tile(self, rows: Block, columns: Block, x: Tensor, y: Tensor) -> Tile:
+        part = self.cost.part(rows.rows, columns.rows, (x, y))
+        part.a, row_mass = _normalised(part.a)
+        part.b, column_mass = _normalised(part.b)
+        operator = self._build(part)
+        if self._high:
+            operator = cast(BlockOperator, refined(operator))
+        return Tile(rows.rows, columns.rows, operator, row_mass, column_mass)
+
+    def _tiles(self) -> Iterator[Tile]:
+        """All pairs of blocks, row by row."""
+        x, y = self._points
+        for rows, left in zip(self._rows, x.stream(self._rows), strict=True):
+            for columns, right in zip(self._columns, y.stream(self._columns), strict=True):
+                yield self._tile(rows, columns, left, right)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the potentials."""
+        return self._first.operator.dtype
+
+    @cached_property
+    def costs(self) -> CostFacts:
+        """What is known of the costs; asks all pairs of blocks."""
+        of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
+        for tile in self._tiles():
+            rows, columns = tile.operator.accurate_errors
+            of_rows[tile.rows] = torch.maximum(of_rows[tile.rows], rows)
+            of_columns[tile.columns] = torch.maximum(of_columns[tile.columns], columns)
+        error = float(self.a @ of_rows + self.b @ of_columns)
+        return CostFacts(self.dtype, self.cost.mean_cost, *self.cost.cost_range, error)
+
+    @property
+    def execution(self) -> Execution:
+        """As pairs of blocks run; nothing is recorded, as points come meanwhile."""
+        first = self._first.operator.execution
+        height, width = (
+            len(self.a[self._rows[0].rows]),
+            len(self.b[self._columns[0].rows]),
+        )
+        return Execution(
+            f"{first.backend}, points streamed in blocks of {height:,} x {width:,}",
+            first.segment,
+            self.sample,
+            None if first.refined is None else self._refine,
+        )
+
+    def _refine(self) -> BlockedOperator:
+        return BlockedOperator(self.cost, self._build, high=True)
+
+    def sample(self, rows: Tensor, columns: Tensor) -> Operator:
+        """The cost between some rows (k,) and columns (l,), int64, on the device."""
+        return self._build(self.cost.sample(rows, columns))
+
+    def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
+        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        return self._softmin(g, epsilon, guess, columns=False)
+
+    def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
+        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        return self._softmin(f, epsilon, guess, columns=True)
+
+    def _softmin(
+        self, potential: Tensor, epsilon: Epsilon, guess: Tensor | None, *, columns: bool
+    ) -> Tensor:
+        """The softmin of rows or of columns; a guess too far from it costs another pass."""
+        joined = Joined(self.b if columns else self.a, epsilon)
+        for tile in self._tiles():
+            own, other, mass = tile.rows, tile.columns, tile.column_mass
+            if columns:
+                own, other, mass = tile.columns, tile.rows, tile.row_mass
+            near = None if guess is None else guess[own]
+            found = tile.operator.softmin_part(potential[other], epsilon, near, columns=columns)
+            joined.add(own, found, mass)
+        whole = joined.potential
+        if guess is not None and not bool(((whole - guess).abs() <= FAR * epsilon).all()):
+            return self._softmin(potential, epsilon, None, columns=columns)
+        return whole.to(self.dtype)
+
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+    ) -> Marginals:
+        """Row and column sums of the plan of f (n,) and g (m,)."""
+        rows, columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
+        row_errors, column_errors = torch.zeros_like(rows), torch.zeros_like(columns)
+        cost_rounding = relative_error = lost = 0.0
+        for here, there, operator, mass in self._with_mass():
+            found = operator.marginals(f[here], g[there], epsilon, accurate=accurate)
+            rows[here] += mass * found.rows
+            columns[there] += mass * found.columns
+            row_errors[here] = torch.maximum(row_errors[here], found.row_errors)
+            column_errors[there] = torch.maximum(column_errors[there], found.column_errors)
+            cost_rounding = max(cost_rounding, found.cost_rounding)
+            relative_error = max(relative_error, found.relative_error)
+            lost = max(lost, found.lost)
+        additions = max(len(self._rows), len(self._columns)) + ROUNDINGS
+        return Marginals(
+            rows,
+            columns,
+            row_errors,
+            column_errors,
+            cost_rounding,
+            relative_error + additions * DOUBLE_UNIT,
+            lost,
+        )
+
+    def _with_mass(self) -> Iterator[tuple[slice | Tensor, slice | Tensor, Operator, float]]:
+        for tile in self._tiles():
+            yield tile.rows, tile.columns, tile.operator, tile.mass
+
+    def apply_plan(
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        values: Tensor,
+        *,
+        transposed: bool = False,
+        factors: tuple[Tensor, Tensor] | None = None,
+    ) -> Applied:
+        """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
+        masses = torch.zeros_like(self.b if transposed else self.a)
+        out = values.new_zeros((len(masses), values.shape[1]), dtype=self.dtype)
+        for here, there, operator, mass in self._with_mass():
+            own, other = (there, here) if transposed else (here, there)
+            found = operator.apply_plan(
+                f[here],
+                g[there],
+                epsilon,
+                values[other],
+                transposed=transposed,
+                factors=None if factors is None else (factors[0][here], factors[1][there]),
+            )
+            out[own] += mass * found.values
+            masses[own] += mass * found.masses
+        return Applied(out, masses)
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        return self.cost.expected_costs(masses)
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        return self.cost.own_costs()
+
+
+class Joined:
+    """Softmins over blocks on their way to one, in float64.
+
+    Args:
+        like: (n,) float64, where.
+        epsilon: in units of the cost.
+    """
+
+    def __init__(self, like: Tensor, epsilon: Epsilon) -> None:
+        self._epsilon, self._logs = epsilon, torch.full_like(like, -torch.inf)
+
+    def add(self, rows: slice | Tensor, found: Tensor, mass: float) -> None:
+        """Take the softmin (k,) of some rows over a block of so much mass."""
+        logs = torch.log(torch.tensor(mass, dtype=torch.float64)) - found.double() / self._epsilon
+        self._logs[rows] = torch.logaddexp(self._logs[rows], logs)
+
+    @property
+    def potential(self) -> Tensor:
+        """(n,), in units of the cost."""
+        return -self._epsilon * self._logs
+
+
+def _normalised(masses: Tensor) -> tuple[Tensor, float]:
+    """Masses over their sum, and the sum; where that is 0 as they are, and 1."""
+    mass = float(masses.sum()) or 1.0
+    return masses / mass, mass

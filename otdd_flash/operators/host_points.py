@@ -1,0 +1,156 @@
+"""Points that stay in host memory or in a file, and come to the device a block at a time.
+
+While one block is computed with, a thread reads the next into page-locked memory and copies it on a
+stream of its own: a pass over enough rows hides that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.feature_file import FileFeatures
+
+# Share of the time that passes wait, from which on reading is what takes the time.
+LIMIT = 0.1
+
+
+class Block(NamedTuple):
+    """Some points of a cloud.
+
+    Attributes:
+        rows: which, where passes run: a slice or indices (k,) int64.
+        host: the same on the host.
+    """
+
+    rows: slice | Tensor
+    host: slice | Tensor
+
+
+class Arrived(NamedTuple):
+    """Points (k, d) on the device, and the event that says that they are there."""
+
+    points: Tensor
+    copied: torch.cuda.Event | None
+
+
+@dataclass(eq=False)
+class Streaming:
+    """How points come to the device, for all clouds of a request.
+
+    Attributes:
+        device: where passes run.
+        room: bytes that points of both clouds may take there at once.
+        moved: bytes that were read so far.
+        reading: seconds that reading them took, beside passes.
+        waited: seconds that passes waited for it.
+    """
+
+    device: torch.device
+    room: int
+    moved: int = 0
+    reading: float = 0.0
+    waited: float = 0.0
+
+    def summary(self, seconds: float) -> dict[str, Any]:
+        """What a result says of it, after a solve of so many seconds."""
+        return {
+            "bytes": self.moved,
+            "bytes_per_second": self.moved / max(self.reading, 1e-9),
+            "seconds_waited": self.waited,
+            "limited_by_reading": self.waited > LIMIT * seconds,
+        }
+
+
+class HostPoints:
+    """A cloud (n, d) that is streamed; in part it behaves as a tensor on the device.
+
+    Args:
+        features: (n, d), where they stay.
+        streaming: where passes run, and what is counted.
+    """
+
+    def __init__(self, features: Tensor, streaming: Streaming) -> None:
+        self.features, self.streaming, self.device = features, streaming, streaming.device
+        device = streaming.device
+        self.shape, self.dtype, self.is_cuda = features.shape, features.dtype, device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def __getitem__(self, rows: slice | Tensor) -> Tensor:
+        """Some points (k, d) on the device."""
+        host = rows if isinstance(rows, slice) else rows.to(self.features.device)
+        (points,) = self.stream([Block(rows, host)])
+        return points
+
+    def stream(self, blocks: Sequence[Block]) -> Iterator[Tensor]:
+        """The points of one block after the other, on the device, the next on its way."""
+        with ThreadPoolExecutor(1) as reader:
+            ahead = reader.submit(self._arrive, blocks[0].host)
+            for following in (*blocks[1:], None):
+                start = time.perf_counter()
+                points, copied = ahead.result()
+                self.streaming.waited += time.perf_counter() - start
+                if following is not None:
+                    ahead = reader.submit(self._arrive, following.host)
+                if copied is not None:
+                    current = torch.cuda.current_stream(self.device)
+                    current.wait_event(copied)
+                    points.record_stream(current)
+                yield points
+
+    @torch.no_grad()
+    def _arrive(self, rows: slice | Tensor) -> Arrived:
+        start = time.perf_counter()
+        read = self._read(rows)
+        self.streaming.moved += read.nbytes
+        self.streaming.reading += time.perf_counter() - start
+        if self._stream is None:
+            return Arrived(read.to(self.device), None)
+        with torch.cuda.stream(self._stream):
+            points = read.to(self.device, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
+        return Arrived(points, copied)
+
+    def _read(self, rows: slice | Tensor) -> Tensor:
+        """Some rows, page-locked for a GPU unless they are on one already."""
+        features = self.features
+        if features.is_cuda:
+            return features[rows]
+        count = len(range(*rows.indices(len(features)))) if isinstance(rows, slice) else len(rows)
+        out = torch.empty((count, features.shape[1]), dtype=features.dtype, pin_memory=self.is_cuda)
+        if isinstance(features, FileFeatures):
+            if isinstance(rows, slice):
+                start, stop, _ = rows.indices(len(features))
+                features.file.read(slice(start, stop), out)
+                return out
+            features.file.check()
+        if isinstance(rows, slice):
+            return out.copy_(features[rows])
+        return torch.index_select(features.detach(), 0, rows, out=out)
+
+
+def slices(count: int, size: int) -> list[Block]:
+    """All of `count` points in order."""
+    cuts = (slice(first, min(first + size, count)) for first in range(0, count, size))
+    return [Block(cut, cut) for cut in cuts]
+
+
+def by_class(labels: Tensor, classes: int, size: int) -> list[Block]:
+    """All points in blocks of about one size that hold few classes each.
+
+    A class of its own block of rows costs less padding than one that every block has a part of.
+    """
+    if classes == 1:
+        return slices(len(labels), size)
+    order = torch.argsort(labels, stable=True)
+    host = order.cpu()
+    return [
+        Block(*pair) for pair in zip(torch.split(order, size), torch.split(host, size), strict=True)
+    ]

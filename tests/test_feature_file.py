@@ -1,0 +1,108 @@
+"""Features in files: what is read of each type, and what damage or a change says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.feature_file import FileFeatures
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def points(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(70, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def written(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Path:
+    path = folder / f"features.{kind}"
+    if kind == "npy":
+        np.save(path, points(dtype).numpy())
+    else:
+        save_file({"features": points(dtype), "labels": torch.arange(70)}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    # numpy has no bfloat16.
+    ("kind", "dtype"),
+    [*(("npy", dtype) for dtype in DTYPES[:3]), *(("safetensors", dtype) for dtype in DTYPES)],
+)
+def test_a_file_holds_what_was_written(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    features = otdd.features_file(
+        written(tmp_path, kind, dtype), key=None if kind == "npy" else "features"
+    )
+    assert isinstance(features, FileFeatures)
+    assert torch.equal(features, points(dtype))
+    out = torch.empty(20, 3, dtype=dtype)
+    features.file.read(slice(33, 53), out)
+    assert torch.equal(out, points(dtype)[33:53])
+    samples = otdd.LabeledSamples(features, None, ())
+    assert samples.features is features
+    # What operations make of it is in memory.
+    assert type(samples.take(torch.tensor([5, 2])).features) is torch.Tensor
+    assert type(features[:3]) is torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_truncated_file_is_refused_before_it_is_read(kind: str, tmp_path: Path) -> None:
+    path = written(tmp_path, kind)
+    os.truncate(path, path.stat().st_size - (1 if kind == "npy" else 571))
+    key = None if kind == "npy" else "features"
+    with pytest.raises(InputError, match=r"is truncated: its header promises \d+ bytes"):
+        otdd.features_file(path, key=key)
+
+
+def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None:
+    path = written(tmp_path, "npy")
+    features = otdd.features_file(path)
+    samples = otdd.LabeledSamples(features, None, ())
+    np.save(path, points().numpy() + 1)
+    os.utime(path, (1, 1))
+    for use in (
+        lambda: otdd.LabeledSamples(features, None, ()),
+        lambda: otdd.dataset_distance(samples, samples, labels="none", compute="cpu"),
+    ):
+        with pytest.raises(InputError, match="changed while it was in use"):
+            use()
+
+
+def test_labels_of_another_length_are_refused(tmp_path: Path) -> None:
+    features = otdd.features_file(written(tmp_path, "npy"))
+    with pytest.raises(InputError, match=r"labels must have shape \(70,\)"):
+        otdd.LabeledSamples(features, torch.zeros(69, dtype=torch.int64), ("a",))
+
+
+def test_other_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = written(tmp_path, "safetensors")
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(b"\x05\0\0\0\0\0\0\0{{{{{")
+    text = tmp_path / "text.npy"
+    text.write_text("no array")
+    integers, by_columns = tmp_path / "integers.npy", tmp_path / "columns.npy"
+    np.save(integers, np.arange(6).reshape(2, 3))
+    np.save(by_columns, np.asfortranarray(np.ones((4, 3))))
+    (tmp_path / "a.csv").write_text("1,2")
+    one_dimension = tmp_path / "one.npy"
+    np.save(one_dimension, np.ones(4))
+    for given, key, says in (
+        (path, None, "holds features, labels; say which matrix with key="),
+        (path, "x", "has no 'x'; it holds features, labels"),
+        (path, "labels", "holds I64; features are read from"),
+        (damaged, None, "no .safetensors file, or a damaged one"),
+        (text, None, "no .npy file, or a damaged one"),
+        (integers, None, "holds int64; features are read from"),
+        (by_columns, None, "by columns"),
+        (one_dimension, None, r"holds an array of shape \(4,\)"),
+        (tmp_path / "none.npy", None, "cannot read .*none.npy: No such file"),
+        (tmp_path / "a.csv", None, "are read from .npy and .safetensors files"),
+    ):
+        with pytest.raises(InputError, match=says):
+            otdd.features_file(given, key=key)
