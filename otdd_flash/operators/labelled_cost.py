@@ -12,12 +12,15 @@ import math
 from collections.abc import Iterator
 from copy import copy
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import CostRange
+
+# Some points of a side.
+Cut = slice | Tensor
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
@@ -52,6 +55,7 @@ class LabelledCost:
         mean_cost: sum_ij a_i b_j C_ij.
         symmetric: whether both sides are one cloud with one set of labels and masses.
         squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64.
+        known: what others have found out of it, and need not again.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class LabelledCost:
         self.class_costs, self.lambda_x = class_costs, lambda_x
         self.symmetric = x is y and labels_x is labels_y and a is b
         self._whole: LabelledCost | None = None
+        self.known: dict[str, Any] = {}
         mean_x = _mean(x, a)
         mean_y = mean_x if self.symmetric else _mean(y, b)
         self.centre = (mean_x + mean_y) / 2
@@ -184,15 +189,20 @@ class LabelledCost:
             lambda_x=self.lambda_x,
         )
 
-    def part(self, rows: slice | Tensor, columns: slice | Tensor) -> LabelledCost:
+    def part(
+        self, rows: Cut, columns: Cut, points: tuple[Tensor, Tensor] | None = None
+    ) -> LabelledCost:
         """Some rows and columns, with their masses, and all else of the whole cost.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.
+        Their `points` may be given where they are there.
         """
         found, cuts = copy(self), (rows, columns)
         found._whole = self.whole
-        pairs = (self.points, self.labels, self.squares, self.magnitudes)
-        found.points, found.labels, found.squares, found.magnitudes = (
+        x, y = self.points
+        found.points = (x[rows], y[columns]) if points is None else points
+        pairs = (self.labels, self.squares, self.magnitudes)
+        found.labels, found.squares, found.magnitudes = (
             (pair[0][rows], pair[1][columns]) for pair in pairs
         )
         found.a, found.b = (side[cut] for side, cut in zip((self.a, self.b), cuts, strict=True))

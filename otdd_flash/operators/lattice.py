@@ -38,8 +38,15 @@ class Lattice(NamedTuple):
 
 def lattice_of(cost: LabelledCost) -> Lattice | None:
     """The lattice that holds all points, if float16 holds their coordinates on it."""
-    # Parts of a cost take the points as the others do.
-    cost = cost.whole
+    # Parts of a cost take the points as the others do, and ask once.
+    whole = cost.whole
+    if "lattice" not in whole.known:
+        whole.known["lattice"] = _found(whole)
+    lattice: Lattice | None = whole.known["lattice"]
+    return lattice
+
+
+def _found(cost: LabelledCost) -> Lattice | None:
     # Triton is not everywhere.
     from otdd_flash.kernels.points.lattice_distance import lattice_distance
 

@@ -177,7 +177,7 @@ class TiledSelfShare:
         """See `SelfShare`."""
         cost, errors, rounding = self._cost, torch.zeros_like(self._cost.a), 0.0
         for rows, columns, operator in self._pieces:
-            for where, wrong in zip((rows, columns), operator.evaluation_errors, strict=True):
+            for where, wrong in zip((rows, columns), operator.accurate_errors, strict=True):
                 errors[where] = torch.maximum(errors[where], wrong)
             rounding = max(rounding, operator.cost_rounding)
         every = ranks.each(torch.cat((errors, errors.new_tensor([rounding])))).amax(0)

@@ -115,7 +115,7 @@ class TiledOperator(ABC):
         return self.row_offset.device
 
     @property
-    def evaluation_errors(self) -> tuple[Tensor, Tensor]:
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
         """(n,) and (m,): the `cost_errors`, and what evaluating costs in float64 adds to them."""
         of_rows, of_columns = (
             errors + EVALUATION * DOUBLE_UNIT * magnitudes
@@ -130,7 +130,7 @@ class TiledOperator(ABC):
 
     @cached_property
     def _costs(self) -> CostFacts:
-        of_rows, of_columns = self.evaluation_errors
+        of_rows, of_columns = self.accurate_errors
         facts = CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
         error = self.cost_rounding * facts.magnitude + float(self.a @ of_rows + self.b @ of_columns)
         return facts._replace(error=error)
