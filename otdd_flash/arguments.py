@@ -519,6 +519,7 @@ LABELED_SAMPLES: Declaration = {
     "class_names": names,
     "name": text,
     "subset_hash": optional(text),
+    "mass": positive,
 }
 TAKE: Declaration = {"rows": array("of row numbers"), "subset_hash": optional(text)}
 KEEP_CLASSES: Declaration = {"keep": sequence(integer(at_least=0))}

@@ -46,6 +46,7 @@ class Ranks(Transport):
     Attributes:
         held: what this process keeps for orders to come, by the leader's numbers.
         numbers: the leader's, of objects that ranks hold as long as it does.
+        ring_numbers: likewise, of those of which every rank holds a part.
         heard: what the leader is told of its own part of an order; no part of the order.
 
     Raises:
@@ -56,6 +57,7 @@ class Ranks(Transport):
         super().__init__(group)
         self.held: dict[int, Any] = {}
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.ring_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.heard: Callable[[int], None] | None = None
         self._numbers = count()
         self._dropped: list[int] = []
@@ -222,7 +224,8 @@ def shared_since(before: Shared, group: ProcessGroup | Ranks | str | None) -> Sh
     """How work was shared by a group after it had been shared so far."""
     if not isinstance(group, Ranks):
         return ALONE
-    return Shared(group.size, group.shared.bytes_moved - before.bytes_moved)
+    now = group.shared
+    return now._replace(bytes_moved=now.bytes_moved - before.bytes_moved)
 
 
 @takes(arguments.LED)

@@ -20,6 +20,9 @@ from otdd_flash.feature_file import FileFeatures
 from otdd_flash.fingerprint import fingerprint
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 
+# Between them a `mass` is known.
+LEAST_MASS, MOST_MASS = 1e-300, 1e300
+
 
 @dataclass(frozen=True, eq=False)
 class LabeledSamples:
@@ -32,6 +35,8 @@ class LabeledSamples:
         weights: (n,) non-negative masses, normalised here to sum to 1; None means uniform.
         name: what reports call the dataset.
         subset_hash: identifies which rows of the original dataset these are.
+        mass: of these rows in what they are a part of; the sum of `weights` as given times it is
+            kept. Shards of several processes are put together by it.
 
     Raises:
         InputError: shapes disagree, a value is not finite or has an imaginary part, a label is
@@ -44,6 +49,7 @@ class LabeledSamples:
     weights: Tensor | None = None
     name: str = field(default="samples", kw_only=True)
     subset_hash: str | None = field(default=None, kw_only=True)
+    mass: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.labels is None:
@@ -56,8 +62,9 @@ class LabeledSamples:
             labels = _as_class_indices(self.labels, n, self.class_names)
             object.__setattr__(self, "labels", labels.to(features.device))
         if self.weights is not None:
-            weights = _as_masses(self.weights, n)
+            weights, total = _as_masses(self.weights, n)
             object.__setattr__(self, "weights", weights.to(features.device))
+            object.__setattr__(self, "mass", min(max(self.mass * total, LEAST_MASS), MOST_MASS))
 
     @classmethod
     def of(cls, given: Samples, name: str = "samples") -> LabeledSamples:
@@ -290,7 +297,8 @@ def check_masses(weights: NDArray[np.float64]) -> None:
         )
 
 
-def _as_masses(values: Any, n: int) -> Tensor:
+def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
+    """Masses that sum to 1, and what they summed to."""
     # Of a list, torch would make float32, which holds no more than 3e38.
     given = values if isinstance(values, Tensor) else np.asarray(values)
     weights = real_tensor("weights", given).to(torch.float64)
@@ -299,12 +307,14 @@ def _as_masses(values: Any, n: int) -> Tensor:
     check_masses(weights.detach().cpu().numpy())
     if float(weights.max()) == 0:
         raise InputError("weights must not all be zero")
+    unit = 1.0
     if not bool(torch.isfinite(weights.sum())):
         # In units of the largest they are the same masses, and their sum is finite.
-        weights = weights / weights.max()
+        unit = float(weights.max())
+        weights = weights / unit
     total = float(weights.sum())
     # Weights that sum to 1 but for rounding stay as they are: a copy then has the same fingerprint.
-    return weights if abs(total - 1) < 1e-12 else weights / total
+    return weights if abs(total - 1) < 1e-12 else weights / total, total * unit
 
 
 def real_tensor(what: str, values: Any) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.ranks import Ranks, ranks_of
-from otdd_flash.samples import LabeledSamples, Samples
+from otdd_flash.samples import LEAST_MASS, MOST_MASS, LabeledSamples, Samples
 from otdd_flash.version import __version__
 
 P = ParamSpec("P")
@@ -85,12 +85,12 @@ def _whole_datasets(
 
 def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
     def check() -> None:
-        if shard.weights is not None:
-            raise InputError(
-                f"{name}: the weights of a shard, which add up to 1, say nothing of its share of "
-                "the whole; leave them out, or lead the work from rank 0 with otdd.led"
-            )
         ranks.device_of(shard.features.device)
+        if not LEAST_MASS < shard.mass < MOST_MASS:
+            raise InputError(
+                f"{name}: the weights of a shard add up to {shard.mass:.0e} or beyond; bring those "
+                "of all shards to another unit"
+            )
 
     ranks.together(check)
     class_names: Any = shard.class_names
@@ -101,10 +101,18 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
         ("the number of features", shard.dim),
         ("the type of features", str(shard.features.dtype)),
         ("whether there are labels", shard.labels is not None),
+        ("whether there are weights", shard.weights is not None),
         ("class names", class_names),
     ):
         advice = "a shard may lack rows of a class, but names all classes in one order"
         ranks.check_same(f"{what} of {name}", content, advice)
     features = ranks.concatenated(shard.features)
     labels = None if shard.labels is None else ranks.concatenated(shard.labels)
-    return replace(shard, features=features, labels=labels, subset_hash=None)
+    weights = None
+    if shard.weights is not None:
+        # In units of the heaviest shard, so that their sum is finite.
+        heaviest = max(ranks.said(shard.mass))
+        weights = ranks.concatenated(shard.weights * (shard.mass / heaviest))
+    return replace(
+        shard, features=features, labels=labels, weights=weights, subset_hash=None, mass=1.0
+    )

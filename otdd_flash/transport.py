@@ -32,10 +32,13 @@ class Shared(NamedTuple):
     Attributes:
         ranks: by how many processes.
         bytes_moved: what rank 0 sent, once however many received it, and received.
+        layout: `replicated`, if every process held all points; `ring`, if for some cost each held
+            its own, and those of the other side went round.
     """
 
     ranks: int
     bytes_moved: int
+    layout: str = "replicated"
 
 
 ALONE = Shared(1, 0)
@@ -52,6 +55,7 @@ class Transport:
         rank: this process's number in the group, from 0.
         size: how many processes there are.
         shared: how work was shared so far, as this process knows.
+        layout: as in `Shared`.
         seconds: that exchanges took, the wait for the slowest process included. None, as from the
             start: they are not timed, for which a GPU has to be waited for.
 
@@ -70,7 +74,7 @@ class Transport:
         if self.rank < 0:
             raise InputError("this process is not in compute.group; call with ranks of it alone")
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._group, self._leader = group, members[0]
+        self._group, self._members, self._leader = group, members, members[0]
         parts = (part.split(":") for part in dist.get_backend_config(group).split(","))
         self._backends = dict(parts)
         self._orders: Any = group
@@ -80,12 +84,12 @@ class Transport:
                 members, PATIENCE, backend="gloo", use_local_synchronization=True
             )
         self.seconds: float | None = None
-        self._moved = 0
+        self.layout, self._moved = "replicated", 0
 
     @property
     def shared(self) -> Shared:
         """How work was shared so far."""
-        return Shared(self.size, self._moved)
+        return Shared(self.size, self._moved, self.layout)
 
     def device_of(self, device: torch.device) -> torch.device:
         """Where this process keeps what the leader has on a device.
@@ -139,6 +143,31 @@ class Transport:
             torch.distributed.all_to_all_single(found, sent, group=self._group)
         self._moved += 2 * (self.size - 1) * sent[0].nbytes
         return found.to(parts.device)
+
+    def circulated(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """What every rank has, of one shape and type: (rank, tensor), this one's own first.
+
+        While one is used the next is on its way: every rank passes on what it has to the one before
+        it. Three are held at a time.
+        """
+        device, here = own.device, self._movable(own)
+        dist, members = torch.distributed, self._members
+        before, after = (members[(self.rank + by) % self.size] for by in (-1, 1))
+        for step in range(self.size):
+            waiting, coming = [], torch.empty_like(here)
+            if step < self.size - 1:
+                moves = [
+                    dist.P2POp(dist.isend, here, before, self._group),
+                    dist.P2POp(dist.irecv, coming, after, self._group),
+                ]
+                with others_heard():
+                    waiting = dist.batch_isend_irecv(moves)
+            yield (self.rank + step) % self.size, here.to(device)
+            with self.moving():
+                for each in waiting:
+                    each.wait()
+            self._moved += 2 * here.nbytes * bool(waiting)
+            here = coming
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum of a float64 tensor over all ranks, added in their order."""

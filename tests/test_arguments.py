@@ -50,7 +50,8 @@ CALLS: dict[str, Entry] = {
     "LabeledSamples": (
         otdd.LabeledSamples,
         {"features": POINTS, "labels": LABELS, "class_names": "ab", "weights": None}
-        | {"class_names": ("a", "b"), "name": "n", "subset_hash": None},
+        | {"class_names": ("a", "b"), "name": "n", "subset_hash": None}
+        | {"mass": 1.0},
     ),
     "from_arrays": (
         otdd.LabeledSamples.from_arrays,

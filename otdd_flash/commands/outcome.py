@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from otdd_flash.commands import exit_codes
 from otdd_flash.commands.claims import OF_A_MULTIRUN, OF_A_RUN, claim
+from otdd_flash.commands.ranks import remember
 from otdd_flash.errors import InputError
 
 RESULT_FILE = "result.json"
@@ -102,6 +103,7 @@ def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
 
         say_error(error)
         sys.exit(exit_codes.BAD_INPUT)
+    remember(folder)
 
 
 def _job_directories(sweep: Path) -> list[Path]:

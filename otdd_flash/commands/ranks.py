@@ -13,7 +13,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from otdd_flash.commands import exit_codes
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
     from otdd_flash.ranks import Ranks
 
-# In the store of torchrun, which outlasts its restarts: that a run was refused.
-REFUSED = "otdd_flash/refused"
+# In the store of torchrun, which outlasts its restarts: that a run was refused, and its directory.
+REFUSED, DIRECTORY = "otdd_flash/refused", "otdd_flash/directory"
 
 _leading: Ranks | None = None
 
@@ -47,6 +48,7 @@ def together() -> Iterator[None]:
         sys.exit(_follow())
     ranks, code = _joined(), exit_codes.DEFECT
     _leading = ranks
+    _go_on_after_restart()
     try:
         yield
     except SystemExit as end:
@@ -57,6 +59,31 @@ def together() -> Iterator[None]:
         if code == exit_codes.BAD_INPUT:
             _store().set(REFUSED, "1")
         _dismiss(ranks, code)
+
+
+def remember(directory: Path) -> None:
+    """Keep the run directory, so that a restart of these processes goes on there."""
+    if leading() is not None:
+        _store().set(DIRECTORY, str(directory.resolve()))
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _go_on_after_restart() -> None:
+    """Where torchrun has started the processes again, work where they worked before."""
+    if _restarts() == 0 or not (store := _store()).check([DIRECTORY]):
+        return
+    from otdd_flash.commands.claims import CHECKPOINT
+
+    directory = store.get(DIRECTORY).decode()
+    given = {argument.partition("=")[0] for argument in sys.argv[1:]}
+    if "hydra.run.dir" not in given:
+        quoted = directory.replace("\\", "\\\\").replace("'", "\\'")
+        sys.argv.append(f"hydra.run.dir='{quoted}'")
+    if (Path(directory) / CHECKPOINT).exists() and "flow.resume" not in given:
+        sys.argv.append("flow.resume=true")
 
 
 def _dismiss(ranks: Ranks, code: int) -> None:
@@ -137,7 +164,15 @@ def _joined() -> Ranks:
             sys.exit(exit_codes.BAD_INPUT)
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
-    torch.distributed.init_process_group(backend, timeout=PATIENCE)
+    where: dict[str, Any] = {}
+    if _restarts() > 0:
+        # In the same store some launchers leave addresses of processes that are gone.
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        fresh = PrefixStore(f"otdd_flash/{_restarts()}", _store())
+        rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+        where = {"store": fresh, "rank": rank, "world_size": size}
+    torch.distributed.init_process_group(backend, timeout=PATIENCE, **where)
     return Ranks()
 
 
@@ -149,7 +184,7 @@ def _leave() -> None:
 
 def _end_where_refused_before() -> None:
     """Leave where torchrun starts again what cannot be met."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0 or not _store().check([REFUSED]):
+    if _restarts() == 0 or not _store().check([REFUSED]):
         return
     _end_as_meant()
     if os.environ["RANK"] == "0":

@@ -24,6 +24,9 @@ from otdd_flash.operators.host_points import HostPoints, slices
 Points = Tensor | HostPoints
 Cut = slice | Tensor
 
+# Some points of a side.
+Cut = slice | Tensor
+
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
 

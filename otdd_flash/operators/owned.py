@@ -40,9 +40,9 @@ class Owned:
         place[order] = torch.arange(len(order), device=order.device)
         return cls(len(labels), order, place)
 
-    def of(self, ranks: Ranks) -> Rows:
-        """The points of this rank."""
-        share = ranks.share(self.count)
+    def of(self, ranks: Ranks, rank: int | None = None) -> Rows:
+        """The points of a rank, this one by default."""
+        share = ranks.share(self.count, rank)
         return share if self.order is None else self.order[share]
 
     def gathered(self, ranks: Ranks, found: Tensor) -> Tensor:

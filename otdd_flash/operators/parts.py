@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import copy
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -53,76 +53,92 @@ class Part(NamedTuple):
         return self._replace(operator=refined(self.operator))
 
 
+@dataclass
 class Parts:
     """What a rank holds of a cost; parts of nothing are None.
 
-    Args:
-        cost: the whole.
-        ranks: that share it.
-        build: makes operators of parts.
-        share: makes this rank's share of a cost of a cloud with itself.
-
     Attributes:
-        cost: as given.
-        rows: P_r; of a cloud with itself None until `by` is asked for it.
-        columns: Q_r; None of a cloud with itself.
-        share: of a cloud with itself; None of two.
-        first: the cost of the first row and column, which tells how parts run; on all ranks.
+        cost: the whole; without its points if these are in a ring.
         sides: how rows, and columns, are dealt to ranks.
+        first: the cost of the first row and column, which tells how parts run; on all ranks.
+        rows: P_r.
+        columns: Q_r; None of a cloud with itself.
+        share: of a cloud with itself, if it is dealt by pairs.
+        later: makes P_r when it is asked for first.
     """
 
-    def __init__(
-        self,
+    cost: LabelledCost
+    sides: tuple[Owned, Owned]
+    first: Operator
+    rows: Part | None
+    columns: Part | None
+    share: SelfShare | None = None
+    later: Callable[[], Part | None] | None = None
+
+    @classmethod
+    def replicated(
+        cls,
         cost: LabelledCost,
         ranks: Ranks,
         build: Build,
         share: Callable[[LabelledCost, Ranks, Build], SelfShare],
-    ) -> None:
-        self.cost, self._build = cost, build
-        x, y = cost.labels
-        rows = Owned.by_class(x)
-        self.sides = rows, rows if cost.symmetric else Owned.by_class(y)
-        first = self._part(FIRST, FIRST)
-        assert first is not None
-        self.first = first.operator
-        self.rows = self.columns = None
-        self.share: SelfShare | None = None
-        self._polished, self._has_rows = False, not cost.symmetric
-        if cost.symmetric:
-            self.share = share(cost, ranks, build)
-        else:
-            self.rows = self._part(self.sides[0].of(ranks), EVERY)
-            self.columns = self._part(EVERY, self.sides[1].of(ranks))
+    ) -> Parts:
+        """Of a cost whose points are all here.
 
-    def _part(self, rows: Rows, columns: Rows) -> Part | None:
-        cut, mass = self.cost.part(rows, columns), 1.0
-        if 0 in cut.shape:
-            return None
-        if rows is not EVERY:
-            cut.a, mass = _normalised(cut.a)
-        if columns is not EVERY:
-            cut.b, mass = _normalised(cut.b)
-        return Part(self._build(cut), mass)
+        Args:
+            cost: the whole.
+            ranks: that share it.
+            build: makes operators of parts.
+            share: makes this rank's share of a cost of a cloud with itself.
+        """
+
+        def part(rows: Rows, columns: Rows) -> Part | None:
+            cut, mass = cost.part(rows, columns), 1.0
+            if 0 in cut.shape:
+                return None
+            if rows is not EVERY:
+                cut.a, mass = normalised(cut.a)
+            if columns is not EVERY:
+                cut.b, mass = normalised(cut.b)
+            return Part(build(cut), mass)
+
+        sides = sides_of(cost)
+        first = build(cost.part(FIRST, FIRST))
+        rows, columns = (side.of(ranks) for side in sides)
+        if cost.symmetric:
+            pairs = share(cost, ranks, build)
+            return cls(cost, sides, first, None, None, pairs, lambda: part(rows, EVERY))
+        return cls(cost, sides, first, part(rows, EVERY), part(EVERY, columns))
 
     def by(self, ranks: Ranks, *, columns: bool) -> tuple[Part | None, Owned]:
         """The part by rows or by columns, and how those are dealt."""
-        if not self._has_rows:
-            self._has_rows = True
-            rows = ranks.together(lambda: self._part(self.sides[0].of(ranks), EVERY))
-            self.rows = rows and (rows.refined if self._polished else rows)
+        if self.later is not None:
+            make, self.later = self.later, None
+            self.rows = ranks.together(make)
         return (self.columns if columns else self.rows), self.sides[columns]
 
     @property
     def refined(self) -> Parts:
         """The same at full accuracy."""
-        found = copy(self)
-        found.rows, found.columns = (part and part.refined for part in (self.rows, self.columns))
-        found.share = self.share and self.share.refined
-        found.first, found._polished = refined(self.first), True
-        return found
+        later = self.later
+        return replace(
+            self,
+            first=refined(self.first),
+            rows=self.rows and self.rows.refined,
+            columns=self.columns and self.columns.refined,
+            share=self.share and self.share.refined,
+            later=later and (lambda: (rows := later()) and rows.refined),
+        )
 
 
-def _normalised(masses: Tensor) -> tuple[Tensor, float]:
+def sides_of(cost: LabelledCost) -> tuple[Owned, Owned]:
+    """How the rows, and the columns, of a cost are dealt."""
+    x, y = cost.labels
+    rows = Owned.by_class(x)
+    return rows, rows if cost.symmetric else Owned.by_class(y)
+
+
+def normalised(masses: Tensor) -> tuple[Tensor, float]:
     """Masses over their sum, and the sum; where that is 0 as they are, and 1."""
     mass = float(masses.sum()) or 1.0
     return masses / mass, mass
@@ -159,7 +175,7 @@ def softmin(
     if part is not None:
         near = None if guess is None else guess[owned.of(ranks)]
         softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
-        found = softmin(potential, epsilon, near)
+        found = softmin(potential, epsilon, near).to(found.dtype)
     return owned.gathered(ranks, found)
 
 
@@ -266,7 +282,8 @@ def apply_plan(
         found = part.operator.apply_plan(
             f[rows], g[columns], epsilon, values, transposed=transposed, factors=factors
         )
-        applied, masses = part.mass * found.values, part.mass * found.masses
+        applied = part.mass * found.values.to(applied.dtype)
+        masses = part.mass * found.masses
     return Applied(owned.gathered(ranks, applied), owned.gathered(ranks, masses))
 
 

@@ -1,4 +1,4 @@
-"""A cost whose passes are shared by several processes, each of which holds all points.
+"""A cost whose passes are shared by several processes.
 
 Rank 0 has the operator, and orders what all ranks do with their parts: the functions of `parts`.
 """
@@ -19,6 +19,7 @@ from otdd_flash.operators.base import (
     Marginals,
     Operator,
 )
+from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.parts import Build, Parts
 from otdd_flash.ranks import Ranks
 
@@ -29,15 +30,17 @@ class ShardedOperator:
     Args:
         ranks: that share it.
         number: of the `Parts` that they hold.
+        cost: the whole.
         sampled: makes the operator of a sample of the cost, for this process alone.
     """
 
-    def __init__(self, ranks: Ranks, number: int, sampled: Build) -> None:
+    def __init__(self, ranks: Ranks, number: int, cost: LabelledCost, sampled: Build) -> None:
         self.ranks, self._number, self._sampled = ranks, number, sampled
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
-        self._first = held.first
-        self.cost = cost = held.cost
+        self._first, self._by_pairs = held.first, held.share is not None
+        self._ring = held.cost is not cost
+        self.cost = cost
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
         error = ranks.order(parts.mean_error, number)
         self.costs = CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, error)
@@ -52,14 +55,15 @@ class ShardedOperator:
         """As parts run; nothing is recorded, as ranks wait for each other in every pass."""
         part = self._first.execution
         refine = None if part.refined is None else self._refine
+        ring = ", points in a ring" if self._ring else ""
         return Execution(
-            f"{part.backend}, {self.ranks.size} ranks", part.segment, self.sample, refine
+            f"{part.backend}, {self.ranks.size} ranks{ring}", part.segment, self.sample, refine
         )
 
     def _refine(self) -> ShardedOperator:
         number = self.ranks.number()
         self.ranks.order(parts.refine, self._number, number)
-        return ShardedOperator(self.ranks, number, self._sampled)
+        return ShardedOperator(self.ranks, number, self.cost, self._sampled)
 
     def sample(self, rows: Tensor, columns: Tensor) -> Operator:
         """The cost between some rows (k,) and columns (l,), int64, of this process alone."""
@@ -67,7 +71,7 @@ class ShardedOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        if self.cost.symmetric:
+        if self._by_pairs:
             return self.ranks.order(parts.softmin_self, self._number, g, epsilon)
         return self.ranks.order(parts.softmin, self._number, False, g, epsilon, guess)
 
@@ -81,7 +85,7 @@ class ShardedOperator:
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,)."""
-        if self.cost.symmetric and f is g:
+        if self._by_pairs and f is g:
             return self.ranks.order(parts.marginals_self, self._number, f, epsilon, accurate)
         return self.ranks.order(parts.marginals, self._number, f, g, epsilon, accurate)
 
@@ -106,7 +110,7 @@ class ShardedOperator:
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
-        if self.cost.symmetric:
+        if self._by_pairs:
             return self.cost.expected_costs(masses)
         return self.ranks.order(parts.expected_costs, self._number, masses)
 

@@ -3,40 +3,134 @@
 from __future__ import annotations
 
 import weakref
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions, CostInputs, labelled_cost, operator_alone
+from otdd_flash.operators.build import (
+    ComputeOptions,
+    CostInputs,
+    class_indices,
+    labelled_cost,
+    operator_alone,
+    uses_triton,
+)
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.memory import budget_in_bytes
+from otdd_flash.operators.lattice import lattice_of
+from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
+from otdd_flash.operators.owned import Owned
 from otdd_flash.operators.parts import Build, Parts
+from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.self_share import SelfShare, TiledSelfShare, folded
 from otdd_flash.operators.sharded import ShardedOperator
 from otdd_flash.operators.tiled import TiledOperator
-from otdd_flash.ranks import Ranks
+from otdd_flash.ranks import Ranks, restored, saved
 from otdd_flash.samples import LabeledSamples
 
 # What a process holds of one cost: a part by rows and one by columns, or two squares and two
 # rectangles of a cloud with itself.
 PARTS, SELF_PARTS = 2, 4
 
+# Bytes that a coordinate takes as it came, and packed, over those of the first.
+PACKED = 2
+
 
 def shared_operator(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> ShardedOperator:
     """The operator that rank 0 has, of parts on every rank.
 
+    Where a rank has not the memory for all points, each holds its own, and the others' come round.
+
     Raises:
         InputError: a rank has not enough memory.
     """
-    numbers = [_number(ranks, cloud) for cloud in (inputs.source, inputs.target)]
-    number, compute = ranks.number(), inputs.compute.alone
-    block, cost = inputs.class_distances, inputs.cost
-    ranks.order(_hold_parts, number, *numbers, block, cost, compute, keep_scores)
+    compute = inputs.compute.alone
+    if _in_a_ring(inputs, ranks):
+        cost, keep_scores = labelled_cost(inputs), False
+        number = _share_in_ring(inputs, ranks, cost)
+    else:
+        numbers = [_number(ranks, cloud) for cloud in (inputs.source, inputs.target)]
+        number, block, ground = ranks.number(), inputs.class_distances, inputs.cost
+        ranks.order(_hold_parts, number, *numbers, block, ground, compute, keep_scores)
+        cost = ranks.held[number].cost
     return ShardedOperator(
-        ranks, number, lambda sample: operator_alone(sample, compute, keep_scores=keep_scores)
+        ranks, number, cost, lambda sample: operator_alone(sample, compute, keep_scores=keep_scores)
     )
+
+
+def _in_a_ring(inputs: CostInputs, ranks: Ranks) -> bool:
+    """Whether all points of both sides, packed, are too much for some rank."""
+    clouds = dict.fromkeys((inputs.source, inputs.target))
+    needed = sum(PACKED * cloud.features.nbytes for cloud in clouds)
+    if needed <= UNASKED:
+        return False
+    room: float = ranks.order(_least_room, inputs.compute.alone, inputs.source.features.device)
+    return needed > room
+
+
+def _least_room(ranks: Ranks, compute: ComputeOptions, device: torch.device) -> float:
+    """The least that any rank has for points: what is stated, or what is free."""
+    room = stated_budget(compute.memory_budget)
+    if room is None:
+        device = ranks.device_of(device)
+        room = free_memory(device) // (1 if device.type == "cuda" else ranks.size)
+    return min(ranks.said(room))
+
+
+def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
+    """Have every rank hold its points of both sides, and all else of the cost; by which number."""
+    compute = inputs.compute.alone
+    if uses_triton(compute, cost.a.device):
+        # Asked of all points, which no rank has.
+        lattice_of(cost)
+    numbers = [_shards(ranks, cloud) for cloud in (inputs.source, inputs.target)]
+    bare = copy(cost)
+    # They follow from all points, too.
+    bare.magnitudes = cost.magnitudes
+    bare.points = bare.points[0][:0], bare.points[1][:0]
+    first = cost.points[0][:1], cost.points[1][:1]
+    ranks.layout, number = "ring", ranks.number()
+    ranks.order(_hold_ring, number, *numbers, saved(bare), *first, compute)
+    return number
+
+
+def _shards(ranks: Ranks, cloud: LabeledSamples) -> int:
+    """What ranks call their parts of a cloud, which they are given where they hold none."""
+    numbers = ranks.ring_numbers
+    if cloud not in numbers:
+        number = numbers[cloud] = ranks.number()
+        owned = Owned.by_class(class_indices(cloud))
+        for rank in range(ranks.size):
+            ranks.order(_hold_shard, number, rank, cloud.features[owned.of(ranks, rank)])
+        weakref.finalize(cloud, ranks.drop, number)
+    return numbers[cloud]
+
+
+def _hold_shard(ranks: Ranks, number: int, owner: int, points: Tensor) -> None:
+    if ranks.rank == owner:
+        ranks.held[number] = points
+
+
+def _hold_ring(
+    ranks: Ranks,
+    number: int,
+    source: int,
+    target: int,
+    content: bytes,
+    first_x: Tensor,
+    first_y: Tensor,
+    compute: ComputeOptions,
+) -> None:
+    bare: LabelledCost = restored(content)
+
+    def build(part: LabelledCost) -> Operator:
+        return operator_alone(part, compute, keep_scores=False)
+
+    points = ranks.held[source], ranks.held[target]
+    ranks.held[number] = ring_parts(ranks, bare, points, (first_x, first_y), build)
 
 
 def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
@@ -84,7 +178,7 @@ def _hold_parts(
         def build(part: LabelledCost) -> Operator:
             return operator_alone(part, each, keep_scores=keep_scores)
 
-        return Parts(whole, ranks, build, _self_share)
+        return Parts.replicated(whole, ranks, build, _self_share)
 
     ranks.held[number] = ranks.together(parts)
 

@@ -11,6 +11,7 @@ import torch
 from rank_pool import pool
 from torch import Tensor
 
+from otdd_flash.operators import sharing
 from otdd_flash.operators.build import ComputeOptions, labelled_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.lattice import lattice_of
@@ -48,9 +49,21 @@ def operations(n: int, m: int, term: str, options: dict[str, Any]) -> dict[str, 
     return led(lambda ranks: _found(ranks, n, m, term, options))
 
 
+def operations_in_a_ring(n: int, m: int, term: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The same, where no rank has memory for all points."""
+    before, sharing.UNASKED = sharing.UNASKED, 0
+    try:
+        return operations(n, m, term, options)
+    finally:
+        sharing.UNASKED = before
+
+
 def _found(ranks: Ranks, n: int, m: int, term: str, options: dict[str, Any]) -> dict[str, Tensor]:
     whole = problem(n, m, ranks, **options)
     operator = whole.operator(term)
+    in_a_ring = sharing.UNASKED == 0
+    assert operator.execution.backend.endswith("in a ring") == in_a_ring
+    assert ranks.shared.layout == ("ring" if in_a_ring else "replicated")
     rows, columns = len(operator.a), len(operator.b)
     draw = torch.Generator().manual_seed(3)
     f, g = (torch.randn(size, generator=draw, dtype=torch.float64) for size in (rows, columns))
@@ -86,13 +99,14 @@ def _found(ranks: Ranks, n: int, m: int, term: str, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("budget", [0, "1GiB"], ids=["streamed", "kept"])
+@pytest.mark.parametrize("way", ["streamed", "kept", "ring"])
 @pytest.mark.parametrize("term", ["xy", "yy"])
 def test_operations_are_their_formulas(
-    size: int, shape: tuple[int, int], budget: Any, term: str
+    size: int, shape: tuple[int, int], way: str, term: str
 ) -> None:
-    options = {"precision": "double", "memory_budget": budget}
-    answers = pool(size).run(operations, *shape, term, options)
+    options = {"precision": "double", "memory_budget": "1GiB" if way == "kept" else 0}
+    run = operations_in_a_ring if way == "ring" else operations
+    answers = pool(size).run(run, *shape, term, options)
     for name, value in answers[0].items():
         for other in answers[1:]:
             assert torch.equal(value, other[name]), f"ranks disagree on {name}"

@@ -177,6 +177,38 @@ def test_the_clock_of_rank_0_decides() -> None:
     assert second["stopped_by"] == "max_seconds"
 
 
+def of_weighted(way: str) -> dict[str, Any]:
+    """Shards whose weights are in one unit: parts of a whole, or made of their own rows."""
+    rank, shards = torch.distributed.get_rank(), []
+    for side in datasets():
+        weights = torch.arange(1.0, len(side) + 1)
+        rows = torch.arange(0, 9) if rank == 0 else torch.arange(9, len(side))
+        whole = otdd.LabeledSamples(side.features, side.labels, side.class_names, weights)
+        parts = whole.take(rows)
+        if way == "own":
+            named = side.take(rows)
+            parts = otdd.LabeledSamples(
+                named.features, named.labels, side.class_names, weights[rows]
+            )
+        shards.append(parts.to("cpu"))
+    compute = otdd.ComputeOptions("cpu", group="world")
+    return summary(otdd.dataset_distance(*shards, epsilon=EPSILON, compute=compute))
+
+
+@pytest.mark.parametrize("way", ["parts", "own"])
+def test_masses_of_shards_add_up(way: str) -> None:
+    found = pool(2).run(of_weighted, way)[0]
+    whole = [
+        otdd.LabeledSamples(
+            side.features, side.labels, side.class_names, torch.arange(1.0, len(side) + 1)
+        )
+        for side in datasets()
+    ]
+    alone = otdd.dataset_distance(*whole, epsilon=EPSILON, compute="cpu")
+    assert found["value"] == pytest.approx(alone.value, rel=1e-6)
+    assert torch.allclose(found["coupling"], alone.class_coupling(), atol=1e-5)
+
+
 def refused(given: str) -> Any:
     """Shards or calls that ranks cannot agree on."""
     rank = torch.distributed.get_rank()
@@ -192,9 +224,19 @@ def refused(given: str) -> Any:
             one = otdd.LabeledSamples(one.features, None, ())
         case "epsilon":
             settings = {"epsilon": 0.1 + rank}
-        case "weights":
+        case "weights" if rank == 1:
             one = otdd.LabeledSamples(
                 one.features, one.labels, one.class_names, torch.ones(len(one))
+            )
+        case "heavy" if rank == 1:
+            one, other = (
+                otdd.LabeledSamples(
+                    side.features,
+                    side.labels,
+                    side.class_names,
+                    torch.full((len(side),), 1e300, dtype=torch.float64),
+                )
+                for side in (one, other)
             )
         case "values" if rank == 1:
             return otdd.dataset_distance(one.features * torch.nan, other, compute=compute)
@@ -212,7 +254,8 @@ def refused(given: str) -> Any:
         ("dimension", "ranks disagree on the number of features of source"),
         ("labels", "ranks disagree on whether there are labels of source"),
         ("epsilon", "ranks disagree on settings"),
-        ("weights", "source: the weights of a shard, which add up to 1, say nothing"),
+        ("weights", "ranks disagree on whether there are weights of source"),
+        ("heavy", "rank 1: source: the weights of a shard add up to 1e+300 or beyond"),
         ("values", "rank 1: source: features hold 183 NaN"),
         ("tensors", "lead other work from rank 0 with otdd.led"),
     ],

@@ -26,7 +26,9 @@ SMALL = ("source.max_samples=120", "target.max_samples=100", "report=none", "dev
 MARK = "OTDD_FLASH_TEST_RUN"
 
 
-def start(command: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(
+    command: str, *arguments: str, options: tuple[str, ...] = (), cwd: Path | None = None
+) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment.pop("TRITON_INTERPRET", None)
     environment[MARK] = str(uuid4())
@@ -37,6 +39,7 @@ def start(command: str, *arguments: str, options: tuple[str, ...] = ()) -> subpr
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
+        cwd=cwd,
     )
     RUNS[process.pid] = environment[MARK]
     return process
@@ -150,6 +153,23 @@ def test_an_interrupted_flow_goes_on_with_other_ranks(tmp_path: Path) -> None:
     done = subprocess.run([*one, f"flow.steps={steps + 2}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert result(tmp_path / "run")["history"][-1]["step"] == steps + 2
+
+
+def test_a_restarted_flow_goes_on_in_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "it's here").mkdir()
+    steps = ("flow.steps=60", "flow.checkpoint_every=1")
+    options = ("--max-restarts", "1")
+    process = start("flow", *SMALL, *steps, options=options, cwd=tmp_path / "it's here")
+    lost = rank(process, 1)
+    _wait_for_steps(process)
+    os.kill(lost, signal.SIGKILL)
+    said = ended(process)
+    assert process.returncode == 0, said
+    (found,) = (tmp_path / "it's here").rglob("result.json")
+    history = json.loads(found.read_text())["history"]
+    assert [record["step"] for record in history] == list(range(61))
+    # One directory, made by the first start.
+    assert len(list((tmp_path / "it's here").rglob("checkpoint.pt"))) == 1
 
 
 def _wait_for_steps(process: subprocess.Popen[str]) -> None:

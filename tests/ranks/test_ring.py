@@ -1,0 +1,220 @@
+"""Whole problems whose points no rank holds all of: the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reference
+import torch
+from rank_pool import pool
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.operators import sharing
+from otdd_flash.operators.base import refined
+from otdd_flash.operators.ring import RingPart, Shard
+from otdd_flash.ranks import Ranks
+from otdd_flash.solver.problem import Problem
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+EPSILON = 0.4
+
+
+def datasets() -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
+    draw = torch.Generator().manual_seed(0)
+    sides = []
+    for size, classes in ((61, 4), (45, 3)):
+        labels = torch.randint(0, classes, (size,), generator=draw)
+        points = torch.randn(size, 3, generator=draw) + labels[:, None]
+        sides.append(otdd.LabeledSamples(points, labels, tuple("abcd"[:classes])))
+    return sides[0], sides[1]
+
+
+def in_a_ring(work: Any, *arguments: Any) -> Any:
+    """What rank 0 finds where no rank has memory for all points."""
+    before, sharing.UNASKED = sharing.UNASKED, 0
+    try:
+        return otdd.led(lambda ranks: work(ranks, *arguments))
+    finally:
+        sharing.UNASKED = before
+
+
+def distance(ranks: Ranks, precision: str) -> dict[str, Any]:
+    compute = otdd.ComputeOptions("cpu", precision=precision, memory_budget=0, group=ranks)
+    result = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute)
+    return {
+        "value": result.value,
+        "bounds": result.bounds,
+        "f": result.potentials[0],
+        "backend": result.divergence.backend,
+        "layout": result.shared.layout,
+        "said": result.summary()["layout"],
+        "converged": result.converged,
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("precision", ["double", "fast"])
+def test_distances_are_those_of_one_process(size: int, precision: str) -> None:
+    answers = pool(size).run(in_a_ring, distance, precision)
+    alone = otdd.dataset_distance(
+        *datasets(), epsilon=EPSILON, compute=otdd.ComputeOptions("cpu", precision="double")
+    )
+    first = answers[0]
+    near = 1e-9 if precision == "double" else 1e-3
+    assert first["layout"] == first["said"] == "ring"
+    assert first["backend"].endswith(f"{size} ranks, points in a ring")
+    assert first["converged"]
+    assert first["bounds"][0] <= alone.value <= first["bounds"][1]
+    assert first["value"] == pytest.approx(alone.value, abs=near)
+    assert torch.allclose(first["f"].double(), alone.potentials[0].double(), atol=4 * near)
+    again = pool(size).run(in_a_ring, distance, precision)[0]
+    assert torch.equal(first["f"], again["f"])
+    assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
+
+
+def of_kernels(ranks: Ranks) -> dict[str, Any]:
+    """Operations in the interpreter, beside their formulas in float64."""
+    source, target = datasets()
+    table = torch.rand(7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    table = (table + table.T).fill_diagonal_(0)
+    compute = otdd.ComputeOptions("cpu", "triton", memory_budget=0, group=ranks)
+    whole = Problem.between(source, target, EPSILON, table, compute=compute)
+    operator = refined(whole.operator("xy"))
+    f, g = torch.zeros(61), torch.zeros(45)
+    cost = reference.dense_cost(
+        source.features, target.features, 0.5, table[:4, 4:] / 2, source.labels, target.labels
+    )
+    a, b = source.masses, target.masses
+    plan = reference.plan(cost, a, b, f.double(), g.double(), EPSILON)
+    sums = operator.marginals(f, g, EPSILON)
+    product = operator.apply_plan(f, g, EPSILON, target.features)
+    found = {
+        "backend": operator.execution.backend,
+        "f": operator.softmin_rows(g, EPSILON).double(),
+        "g": operator.softmin_columns(f, EPSILON).double(),
+        "rows": sums.rows,
+        "columns": sums.columns,
+        "P V": product.values.double(),
+    }
+    expected = {
+        "f": reference.softmin_rows(cost, b, g.double(), EPSILON),
+        "g": reference.softmin_rows(cost.T, a, f.double(), EPSILON),
+        "rows": plan.sum(1),
+        "columns": plan.sum(0),
+        "P V": plan @ target.features.double(),
+    }
+    return {"found": found, "expected": expected}
+
+
+@pytest.mark.slow
+def test_kernels_take_shards() -> None:
+    for answer in pool(2).run(in_a_ring, of_kernels):
+        found, expected = answer["found"], answer["expected"]
+        assert found.pop("backend") == "triton, scores streamed, high, 2 ranks, points in a ring"
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
+
+
+def flow(ranks: Ranks | None) -> list[Tensor]:
+    compute = otdd.ComputeOptions("cpu", precision="double", memory_budget=0, group=ranks)
+    moves = otdd.Flow(2, stepping=otdd.Stepping(0.5))
+    result = otdd.gradient_flow(*datasets(), moves, epsilon=EPSILON, compute=compute)
+    return [result.samples.features]
+
+
+def test_flows_are_those_of_one_process() -> None:
+    (found,), _ = pool(2).run(in_a_ring, flow)
+    assert torch.allclose(found, flow(None)[0], rtol=1e-6, atol=1e-7)
+
+
+def held_points() -> int:
+    """The most points of either cloud that a rank holds while a cost lives."""
+    counts: list[int] = []
+    before = Shard.circulated
+
+    def counted(self: Shard, ranks: Ranks) -> Any:
+        shards = [each for each in ranks.held.values() if isinstance(each, Tensor)]
+        counts.append(sum(map(len, shards)))
+        return before(self, ranks)
+
+    Shard.circulated = counted  # type: ignore[method-assign]
+    try:
+        in_a_ring(distance, "double")
+    finally:
+        Shard.circulated = before  # type: ignore[method-assign]
+    return max(counts)
+
+
+def test_no_rank_holds_all_points() -> None:
+    most = pool(2).run(held_points)
+    assert all(count <= (61 + 1) // 2 + (45 + 1) // 2 for count in most)
+    assert sum(most) == 61 + 45
+
+
+def passed_round() -> list[tuple[int, list[int]]]:
+    ranks = Ranks()
+    own = torch.full((3,), ranks.rank)
+    return [(rank, found.tolist()) for rank, found in ranks.circulated(own)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_everything_comes_by_once(size: int) -> None:
+    for rank, seen in enumerate(pool(size).run(passed_round)):
+        order = [(rank + step) % size for step in range(size)]
+        assert seen == [(owner, [owner] * 3) for owner in order]
+
+
+def late_shards() -> bool:
+    """Whether sums depend on the order in which shards come by."""
+    before = RingPart._tiles
+
+    def turned(self: RingPart) -> Any:
+        return iter(list(before(self))[::-1])
+
+    def work(ranks: Ranks) -> bool:
+        one = distance(ranks, "fast")
+        ranks.order(_turn, True)
+        other = distance(ranks, "fast")
+        ranks.order(_turn, False)
+        return torch.equal(one["f"], other["f"]) and one["bounds"] == other["bounds"]
+
+    _TILES.append((before, turned))
+    return in_a_ring(work)
+
+
+_TILES: list[Any] = []
+
+
+def _turn(ranks: Ranks, back: bool) -> None:
+    RingPart._tiles = _TILES[-1][back]  # type: ignore[method-assign]
+
+
+def test_sums_do_not_depend_on_the_order_of_shards() -> None:
+    assert pool(3).run(late_shards) == [True, True, True]
+
+
+def budgets(budget: str) -> str:
+    """How points are held where ranks have so much memory for them."""
+    before = sharing.UNASKED, sharing.free_memory
+    sharing.UNASKED = 0
+    # One rank has less than the others.
+    short = torch.distributed.get_rank() == 1
+    sharing.free_memory = lambda device: 1000 if short else 1 << 30
+    try:
+        return otdd.led(lambda ranks: _layout(ranks, budget))
+    finally:
+        sharing.UNASKED, sharing.free_memory = before
+
+
+def _layout(ranks: Ranks, budget: str) -> str:
+    compute = otdd.ComputeOptions("cpu", memory_budget=budget, group=ranks)
+    return otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute).shared.layout
+
+
+@pytest.mark.parametrize(("budget", "layout"), [("auto", "ring"), ("1GiB", "replicated")])
+def test_the_shortest_rank_decides(budget: str, layout: str) -> None:
+    assert pool(2).run(budgets, budget) == [layout, layout]
