@@ -25,7 +25,6 @@ Points = Tensor | HostPoints
 Cut = slice | Tensor
 
 # Some points of a side.
-Cut = slice | Tensor
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
