@@ -24,8 +24,6 @@ from otdd_flash.operators.host_points import HostPoints, slices
 Points = Tensor | HostPoints
 Cut = slice | Tensor
 
-# Some points of a side.
-
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
 
