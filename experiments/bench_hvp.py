@@ -28,7 +28,7 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def timed(call: Callable[[], Any], device: str) -> tuple[float, float | None, An
     return statistics.median(times[WARM_UPS:]), peak, found
 
 
-def bench(n: int, d: int, device: str) -> dict[str, Any]:
+def bench(n: int, d: int, device: str, methods: Sequence[str]) -> dict[str, Any]:
     """One row."""
     work = Work(n, d, device)
     truths = {debias: work.truth(debias=debias) for debias in (False, True)}
@@ -176,6 +176,8 @@ def bench(n: int, d: int, device: str) -> dict[str, Any]:
     }
     row: dict[str, Any] = {"n": n, "d": d, "epsilon": work.epsilon, "device": device}
     for name, (call, debias) in calls.items():
+        if methods and name not in methods:
+            continue
         try:
             milliseconds, peak, found = timed(call, device)
         # A peer may fail in any way, and the other entries are still wanted.
@@ -196,6 +198,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--dimensions", type=int, nargs="+", default=DIMENSIONS)
+    parser.add_argument("--methods", nargs="+", default=[], help="entries of a row, all by default")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="forget rows that are there")
     given = parser.parse_args()
@@ -206,7 +209,7 @@ def main() -> None:
     for n in given.sizes:
         for d in given.dimensions:
             if not rows.has(n=n, d=d):
-                rows.add(bench(n, d, given.device))
+                rows.add(bench(n, d, given.device, given.methods))
 
 
 if __name__ == "__main__":

@@ -165,17 +165,22 @@ WORKLOADS = {
 
 def timed(run: Callable[[], Any], ranks: Ranks | None) -> tuple[float, Any, dict[str, Any]]:
     """Seconds and result of a call, with what the ranks moved meanwhile."""
-    before = 0
+    before, inputs = 0, {}
     if ranks is not None:
         before, ranks.seconds = ranks.shared.bytes_moved, 0.0
     _wait()
+    if torch.cuda.is_available():
+        # Of what the clouds were drawn with, nothing.
+        torch.cuda.reset_peak_memory_stats()
+        inputs = {"gib_of_inputs": torch.cuda.memory_allocated() / 2**30}
     started = time.perf_counter()
     result = run()
     _wait()
     seconds = time.perf_counter() - started
     if ranks is None or ranks.seconds is None:
-        return seconds, result, {"bytes_moved": 0, "communication_share": 0.0}
+        return seconds, result, {"bytes_moved": 0, "communication_share": 0.0, **inputs}
     moved = {
+        **inputs,
         "bytes_moved": ranks.shared.bytes_moved - before,
         "communication_share": ranks.seconds / seconds,
     }
