@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 import otdd_flash as otdd
 from otdd_flash.operators import blocked, host_points, request
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.blocked import BlockedOperator
+from otdd_flash.operators.blocked import BlockedOperator, Tile
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
@@ -204,6 +205,48 @@ def test_blocks_by_class_hold_every_point_once() -> None:
     rows = torch.cat([torch.as_tensor(block.rows) for block in blocks])
     assert torch.equal(rows.sort().values, torch.arange(7))
     assert torch.equal(labels[rows], labels.sort().values)
+
+
+@pytest.mark.parametrize(("backend", "precision"), BACKENDS)
+def test_a_self_term_takes_every_pair_of_blocks_once(
+    backend: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = operator(tmp_path, backend, precision, SYMMETRIC)
+    cost, a, _ = dense(SYMMETRIC)
+    f = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(HERE, found.costs.dtype)
+    near = {"rtol": TOLERANCES[precision], "atol": TOLERANCES[precision]}
+    taken: list[bool] = []
+    tiles = BlockedOperator._tiles
+
+    def counted(self: BlockedOperator, *, upper: bool = False) -> Iterator[Tile]:
+        for tile in tiles(self, upper=upper):
+            taken.append(tile.diagonal)
+            yield tile
+
+    monkeypatch.setattr(BlockedOperator, "_tiles", counted)
+    for _ in range(2):
+        expected = reference.softmin_rows(cost, a, f.double().cpu(), EPSILON)
+        got = found.softmin_rows(f, EPSILON, f)
+        torch.testing.assert_close(got.double().cpu(), expected, **near)
+        f = (f + got) / 2
+    # Of 64 + 64 + 12 points.
+    assert taken == [True, False, False, True, False, True] * 2
+    plan = a[:, None] * a * ((f[:, None] + f - cost.to(HERE)) / EPSILON).double().cpu().exp()
+    sums = found.marginals(f, f, EPSILON, accurate=True)
+    close = {"rtol": 1e-12 if precision == "double" else 2e-6, "atol": 0.0}
+    torch.testing.assert_close(sums.rows.cpu(), plan.sum(1), **close)
+    assert sums.columns is sums.rows
+    assert len(taken) == 18
+
+
+@pytest.mark.slow
+def test_a_potential_far_from_its_softmin_is_done_with_a_maximum(tmp_path: Path) -> None:
+    found = operator(tmp_path, "triton", "high", SYMMETRIC)
+    cost, a, _ = dense(SYMMETRIC)
+    f = torch.randn(N, generator=torch.Generator().manual_seed(2)) * 100
+    expected = reference.softmin_rows(cost, a, f.double(), EPSILON)
+    got = found.softmin_rows(near := f.to(HERE), EPSILON, near)
+    torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.slow
