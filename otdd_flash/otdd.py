@@ -113,7 +113,8 @@ def dataset_distance(
     target = drop_small_classes(target, min_class_size)
     notice_single_samples((source, target), metric)
     # Before class distances, which can take longer than all else.
-    request = Request.prepare((source, target), cost, compute, pairs=terms_of(debias=debias))
+    pairs = terms_of(debias=debias)
+    request = Request.prepare((source, target), cost, compute, pairs=pairs, streams=True)
 
     before, started = shared_since(ALONE, compute.group), time.perf_counter()
     if class_statistics is not None:

@@ -261,7 +261,8 @@ class DistanceResult:
                 f"{error}; of another machine's result DistanceResult.load takes it as compute="
             ) from error
         sides = self.source, self.target
-        return Request.prepare(sides, self.cost, self.compute, pairs=(SIDES["xy"],))
+        pairs = (SIDES["xy"],)
+        return Request.prepare(sides, self.cost, self.compute, pairs=pairs, streams=True)
 
     @cached_property
     def _operator(self) -> Operator:

@@ -55,17 +55,20 @@ STRIPE_BYTES = 1 << 28
 @triton.jit
 def symmetric_step_kernel(
     x,  # (2 n, DIM) float16
-    bias_ptr,  # (n,) float32
+    y,  # (2 m, DIM) float16; x for a self term, whose ranges are on and above the diagonal
+    bias_ptr,  # (m,) float32
     row_term_ptr,  # (n,) float32
-    masses_ptr,  # (n,) float32
+    row_masses_ptr,  # (n,) float32
+    column_masses_ptr,  # (m,) float32
     costs_ptr,  # (V, costs_width) float32
     row_classes_ptr,  # int32, of `row_offsets`
     column_classes_ptr,  # int32, of `add_bias`
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
-    of_columns_ptr,  # (stripe, n) float32
+    of_columns_ptr,  # (stripe, m) float32
     of_rows_ptr,  # (slots, stripe BLOCK_M) float32
     epsilon_ptr,  # () float64
     n,
+    m,
     first_block,  # of the stripe
     stripe,
     product_scale: tl.float64,  # in units of the cost
@@ -78,7 +81,7 @@ def symmetric_step_kernel(
     DESCRIPTORS: tl.constexpr,
     CLASSES: tl.constexpr,
 ):
-    """One program per range of column blocks of one block of rows, on and above the diagonal."""
+    """One program per range of column blocks of one block of rows."""
     p_range = ranges_ptr + 4 * tl.program_id(0)
     i_block, first, blocks, slot = (
         tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
@@ -86,9 +89,9 @@ def symmetric_step_kernel(
     scale, costs_scale = load_scales(epsilon_ptr, product_scale)
     o_row = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_term = tl.load(row_term_ptr + o_row)
-    masses_x = tl.load(masses_ptr + o_row)
+    masses_x = tl.load(row_masses_ptr + o_row)
     o_costs = row_offsets(row_classes_ptr, i_block, o_row, costs_width, CLASSES)
-    p_columns = of_columns_ptr + (i_block - first_block).to(tl.int64) * n
+    p_columns = of_columns_ptr + (i_block - first_block).to(tl.int64) * m
 
     STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
     sums = tl.zeros((BLOCK_M,), tl.float32)
@@ -97,22 +100,22 @@ def symmetric_step_kernel(
         column = (first + t // STEPS) * BLOCK_M
         step = t % STEPS
         b_x, b_y = load_step(
-            x, x, i_block * BLOCK_M, column, step, n, n,
+            x, y, i_block * BLOCK_M, column, step, n, m,
             DIM, PARTS, BLOCK_M, BLOCK_M, BLOCK_K, DESCRIPTORS,
         )  # fmt: skip
         scores = tl.dot(b_x, b_y.T, scores)  # (BLOCK_M, BLOCK_M)
         if step == STEPS - 1:
             o_column = column + tl.arange(0, BLOCK_M)
             b_bias = tl.load(bias_ptr + o_column)
-            masses_y = tl.load(masses_ptr + o_column)
+            masses_y = tl.load(column_masses_ptr + o_column)
             logits = add_bias(
                 scores * scale, b_bias, column, o_costs,
                 column_classes_ptr, costs_ptr, costs_scale, BLOCK_M, CLASSES,
             )  # fmt: skip
             kernel = tl.exp2(logits + row_term[:, None])
             sums += tl.sum(kernel * masses_y[None, :], 1)
-            if column > i_block * BLOCK_M:
-                tl.store(p_columns + o_column, tl.sum(kernel * masses_x[:, None], 0))
+            # Nobody reads those of the diagonal, but a branch here would spill registers.
+            tl.store(p_columns + o_column, tl.sum(kernel * masses_x[:, None], 0))
             scores = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
     o_out = slot.to(tl.int64) * (stripe * BLOCK_M) + o_row - first_block * BLOCK_M
     tl.store(of_rows_ptr + o_out, sums)
@@ -283,8 +286,10 @@ def _sum_stripes(
         ranges = ranges_of_stripe(Stripe(first, stripe, blocks), x.device)
         symmetric_step_kernel[(len(ranges),)](
             operand(x, BLOCK_ROWS, tile),
+            operand(x, BLOCK_ROWS, tile),
             bias,
             row_term,
+            masses,
             masses,
             terms.costs,
             terms.rows,
@@ -293,6 +298,7 @@ def _sum_stripes(
             of_columns,
             of_rows,
             epsilon,
+            n,
             n,
             first,
             stripe,

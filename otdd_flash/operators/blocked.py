@@ -51,6 +51,10 @@ class BlockOperator(Operator, Protocol):
         """
         ...
 
+    def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
+        """`softmin_part` of rows near f (n,) and of columns near g (m,)."""
+        ...
+
 
 # Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
 ROW_BYTES, COLUMN_BYTES = 8, 16
@@ -65,13 +69,14 @@ ROUNDINGS = 8
 
 
 class Tile(NamedTuple):
-    """A block of rows and one of columns."""
+    """A block of rows and one of columns; `diagonal` if they are one and others come once."""
 
     rows: slice | Tensor
     columns: slice | Tensor
     operator: BlockOperator
     row_mass: float
     column_mass: float
+    diagonal: bool
 
     @property
     def mass(self) -> float:
@@ -92,11 +97,14 @@ class BlockedOperator:
         self.cost, self._build, self._high = cost, build, high
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
         x, _ = self._points = on_host(cost)
-        dim = x.shape[1]
+        room = x.streaming.room // x.shape[1]
         sizes = (
-            int(x.streaming.room * (1 - COLUMN_SHARE)) // (ROW_BYTES * dim),
-            int(x.streaming.room * COLUMN_SHARE) // (COLUMN_BYTES * dim),
+            int(room * (1 - COLUMN_SHARE)) // ROW_BYTES,
+            int(room * COLUMN_SHARE) // COLUMN_BYTES,
         )
+        if cost.symmetric:
+            # Blocks of rows are blocks of columns.
+            sizes = (room // (ROW_BYTES + COLUMN_BYTES),) * 2
         self._rows, self._columns = (
             by_class(labels, classes, min(count, max(LEAST_POINTS, size)))
             for labels, classes, count, size in zip(
@@ -106,21 +114,24 @@ class BlockedOperator:
         first = Block(slice(0, 1), slice(0, 1))
         self._first = self._tile(first, first, *(points[first.rows] for points in self._points))
 
-    def _tile(self, rows: Block, columns: Block, x: Tensor, y: Tensor) -> Tile:
+    def _tile(
+        self, rows: Block, columns: Block, x: Tensor, y: Tensor, *, diagonal: bool = False
+    ) -> Tile:
         part = self.cost.part(rows.rows, columns.rows, (x, y))
         part.a, row_mass = _normalised(part.a)
         part.b, column_mass = _normalised(part.b)
         operator = self._build(part)
         if self._high:
             operator = cast(BlockOperator, refined(operator))
-        return Tile(rows.rows, columns.rows, operator, row_mass, column_mass)
+        return Tile(rows.rows, columns.rows, operator, row_mass, column_mass, diagonal)
 
-    def _tiles(self) -> Iterator[Tile]:
-        """All pairs of blocks, row by row."""
+    def _tiles(self, *, upper: bool = False) -> Iterator[Tile]:
+        """All pairs of blocks, row by row; those on and above the diagonal if `upper`."""
         x, y = self._points
-        for rows, left in zip(self._rows, x.stream(self._rows), strict=True):
-            for columns, right in zip(self._columns, y.stream(self._columns), strict=True):
-                yield self._tile(rows, columns, left, right)
+        for turn, (rows, left) in enumerate(zip(self._rows, x.stream(self._rows), strict=True)):
+            after = self._columns[turn if upper else 0 :]
+            for place, (columns, right) in enumerate(zip(after, y.stream(after), strict=True)):
+                yield self._tile(rows, columns, left, right, diagonal=upper and place == 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,10 +142,12 @@ class BlockedOperator:
     def costs(self) -> CostFacts:
         """What is known of the costs; asks all pairs of blocks."""
         of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
-        for tile in self._tiles():
+        if self.cost.symmetric:
+            of_columns = of_rows
+        for tile in self._tiles(upper=self.cost.symmetric):
             rows, columns = tile.operator.accurate_errors
-            of_rows[tile.rows] = torch.maximum(of_rows[tile.rows], rows)
-            of_columns[tile.columns] = torch.maximum(of_columns[tile.columns], columns)
+            _raise(of_rows, tile.rows, rows)
+            _raise(of_columns, tile.columns, columns)
         error = float(self.a @ of_rows + self.b @ of_columns)
         return CostFacts(self.dtype, self.cost.mean_cost, *self.cost.cost_range, error)
 
@@ -162,6 +175,8 @@ class BlockedOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        if self.cost.symmetric and guess is g:
+            return self._symmetric_softmin(g, epsilon)
         return self._softmin(g, epsilon, guess, columns=False)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
@@ -180,24 +195,43 @@ class BlockedOperator:
             near = None if guess is None else guess[own]
             found = tile.operator.softmin_part(potential[other], epsilon, near, columns=columns)
             joined.add(own, found, mass)
-        whole = joined.potential
-        if guess is not None and not bool(((whole - guess).abs() <= FAR * epsilon).all()):
+        if guess is not None and not joined.is_near(guess):
             return self._softmin(potential, epsilon, None, columns=columns)
-        return whole.to(self.dtype)
+        return joined.potential.to(self.dtype)
+
+    def _symmetric_softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """The softmin of one potential, each pair of blocks computed once."""
+        joined = Joined(self.a, epsilon)
+        for tile in self._tiles(upper=True):
+            one, other = f[tile.rows], f[tile.columns]
+            if tile.diagonal:
+                found = tile.operator.softmin_part(other, epsilon, one, columns=False)
+                joined.add(tile.rows, found, tile.column_mass)
+                continue
+            of_rows, of_columns = tile.operator.softmin_pair(one, other, epsilon)
+            joined.add(tile.rows, of_rows, tile.column_mass)
+            joined.add(tile.columns, of_columns, tile.row_mass)
+        if not joined.is_near(f):
+            return self._softmin(f, epsilon, None, columns=False)
+        return joined.potential.to(self.dtype)
 
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,)."""
-        rows, columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
-        row_errors, column_errors = torch.zeros_like(rows), torch.zeros_like(columns)
+        rows, row_errors = torch.zeros_like(self.a), torch.zeros_like(self.a)
+        columns, column_errors = torch.zeros_like(self.b), torch.zeros_like(self.b)
+        if once := self.cost.symmetric and f is g:
+            columns, column_errors = rows, row_errors
         cost_rounding = relative_error = lost = 0.0
-        for here, there, operator, mass in self._with_mass():
-            found = operator.marginals(f[here], g[there], epsilon, accurate=accurate)
+        for tile in self._tiles(upper=once):
+            here, there, mass = tile.rows, tile.columns, tile.mass
+            found = tile.operator.marginals(f[here], g[there], epsilon, accurate=accurate)
+            _raise(row_errors, here, found.row_errors)
+            _raise(column_errors, there, found.column_errors)
             rows[here] += mass * found.rows
-            columns[there] += mass * found.columns
-            row_errors[here] = torch.maximum(row_errors[here], found.row_errors)
-            column_errors[there] = torch.maximum(column_errors[there], found.column_errors)
+            if not tile.diagonal:
+                columns[there] += mass * found.columns
             cost_rounding = max(cost_rounding, found.cost_rounding)
             relative_error = max(relative_error, found.relative_error)
             lost = max(lost, found.lost)
@@ -268,10 +302,19 @@ class Joined:
         logs = torch.log(torch.tensor(mass, dtype=torch.float64)) - found.double() / self._epsilon
         self._logs[rows] = torch.logaddexp(self._logs[rows], logs)
 
+    def is_near(self, guess: Tensor) -> bool:
+        """Whether all softmins are so near a guess that float32 holds the sums beside it."""
+        return bool(((self.potential - guess).abs() <= FAR * self._epsilon).all())
+
     @property
     def potential(self) -> Tensor:
         """(n,), in units of the cost."""
         return -self._epsilon * self._logs
+
+
+def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:
+    """Errors of some rows become at least those found."""
+    errors[rows] = torch.maximum(errors[rows], found)
 
 
 def _normalised(masses: Tensor) -> tuple[Tensor, float]:

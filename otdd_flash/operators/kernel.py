@@ -15,6 +15,7 @@ from torch import Tensor
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_columns
 from otdd_flash.kernels.passes.half_step import half_step
+from otdd_flash.kernels.passes.pair_sums import pair_sums
 from otdd_flash.kernels.passes.plan_application import (
     ROW_RANGE,
     apply_plan_blocks,
@@ -159,6 +160,19 @@ class KernelOperator:
         guess = None if near is None else single(near)
         level = on_device(epsilon, potential.device)
         return half_step(*sides, single(potential), level, guess, partly=guess is not None)
+
+    def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
+        """`softmin_part` of rows and of columns near f (n,) and g (m,), float64, in one pass."""
+        level = on_device(epsilon, f.device)
+        x, y = self._packed
+        masses = (x.layout.spread(self.a, 0.0).float(), y.layout.spread(self.b, 0.0).float())
+        near = single(f), single(g)
+        sums = pair_sums(self._rows, self._columns, self._scores, masses, near, level)
+        rows, columns = (
+            potential.double() - level * found.log()
+            for potential, found in zip(near, sums, strict=True)
+        )
+        return rows, columns
 
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False

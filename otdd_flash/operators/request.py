@@ -71,6 +71,7 @@ class Request:
         *,
         pairs: Iterable[Pair] | None = None,
         seen: bool = False,
+        streams: bool = False,
     ) -> Request:
         """Check what a comparison takes, then move the datasets.
 
@@ -81,6 +82,8 @@ class Request:
             pairs: places of the datasets that operators will be made of; by default every two, and
                 each with itself.
             seen: the datasets are as the ground cost sees them already.
+            streams: points that the device does not hold may stay where they are: nothing is asked
+                for but operators.
 
         Raises:
             InputError: there is no such device, the backend cannot run on it or in the precision,
@@ -92,8 +95,8 @@ class Request:
             places = range(len(datasets))
             pairs = (*combinations(places, 2), *zip(places, places, strict=True))
         pairs = list(pairs)
-        if (streaming := _streaming(datasets, pairs, compute, device)) is not None:
-            _check_streamed(cost, compute, seen=seen)
+        if streams and (streaming := _streaming(datasets, pairs, compute, device)) is not None:
+            _check_streamed(cost, compute)
             sides = tuple(datasets)
             return cls(sides, sides, cost, compute, streaming.room, streaming)
         needed = check_resources(datasets, pairs, compute, device)
@@ -169,14 +172,14 @@ def _streaming(
     return Streaming(device, int(STREAMED_SHARE * free) if stated is None else max(stated, UNASKED))
 
 
-def _check_streamed(cost: GroundCost, compute: ComputeOptions, *, seen: bool) -> None:
+def _check_streamed(cost: GroundCost, compute: ComputeOptions) -> None:
     """Refuse what needs all points on the device."""
     if compute.group is not None:
         raise InputError(
             "points that the device does not hold are streamed by one process alone; leave out "
             "compute.group, or raise memory_budget"
         )
-    if cost.ground == "cosine" and not seen:
+    if cost.ground == "cosine":
         raise InputError(
             "ground=cosine needs all points on the device, which does not hold them; divide the "
             "rows by their lengths before they are stored, and use ground=sqeuclidean with half of "

@@ -234,6 +234,10 @@ class TiledOperator(ABC):
         """The softmin of rows, or of columns, where `near` is that of a cost this is a part of."""
         return (self.softmin_columns if columns else self.softmin_rows)(potential, epsilon)
 
+    def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
+        """The softmins of rows and of columns."""
+        return self.softmin_rows(g, epsilon), self.softmin_columns(f, epsilon)
+
     def apply_plan(
         self,
         f: Tensor,

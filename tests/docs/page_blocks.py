@@ -120,14 +120,14 @@ def _begins(printed: str, shown: str) -> bool:
 def run_python(page: str, only: str | None = None) -> list[str]:
     """Run the page's blocks in Python, each in a namespace of its own; what went wrong.
 
-    `only` is the line of the one to run.
+    `only` is the line of the one to run; else those that torchrun starts are left out.
     """
     warnings.simplefilter("error", UserWarning)
     failures = []
     for block in all_blocks():
         if block.page != page or block.language != "python" or block.mark is not None:
             continue
-        if only not in (None, str(block.line)):
+        if only != str(block.line) if only else block.code.startswith(TORCHRUN):
             continue
         printed = io.StringIO()
         try:

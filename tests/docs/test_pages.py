@@ -187,7 +187,7 @@ def test_examples_of_the_pages(page, folder):
     own = [b for b in BLOCKS if b.page == page and b.code.startswith(TORCHRUN)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # Those that torchrun starts one by one: a process makes a default group once.
-    runs = [[*launcher, BLOCKS_OF, page, str(b.line)] for b in own] or [[BLOCKS_OF, page]]
+    runs = [[*launcher, BLOCKS_OF, page, str(b.line)] for b in own] + [[BLOCKS_OF, page]]
     for run in runs:
         ended = subprocess.run(
             [sys.executable, *run],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 import otdd_flash as otdd
 from otdd_flash.operators import blocked, host_points, request
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.blocked import BlockedOperator
+from otdd_flash.operators.blocked import BlockedOperator, Tile
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
@@ -60,7 +61,7 @@ def table() -> torch.Tensor:
 def operator(folder: Path | None, backend: str, precision: str, pair: tuple[int, int]) -> Operator:
     budget = "auto" if folder is None else 1000
     compute = ComputeOptions(str(HERE), backend, precision, budget)
-    prepared = Request.prepare(sides(folder), GroundCost(), compute)
+    prepared = Request.prepare(sides(folder), GroundCost(), compute, streams=True)
     return build_operator(prepared.inputs(pair, table().to(HERE)))
 
 
@@ -168,7 +169,7 @@ def test_points_are_not_in_memory_at_once(tmp_path: Path) -> None:
     np.save(path, np.random.default_rng(0).normal(size=(n, dim)).astype("float32"))
     samples = otdd.LabeledSamples(otdd.features_file(path), None, ())
     compute = ComputeOptions("cpu", "torch", memory_budget=1000)
-    prepared = Request.prepare((samples, samples), GroundCost(), compute)
+    prepared = Request.prepare((samples, samples), GroundCost(), compute, streams=True)
     found = build_operator(prepared.inputs(CROSS, torch.zeros(1, 1).double()))
     live = LiveBytes()
     with live:
@@ -183,19 +184,21 @@ def test_a_budget_says_whether_points_are_streamed(
 ) -> None:
     given = sides(tmp_path)
     compute = ComputeOptions("cpu", "torch")
-    assert Request.prepare(given, GroundCost(), compute).streaming is None
+    assert Request.prepare(given, GroundCost(), compute, streams=True).streaming is None
     small = ComputeOptions("cpu", "torch", memory_budget="1KiB")
-    streaming = Request.prepare(given, GroundCost(), small).streaming
+    streaming = Request.prepare(given, GroundCost(), small, streams=True).streaming
     assert streaming is not None
     assert streaming.room == 1024
     # What is taken to be there is not asked for.
     monkeypatch.setattr(request, "UNASKED", 1 << 26)
-    assert Request.prepare(given, GroundCost(), small).streaming is None
+    assert Request.prepare(given, GroundCost(), small, streams=True).streaming is None
     monkeypatch.setattr(request, "UNASKED", 0)
+    # Gradients and flows ask for more than operators.
+    assert Request.prepare(given, GroundCost(), small).streaming is None
     # In memory already, on this device, is where they stay.
-    assert Request.prepare(sides(None), GroundCost(), small).streaming is None
+    assert Request.prepare(sides(None), GroundCost(), small, streams=True).streaming is None
     with pytest.raises(otdd.InputError, match="ground=cosine needs all points on the device"):
-        Request.prepare(given, GroundCost(ground="cosine"), small)
+        Request.prepare(given, GroundCost(ground="cosine"), small, streams=True)
 
 
 def test_blocks_by_class_hold_every_point_once() -> None:
@@ -204,6 +207,48 @@ def test_blocks_by_class_hold_every_point_once() -> None:
     rows = torch.cat([torch.as_tensor(block.rows) for block in blocks])
     assert torch.equal(rows.sort().values, torch.arange(7))
     assert torch.equal(labels[rows], labels.sort().values)
+
+
+@pytest.mark.parametrize(("backend", "precision"), BACKENDS)
+def test_a_self_term_takes_every_pair_of_blocks_once(
+    backend: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = operator(tmp_path, backend, precision, SYMMETRIC)
+    cost, a, _ = dense(SYMMETRIC)
+    f = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(HERE, found.costs.dtype)
+    near = {"rtol": TOLERANCES[precision], "atol": TOLERANCES[precision]}
+    taken: list[bool] = []
+    tiles = BlockedOperator._tiles
+
+    def counted(self: BlockedOperator, *, upper: bool = False) -> Iterator[Tile]:
+        for tile in tiles(self, upper=upper):
+            taken.append(tile.diagonal)
+            yield tile
+
+    monkeypatch.setattr(BlockedOperator, "_tiles", counted)
+    for _ in range(2):
+        expected = reference.softmin_rows(cost, a, f.double().cpu(), EPSILON)
+        got = found.softmin_rows(f, EPSILON, f)
+        torch.testing.assert_close(got.double().cpu(), expected, **near)
+        f = (f + got) / 2
+    # Of 64 + 64 + 12 points.
+    assert taken == [True, False, False, True, False, True] * 2
+    plan = a[:, None] * a * ((f[:, None] + f - cost.to(HERE)) / EPSILON).double().cpu().exp()
+    sums = found.marginals(f, f, EPSILON, accurate=True)
+    close = {"rtol": 1e-12 if precision == "double" else 2e-6, "atol": 0.0}
+    torch.testing.assert_close(sums.rows.cpu(), plan.sum(1), **close)
+    assert sums.columns is sums.rows
+    assert len(taken) == 18
+
+
+@pytest.mark.slow
+def test_a_potential_far_from_its_softmin_is_done_with_a_maximum(tmp_path: Path) -> None:
+    found = operator(tmp_path, "triton", "high", SYMMETRIC)
+    cost, a, _ = dense(SYMMETRIC)
+    f = torch.randn(N, generator=torch.Generator().manual_seed(2)) * 100
+    expected = reference.softmin_rows(cost, a, f.double(), EPSILON)
+    got = found.softmin_rows(near := f.to(HERE), EPSILON, near)
+    torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.slow
