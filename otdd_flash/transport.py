@@ -6,6 +6,8 @@ nothing is added in the order in which it arrives.
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +72,7 @@ class Transport:
                 "compute.group needs torch.distributed: start the script with torchrun, and call "
                 "torch.distributed.init_process_group() first"
             )
+        _import_without_group()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise InputError("this process is not in compute.group; call with ranks of it alone")
@@ -262,6 +265,24 @@ class Transport:
         """A tensor where the group moves it: gloo moves what is in host memory."""
         fast = self._backends.get(tensor.device.type) == "nccl"
         return (tensor if fast else tensor.cpu()).contiguous()
+
+
+def _import_without_group() -> None:
+    """Import `torch.distributed.nn.functional` as if there were no default group.
+
+    The default arguments of its functions are the default group of the moment when it is imported,
+    which the optimisers of torch do. They would keep the group past `destroy_process_group`: its
+    threads would run while Python ends, and rarely one of them wants Python then, which aborts the
+    process.
+    """
+    name, group = "torch.distributed.nn.functional", torch.distributed.group
+    if name in sys.modules:
+        return
+    world, group.WORLD = group.WORLD, None
+    try:
+        importlib.import_module(name)
+    finally:
+        group.WORLD = world
 
 
 def _now() -> float:

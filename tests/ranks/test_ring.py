@@ -176,9 +176,9 @@ def late_shards() -> bool:
         return iter(list(before(self))[::-1])
 
     def work(ranks: Ranks) -> bool:
-        one = distance(ranks, "fast")
+        one = distance(ranks, "double")
         ranks.order(_turn, True)
-        other = distance(ranks, "fast")
+        other = distance(ranks, "double")
         ranks.order(_turn, False)
         return torch.equal(one["f"], other["f"]) and one["bounds"] == other["bounds"]
 
