@@ -35,10 +35,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Write the picture of forward rows."""
     lines = [line for row in rows if not row["backward"] for line in _lines(row)]
     small = [line for line in lines if line["n"] == 4 and line["iterations"] == 20]
-    large = max((line["B"] * line["n"] ** 2 for line in small), default=0)
-    sizes = [
-        line for line in lines if line["iterations"] == 20 and line["B"] * line["n"] ** 2 == large
-    ]
+    alike: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        if line["iterations"] == 20:
+            alike.setdefault(line["B"] * line["n"] ** 2, []).append(line)
+    # As many entries as the most sizes have.
+    large = max(alike, key=lambda entries: len({line["n"] for line in alike[entries]}), default=0)
+    sizes = alike.get(large, [])
     figure = new_figure(11.0, 8.2)
     time, bandwidth, speed, size = figure.subplots(2, 2).flat
     reference = {line["B"]: line["ms"] for line in small if line["name"] == REFERENCE}
