@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.owned import Owned, Rows
 from otdd_flash.operators.self_share import SelfShare, merged
 from otdd_flash.ranks import Ranks
+
+if TYPE_CHECKING:
+    from otdd_flash.operators.blocked import BlockOperator
 
 # build(cost): the operator of a cost that one process computes.
 Build = Callable[[LabelledCost], Operator]
@@ -150,14 +153,31 @@ def refine(ranks: Ranks, number: int, refined: int) -> None:
 
 
 def mean_error(ranks: Ranks, number: int) -> float:
-    """`CostFacts.error` of the whole: the mean of the parts'."""
+    """`CostFacts.error` of the whole.
+
+    Costs C_ij of P_r are off by at most A_i + B_j, where B may be another on every rank. A plan may
+    give any part of a column's mass to any rank, so that the largest of them counts.
+    """
     parts: Parts = ranks.held[number]
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
-        own = 0.0 if parts.rows is None else parts.rows.mass * parts.rows.operator.costs.error
-        total = float(ranks.summed(parts.cost.a.new_tensor(own)))
+        of_rows, of_columns, rounding = 0.0, torch.zeros_like(parts.cost.b), 0.0
+        if parts.rows is not None:
+            operator, mass = parts.rows
+            (rows, of_columns), rounding = errors_of(operator)
+            of_rows = mass * float(operator.a @ rows)
+        largest = ranks.each(torch.cat((of_columns, of_columns.new_tensor([rounding])))).amax(0)
+        total = float(ranks.summed(of_columns.new_tensor(of_rows)))
+        total += float(parts.cost.b @ largest[:-1] + largest[-1])
     return total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT)
+
+
+def errors_of(operator: Operator) -> tuple[tuple[Tensor, Tensor], float]:
+    """(n,) and (m,), whose sum a cost is off by at the most, and what rounding adds on average."""
+    rows, columns = cast("BlockOperator", operator).accurate_errors
+    known = float(operator.a @ rows + operator.b @ columns)
+    return (rows, columns), max(operator.costs.error - known, 0.0)
 
 
 def softmin(

@@ -32,7 +32,7 @@ from otdd_flash.operators.base import (
 )
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.owned import Owned, Rows
-from otdd_flash.operators.parts import Build, Part, Parts, normalised, sides_of
+from otdd_flash.operators.parts import Build, Part, Parts, errors_of, normalised, sides_of
 from otdd_flash.operators.self_share import merged
 from otdd_flash.ranks import Ranks
 
@@ -127,11 +127,28 @@ class RingPart:
 
     @cached_property
     def costs(self) -> CostFacts:
-        """What is known of the costs; the error is the mean over the shards of the other side."""
-        tiles = self._tiles()
-        parts = {rank: mass * operator.costs.error for rank, _, operator, mass in tiles}
-        error = sum(parts[rank] for rank in sorted(parts))
+        """What is known of the costs; asks for all shards of the other side."""
+        (rows, columns), rounding = self._errors
+        error = rounding + float(self.a @ rows + self.b @ columns)
         return CostFacts(self.dtype, self._cost.mean_cost, *self._cost.cost_range, error)
+
+    @property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): what costs of accurate `marginals` are off by, but for their rounding."""
+        return self._errors[0]
+
+    @cached_property
+    def _errors(self) -> tuple[tuple[Tensor, Tensor], float]:
+        rows, columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
+        rounding = 0.0
+        for _, there, operator, _ in self._tiles():
+            (of_rows, of_columns), rounded = errors_of(operator)
+            own, other = (of_columns, of_rows) if self._columns else (of_rows, of_columns)
+            mine, theirs = (columns, rows) if self._columns else (rows, columns)
+            torch.maximum(mine, own, out=mine)
+            theirs[there] = other
+            rounding = max(rounding, rounded)
+        return (rows, columns), rounding
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Of P_r: f (k,), float64."""
