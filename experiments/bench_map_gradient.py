@@ -1,4 +1,4 @@
-"""Transport maps and potentials with their gradients by the points, beside OTT-JAX and flash-sinkhorn.
+"""Maps and potentials with their gradients by the points, beside OTT-JAX and flash-sinkhorn.
 
     python -m experiments.bench_map_gradient [--device cpu] [--sizes N ...] [--epsilons E ...]
 
