@@ -11,9 +11,11 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.score_pool import GivenScores
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, route
+from otdd_flash.solver.small.exchanged import GivenCosts
 from otdd_flash.solver.term.result import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,6 +81,27 @@ def test_a_room_serves_another_matrix_of_its_size() -> None:
     back = solved(*drawn(18, 13), 0.3)
     assert back is not None
     assert back.bounds == first.bounds == again.bounds
+
+
+def test_what_recordings_read_of_a_matrix() -> None:
+    costs, a, b = drawn(18, 13)
+    problem = MatrixProblem.prepare(costs.to(DEVICE), a, b, IN_TRITON)
+    pool, facts = GivenScores(route.matrix_room(problem)), problem.facts
+    GivenCosts(costs.to(DEVICE), (problem.a, problem.b), facts.magnitudes).fill(pool, uniform=False)
+    pool.of_costs.copy_(torch.tensor([facts.mean, *facts.range], dtype=torch.float64))
+    pool.prepare(own=False)
+    x, y = slice(0, 18), slice(pool.room.n, pool.room.n + 13)
+    torch.testing.assert_close(pool.scores[0, x, y].cpu(), -costs, rtol=0, atol=0)
+    torch.testing.assert_close(pool.scores[0, y, x].cpu(), -costs.T, rtol=0, atol=0)
+    mean, lowest, highest = (float(number) for number in pool.cross)
+    exact, rows = costs.double(), a > 0
+    assert mean == pytest.approx(float(problem.a.cpu() @ exact @ problem.b.cpu()), rel=1e-6)
+    assert (lowest, highest) == (float(exact[rows].min()), float(exact[rows].max()))
+    of_x, of_y = pool.cross_magnitudes[0, x].cpu(), pool.cross_magnitudes[0, y].cpu()
+    assert bool((exact.abs() <= of_x[:, None] + of_y)[rows].all())
+    logs = pool.log2_masses[0, y].cpu()
+    torch.testing.assert_close(logs, problem.b.cpu().log2(), rtol=1e-12, atol=0)
+    assert float(pool.masses.sum()) == pytest.approx(2, rel=1e-12)
 
 
 def test_a_start_is_taken() -> None:
