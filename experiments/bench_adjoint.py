@@ -11,7 +11,9 @@ pass", and at other sizes B n^2 = 2^24; `--entries` sets another number. Backwar
 - autograd: 100 iterations unrolled, in the linear domain, and what their forward pass keeps;
 - compiled: the same by `torch.compile`;
 - unrolled: `doubly_stochastic` with gradient="unrolled", where it is there;
-- ott_jax: `ImplicitDiff` of OTT-JAX, vmapped, forward and backward as they come together.
+- liger_kernel: that of liger-kernel's mHC layer, of 4 x 4 matrices, unrolled;
+- ott_jax: `ImplicitDiff` of OTT-JAX, vmapped, forward and backward as they come together;
+- jaxopt: `custom_fixed_point` around 100 iterations of column scalings, vmapped, likewise together.
 
 Errors are means and maxima over entries, against autograd through 100 iterations in float64 of up
 to 256 of the matrices; one that is off by more than 1e-3 is not timed.
@@ -24,6 +26,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 import otdd_flash as otdd
+from experiments.batched_peers import liger
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import extra_mib, milliseconds
@@ -39,7 +43,9 @@ from otdd_flash.batched.adjoint import plan_gradient
 
 SIZES, ENTRIES, POSTED = (4, 8, 16, 32, 64, 128), 1 << 24, (16, 65_536)
 ITERATIONS, RANGE, COMPARED, WORST = 100, 4.0, 256, 1e-3
-METHODS = ("ours", "torch", "autograd", "compiled", "unrolled", "ott_jax")
+METHODS = (
+    "ours", "torch", "autograd", "compiled", "unrolled", "liger_kernel", "ott_jax", "jaxopt"
+)  # fmt: skip
 # Seconds of a call that is timed less often.
 SLOW = 0.2
 
@@ -86,8 +92,7 @@ class Work:
 
     def compiled(self) -> Backward:
         """Likewise, compiled, with a backward pass that can be called again."""
-        import torch._functorch.config as settings
-
+        settings: Any = import_module("torch._functorch.config")
         settings.donated_buffer = False
         return self.autograd(torch.compile(balanced))
 
@@ -98,9 +103,14 @@ class Work:
             raise NotImplementedError("otdd_flash.doubly_stochastic is not there")
         return self.autograd(lambda logits: layer(logits, iterations=ITERATIONS))
 
+    def liger_kernel(self) -> Backward:
+        """By liger-kernel, whose matrices are 4 x 4."""
+        if self.logits.shape[1] != 4:
+            raise NotImplementedError("matrices are 4 x 4")
+        return self.autograd(lambda logits: liger(logits, ITERATIONS))
+
     def ott_jax(self) -> Backward:
         """OTT-JAX, which finds plan and gradient together."""
-        import jax
         from ott.geometry import geometry
         from ott.problems.linear import linear_problem
         from ott.solvers.linear import implicit_differentiation, sinkhorn
@@ -115,6 +125,36 @@ class Work:
         def loss(logits: Any, cotangent: Any) -> Any:
             problem = linear_problem.LinearProblem(geometry.Geometry(-logits, epsilon=1.0))
             return n * (solver(problem).matrix * cotangent).sum()
+
+        return self._of_jax(loss)
+
+    def jaxopt(self) -> Backward:
+        """Jaxopt, which finds them together too; a fixed point are the scalings of columns."""
+        import jax
+        from jaxopt.implicit_diff import custom_fixed_point
+
+        log_sums, n = jax.nn.logsumexp, self.logits.shape[1]
+
+        def scaled(g: Any, logits: Any) -> Any:
+            rows = -log_sums(logits + g[None, :], axis=1)
+            columns = -log_sums(logits + rows[:, None], axis=0)
+            # Constants are no part of it, or nothing would tell which of them to solve for.
+            return columns - columns.mean()
+
+        @custom_fixed_point(scaled)  # type: ignore[untyped-decorator]
+        def solve(start: Any, logits: Any) -> Any:
+            return jax.lax.fori_loop(0, ITERATIONS, lambda _, g: scaled(g, logits), start)
+
+        def loss(logits: Any, cotangent: Any) -> Any:
+            g = solve(jax.numpy.zeros(n), logits)
+            rows = -log_sums(logits + g[None, :], axis=1)
+            return (jax.numpy.exp(logits + rows[:, None] + g[None, :]) * cotangent).sum()
+
+        return self._of_jax(loss)
+
+    def _of_jax(self, loss: Callable[[Any, Any], Any]) -> Backward:
+        """The gradient of a function of logits and cotangent of one matrix."""
+        import jax
 
         gradient = jax.jit(jax.vmap(jax.grad(loss)))
         given = [jax.numpy.asarray(part.cpu().numpy()) for part in (self.logits, self.cotangents)]
@@ -193,7 +233,7 @@ def main() -> None:
     rows = Rows(
         f"bench_adjoint_{given.device}",
         ("n", "matrices"),
-        *("torch", "triton", "ott-jax", "jax"),
+        *("torch", "triton", "liger-kernel", "ott-jax", "jaxopt", "jax"),
         folder=given.output,
         again=given.again,
     )

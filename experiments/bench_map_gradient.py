@@ -70,10 +70,13 @@ class Work:
     def ott_jax(self) -> Tensor:
         """The gradient of <cotangent, f> by x."""
         import jax
+        from jax._src.interpreters import batching
         from ott.geometry import costs, pointcloud
         from ott.problems.linear import linear_problem
         from ott.solvers.linear import implicit_differentiation, sinkhorn
 
+        # OTT-JAX 0.6 asks for it where JAX had it before 0.11.
+        jax.interpreters.batching.is_vmappable = batching.is_vmappable
         implicit = implicit_differentiation.ImplicitDiff()
         solver = sinkhorn.Sinkhorn(threshold=1e-3, implicit_diff=implicit)
         given = (self.x, self.y, self.cotangents["potentials"])
