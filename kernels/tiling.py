@@ -103,15 +103,20 @@ class Ranges(NamedTuple):
             slot, how many programs before it have the same rows.
         slots: (row blocks,) int32, programs per block of rows.
         most: the largest of `slots`.
+        whole: how many blocks of rows, the first ones, have one program each.
     """
 
     programs: Tensor
     slots: Tensor
     most: int
+    whole: int
 
 
 # What a program's start and end cost, in column blocks.
 STARTING_COST = 0.5
+
+# Part of a pass that fewer ranges may take longer: what each of them adds up takes memory.
+TRIFLE = 0.01
 
 
 @lru_cache
@@ -123,12 +128,14 @@ def column_ranges(row_blocks: int, column_blocks: int, tile: Tile, device: torch
     """
     running = _programs_at_once(tile, device)
     left = row_blocks % running
-    splits = min(
-        range(1, min(column_blocks, 64) + 1),
-        key=lambda count: (
-            -(-left * count // running) * (-(-column_blocks // count) + STARTING_COST)
-        ),
-    )
+    counts = range(1, min(column_blocks, 64) + 1)
+    costs = [
+        row_blocks // running * column_blocks
+        + -(-left * count // running) * (-(-column_blocks // count) + STARTING_COST)
+        for count in counts
+    ]
+    most = (1 + TRIFLE) * min(costs)
+    splits = next(count for count, cost in zip(counts, costs, strict=True) if cost <= most)
     per_range = -(-column_blocks // splits)
     starts = range(0, column_blocks, per_range)
     whole = row_blocks - left
@@ -143,6 +150,7 @@ def column_ranges(row_blocks: int, column_blocks: int, tile: Tile, device: torch
         torch.tensor(programs, dtype=torch.int32, device=device),
         torch.tensor(slots, dtype=torch.int32, device=device),
         max(slots),
+        whole,
     )
 
 

@@ -86,10 +86,11 @@ def fused_product_kernel(
     column_classes_ptr,  # int32, of `add_bias`
     values_ptr,  # (m, COPIES, COLUMNS + EXTRA) float16: hi parts, and lo parts if PARTS is 3
     ranges_ptr,  # (programs, 4) int32: row block, first column block, column blocks, slot
-    products_ptr,  # (slots, n, COLUMNS + EXTRA) float32
-    sums_ptr,  # (slots, n) float32
+    products_ptr,  # (n + (slots - 1) (n - whole), COLUMNS + EXTRA) float32
+    sums_ptr,  # (n + (slots - 1) (n - whole),) float32
     n,
     m,
+    whole,
     unit,
     scale,
     costs_width,
@@ -156,8 +157,10 @@ def fused_product_kernel(
             extra = multiply(
                 high, low, values_ptr, o_column, COLUMNS, unit, extra, WIDTH, EXTRA, PARTS
             )
-    tl.store(sums_ptr + slot.to(tl.int64) * n + o_row, sums * unit)
-    p_out = products_ptr + (slot.to(tl.int64) * n + o_row)[:, None] * WIDTH
+    # Of rows from `whole` on the other slots follow.
+    o_out = o_row.to(tl.int64) + tl.where(slot > 0, n + (slot - 1) * (n - whole) - whole, 0)
+    tl.store(sums_ptr + o_out, sums * unit)
+    p_out = products_ptr + o_out[:, None] * WIDTH
     tl.store(p_out + tl.arange(0, COLUMNS)[None, :], out)
     if EXTRA > 0:
         tl.store(p_out + COLUMNS + tl.arange(0, EXTRA)[None, :], extra)
@@ -208,14 +211,16 @@ class FusedProduct:
             return torch.cat([part for part, _ in found], 1), found[0][1]
         columns, extra = widths(count)
         width = columns + extra
-        padded = torch.nn.functional.pad(values, (0, width - count)).contiguous()
+        if width > count:
+            values = torch.nn.functional.pad(values, (0, width - count))
         held = most > NARROW
         tile = product_tile(x.shape[1], columns, parts, x.device, pure=layout.pure, held=held)
         n, m = layout.size, self._columns.layout.size
         ranges = column_ranges(n // BLOCK_ROWS, m // tile.columns, tile, x.device)
-        # Blocks of rows with fewer ranges leave the others 0.
-        out = torch.zeros((ranges.most, n, width), device=x.device)
-        sums = torch.zeros((ranges.most, n), device=x.device)
+        whole = BLOCK_ROWS * ranges.whole
+        stored = n + (ranges.most - 1) * (n - whole)
+        out = torch.empty((stored, width), device=x.device)
+        sums = torch.empty(stored, device=x.device)
         fused_product_kernel[(len(ranges.programs),)](
             operand(x, BLOCK_ROWS, tile),
             operand(y, tile.columns, tile),
@@ -224,12 +229,13 @@ class FusedProduct:
             self._terms.costs,
             self._terms.rows,
             self._terms.columns,
-            padded,
+            values.contiguous(),
             ranges.programs,
             out,
             sums,
             n,
             m,
+            whole,
             2.0**-LOG2_SCALE,
             self._scores.scale * self._scale,
             self._terms.costs.shape[1],
@@ -248,7 +254,10 @@ class FusedProduct:
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        return out.sum(0)[:, :count], sums.sum(0)
+        if ranges.most > 1:
+            for part in (out, sums):
+                part[whole:n] += part[n:].view(ranges.most - 1, n - whole, *part.shape[1:]).sum(0)
+        return out[:n, :count], sums[:n]
 
 
 def most_columns(dim: int, parts: int, device: torch.device) -> int:

@@ -39,8 +39,8 @@ from otdd_flash.kernels.tiling import (
 )
 
 # A block of the plan: 128 MiB a part. In blocks that the second-level cache holds, launches and not
-# memory take most of the time.
-BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 8192
+# memory take most of the time. Of many coordinates products take longer, and half of it will do.
+BLOCK_HEIGHT, BLOCK_WIDTH, MANY_COORDINATES = 8192, 8192, 256
 # Q is scaled by 2^10: rows whose sums lie in this range neither overflow nor lose bits.
 LOG2_SCALE = 10
 ROW_RANGE = 2.0**-5, 2.0**5
@@ -164,15 +164,16 @@ def apply_plan_blocks(
     origin = torch.where(layout.filled, layout.origin, count)
     out = torch.empty((count + 1, values.coordinates.shape[1]), device=device)
     sums = torch.empty(count + 1, device=device)
-    size = stored * min(BLOCK_HEIGHT, n) * min(BLOCK_WIDTH, m)
+    wide = BLOCK_WIDTH if launch.dim < MANY_COORDINATES else BLOCK_WIDTH // 2
+    size = stored * min(BLOCK_HEIGHT, n) * min(wide, m)
     buffer = torch.empty(size, dtype=torch.float16, device=device)
     unit = 2.0**-LOG2_SCALE
     for row in range(0, n, BLOCK_HEIGHT):
         height = min(BLOCK_HEIGHT, n - row)
         product = torch.empty((height, out.shape[1]), device=device)
         row_sums = torch.zeros(height, device=device)
-        for column in range(0, m, BLOCK_WIDTH):
-            width = min(BLOCK_WIDTH, m - column)
+        for column in range(0, m, wide):
+            width = min(wide, m - column)
             block = buffer[: stored * height * width].view(stored, height, width)
             row_sums += launch(block, row, column)
             high = values.coordinates[column : column + width]

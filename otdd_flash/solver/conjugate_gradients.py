@@ -53,7 +53,7 @@ def conjugate_gradients(
 
     Args:
         system: the matrix.
-        right: (m, s) float64.
+        right: (m, s) float64, in the system's range.
         goal: (s,) size of the recursive residual to stop at.
         most: (s,) int64, iterations at the most.
     """
@@ -90,7 +90,7 @@ class Metric:
         values = torch.where(self._present, values, 0)
         if not self.constants:
             return values
-        return values - self.masses * (values.sum(0) / self.total)
+        return torch.addcmul(values, self.masses, values.sum(0) / self.total, value=-1)
 
     def size(self, values: Tensor) -> Tensor:
         """Sizes (s,) of values (m, s), scaled by masses^(-1/2)."""
@@ -113,9 +113,9 @@ class Iterates:
     def __init__(self, system: System, right: Tensor, goal: Tensor, most: Tensor) -> None:
         self._metric = metric = system.metric
         self._precision, self._goal, self._most = system.precision, goal, most
-        self.left = _by_columns(metric.in_range(right))
-        self.values = _by_columns(torch.zeros_like(right))
-        self.direction = _by_columns(metric.inverse * self.left)
+        self.left = right.T.clone(memory_format=torch.contiguous_format).T
+        self.values = torch.zeros_like(self.left)
+        self.direction = metric.inverse * self.left
         self.size = (self.left * self.direction).sum(0)
         self.unknown = torch.zeros_like(self.size)
         self.iterations = torch.zeros_like(most)
@@ -165,8 +165,3 @@ class Iterates:
 def inverse(masses: Tensor) -> Tensor:
     """One over masses, 0 where there is none."""
     return torch.where(masses > 0, 1 / masses, 0)
-
-
-def _by_columns(values: Tensor) -> Tensor:
-    """A copy whose columns are contiguous."""
-    return values.T.contiguous().T

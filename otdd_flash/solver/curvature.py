@@ -185,15 +185,13 @@ class CrossCurvature:
         of_a, of_e = _both(at.transposed_times, a, e)
         solved = self._solve(-_dot(of_a, at.y) - of_e)
         w2 = at.here(solved.values.T)
-        if at.row_moments is None:
-            of_w2 = at.times(w2[..., None])[..., 0]
-            changes = [(a, at.y), (torch.ones_like(r)[:, None], w2[..., None] / factor)]
-            moved = _weighted(at.plan.times, at.y, changes).mul_(factor)
-        else:
-            moved, of_w2 = _both(at.times, w2[..., None] * at.y, w2)
-            moved = moved + factor * torch.einsum("nkl,snl->snk", at.row_moments, a)
+        moved, of_w2 = _both(at.times, w2[..., None] * at.y, w2)
         t1 = factor * e - by_row * of_w2
-        moved += t1[..., None] * images
+        moved = moved + t1[..., None] * images
+        if at.row_moments is None:
+            moved += _weighted(at.plan.times, at.y, [(a, at.y)]).mul_(factor)
+        else:
+            moved += factor * torch.einsum("nkl,snl->snk", at.row_moments, a)
         by_x = factor * (r[:, None] * (a + shift) - moved / at.epsilon)
         # Means and what is left are orthogonal.
         curvature = factor * r.sum() * shift.square().sum((1, 2)) + _dot(a, by_x).sum(1)
@@ -210,14 +208,14 @@ class CrossCurvature:
         of_a, of_e = _both(at.transposed_times, a, e)
         solved = self._solve(c * v - _dot(b, transposed_images) - _dot(of_a, y) - of_e)
         w2 = at.here(solved.values.T)
-        of_w2 = at.times(w2[..., None])[..., 0]
-        t1, t2 = factor * e - at.by_row * of_w2, w2 - factor * v
-        changes = [(a, y), (x, b), (torch.ones_like(r)[:, None], t2[..., None] / factor)]
-        moved = t1[..., None] * images + factor * _weighted(at.plan.times, y, changes)
+        t2, changes = w2 - factor * v, [(a, y), (x, b)]
+        moved, of_w2 = _both(at.times, t2[..., None] * y, w2)
+        t1 = factor * e - at.by_row * of_w2
+        moved = moved + t1[..., None] * images
+        moved += _weighted(at.plan.times, y, changes).mul_(factor)
         by_x = factor * (r[:, None] * (a + shift) - of_b - moved / at.epsilon)
-        changes = [(a, y), (x, b), (t1[..., None] / factor, torch.ones_like(c)[:, None])]
-        moved = t2[..., None] * transposed_images
-        moved += factor * _weighted(at.plan.transposed_times, x, changes)
+        moved = t2[..., None] * transposed_images + at.transposed_times(t1[..., None] * x)
+        moved += _weighted(at.plan.transposed_times, x, changes).mul_(factor)
         moved += at.here(solved.left.T)[..., None] * y
         by_y = factor * (c[:, None] * (b - shift) - of_a - moved / at.epsilon)
         curvature = factor * r.sum() * shift.square().sum((1, 2))
@@ -251,8 +249,8 @@ class SelfCurvature:
         right = (factor * right.double()).T
         solved = solve(self._system, self._rounded, right, self._cg)
         t = (at.here(solved.values.T) - factor * u)[..., None]
-        changes = [(a, x), (x, a), (torch.ones_like(r)[:, None], t / factor)]
-        moved = t * images + factor * _weighted(at.plan.times, x, changes)
+        moved = t * images + at.times(t * x)
+        moved += _weighted(at.plan.times, x, [(a, x), (x, a)]).mul_(factor)
         moved += at.here(solved.left.T)[..., None] * x
         by_x = 2 * factor * (r[:, None] * a - of_a - moved / at.epsilon)
         # Both potentials, so twice.
@@ -283,8 +281,16 @@ def _weighted(times: Callable[..., Tensor], values: Tensor, changes: list[Factor
     They are the same for all directions, or one for each, with a leading dimension.
     """
     count = max(len(side) for pair in changes for side in pair if side.ndim == 3)
-    width = sum(left.shape[-1] for left, _ in changes)
-    left, right = (values.new_empty((count, side.shape[-2], width)) for side in changes[0])
+    left, right = changes[0] if len(changes) == 1 else _beside(changes, count)
+    sides = (side.expand(count, *side.shape[-2:]) for side in (left, right))
+    found = [times(values, factors) for factors in zip(*sides, strict=True)]
+    return found[0][None] if count == 1 else torch.stack(found)
+
+
+def _beside(changes: list[Factors], count: int) -> Factors:
+    """Pairs of factors as one, L (count, n, k) and R (count, m, k)."""
+    like, width = changes[0][0], sum(left.shape[-1] for left, _ in changes)
+    left, right = (like.new_empty((count, side.shape[-2], width)) for side in changes[0])
     first = 0
     for pair in changes:
         last = first + pair[0].shape[-1]
@@ -292,8 +298,7 @@ def _weighted(times: Callable[..., Tensor], values: Tensor, changes: list[Factor
         left[..., first:last].copy_(pair[0]).mul_(scale)
         right[..., first:last].copy_(pair[1]).div_(scale)
         first = last
-    found = [times(values, factors) for factors in zip(left, right, strict=True)]
-    return found[0][None] if count == 1 else torch.stack(found)
+    return left, right
 
 
 def _balance(left: Tensor, right: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ class SchurSystem:
     def times(self, values: Tensor) -> Tensor:
         """S w (m, s)."""
         image = self._plan.times(values).mul_(self._by_row)
-        return self._scaled_masses * values - self._plan.transposed_times(image)
+        taken = self._plan.transposed_times(image)
+        return torch.addcmul(taken.neg_(), self._scaled_masses, values)
 
 
 class SelfSystem:
@@ -106,7 +107,7 @@ class SelfSystem:
 
     def times(self, values: Tensor) -> Tensor:
         """(diag(r) + P) w (n, s)."""
-        return self._scaled_masses * values + self._plan.times(values)
+        return torch.addcmul(self._plan.times(values), self._scaled_masses, values)
 
 
 class Solution(NamedTuple):
