@@ -38,9 +38,9 @@ from otdd_flash.kernels.tiling import (
     tile_for,
 )
 
-# A block of the plan: 128 MiB a part. In blocks that the second-level cache holds, launches and not
-# memory take most of the time. Of many coordinates products take longer, and half of it will do.
-BLOCK_HEIGHT, BLOCK_WIDTH, MANY_COORDINATES = 8192, 8192, 256
+# A block of the plan: 64 MiB a part. In blocks that the second-level cache holds, launches and not
+# memory take most of the time.
+BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
 # Q is scaled by 2^10: rows whose sums lie in this range neither overflow nor lose bits.
 LOG2_SCALE = 10
 ROW_RANGE = 2.0**-5, 2.0**5
@@ -164,16 +164,15 @@ def apply_plan_blocks(
     origin = torch.where(layout.filled, layout.origin, count)
     out = torch.empty((count + 1, values.coordinates.shape[1]), device=device)
     sums = torch.empty(count + 1, device=device)
-    wide = BLOCK_WIDTH if launch.dim < MANY_COORDINATES else BLOCK_WIDTH // 2
-    size = stored * min(BLOCK_HEIGHT, n) * min(wide, m)
+    size = stored * min(BLOCK_HEIGHT, n) * min(BLOCK_WIDTH, m)
     buffer = torch.empty(size, dtype=torch.float16, device=device)
     unit = 2.0**-LOG2_SCALE
     for row in range(0, n, BLOCK_HEIGHT):
         height = min(BLOCK_HEIGHT, n - row)
         product = torch.empty((height, out.shape[1]), device=device)
         row_sums = torch.zeros(height, device=device)
-        for column in range(0, m, wide):
-            width = min(wide, m - column)
+        for column in range(0, m, BLOCK_WIDTH):
+            width = min(BLOCK_WIDTH, m - column)
             block = buffer[: stored * height * width].view(stored, height, width)
             row_sums += launch(block, row, column)
             high = values.coordinates[column : column + width]
@@ -261,34 +260,30 @@ class _Launch:
             factors=factors is not None,
             gather=not rows.points.layout.pure,
         )
-        self.factors, self.factor_unit = factors, 1.0
+        self._points = self._operands(self.rows, self.columns)
+        self._factors, self._rank = self._points, 0
+        self._factor_scale = self.factor_unit = 1.0
         if factors is not None:
             # Cauchy-Schwarz: no entry of A B^T times the unit's inverse exceeds 1.
-            norms = [float(side.squares[1].max()) ** 0.5 for side in factors]
-            self.factor_unit = 2.0 ** math.ceil(math.log2(max(norms[0] * norms[1], 1e-30)))
+            most = torch.stack([side.squares[1].max() for side in factors]).double().prod()
+            self.factor_unit = 2.0 ** math.ceil(math.log2(max(float(most), 1e-60)) / 2)
+            self._factors = self._operands(*factors)
+            self._rank = factors[0].coordinates.shape[1]
+            self._factor_scale = 1 / (factors[0].scale * factors[1].scale * self.factor_unit)
 
     def __call__(self, block: Tensor, row: int, column: int) -> Tensor:
         """Write Q from (row, column) on to `block` (1 or 2, height, width); return its row sums."""
         tile, (_, height, width) = self.tile, block.shape
-        x, y = self._operands(self.rows, self.columns)
-        a, b, rank, factor_scale = x, y, 0, 1.0
-        if self.factors is not None:
-            a, b = self._operands(*self.factors)
-            rank = self.factors[0].coordinates.shape[1]
-            scales = self.factors[0].scale * self.factors[1].scale
-            factor_scale = 1 / (scales * self.factor_unit)
         sums = torch.empty((width // tile.columns, height), device=self.device)
         layout = self.rows.layout
         plan_block_kernel[(height // BLOCK_ROWS * (width // tile.columns),)](
-            x,
-            y,
+            *self._points,
             self.bias,
             self.row_term,
             self.terms.costs,
             self.terms.rows,
             self.terms.columns,
-            a,
-            b,
+            *self._factors,
             block,
             sums,
             row,
@@ -300,9 +295,9 @@ class _Launch:
             self.scores.scale * self.scale,
             self.terms.costs.shape[1],
             self.scale,
-            factor_scale,
+            self._factor_scale,
             DIM=self.dim,
-            RANK=rank,
+            RANK=self._rank,
             PARTS=self.scores.parts,
             BLOCK_M=BLOCK_ROWS,
             BLOCK_N=tile.columns,

@@ -23,7 +23,7 @@ of which x, y, the class distances and both lambdas see M V and M^T U alone:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -88,15 +88,22 @@ class Entries:
         masses = inputs.source.masses, inputs.target.masses
         return cls(masses, operator, (f, g), problem.epsilon)
 
-    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """The product e V (n, k) for V (m, k), or (e o A B^T) V."""
-        left, right = self._masses
-        return self.plan.times(values / right, factors) / left
+    def times(
+        self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The product e V (n, k) for V (m, k), or (e o A B^T) V.
 
-    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """The product e^T U (m, k) for U (n, k), or (e o A B^T)^T U."""
+        With weights (m,) that of w o V, side by side for several of them.
+        """
         left, right = self._masses
-        return self.plan.transposed_times(values / left, factors) / right
+        return self.plan.times(_weighted(values, weights, right), factors).div_(left)
+
+    def transposed_times(
+        self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The product e^T U (m, k) for U (n, k), or (e o A B^T)^T U; weights (n,) as above."""
+        left, right = self._masses
+        return self.plan.transposed_times(_weighted(values, weights, left), factors).div_(right)
 
     @cached_property
     def q(self) -> Tensor:
@@ -159,6 +166,17 @@ class _Weighted:
         return entries.b[:, None] * entries.transposed_times(entries.a[:, None] * values)
 
 
+def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tensor:
+    """All w o V over masses (m, 1), side by side, of values V (m, k); V itself without weights."""
+    if not weights:
+        return values / masses
+    count = values.shape[1]
+    found = values.new_empty((len(values), count * len(weights)))
+    for part, weight in zip(found.split(count, 1), weights, strict=True):
+        torch.mul(values, weight[:, None] / masses, out=part)
+    return found
+
+
 class CostWeights:
     """M of the head of this file.
 
@@ -173,25 +191,26 @@ class CostWeights:
         self, entries: Entries, h: Tensor, k: Tensor, factors: Factors | None = None
     ) -> None:
         self._entries, self._factors = entries, factors
-        self._h, self._k = h[:, None], k[:, None]
-        self._a, self._b = entries.a[:, None], entries.b[:, None]
+        self._h, self._k = h, k
 
     def times(self, values: Tensor) -> Tensor:
         """M V (n, j)."""
-        entries, count = self._entries, values.shape[1]
-        found = entries.times(torch.cat((self._b * values, self._k * values), 1))
-        found = self._h * found[:, :count] + self._a * found[:, count:]
+        entries, b = self._entries, self._entries.b
+        of_b, of_k = entries.times(values, weights=(b, self._k)).chunk(2, 1)
+        found = torch.addcmul(self._h[:, None] * of_b, entries.a[:, None], of_k)
+        del of_b, of_k
         if self._factors is not None:
-            found += entries.times(self._b * values, self._factors)
+            found += entries.times(values, self._factors, (b,))
         return found
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """M^T U (m, j)."""
-        entries, count = self._entries, values.shape[1]
-        found = entries.transposed_times(torch.cat((self._h * values, self._a * values), 1))
-        found = self._b * found[:, :count] + self._k * found[:, count:]
+        entries, b = self._entries, self._entries.b[:, None]
+        of_h, of_a = entries.transposed_times(values, weights=(self._h, entries.a)).chunk(2, 1)
+        found = torch.addcmul(b * of_h, self._k[:, None], of_a)
+        del of_h, of_a
         if self._factors is not None:
-            found += self._b * entries.transposed_times(values, self._factors)
+            found += entries.transposed_times(values, self._factors).mul_(b)
         return found
 
 

@@ -185,13 +185,13 @@ class CrossCurvature:
         of_a, of_e = _both(at.transposed_times, a, e)
         solved = self._solve(-_dot(of_a, at.y) - of_e)
         w2 = at.here(solved.values.T)
-        moved, of_w2 = _both(at.times, w2[..., None] * at.y, w2)
-        t1 = factor * e - by_row * of_w2
-        moved = moved + t1[..., None] * images
         if at.row_moments is None:
-            moved += _weighted(at.plan.times, at.y, [(a, at.y)]).mul_(factor)
+            moved = _weighted(at.plan.times, at.y, [(a, at.y)])
         else:
-            moved += factor * torch.einsum("nkl,snl->snk", at.row_moments, a)
+            moved = torch.einsum("nkl,snl->snk", at.row_moments, a)
+        of_y, of_w2 = _both(at.times, w2[..., None] * at.y, w2)
+        t1 = factor * e - by_row * of_w2
+        moved = moved.mul_(factor) + of_y + t1[..., None] * images
         by_x = factor * (r[:, None] * (a + shift) - moved / at.epsilon)
         # Means and what is left are orthogonal.
         curvature = factor * r.sum() * shift.square().sum((1, 2)) + _dot(a, by_x).sum(1)
@@ -209,13 +209,13 @@ class CrossCurvature:
         solved = self._solve(c * v - _dot(b, transposed_images) - _dot(of_a, y) - of_e)
         w2 = at.here(solved.values.T)
         t2, changes = w2 - factor * v, [(a, y), (x, b)]
-        moved, of_w2 = _both(at.times, t2[..., None] * y, w2)
+        moved = _weighted(at.plan.times, y, changes)
+        of_y, of_w2 = _both(at.times, t2[..., None] * y, w2)
         t1 = factor * e - at.by_row * of_w2
-        moved = moved + t1[..., None] * images
-        moved += _weighted(at.plan.times, y, changes).mul_(factor)
+        moved = moved.mul_(factor) + of_y + t1[..., None] * images
         by_x = factor * (r[:, None] * (a + shift) - of_b - moved / at.epsilon)
-        moved = t2[..., None] * transposed_images + at.transposed_times(t1[..., None] * x)
-        moved += _weighted(at.plan.transposed_times, x, changes).mul_(factor)
+        moved = _weighted(at.plan.transposed_times, x, changes).mul_(factor)
+        moved += at.transposed_times(t1[..., None] * x) + t2[..., None] * transposed_images
         moved += at.here(solved.left.T)[..., None] * y
         by_y = factor * (c[:, None] * (b - shift) - of_a - moved / at.epsilon)
         curvature = factor * r.sum() * shift.square().sum((1, 2))
@@ -249,8 +249,8 @@ class SelfCurvature:
         right = (factor * right.double()).T
         solved = solve(self._system, self._rounded, right, self._cg)
         t = (at.here(solved.values.T) - factor * u)[..., None]
-        moved = t * images + at.times(t * x)
-        moved += _weighted(at.plan.times, x, [(a, x), (x, a)]).mul_(factor)
+        moved = _weighted(at.plan.times, x, [(a, x), (x, a)]).mul_(factor)
+        moved += at.times(t * x) + t * images
         moved += at.here(solved.left.T)[..., None] * x
         by_x = 2 * factor * (r[:, None] * a - of_a - moved / at.epsilon)
         # Both potentials, so twice.

@@ -33,7 +33,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import Compute, build_operator
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.plan import StreamedPlan
+from otdd_flash.operators.plan import Factors, StreamedPlan
 from otdd_flash.solver.adjoint import (
     CostWeights,
     Entries,
@@ -196,21 +196,22 @@ class MapGradient:
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients for a cotangent T' (n, k)."""
         (cotangent,) = cotangents
-        cotangent = cotangent.to(self._problem.request.device, torch.float64)
         return self._problem.request.within_memory(lambda: self._gradient(cotangent))
 
     def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:
-        problem, (values, _) = self._problem, self._centred()
+        problem = self._problem
         entries = Entries.of(problem, *self._potentials)
-        (a, b), per_q = (entries.a, entries.b), 1 / entries.q[:, None]
-        means = per_q * entries.times(b[:, None] * values)
-        dots = (cotangent * means).sum(1, keepdim=True)
-        left = per_q * torch.cat((cotangent, -dots), 1)
-        right = torch.cat((values, torch.ones_like(values[:, :1])), 1)
+        a, b, per_q = entries.a, entries.b, 1 / entries.q[:, None]
+        left, right = self._factors(entries, per_q, cotangent)
         pulled = entries.transposed_times(left)
         sums = (right * pulled).sum(1)
+        by_values = None
+        if self._images is not None or "y" in self.needs:
+            by_values = b[:, None] * pulled[:, :-1]
+        # Here and below what is not needed any more is let go: nothing else takes more memory.
+        del pulled
         w1, w2 = entries.solve(torch.zeros_like(a), b * sums, self._cg, self._options)
-        factors = left / -problem.epsilon, right
+        factors = left.div_(-problem.epsilon), right
         weights = CostWeights(entries, a * w1 / problem.epsilon, b * w2 / problem.epsilon, factors)
         gradient = cost_gradient(problem, weights, self.needs)
         if self.needs & {"a", "b"}:
@@ -219,12 +220,21 @@ class MapGradient:
             if "b" in self.needs:
                 of_u = entries.transposed_times((a * u)[:, None])[:, 0]
                 gradient["b"] = torch.where(b > 0, w2, (sums - of_u) / entries.p)
-        by_values = b[:, None] * pulled[:, :-1]
-        if self._images is not None:
-            gradient["values"] = by_values
-        elif "y" in self.needs:
-            gradient["y"] = gradient["y"] + by_values
+        if by_values is not None:
+            if self._images is None:
+                gradient["y"] += by_values
+            else:
+                gradient["values"] = by_values
         return gradient
+
+    def _factors(self, entries: Entries, per_q: Tensor, cotangent: Tensor) -> Factors:
+        """A (n, k + 1) and B (m, k + 1) of the head of this file."""
+        values, _ = self._centred()
+        right = torch.cat((values, torch.ones_like(values[:, :1])), 1)
+        means = entries.times(values, weights=(entries.b,)).mul_(per_q)
+        cotangent = cotangent.to(means)
+        dots = (cotangent * means).sum(1, keepdim=True)
+        return torch.cat((cotangent, -dots), 1).mul_(per_q), right
 
     def _centred(self) -> tuple[Tensor, Tensor]:
         """V about an origin (k,) near it, and that, float64."""
