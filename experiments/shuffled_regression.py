@@ -25,6 +25,7 @@ import argparse
 import statistics
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +134,19 @@ def main() -> None:
     keys = ("cells", "epsilon", "seed", "method")
     rows = Rows(name, keys, "torch", "triton", folder=given.output, again=given.again)
     known: dict[str, Any] = {"cells": len(cells), "device": given.device}
-    for method in given.methods:
-        for epsilon in given.epsilons:
-            exact, damped = losses(data, epsilon, given)
-            truth: dict[str, float] = {}
-            for seed in range(given.seeds):
-                row = {**known, "epsilon": epsilon, "seed": seed, "method": method}
-                if rows.has(**{key: row[key] for key in keys}):
-                    continue
-                if time.perf_counter() - started > given.seconds:
-                    break
-                truth = truth or at_truth(exact)
-                row |= measure(method, seed, exact, damped, given.max_steps)
-                rows.add({**row, "at_truth": truth})
+    found = {epsilon: losses(data, epsilon, given) for epsilon in given.epsilons}
+    truths: dict[float, dict[str, float]] = {}
+    for method, seed, epsilon in product(given.methods, range(given.seeds), given.epsilons):
+        row = {**known, "epsilon": epsilon, "seed": seed, "method": method}
+        if rows.has(**{key: row[key] for key in keys}):
+            continue
+        if time.perf_counter() - started > given.seconds:
+            break
+        exact, damped = found[epsilon]
+        if epsilon not in truths:
+            truths[epsilon] = at_truth(exact)
+        row |= measure(method, seed, exact, damped, given.max_steps)
+        rows.add({**row, "at_truth": truths[epsilon]})
     say(rows.rows)
     escaped = [row for row in rows.rows if row["escapes"]]
     if escaped:

@@ -8,7 +8,7 @@ tuning at run time.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -85,7 +85,14 @@ def pipeline_stages(tile: Tile, gather: bool) -> int | None:
 
 def _has_room_for_wide_tiles(device: torch.device) -> bool:
     """Whether four stages of 128 + 256 rows of 64 float16 fit; workstation cards have 100 KB."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200_000
+    return shared_memory(device) >= 200_000
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have at the most."""
+    # Not in the types of every version of PyTorch.
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def operand(coordinates: Tensor, rows: int, tile: Tile) -> object:

@@ -13,8 +13,7 @@ from experiments.regression.problem import Loss, Point, Spectrum
 
 LEARNING_RATE = 0.03
 LEAST_EIGENVALUE, STEPS_PER_CHECK = 1e-3, 10
-# Losses are compared up to their rounding, or no step would be short enough near the end.
-ARMIJO, HALVINGS, ROUNDING = 0.1, 10, 1e-7
+ARMIJO, HALVINGS = 0.1, 10
 SMALL_GRADIENT, PATIENCE = 5e-3, 3
 
 
@@ -134,7 +133,8 @@ class Descent:
         slope = float((direction * here.gradient).sum())
         for length in (first / 2**halved for halved in range(HALVINGS + 1)):
             w = here.w + length * direction
-            limit = here.loss + ARMIJO * length * slope + ROUNDING * abs(here.loss)
+            # Up to rounding, or no step would be short enough near the end.
+            limit = here.loss + ARMIJO * length * slope + self._loss.rounding * abs(here.loss)
             if self._loss.surely_above(w, limit, here):
                 continue
             found = self._loss.at(w, near=here)

@@ -39,6 +39,7 @@ from otdd_flash.kernels.tiling import (
     load_tile,
     narrow_tile,
     operand,
+    shared_memory,
 )
 
 # Columns of V at once: what one product of a tensor core takes, up to what registers hold.
@@ -266,7 +267,7 @@ def most_columns(dim: int, parts: int, device: torch.device) -> int:
         return NARROW
     if device.type != "cuda":
         return WIDE + NARROW
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    room = shared_memory(device)
     fitting = (
         columns
         for columns in (WIDE + NARROW, WIDE // 2 + NARROW)

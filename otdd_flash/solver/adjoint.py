@@ -172,7 +172,7 @@ def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tens
         return values / masses
     count = values.shape[1]
     found = values.new_empty((len(values), count * len(weights)))
-    for part, weight in zip(found.split(count, 1), weights, strict=True):
+    for part, weight in zip(torch.split(found, count, 1), weights, strict=True):
         torch.mul(values, weight[:, None] / masses, out=part)
     return found
 
