@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -226,20 +226,22 @@ def cost_gradient(
     source, target = inputs.source, inputs.target
     clouds = ((side.features, side.masses) for side in (source, target))
     origin = origin_near(clouds, torch.float64)
-    x, y = (less_origin(side.features, origin) for side in (source, target))
-    factor = 2 * inputs.cost.squared.lambda_x
+    # Made where they are used: nothing takes more memory than products, which need one of them.
+    x, y = (partial(less_origin, side.features, origin) for side in (source, target))
+    factor, dim = 2 * inputs.cost.squared.lambda_x, source.features.shape[1]
     by_class = bool(needs & {"classes", "lambda_y"})
     if needs & {"x", "lambda_x"} or by_class:
-        columns = [torch.ones_like(y[:, :1])]
+        parts: list[Callable[[], Tensor]] = [lambda: torch.ones_like(target.masses)[:, None]]
         if needs & {"x", "lambda_x"}:
-            columns.append(y)
+            parts.append(y)
         if by_class:
             classes = inputs.class_distances.shape[1]
-            columns.append(torch.nn.functional.one_hot(class_indices(target), classes).to(y))
-        found = weights.times(torch.cat(columns, 1))
-        rows, moved = found[:, :1], found[:, 1 : 1 + y.shape[1]]
+            belonging = partial(torch.nn.functional.one_hot, class_indices(target), classes)
+            parts.append(lambda: belonging().double())
+        found = weights.times(torch.cat([part() for part in parts], 1))
+        rows, moved = found[:, :1], found[:, 1 : 1 + dim]
         if "x" in needs:
-            gradient["x"] = factor * (rows * x - moved)
+            gradient["x"] = factor * (rows * x() - moved)
         if by_class:
             block = torch.zeros_like(inputs.class_distances)
             block.index_add_(0, class_indices(source), found[:, -classes:])
@@ -248,13 +250,13 @@ def cost_gradient(
             table[problem.classes["x"], problem.classes["y"]] = inputs.cost.lambda_y * block
             gradient["classes"] = table
     if needs & {"y", "lambda_x"}:
-        ones = torch.ones_like(x[:, :1])
-        back = weights.transposed_times(torch.cat((ones, x), 1) if "y" in needs else ones)
+        ones = torch.ones_like(source.masses)[:, None]
+        back = weights.transposed_times(torch.cat((ones, x()), 1) if "y" in needs else ones)
         if "y" in needs:
-            gradient["y"] = factor * (back[:, :1] * y - back[:, 1:])
+            gradient["y"] = factor * (back[:, :1] * y() - back[:, 1:])
         if "lambda_x" in needs:
-            of_squares = (rows * x.square()).sum() + (back[:, :1] * y.square()).sum()
-            gradient["lambda_x"] = of_squares - 2 * (x * moved).sum()
+            of_squares = (rows * x().square()).sum() + (back[:, :1] * y().square()).sum()
+            gradient["lambda_x"] = of_squares - 2 * (x() * moved).sum()
     return gradient
 
 

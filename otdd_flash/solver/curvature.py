@@ -114,11 +114,11 @@ class _Points:
 
     def times(self, values: Tensor) -> Tensor:
         """P V (s, n, k) for V (s, m, k)."""
-        return _apart(self.plan.times(_together(values)), len(values))
+        return _apart(self.plan.times(_as_columns(values)), len(values))
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """P^T U (s, m, k) for U (s, n, k)."""
-        return _apart(self.plan.transposed_times(_together(values)), len(values))
+        return _apart(self.plan.transposed_times(_as_columns(values)), len(values))
 
     @cached_property
     def r(self) -> Tensor:
@@ -182,14 +182,18 @@ class CrossCurvature:
         r, by_row = at.r, at.by_row
         shift, a = _less_mean(a, r)
         e = -by_row * _dot(a, images)
-        of_a, of_e = _both(at.transposed_times, a, e)
-        solved = self._solve(-_dot(of_a, at.y) - of_e)
+        of_a, of_e = _both(at.transposed_times, _beside(a, e))
+        right = -_dot(of_a, at.y) - of_e
+        # As large as the points, and not needed any more.
+        del of_a
+        solved = self._solve(right)
         w2 = at.here(solved.values.T)
         if at.row_moments is None:
             moved = _weighted(at.plan.times, at.y, [(a, at.y)])
         else:
             moved = torch.einsum("nkl,snl->snk", at.row_moments, a)
-        of_y, of_w2 = _both(at.times, w2[..., None] * at.y, w2)
+        ones = torch.ones_like(w2)
+        of_y, of_w2 = _both(at.times, _beside(at.y, ones).mul_(w2[..., None]))
         t1 = factor * e - by_row * of_w2
         moved = moved.mul_(factor) + of_y + t1[..., None] * images
         by_x = factor * (r[:, None] * (a + shift) - moved / at.epsilon)
@@ -203,14 +207,14 @@ class CrossCurvature:
         r, c = at.r, at.c
         (mean_a, a), (mean_b, b) = _less_mean(a, r), _less_mean(b, c)
         shift, v = mean_a - mean_b, _dot(y, b)
-        of_b, of_v = _both(at.times, b, v)
+        of_b, of_v = _both(at.times, _beside(b, v))
         e = at.by_row * (of_v - _dot(a, images) - _dot(x, of_b))
-        of_a, of_e = _both(at.transposed_times, a, e)
+        of_a, of_e = _both(at.transposed_times, _beside(a, e))
         solved = self._solve(c * v - _dot(b, transposed_images) - _dot(of_a, y) - of_e)
         w2 = at.here(solved.values.T)
         t2, changes = w2 - factor * v, [(a, y), (x, b)]
         moved = _weighted(at.plan.times, y, changes)
-        of_y, of_w2 = _both(at.times, t2[..., None] * y, w2)
+        of_y, of_w2 = _both(at.times, _beside(t2[..., None] * y, w2))
         t1 = factor * e - at.by_row * of_w2
         moved = moved.mul_(factor) + of_y + t1[..., None] * images
         by_x = factor * (r[:, None] * (a + shift) - of_b - moved / at.epsilon)
@@ -244,7 +248,7 @@ class SelfCurvature:
         r = at.r
         _, a = _less_mean(at.here(a), r)
         u = _dot(x, a)
-        of_a, of_u = _both(at.times, a, u)
+        of_a, of_u = _both(at.times, _beside(a, u))
         right = r * u - _dot(x, of_a) - _dot(a, images) + of_u
         right = (factor * right.double()).T
         solved = solve(self._system, self._rounded, right, self._cg)
@@ -281,13 +285,13 @@ def _weighted(times: Callable[..., Tensor], values: Tensor, changes: list[Factor
     They are the same for all directions, or one for each, with a leading dimension.
     """
     count = max(len(side) for pair in changes for side in pair if side.ndim == 3)
-    left, right = changes[0] if len(changes) == 1 else _beside(changes, count)
+    left, right = changes[0] if len(changes) == 1 else _together(changes, count)
     sides = (side.expand(count, *side.shape[-2:]) for side in (left, right))
     found = [times(values, factors) for factors in zip(*sides, strict=True)]
     return found[0][None] if count == 1 else torch.stack(found)
 
 
-def _beside(changes: list[Factors], count: int) -> Factors:
+def _together(changes: list[Factors], count: int) -> Factors:
     """Pairs of factors as one, L (count, n, k) and R (count, m, k)."""
     like, width = changes[0][0], sum(left.shape[-1] for left, _ in changes)
     left, right = (like.new_empty((count, side.shape[-2], width)) for side in changes[0])
@@ -311,11 +315,14 @@ def _balance(left: Tensor, right: Tensor) -> Tensor:
     return (ratio.log2() / 2).round().exp2()
 
 
-def _both(
-    times: Callable[[Tensor], Tensor], values: Tensor, numbers: Tensor
-) -> tuple[Tensor, Tensor]:
-    """P V (s, n, k) and P q (s, n), for V (s, m, k) and q (s, m), in one pass."""
-    found = times(torch.cat((values, numbers[..., None]), 2))
+def _beside(values: Tensor, numbers: Tensor) -> Tensor:
+    """V (m, k), or one for each direction, and q (s, m) as (s, m, k + 1)."""
+    return torch.cat((values.expand(*numbers.shape, -1), numbers[..., None]), 2)
+
+
+def _both(times: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor, Tensor]:
+    """P V (s, n, k) and P q (s, n), for (V, q) side by side, in one pass."""
+    found = times(values)
     return found[..., :-1], found[..., -1]
 
 
@@ -343,7 +350,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
     return (one * other).sum(-1)
 
 
-def _together(values: Tensor) -> Tensor:
+def _as_columns(values: Tensor) -> Tensor:
     """(s, m, k) as the columns of one matrix (m, s k)."""
     return values.transpose(0, 1).flatten(1)
 
