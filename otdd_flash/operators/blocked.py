@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -27,8 +28,8 @@ from otdd_flash.operators.base import (
     Operator,
     refined,
 )
-from otdd_flash.operators.host_points import Block, by_class
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost, on_host
+from otdd_flash.operators.host_points import Block, HostPoints, by_class
+from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, Cut, LabelledCost, on_host
 
 # build(cost): the operator of a cost whose points are on the device.
 Build = Callable[[LabelledCost], "BlockOperator"]
@@ -68,20 +69,53 @@ FAR = 90 * math.log(2)
 ROUNDINGS = 8
 
 
-class Tile(NamedTuple):
-    """A block of rows and one of columns; `diagonal` if they are one and others come once."""
+class There(NamedTuple):
+    """A block and its points (k, d) on the device."""
 
-    rows: slice | Tensor
-    columns: slice | Tensor
+    block: Block
+    points: Tensor
+
+
+class Tile(NamedTuple):
+    """A block of rows and one of columns.
+
+    Attributes:
+        sides: both.
+        operator: the cost between them, of masses that sum to 1 on each side.
+        masses: of the rows and of the columns, in the whole.
+        diagonal: they are one block, and other pairs come once.
+    """
+
+    sides: tuple[There, There]
     operator: BlockOperator
-    row_mass: float
-    column_mass: float
+    masses: tuple[float, float]
     diagonal: bool
+
+    @property
+    def rows(self) -> Cut:
+        """Of the whole, where passes run."""
+        return self.sides[0].block.rows
+
+    @property
+    def columns(self) -> Cut:
+        """Likewise."""
+        return self.sides[1].block.rows
 
     @property
     def mass(self) -> float:
         """Of the product of both masses."""
-        return self.row_mass * self.column_mass
+        return self.masses[0] * self.masses[1]
+
+
+class AppliedBlock(NamedTuple):
+    """What a plan makes of values, for some points of the side of the result."""
+
+    own: There
+    applied: Applied
+
+
+# make(rows, points): what is multiplied (k, c), for some points (k, d) of the other side.
+Make = Callable[[Cut, Tensor], Tensor]
 
 
 class BlockedOperator:
@@ -112,26 +146,32 @@ class BlockedOperator:
             )
         )
         first = Block(slice(0, 1), slice(0, 1))
-        self._first = self._tile(first, first, *(points[first.rows] for points in self._points))
+        one, other = (There(first, points[first.rows]) for points in self._points)
+        self._first = self._tile((one, other))
 
-    def _tile(
-        self, rows: Block, columns: Block, x: Tensor, y: Tensor, *, diagonal: bool = False
-    ) -> Tile:
+    def _tile(self, sides: tuple[There, There], *, diagonal: bool = False) -> Tile:
+        (rows, x), (columns, y) = sides
         part = self.cost.part(rows.rows, columns.rows, (x, y))
         part.a, row_mass = _normalised(part.a)
         part.b, column_mass = _normalised(part.b)
         operator = self._build(part)
         if self._high:
             operator = cast(BlockOperator, refined(operator))
-        return Tile(rows.rows, columns.rows, operator, row_mass, column_mass, diagonal)
+        return Tile(sides, operator, (row_mass, column_mass), diagonal)
 
-    def _tiles(self, *, upper: bool = False) -> Iterator[Tile]:
-        """All pairs of blocks, row by row; those on and above the diagonal if `upper`."""
-        x, y = self._points
-        for turn, (rows, left) in enumerate(zip(self._rows, x.stream(self._rows), strict=True)):
-            after = self._columns[turn if upper else 0 :]
-            for place, (columns, right) in enumerate(zip(after, y.stream(after), strict=True)):
-                yield self._tile(rows, columns, left, right, diagonal=upper and place == 0)
+    def _tiles(self, *, upper: bool = False, by_columns: bool = False) -> Iterator[Tile]:
+        """All pairs of blocks, row by row or column by column.
+
+        Those on and above the diagonal if `upper`.
+        """
+        (x, y), outers, inners = self._points, self._rows, self._columns
+        if by_columns:
+            x, y, outers, inners = y, x, inners, outers
+        for turn, own in enumerate(_there(x, outers)):
+            others = _there(y, inners[turn if upper else 0 :])
+            for place, other in enumerate(others):
+                sides = (other, own) if by_columns else (own, other)
+                yield self._tile(sides, diagonal=upper and place == 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,6 +204,7 @@ class BlockedOperator:
             first.segment,
             self.sample,
             None if first.refined is None else self._refine,
+            in_blocks=self.applied_blocks,
         )
 
     def _refine(self) -> BlockedOperator:
@@ -189,9 +230,9 @@ class BlockedOperator:
         """The softmin of rows or of columns; a guess too far from it costs another pass."""
         joined = Joined(self.b if columns else self.a, epsilon)
         for tile in self._tiles():
-            own, other, mass = tile.rows, tile.columns, tile.column_mass
+            own, other, mass = tile.rows, tile.columns, tile.masses[1]
             if columns:
-                own, other, mass = tile.columns, tile.rows, tile.row_mass
+                own, other, mass = tile.columns, tile.rows, tile.masses[0]
             near = None if guess is None else guess[own]
             found = tile.operator.softmin_part(potential[other], epsilon, near, columns=columns)
             joined.add(own, found, mass)
@@ -206,11 +247,11 @@ class BlockedOperator:
             one, other = f[tile.rows], f[tile.columns]
             if tile.diagonal:
                 found = tile.operator.softmin_part(other, epsilon, one, columns=False)
-                joined.add(tile.rows, found, tile.column_mass)
+                joined.add(tile.rows, found, tile.masses[1])
                 continue
             of_rows, of_columns = tile.operator.softmin_pair(one, other, epsilon)
-            joined.add(tile.rows, of_rows, tile.column_mass)
-            joined.add(tile.columns, of_columns, tile.row_mass)
+            joined.add(tile.rows, of_rows, tile.masses[1])
+            joined.add(tile.columns, of_columns, tile.masses[0])
         if not joined.is_near(f):
             return self._softmin(f, epsilon, None, columns=False)
         return joined.potential.to(self.dtype)
@@ -246,10 +287,6 @@ class BlockedOperator:
             lost,
         )
 
-    def _with_mass(self) -> Iterator[tuple[slice | Tensor, slice | Tensor, Operator, float]]:
-        for tile in self._tiles():
-            yield tile.rows, tile.columns, tile.operator, tile.mass
-
     def apply_plan(
         self,
         f: Tensor,
@@ -263,19 +300,44 @@ class BlockedOperator:
         """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
         masses = torch.zeros_like(self.b if transposed else self.a)
         out = values.new_zeros((len(masses), values.shape[1]), dtype=self.dtype)
-        for here, there, operator, mass in self._with_mass():
-            own, other = (there, here) if transposed else (here, there)
-            found = operator.apply_plan(
-                f[here],
-                g[there],
-                epsilon,
-                values[other],
-                transposed=transposed,
-                factors=None if factors is None else (factors[0][here], factors[1][there]),
-            )
-            out[own] += mass * found.values
-            masses[own] += mass * found.masses
+        for own, applied in self.applied_blocks(
+            f, g, epsilon, lambda rows, _: values[rows], transposed=transposed, factors=factors
+        ):
+            out[own.block.rows], masses[own.block.rows] = applied
         return Applied(out, masses)
+
+    def applied_blocks(
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        make: Make,
+        *,
+        transposed: bool = False,
+        factors: tuple[Tensor, Tensor] | None = None,
+    ) -> Iterator[AppliedBlock]:
+        """The same of values that are made for a block of points, a block of the result at a time.
+
+        So neither values nor results need be on the device at once.
+        """
+        tiles = self._tiles(by_columns=transposed)
+        own, other = (1, 0) if transposed else (0, 1)
+        for _, stripe in groupby(tiles, lambda tile: id(tile.sides[own].block)):
+            out: Applied | None = None
+            for tile in stripe:
+                found = tile.operator.apply_plan(
+                    f[tile.rows],
+                    g[tile.columns],
+                    epsilon,
+                    make(tile.sides[other].block.rows, tile.sides[other].points),
+                    transposed=transposed,
+                    factors=factors and (factors[0][tile.rows], factors[1][tile.columns]),
+                )
+                found = Applied(tile.mass * found.values, tile.mass * found.masses)
+                out = found if out is None else Applied(*map(torch.add, out, found))
+                there = tile.sides[own]
+            assert out is not None
+            yield AppliedBlock(there, out)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
@@ -310,6 +372,11 @@ class Joined:
     def potential(self) -> Tensor:
         """(n,), in units of the cost."""
         return -self._epsilon * self._logs
+
+
+def _there(points: HostPoints, blocks: list[Block]) -> Iterator[There]:
+    """One block after the other, on the device."""
+    yield from map(There, blocks, points.stream(blocks))
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:

@@ -20,6 +20,9 @@ from otdd_flash.feature_file import FileFeatures
 # Share of the time that passes wait, from which on reading is what takes the time.
 LIMIT = 0.1
 
+# Points that are on the device at once where they are only looked at.
+STREAMED_ROWS = 1 << 14
+
 
 class Block(NamedTuple):
     """Some points of a cloud.

@@ -79,8 +79,8 @@ class LabelledCost:
         self.symmetric = x is y and labels_x is labels_y and a is b
         self._whole: LabelledCost | None = None
         self.known: dict[str, Any] = {}
-        mean_x = _mean(x, a)
-        mean_y = mean_x if self.symmetric else _mean(y, b)
+        mean_x = weighted_mean(x, a)
+        mean_y = mean_x if self.symmetric else weighted_mean(y, b)
         self.centre = (mean_x + mean_y) / 2
         seen_x = _norms(x, a, self.centre)
         seen_y = seen_x if self.symmetric else _norms(y, b, self.centre)
@@ -294,7 +294,8 @@ def _squared_norms(rows: Tensor) -> Tensor:
     return norms.square()
 
 
-def _mean(points: Points, masses: Tensor) -> Tensor:
+def weighted_mean(points: Points, masses: Tensor) -> Tensor:
+    """sum_i a_i x_i (d,), float64, for masses (n,) on the device."""
     mean = masses.new_zeros(points.shape[1])
     for part, rows in in_float64(points):
         mean += masses[part] @ rows

@@ -19,10 +19,11 @@ from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.feature_file import FileFeatures
-from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes
+from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes, points_of
 from otdd_flash.operators.footprint import CostSize
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.host_points import Streaming
+from otdd_flash.operators.labelled_cost import Points
 from otdd_flash.operators.memory import (
     UNASKED,
     check_memory,
@@ -125,6 +126,10 @@ class Request:
     def at(self, *seen: LabeledSamples) -> Request:
         """The request of other points, no more of them, on the device and seen by the cost."""
         return replace(self, given=seen, seen=seen)
+
+    def points(self, place: int) -> Points:
+        """A dataset's points as they were given, on the device or on their way there."""
+        return points_of(self.given[place], self.streaming)
 
     def see(self, samples: LabeledSamples) -> LabeledSamples:
         """Other samples, moved and seen as the datasets are."""

@@ -28,6 +28,7 @@ stored.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -37,8 +38,9 @@ from torch import Tensor
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs, class_indices
 from otdd_flash.operators.ground import SHARES
-from otdd_flash.operators.labelled_cost import squared_norms
+from otdd_flash.operators.labelled_cost import Cut, squared_norms
 from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.solver.plan_blocks import Assembled, PlanBlock, blocks_of, plan_blocks
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_solves import Pulled
@@ -46,8 +48,9 @@ from otdd_flash.solver.term_solves import Pulled
 Input = Literal["x", "y", "a", "b", "classes", "lambda_x", "lambda_y"]
 Needs = frozenset[Input]
 
-# Derivatives by input: x (n, d) and y (m, d) in the type of the points; a (n,), b (m,), classes (a
-# table of class distances) and both lambdas (0-dim) in float64. On the device of the operator.
+# Derivatives by input: x (n, d) and y (m, d) in the type of the points and where these are; a (n,),
+# b (m,), classes (a table of class distances) and both lambdas (0-dim) in float64 on the device of
+# the operator.
 Gradient = dict[Input, Tensor]
 
 # Inputs that all terms of a divergence share.
@@ -168,13 +171,13 @@ class DivergenceGradient:
             if p is None:
                 continue
             # What <a, p> adds, p_i = -lambda_x ||x_i||^2 / 2.
-            a = side.masses
+            a, device = side.masses, request.device
             if key in gradient:
                 gradient[key] -= (cost.lambda_x * a).to(points.dtype).unsqueeze(1) * points
             if of_masses in gradient:
-                gradient[of_masses] += p
+                gradient[of_masses] += p.to(device)
             if "lambda_x" in gradient:
-                gradient["lambda_x"] -= a @ squared_norms(points) / 2
+                gradient["lambda_x"] -= (a @ squared_norms(points) / 2).to(device)
         return gradient
 
     def _add(self, name: str, gradient: Gradient, factor: float) -> None:
@@ -201,55 +204,61 @@ class _Plan:
         # The potentials belong to the cost of the original points.
         self.operator = refined(operator)
         self.term, self.weights = term, inputs.cost.squared
-        sides = inputs.source, inputs.target
-        self.points = [side.features for side in sides]
+        self.points = inputs.points
         # One origin for both, near both: r x - P y then loses nothing to their distance from 0.
         clouds = zip(self.points, (operator.a, operator.b), strict=True)
         self.origin = origin_near(clouds, operator.dtype)
-        self.labels = [class_indices(side) for side in sides]
+        sides = inputs.source, inputs.target
+        self.labels = [class_indices(side).to(operator.a.device) for side in sides]
         self.class_distances = inputs.class_distances
 
     def from_rows(self, needs: Needs) -> Gradient:
         """What follows from P applied to the columns' points and classes, in one pass."""
-        columns: dict[str, Tensor] = {}
-        if needs & {"x", "lambda_x"}:
-            columns["points"] = self._centred(1)
-        if "lambda_x" in needs:
-            columns["squares"] = columns["points"].square().sum(1, keepdim=True)
-        if needs & {"classes", "lambda_y"}:
-            classes = self.class_distances.shape[1]
-            one_hot = torch.nn.functional.one_hot(self.labels[1], classes)
-            columns["classes"] = one_hot.to(self.operator.dtype)
-        if not columns:
+        names = self._names(needs)
+        if not names:
             return {}
-        images, r = self._apply(columns)
-        # One copy of points at a time.
-        columns.clear()
+        scales = self._scales(names)
+
+        def make(which: Cut, points: Tensor) -> Tensor:
+            parts = self._columns(names, which, points)
+            if len(parts) == 1:
+                return parts[0]
+            return torch.cat([part / scale for part, scale in zip(parts, scales, strict=True)], 1)
+
+        by_x, squares = Assembled(self.points[0]), self.class_distances.new_zeros(())
+        coupling = torch.zeros_like(self.class_distances)
+        for block, points, (image, r) in self._applied(make):
+            images = self._named(names, image, scales)
+            if "lambda_x" in needs:
+                # sum P ||x - y||^2, with the same rounded plan in all three parts.
+                x = less_origin(points, self.origin)
+                products = (x * images["points"]).sum(1).double()
+                squares += r @ x.square().sum(1).double() + images["squares"].double().sum()
+                squares -= 2 * products.sum()
+            if "x" in needs:
+                by_x.put(block, self._pull(points, r, images["points"]))
+            if "classes" in images:
+                classes = images["classes"].double()
+                coupling.index_add_(0, self.labels[0][block.rows], classes)
         gradient: Gradient = {}
         if "lambda_x" in needs:
-            # sum P ||x - y||^2, with the same rounded plan in all three parts.
-            x = self._centred(0)
-            squares = x.square().sum(1).double()
-            products = (x * images["points"]).sum(1).double()
-            gradient["lambda_x"] = (
-                r @ squares + images["squares"].double().sum() - 2 * products.sum()
-            )
+            gradient["lambda_x"] = squares
         if "x" in needs:
-            gradient["x"] = self._pull(0, r, images["points"])
-        if "classes" in images:
-            coupling = torch.zeros_like(self.class_distances)
-            coupling.index_add_(0, self.labels[0], images["classes"].double())
-            if "classes" in needs:
-                gradient["classes"] = self.weights.lambda_y * coupling
-            if "lambda_y" in needs:
-                gradient["lambda_y"] = (coupling * self.class_distances).sum()
+            gradient["x"] = by_x.rows
+        if "classes" in needs:
+            gradient["classes"] = self.weights.lambda_y * coupling
+        if "lambda_y" in needs:
+            gradient["lambda_y"] = (coupling * self.class_distances).sum()
         return gradient
 
     def from_columns(self) -> Tensor:
         """2 lambda_x (c y - P^T x), shape (m, d)."""
-        f, g, epsilon = self.term.f, self.term.g, self.term.epsilon
-        image, c = self.operator.apply_plan(f, g, epsilon, self._centred(0), transposed=True)
-        return self._pull(1, c, image)
+        found = Assembled(self.points[1])
+        for block, points, (image, c) in self._applied(
+            lambda _, x: less_origin(x, self.origin), transposed=True
+        ):
+            found.put(block, self._pull(points, c, image))
+        return found.rows
 
     def row_masses(self) -> Tensor:
         """F - epsilon (r / a - 1), shape (n,)."""
@@ -263,30 +272,64 @@ class _Plan:
         softmin = self.operator.softmin_columns(f, epsilon, guess=g)
         return _mass_gradient(self.operator.b, g, softmin, epsilon)
 
-    def _apply(self, columns: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """P V for each V (m, k), and r (n,), of one pass over all of them."""
-        if len(columns) == 1:
-            ((name, values),) = columns.items()
-            image, r = self.operator.apply_plan(self.term.f, self.term.g, self.term.epsilon, values)
-            return {name: image}, r
-        # An operator may round all columns on one scale, so they come at the same one.
-        scales = [_power_of_two(values) for values in columns.values()]
-        scaled = [values / scale for values, scale in zip(columns.values(), scales, strict=True)]
-        f, g, epsilon = self.term.f, self.term.g, self.term.epsilon
-        image, r = self.operator.apply_plan(f, g, epsilon, torch.cat(scaled, 1))
-        parts = torch.split(image, [values.shape[1] for values in scaled], 1)
-        named = zip(columns, parts, scales, strict=True)
-        return {name: part * scale for name, part, scale in named}, r
+    def _applied(
+        self, make: Callable[[Cut, Tensor], Tensor], *, transposed: bool = False
+    ) -> Iterator[PlanBlock]:
+        potentials, epsilon = (self.term.f, self.term.g), self.term.epsilon
+        return plan_blocks(
+            self.operator, potentials, epsilon, self.points, make, transposed=transposed
+        )
 
-    def _pull(self, side: int, masses: Tensor, image: Tensor) -> Tensor:
-        """2 lambda_x (r x - P y), in the type of the points that it moves."""
-        points = self._centred(side)
-        pulled = points.mul_(masses.to(points.dtype).unsqueeze(1)).sub_(image)
-        return pulled.mul_(2 * self.weights.lambda_x).to(self.points[side].dtype)
+    def _names(self, needs: Needs) -> list[str]:
+        """What P is applied to."""
+        points = ["points"] if needs & {"x", "lambda_x"} else []
+        squares = ["squares"] if "lambda_x" in needs else []
+        classes = ["classes"] if needs & {"classes", "lambda_y"} else []
+        return points + squares + classes
 
-    def _centred(self, side: int) -> Tensor:
-        """A new copy of the rows' points, 0, or the columns', 1, about the common origin."""
-        return less_origin(self.points[side], self.origin)
+    def _columns(self, names: Sequence[str], which: Cut, points: Tensor) -> list[Tensor]:
+        """V (k, .) by name, of some points (k, d) of the columns."""
+        made: dict[str, Tensor] = {}
+        if "points" in names:
+            made["points"] = less_origin(points, self.origin)
+        if "squares" in names:
+            made["squares"] = made["points"].square().sum(1, keepdim=True)
+        if "classes" in names:
+            classes = self.class_distances.shape[1]
+            one_hot = torch.nn.functional.one_hot(self.labels[1][which], classes)
+            made["classes"] = one_hot.to(self.operator.dtype)
+        return list(made.values())
+
+    def _scales(self, names: Sequence[str]) -> list[float]:
+        """Powers of two that bring all V to one size, as an operator may round them on one scale.
+
+        Of a single V it is 1.
+        """
+        if len(names) == 1:
+            return [1.0]
+        largest = torch.zeros(len(names), dtype=torch.float64, device=self.origin.device)
+        for which, points in blocks_of(self.points[1]):
+            parts = self._columns(names, which, points)
+            there = torch.stack([part.abs().max().double() for part in parts])
+            largest = torch.maximum(largest, there)
+        return [_power_of_two(each) for each in largest.tolist()]
+
+    def _named(
+        self, names: Sequence[str], image: Tensor, scales: Sequence[float]
+    ) -> dict[str, Tensor]:
+        """P V by name, from that of all V side by side over their scales."""
+        if len(names) == 1:
+            return {names[0]: image}
+        sizes = {"points": self.points[1].shape[1], "squares": 1}
+        widths = [sizes.get(name, self.class_distances.shape[1]) for name in names]
+        named = zip(names, torch.split(image, widths, 1), scales, strict=True)
+        return {name: part * scale for name, part, scale in named}
+
+    def _pull(self, points: Tensor, masses: Tensor, image: Tensor) -> Tensor:
+        """2 lambda_x (r x - P y) of some points (k, d), in their type."""
+        pulled = less_origin(points, self.origin)
+        pulled.mul_(masses.to(pulled.dtype).unsqueeze(1)).sub_(image)
+        return pulled.mul_(2 * self.weights.lambda_x).to(points.dtype)
 
 
 def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
@@ -300,7 +343,6 @@ def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: 
     return potential - epsilon * torch.expm1((potential - softmin) / epsilon)
 
 
-def _power_of_two(values: Tensor) -> float:
-    """The power of two next above the largest entry."""
-    largest = float(values.abs().max())
+def _power_of_two(largest: float) -> float:
+    """The power of two next above a number; 1 for 0."""
     return 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0

@@ -144,7 +144,7 @@ class VelocityField:
         potential = potential.to(operator.a.device)
         softmin = operator.softmin_rows(potential, self.epsilon)
         means = conditional_means(
-            operator, softmin, potential, self.epsilon, inputs.target.features, origin
+            operator, softmin, potential, self.epsilon, inputs.points, origin
         )
         return softmin, means
 
