@@ -123,6 +123,7 @@ def pairwise_distances(
     with epsilon_given_as(*given, epsilon):
         found = _Solves(request, table, epsilon, options, progress).run()
     solved = time.perf_counter()
+    streaming = request.streaming
     return gather(
         found,
         sides,
@@ -131,6 +132,7 @@ def pairwise_distances(
         compute=compute.alone,
         method=metric.name if class_distances is None else "given",
         seconds={"class_distances": measured - started, "solve": solved - measured},
+        streamed=None if streaming is None else streaming.tally.summary(solved - measured),
     )
 
 

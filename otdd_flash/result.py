@@ -264,7 +264,7 @@ class DistanceResult:
             ) from error
         sides = self.source, self.target
         pairs = (SIDES["xy"],)
-        return Request.prepare(sides, self.cost, self.compute, pairs=pairs, streams=True)
+        return Request.prepare(sides, self.cost, self.compute, pairs=pairs)
 
     @cached_property
     def _operator(self) -> Operator:

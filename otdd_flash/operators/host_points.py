@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -44,31 +44,44 @@ class Arrived(NamedTuple):
 
 
 @dataclass(eq=False)
-class Streaming:
-    """How points come to the device, for all clouds of a request.
+class Tally:
+    """What was read, for all clouds of a comparison.
 
     Attributes:
-        device: where passes run.
-        room: bytes that points of both clouds may take there at once.
-        moved: bytes that were read so far.
-        reading: seconds that reading them took, beside passes.
+        moved: bytes so far.
+        reading: seconds that it took, beside passes.
         waited: seconds that passes waited for it.
     """
 
-    device: torch.device
-    room: int
     moved: int = 0
     reading: float = 0.0
     waited: float = 0.0
 
-    def summary(self, seconds: float) -> dict[str, Any]:
-        """What a result says of it, after a solve of so many seconds."""
+    def summary(self, seconds: float) -> dict[str, Any] | None:
+        """What a result says of it, after a solve of so many seconds; None if nothing was read."""
+        if self.moved == 0:
+            return None
         return {
             "bytes": self.moved,
             "bytes_per_second": self.moved / max(self.reading, 1e-9),
             "seconds_waited": self.waited,
             "limited_by_reading": self.waited > LIMIT * seconds,
         }
+
+
+@dataclass(frozen=True, eq=False)
+class Streaming:
+    """How points come to the device, for all clouds of a request.
+
+    Attributes:
+        device: where passes run.
+        room: bytes that points of both clouds may take there at once.
+        tally: of what was read.
+    """
+
+    device: torch.device
+    room: int
+    tally: Tally = field(default_factory=Tally)
 
 
 class HostPoints:
@@ -84,6 +97,8 @@ class HostPoints:
         device = streaming.device
         self.shape, self.dtype, self.is_cuda = features.shape, features.dtype, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        # For rows and for columns, of which the cost of a cloud with itself streams both from here.
+        self._reader = ThreadPoolExecutor(2)
 
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
         """Some points (k, d) on the device."""
@@ -93,39 +108,43 @@ class HostPoints:
 
     def stream(self, blocks: Sequence[Block]) -> Iterator[Tensor]:
         """The points of one block after the other, on the device, the next on its way."""
-        with ThreadPoolExecutor(1) as reader:
-            ahead = reader.submit(self._arrive, blocks[0].host)
-            for following in (*blocks[1:], None):
-                start = time.perf_counter()
-                points, copied = ahead.result()
-                self.streaming.waited += time.perf_counter() - start
-                if following is not None:
-                    ahead = reader.submit(self._arrive, following.host)
-                if copied is not None:
-                    current = torch.cuda.current_stream(self.device)
-                    current.wait_event(copied)
-                    points.record_stream(current)
-                yield points
+        ahead = self._reader.submit(self._arrive, blocks[0].host)
+        for following in (*blocks[1:], None):
+            start = time.perf_counter()
+            points, copied = ahead.result()
+            self.streaming.tally.waited += time.perf_counter() - start
+            if following is not None:
+                ahead = self._reader.submit(self._arrive, following.host)
+            if copied is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_event(copied)
+                points.record_stream(current)
+            yield points
 
     @torch.no_grad()
     def _arrive(self, rows: slice | Tensor) -> Arrived:
         start = time.perf_counter()
+        if self.features.is_cuda:
+            # Such as particles, which are written on this stream.
+            return Arrived(self.features[rows], self._event(torch.cuda.current_stream(self.device)))
         read = self._read(rows)
-        self.streaming.moved += read.nbytes
-        self.streaming.reading += time.perf_counter() - start
+        self.streaming.tally.moved += read.nbytes
+        self.streaming.tally.reading += time.perf_counter() - start
         if self._stream is None:
             return Arrived(read.to(self.device), None)
         with torch.cuda.stream(self._stream):
             points = read.to(self.device, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._stream)
-        return Arrived(points, copied)
+        return Arrived(points, self._event(self._stream))
+
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """That all on a stream so far is done."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
     def _read(self, rows: slice | Tensor) -> Tensor:
-        """Some rows, page-locked for a GPU unless they are on one already."""
+        """Some rows, page-locked for a GPU."""
         features = self.features
-        if features.is_cuda:
-            return features[rows]
         count = len(range(*rows.indices(len(features)))) if isinstance(rows, slice) else len(rows)
         out = torch.empty((count, features.shape[1]), dtype=features.dtype, pin_memory=self.is_cuda)
         if isinstance(features, FileFeatures):

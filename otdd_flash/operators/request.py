@@ -72,7 +72,7 @@ class Request:
         *,
         pairs: Iterable[Pair] | None = None,
         seen: bool = False,
-        streams: bool = False,
+        resident: bool = False,
     ) -> Request:
         """Check what a comparison takes, then move the datasets.
 
@@ -83,8 +83,8 @@ class Request:
             pairs: places of the datasets that operators will be made of; by default every two, and
                 each with itself.
             seen: the datasets are as the ground cost sees them already.
-            streams: points that the device does not hold may stay where they are: nothing is asked
-                for but operators.
+            resident: all points are needed on the device. Otherwise, where it does not hold them,
+                they stay where they are and are streamed.
 
         Raises:
             InputError: there is no such device, the backend cannot run on it or in the precision,
@@ -96,8 +96,9 @@ class Request:
             places = range(len(datasets))
             pairs = (*combinations(places, 2), *zip(places, places, strict=True))
         pairs = list(pairs)
-        if streams and (streaming := _streaming(datasets, pairs, compute, device)) is not None:
-            _check_streamed(cost, compute)
+        streaming = None if resident else _streaming(datasets, pairs, compute, device)
+        if streaming is not None:
+            _check_streamed(cost, compute, seen=seen)
             sides = tuple(datasets)
             return cls(sides, sides, cost, compute, streaming.room, streaming)
         needed = check_resources(datasets, pairs, compute, device)
@@ -118,13 +119,27 @@ class Request:
         streaming = self.streaming
         return self.given[0].features.device if streaming is None else streaming.device
 
+    @property
+    def home(self) -> torch.device:
+        """Where the points of the last dataset are when they are not used."""
+        return self.given[-1].features.device
+
     def of(self, *places: int) -> Request:
-        """The request of some of the datasets."""
+        """The request of some of the datasets, which the device may hold where it holds not all."""
+        if self.streaming is not None:
+            some = [self.given[place] for place in places]
+            found = Request.prepare(some, self.cost, self.compute, pairs=((0, len(some) - 1),))
+            if found.streaming is None:
+                return found
+            return replace(found, streaming=replace(found.streaming, tally=self.streaming.tally))
         given, seen = (tuple(each[k] for k in places) for each in (self.given, self.seen))
         return replace(self, given=given, seen=seen)
 
     def at(self, *seen: LabeledSamples) -> Request:
-        """The request of other points, no more of them, on the device and seen by the cost."""
+        """The request of other points, no more of them, seen by the cost.
+
+        They are on the device, or some where the datasets stream.
+        """
         return replace(self, given=seen, seen=seen)
 
     def points(self, place: int) -> Points:
@@ -164,27 +179,33 @@ def _streaming(
     if not elsewhere and not any(isinstance(side.features, FileFeatures) for side in sides):
         return None
     moved = sum(side.features.nbytes for side in elsewhere)
-    needed = max(
-        moved + operator_bytes(cost_size(datasets[i], datasets[j]), compute, device)
-        for i, j in pairs
-    )
+    sizes = (cost_size(datasets[i], datasets[j]) for i, j in pairs)
+    needed = moved + max((operator_bytes(size, compute, device) for size in sizes), default=0)
     stated = stated_budget(compute.memory_budget)
     if needed <= max(UNASKED, stated or 0):
         return None
     free = free_memory(device)
     if stated is None and needed <= free:
         return None
-    return Streaming(device, int(STREAMED_SHARE * free) if stated is None else max(stated, UNASKED))
+    if stated is None:
+        return Streaming(device, int(STREAMED_SHARE * free))
+    # A budget is for points that are there already, too.
+    there = sum(
+        side.features.nbytes
+        for side in sides
+        if side.features.device == device and not isinstance(side.features, FileFeatures)
+    )
+    return Streaming(device, max(stated - there, UNASKED))
 
 
-def _check_streamed(cost: GroundCost, compute: ComputeOptions) -> None:
+def _check_streamed(cost: GroundCost, compute: ComputeOptions, *, seen: bool) -> None:
     """Refuse what needs all points on the device."""
     if compute.group is not None:
         raise InputError(
             "points that the device does not hold are streamed by one process alone; leave out "
             "compute.group, or raise memory_budget"
         )
-    if cost.ground == "cosine":
+    if cost.ground == "cosine" and not seen:
         raise InputError(
             "ground=cosine needs all points on the device, which does not hold them; divide the "
             "rows by their lengths before they are stored, and use ground=sqeuclidean with half of "
