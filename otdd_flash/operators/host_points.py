@@ -152,7 +152,7 @@ class HostPoints:
                 start, stop, _ = rows.indices(len(features))
                 features.file.read(slice(start, stop), out)
                 return out
-            features.file.check()
+            return features.file.take(rows, out)
         if isinstance(rows, slice):
             return out.copy_(features[rows])
         return torch.index_select(features.detach(), 0, rows, out=out)
