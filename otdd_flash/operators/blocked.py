@@ -28,19 +28,25 @@ from otdd_flash.operators.base import (
     Operator,
     refined,
 )
-from otdd_flash.operators.host_points import Block, HostPoints, by_class
+from otdd_flash.operators.host_points import Block, by_class
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, Cut, LabelledCost, on_host
+from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
 
 # build(cost): the operator of a cost whose points are on the device.
 Build = Callable[[LabelledCost], "BlockOperator"]
 
 
 class BlockOperator(Operator, Protocol):
-    """An operator that says how accurate it is, point by point."""
+    """An operator that says how accurate it is, point by point, and how it packs points."""
 
     @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
         """(n,) and (m,): costs of accurate `marginals` are off by at most row_i + column_j."""
+        ...
+
+    @property
+    def packing(self) -> Packing | None:
+        """How it packs the points of its cost; None where it takes them as they are."""
         ...
 
     def softmin_part(
@@ -67,13 +73,6 @@ FAR = 90 * math.log(2)
 
 # Roundings of a mass that is divided by its block's and multiplied again.
 ROUNDINGS = 8
-
-
-class There(NamedTuple):
-    """A block and its points (k, d) on the device."""
-
-    block: Block
-    points: Tensor
 
 
 class Tile(NamedTuple):
@@ -124,34 +123,32 @@ class BlockedOperator:
     Args:
         cost: its points are `HostPoints`.
         build: makes the operator of a pair of blocks.
-        high: whether operators are to be refined.
+        coarse: the operator that this one is to refine.
     """
 
-    def __init__(self, cost: LabelledCost, build: Build, *, high: bool = False) -> None:
-        self.cost, self._build, self._high = cost, build, high
+    def __init__(
+        self, cost: LabelledCost, build: Build, *, coarse: BlockedOperator | None = None
+    ) -> None:
+        self.cost, self._build, self._high = cost, build, coarse is not None
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
-        x, _ = self._points = on_host(cost)
-        room = x.streaming.room // x.shape[1]
-        sizes = (
-            int(room * (1 - COLUMN_SHARE)) // ROW_BYTES,
-            int(room * COLUMN_SHARE) // COLUMN_BYTES,
-        )
-        if cost.symmetric:
-            # Blocks of rows are blocks of columns.
-            sizes = (room // (ROW_BYTES + COLUMN_BYTES),) * 2
+        sides = on_host(cost)
         self._rows, self._columns = (
-            by_class(labels, classes, min(count, max(LEAST_POINTS, size)))
-            for labels, classes, count, size in zip(
-                cost.labels, cost.class_costs.shape, self.shape, sizes, strict=True
-            )
+            _blocks(cost) if coarse is None else (coarse._rows, coarse._columns)
         )
         first = Block(slice(0, 1), slice(0, 1))
-        one, other = (There(first, points[first.rows]) for points in self._points)
+        one, other = (There(first, points[first.rows], None) for points in sides)
         self._first = self._tile((one, other))
+        packing = self._first.operator.packing
+        self._there: PackedBlocks = (
+            PackedBlocks(sides, cost.labels, packing)
+            if coarse is None
+            else coarse._there.for_parts(packing)
+        )
 
     def _tile(self, sides: tuple[There, There], *, diagonal: bool = False) -> Tile:
-        (rows, x), (columns, y) = sides
-        part = self.cost.part(rows.rows, columns.rows, (x, y))
+        x, y = sides
+        part = self.cost.part(x.block.rows, y.block.rows, (x.points, y.points))
+        part.packed = x.packed, y.packed
         part.a, row_mass = _normalised(part.a)
         part.b, column_mass = _normalised(part.b)
         operator = self._build(part)
@@ -159,17 +156,19 @@ class BlockedOperator:
             operator = cast(BlockOperator, refined(operator))
         return Tile(sides, operator, (row_mass, column_mass), diagonal)
 
-    def _tiles(self, *, upper: bool = False, by_columns: bool = False) -> Iterator[Tile]:
+    def _tiles(
+        self, *, upper: bool = False, by_columns: bool = False, points: bool = False
+    ) -> Iterator[Tile]:
         """All pairs of blocks, row by row or column by column.
 
-        Those on and above the diagonal if `upper`.
+        Those on and above the diagonal if `upper`; with their points themselves if asked for.
         """
-        (x, y), outers, inners = self._points, self._rows, self._columns
+        outer, inner, outers, inners = 0, 1, self._rows, self._columns
         if by_columns:
-            x, y, outers, inners = y, x, inners, outers
-        for turn, own in enumerate(_there(x, outers)):
-            others = _there(y, inners[turn if upper else 0 :])
-            for place, other in enumerate(others):
+            outer, inner, outers, inners = inner, outer, inners, outers
+        for turn, own in enumerate(self._there.stream(outer, outers, points=points)):
+            after = inners[turn if upper else 0 :]
+            for place, other in enumerate(self._there.stream(inner, after, points=points)):
                 sides = (other, own) if by_columns else (own, other)
                 yield self._tile(sides, diagonal=upper and place == 0)
 
@@ -184,7 +183,7 @@ class BlockedOperator:
         of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
         if self.cost.symmetric:
             of_columns = of_rows
-        for tile in self._tiles(upper=self.cost.symmetric):
+        for tile in self._tiles(upper=self.cost.symmetric, points=True):
             rows, columns = tile.operator.accurate_errors
             _raise(of_rows, tile.rows, rows)
             _raise(of_columns, tile.columns, columns)
@@ -208,7 +207,7 @@ class BlockedOperator:
         )
 
     def _refine(self) -> BlockedOperator:
-        return BlockedOperator(self.cost, self._build, high=True)
+        return BlockedOperator(self.cost, self._build, coarse=self)
 
     def sample(self, rows: Tensor, columns: Tensor) -> Operator:
         """The cost between some rows (k,) and columns (l,), int64, on the device."""
@@ -265,7 +264,7 @@ class BlockedOperator:
         if once := self.cost.symmetric and f is g:
             columns, column_errors = rows, row_errors
         cost_rounding = relative_error = lost = 0.0
-        for tile in self._tiles(upper=once):
+        for tile in self._tiles(upper=once, points=True):
             here, there, mass = tile.rows, tile.columns, tile.mass
             found = tile.operator.marginals(f[here], g[there], epsilon, accurate=accurate)
             _raise(row_errors, here, found.row_errors)
@@ -320,7 +319,7 @@ class BlockedOperator:
 
         So neither values nor results need be on the device at once.
         """
-        tiles = self._tiles(by_columns=transposed)
+        tiles = self._tiles(by_columns=transposed, points=True)
         own, other = (1, 0) if transposed else (0, 1)
         for _, stripe in groupby(tiles, lambda tile: id(tile.sides[own].block)):
             out: Applied | None = None
@@ -374,9 +373,20 @@ class Joined:
         return -self._epsilon * self._logs
 
 
-def _there(points: HostPoints, blocks: list[Block]) -> Iterator[There]:
-    """One block after the other, on the device."""
-    yield from map(There, blocks, points.stream(blocks))
+def _blocks(cost: LabelledCost) -> tuple[list[Block], list[Block]]:
+    """Blocks of rows and of columns; the same of a cloud with itself."""
+    (x, _), (n, m) = on_host(cost), cost.shape
+    room = x.streaming.room // x.shape[1]
+    if cost.symmetric:
+        size = max(LEAST_POINTS, room // (ROW_BYTES + COLUMN_BYTES))
+        blocks = by_class(cost.labels[0], cost.class_costs.shape[0], min(n, size))
+        return blocks, blocks
+    rows = max(LEAST_POINTS, int(room * (1 - COLUMN_SHARE)) // ROW_BYTES)
+    columns = max(LEAST_POINTS, int(room * COLUMN_SHARE) // COLUMN_BYTES)
+    return (
+        by_class(cost.labels[0], cost.class_costs.shape[0], min(n, rows)),
+        by_class(cost.labels[1], cost.class_costs.shape[1], min(m, columns)),
+    )
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:

@@ -7,8 +7,9 @@ stream of its own: a pass over enough rows hides that.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,11 +52,15 @@ class Tally:
         moved: bytes so far.
         reading: seconds that it took, beside passes.
         waited: seconds that passes waited for it.
+        held: bytes of packed blocks that host memory held at once.
+        copied: bytes that came from there.
     """
 
     moved: int = 0
     reading: float = 0.0
     waited: float = 0.0
+    held: int = 0
+    copied: int = 0
 
     def summary(self, seconds: float) -> dict[str, Any] | None:
         """What a result says of it, after a solve of so many seconds; None if nothing was read."""
@@ -66,6 +71,8 @@ class Tally:
             "bytes_per_second": self.moved / max(self.reading, 1e-9),
             "seconds_waited": self.waited,
             "limited_by_reading": self.waited > LIMIT * seconds,
+            "bytes_held": self.held,
+            "bytes_copied": self.copied,
         }
 
 
@@ -106,15 +113,21 @@ class HostPoints:
         (points,) = self.stream([Block(rows, host)])
         return points
 
-    def stream(self, blocks: Sequence[Block]) -> Iterator[Tensor]:
-        """The points of one block after the other, on the device, the next on its way."""
-        ahead = self._reader.submit(self._arrive, blocks[0].host)
+    def stream(
+        self, blocks: Sequence[Block], arrive: Callable[[Block], Arrived] | None = None
+    ) -> Iterator[Tensor]:
+        """The points of one block after the other, on the device, the next on its way.
+
+        `arrive` gives something else of a block in their place.
+        """
+        arrive = arrive or self.arrive
+        ahead = self._reader.submit(arrive, blocks[0])
         for following in (*blocks[1:], None):
             start = time.perf_counter()
             points, copied = ahead.result()
             self.streaming.tally.waited += time.perf_counter() - start
             if following is not None:
-                ahead = self._reader.submit(self._arrive, following.host)
+                ahead = self._reader.submit(arrive, following)
             if copied is not None:
                 current = torch.cuda.current_stream(self.device)
                 current.wait_event(copied)
@@ -122,8 +135,9 @@ class HostPoints:
             yield points
 
     @torch.no_grad()
-    def _arrive(self, rows: slice | Tensor) -> Arrived:
-        start = time.perf_counter()
+    def arrive(self, block: Block) -> Arrived:
+        """The points of a block on their way to the device."""
+        start, rows = time.perf_counter(), block.host
         if self.features.is_cuda:
             # Such as particles, which are written on this stream.
             return Arrived(self.features[rows], self._event(torch.cuda.current_stream(self.device)))
@@ -132,9 +146,29 @@ class HostPoints:
         self.streaming.tally.reading += time.perf_counter() - start
         if self._stream is None:
             return Arrived(read.to(self.device), None)
-        with torch.cuda.stream(self._stream):
+        with self.copying():
             points = read.to(self.device, non_blocking=True)
-        return Arrived(points, self._event(self._stream))
+        return Arrived(points, self.copied())
+
+    @contextmanager
+    def copying(self, *, after: bool = False) -> Iterator[None]:
+        """Copy on a stream of its own, beside passes, or `after` what they have been told to do."""
+        if self._stream is None:
+            yield
+            return
+        if after:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def copied(self) -> torch.cuda.Event | None:
+        """That what was to be copied so far is there."""
+        return None if self._stream is None else self._event(self._stream)
+
+    def keep(self, there: Tensor) -> None:
+        """Do not use the memory of a tensor again before it is copied."""
+        if self._stream is not None:
+            there.record_stream(self._stream)
 
     def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """That all on a stream so far is done."""

@@ -58,6 +58,7 @@ class LabelledCost:
         symmetric: whether both sides are one cloud with one set of labels and masses.
         squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64.
         known: what others have found out of it, and need not again.
+        packed: both clouds as kernels pack them, where that is done already.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LabelledCost:
         self.symmetric = x is y and labels_x is labels_y and a is b
         self._whole: LabelledCost | None = None
         self.known: dict[str, Any] = {}
+        self.packed: tuple[Any, Any] = (None, None)
         mean_x = weighted_mean(x, a)
         mean_y = mean_x if self.symmetric else weighted_mean(y, b)
         self.centre = (mean_x + mean_y) / 2

@@ -220,8 +220,8 @@ def test_a_self_term_takes_every_pair_of_blocks_once(
     taken: list[bool] = []
     tiles = BlockedOperator._tiles
 
-    def counted(self: BlockedOperator, *, upper: bool = False) -> Iterator[Tile]:
-        for tile in tiles(self, upper=upper):
+    def counted(self: BlockedOperator, **how: bool) -> Iterator[Tile]:
+        for tile in tiles(self, **how):
             taken.append(tile.diagonal)
             yield tile
 
