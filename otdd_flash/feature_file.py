@@ -66,6 +66,38 @@ class FeatureFile:
         # The first row of each piece, and the number of rows.
         self._firsts = [0, *accumulate(piece.rows for piece in self.matrix.pieces)]
 
+    def reopened(self) -> FeatureFile:
+        """The same files as another process finds them.
+
+        Raises:
+            InputError: one is not there, or is another.
+        """
+        for path, stamp in self._stamps.items():
+            try:
+                found = Stamp.of(path)
+            except OSError as error:
+                raise InputError(
+                    f"another process cannot read {path} ({error.strerror or error}); features in "
+                    "files have to be there for every process of compute.group"
+                ) from None
+            # Devices and inodes are numbered anew on every machine.
+            if found[2:] != stamp[2:]:
+                raise InputError(
+                    f"{path} is another file for another process of compute.group; give all of "
+                    "them the same"
+                )
+            self._stamps[path] = found
+        return self
+
+    @property
+    def features(self) -> Tensor:
+        """(n, d), as `features_file` gives them."""
+        if len(self.matrix.pieces) > 1:
+            return ScatteredFeatures.of(self)
+        features = self.mapped().as_subclass(FileFeatures)
+        features.file = self
+        return features
+
     def check(self) -> None:
         """Refuse files that are others than when they were opened.
 
@@ -112,6 +144,9 @@ class FeatureFile:
     def take(self, rows: Tensor, out: Tensor) -> Tensor:
         """Fill `out` (k, d), on the CPU, with rows (k,) int64 in any order."""
         self.check()
+        count = self._firsts[-1]
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):
+            raise IndexError(f"row {int(rows.max())} of {count}")
         if len(self.matrix.pieces) == 1:
             return torch.index_select(self.mapped(), 0, rows, out=out)
         order = torch.argsort(rows)
@@ -156,6 +191,10 @@ class FileFeatures(Tensor):
     file: FeatureFile
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Other processes read the files."""
+        return _reopened, (self.file,)
 
 
 class ScatteredFeatures(FileFeatures):
@@ -228,9 +267,8 @@ def features_file(path: str | os.PathLike[str] | Dataset, *, key: str | None = N
             another.
     """
     given = Path(path).expanduser() if isinstance(path, str | os.PathLike) else path
-    file = FeatureFile(given, key)
-    if len(file.matrix.pieces) > 1:
-        return ScatteredFeatures.of(file)
-    features = file.mapped().as_subclass(FileFeatures)
-    features.file = file
-    return features
+    return FeatureFile(given, key).features
+
+
+def _reopened(file: FeatureFile) -> Tensor:
+    return file.reopened().features

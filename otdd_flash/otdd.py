@@ -124,7 +124,8 @@ def dataset_distance(
     table = measure_classes(
         x,
         y,
-        dealt(metric, compute.group),
+        # Points that stream are where one process has them.
+        dealt(metric, None if request.streaming else compute.group),
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,

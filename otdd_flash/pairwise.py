@@ -111,7 +111,7 @@ def pairwise_distances(
 
     started = time.perf_counter()
     if class_distances is None:
-        measure = dealt(metric, compute.group)
+        measure = dealt(metric, None if request.streaming else compute.group)
         table = measure_all(request.seen, measure, cache_dir=cache_dir, progress=class_progress)
     else:
         table = class_distances.named_for(sides)

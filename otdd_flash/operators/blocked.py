@@ -132,9 +132,10 @@ class BlockedOperator:
         self.cost, self._build, self._high = cost, build, coarse is not None
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
         sides = on_host(cost)
-        self._rows, self._columns = (
-            _blocks(cost) if coarse is None else (coarse._rows, coarse._columns)
+        self._blocks: tuple[list[Block], list[Block]] = (
+            _blocks(cost) if coarse is None else coarse._blocks
         )
+        self._rows, self._columns = self._blocks
         first = Block(slice(0, 1), slice(0, 1))
         one, other = (There(first, points[first.rows], None) for points in sides)
         self._first = self._tile((one, other))
@@ -180,6 +181,13 @@ class BlockedOperator:
     @cached_property
     def costs(self) -> CostFacts:
         """What is known of the costs; asks all pairs of blocks."""
+        of_rows, of_columns = self.accurate_errors
+        error = float(self.a @ of_rows + self.b @ of_columns)
+        return CostFacts(self.dtype, self.cost.mean_cost, *self.cost.cost_range, error)
+
+    @cached_property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): what costs of accurate `marginals` are off by."""
         of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
         if self.cost.symmetric:
             of_columns = of_rows
@@ -187,8 +195,7 @@ class BlockedOperator:
             rows, columns = tile.operator.accurate_errors
             _raise(of_rows, tile.rows, rows)
             _raise(of_columns, tile.columns, columns)
-        error = float(self.a @ of_rows + self.b @ of_columns)
-        return CostFacts(self.dtype, self.cost.mean_cost, *self.cost.cost_range, error)
+        return of_rows, of_columns
 
     @property
     def execution(self) -> Execution:

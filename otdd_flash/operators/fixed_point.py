@@ -88,12 +88,11 @@ class FixedPoint:
 
     @cached_property
     def _scale(self) -> float:
-        if self._whole is not None:
-            assert self._lattice is not None
+        if self._lattice is not None and self._whole is not None:
             return self._lattice.scale
         cost = self.cost
         reach = longest(cost.points[0].shape[1]) / max(math.sqrt(cost.farthest), TINY)
-        return min(LARGEST / max(cost.largest, TINY), reach)
+        return float(min(LARGEST / max(cost.largest, TINY), reach))
 
     @cached_property
     def squares(self) -> Pair:

@@ -83,11 +83,13 @@ class Streaming:
     Attributes:
         device: where passes run.
         room: bytes that points of both clouds may take there at once.
+        host_room: bytes of host memory that packed blocks of a cost may take.
         tally: of what was read.
     """
 
     device: torch.device
     room: int
+    host_room: int = 0
     tally: Tally = field(default_factory=Tally)
 
 
@@ -95,14 +97,19 @@ class HostPoints:
     """A cloud (n, d) that is streamed; in part it behaves as a tensor on the device.
 
     Args:
-        features: (n, d), where they stay.
+        features: (N, d), where they stay.
         streaming: where passes run, and what is counted.
+        chosen: (n,) int64 on the host, which of them these are; None for all.
     """
 
-    def __init__(self, features: Tensor, streaming: Streaming) -> None:
-        self.features, self.streaming, self.device = features, streaming, streaming.device
-        device = streaming.device
-        self.shape, self.dtype, self.is_cuda = features.shape, features.dtype, device.type == "cuda"
+    def __init__(
+        self, features: Tensor, streaming: Streaming, chosen: Tensor | None = None
+    ) -> None:
+        self.features, self.streaming, self._chosen = features, streaming, chosen
+        device = self.device = streaming.device
+        count = features.shape[0] if chosen is None else len(chosen)
+        self.shape = torch.Size((count, features.shape[1]))
+        self.dtype, self.is_cuda = features.dtype, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
         # For rows and for columns, of which the cost of a cloud with itself streams both from here.
         self._reader = ThreadPoolExecutor(2)
@@ -112,6 +119,14 @@ class HostPoints:
         host = rows if isinstance(rows, slice) else rows.to(self.features.device)
         (points,) = self.stream([Block(rows, host)])
         return points
+
+    def part(self, rows: slice | Tensor) -> HostPoints:
+        """Some of them, which stay where they are."""
+        if isinstance(rows, slice) and rows == slice(None):
+            return self
+        every = torch.arange(self.shape[0]) if self._chosen is None else self._chosen
+        here = rows if isinstance(rows, slice) else rows.cpu()
+        return HostPoints(self.features, self.streaming, every[here])
 
     def stream(
         self, blocks: Sequence[Block], arrive: Callable[[Block], Arrived] | None = None
@@ -138,6 +153,8 @@ class HostPoints:
     def arrive(self, block: Block) -> Arrived:
         """The points of a block on their way to the device."""
         start, rows = time.perf_counter(), block.host
+        if self._chosen is not None:
+            rows = self._chosen[rows]
         if self.features.is_cuda:
             # Such as particles, which are written on this stream.
             return Arrived(self.features[rows], self._event(torch.cuda.current_stream(self.device)))

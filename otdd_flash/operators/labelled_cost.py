@@ -213,7 +213,7 @@ class LabelledCost:
         found, cuts = copy(self), (rows, columns)
         found._whole = self.whole
         x, y = self.points
-        found.points = (x[rows], y[columns]) if points is None else points
+        found.points = points or (_some(x, rows), _some(y, columns))
         pairs = (self.labels, self.squares, self.magnitudes)
         found.labels, found.squares, found.magnitudes = (
             (pair[0][rows], pair[1][columns]) for pair in pairs
@@ -226,6 +226,11 @@ class LabelledCost:
         """Both clouds minus the centre, subtracted in float64 and rounded once."""
         x = _centred(self.points[0], self.centre, dtype)
         return x, x if self.symmetric else _centred(self.points[1], self.centre, dtype)
+
+
+def _some(points: Points, rows: Cut) -> Points:
+    """Some points; those that stream stay where they are."""
+    return points[rows] if isinstance(points, Tensor) else points.part(rows)
 
 
 def on_host(cost: LabelledCost) -> tuple[HostPoints, HostPoints]:

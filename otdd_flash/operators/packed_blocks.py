@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.host_points import Arrived, Block, HostPoints, Tally
-from otdd_flash.operators.memory import free_memory
 
 if TYPE_CHECKING:
     from otdd_flash.kernels.points.packed_points import PackedPoints
@@ -75,7 +74,8 @@ class PackedBlocks:
         packing: Packing | None,
     ) -> None:
         self._points, self._labels, self._packing = points, labels, packing
-        self._slabs = Slabs(points[0].streaming.tally, room_for_blocks(points[0].device))
+        streaming = points[0].streaming
+        self._slabs = Slabs(streaming.tally, streaming.host_room)
         # By block; its object stays while this lives.
         self._held: dict[int, _Held] = {}
 
@@ -122,7 +122,9 @@ class PackedBlocks:
         if pieces is None:
             return
         with source.copying(after=True):
-            for piece, part in zip(pieces, flat.split([len(p) for p in pieces]), strict=True):
+            for piece, part in zip(
+                pieces, torch.split(flat, [len(p) for p in pieces]), strict=True
+            ):
                 piece.copy_(part, non_blocking=True)
             source.keep(packed.coordinates)
         empty = packed.coordinates[:0]
@@ -178,8 +180,3 @@ class Slabs:
             count -= size
         self._tally.held = max(self._tally.held, self._taken)
         return pieces
-
-
-def room_for_blocks(device: torch.device) -> int:
-    """Bytes of host memory for packed blocks: half of what is free, beside a GPU."""
-    return free_memory(torch.device("cpu")) // 2 if device.type == "cuda" else 0

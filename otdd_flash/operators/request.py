@@ -36,8 +36,8 @@ from otdd_flash.samples import LabeledSamples, check_squares
 
 T = TypeVar("T")
 
-# Of free memory, what streamed points may take.
-STREAMED_SHARE = 0.6
+# Of free memory, what streamed points may take on the device, and their packed form on the host.
+STREAMED_SHARE, HELD_SHARE = 0.6, 0.5
 
 # Places of two datasets, the rows' and the columns'.
 Pair = tuple[int, int]
@@ -98,7 +98,7 @@ class Request:
         pairs = list(pairs)
         streaming = None if resident else _streaming(datasets, pairs, compute, device)
         if streaming is not None:
-            _check_streamed(cost, compute, seen=seen)
+            _check_streamed(datasets, cost, compute, seen=seen)
             sides = tuple(datasets)
             return cls(sides, sides, cost, compute, streaming.room, streaming)
         needed = check_resources(datasets, pairs, compute, device)
@@ -187,23 +187,29 @@ def _streaming(
     free = free_memory(device)
     if stated is None and needed <= free:
         return None
+    on_host = torch.device("cpu")
+    host_room = 0 if device == on_host else int(HELD_SHARE * free_memory(on_host))
     if stated is None:
-        return Streaming(device, int(STREAMED_SHARE * free))
+        return Streaming(device, int(STREAMED_SHARE * free), host_room)
     # A budget is for points that are there already, too.
     there = sum(
         side.features.nbytes
         for side in sides
         if side.features.device == device and not isinstance(side.features, FileFeatures)
     )
-    return Streaming(device, max(stated - there, UNASKED))
+    return Streaming(device, max(stated - there, UNASKED), host_room)
 
 
-def _check_streamed(cost: GroundCost, compute: ComputeOptions, *, seen: bool) -> None:
-    """Refuse what needs all points on the device."""
-    if compute.group is not None:
+def _check_streamed(
+    datasets: Sequence[LabeledSamples], cost: GroundCost, compute: ComputeOptions, *, seen: bool
+) -> None:
+    """Refuse what needs all points on the device, and what other ranks have no way to."""
+    in_files = all(isinstance(side.features, FileFeatures) for side in datasets)
+    if compute.group is not None and not in_files:
         raise InputError(
-            "points that the device does not hold are streamed by one process alone; leave out "
-            "compute.group, or raise memory_budget"
+            "points that the device does not hold are streamed by the processes of compute.group "
+            "from files that each of them reads; give features_file(...), leave out compute.group, "
+            "or raise memory_budget"
         )
     if cost.ground == "cosine" and not seen:
         raise InputError(

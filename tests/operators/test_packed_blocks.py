@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_blocks, "SLAB_BYTES", 1000)
 
 
-def operator(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pair: tuple[int, int], room: int
-) -> tuple[BlockedOperator, Tally]:
+def operator(tmp_path: Path, pair: tuple[int, int], room: int) -> tuple[BlockedOperator, Tally]:
     """As beside a GPU with so much host memory for blocks."""
-    monkeypatch.setattr(packed_blocks, "room_for_blocks", lambda _: room)
     draw = torch.Generator().manual_seed(0)
     sides = []
     (folder := tmp_path / str(room)).mkdir()
@@ -46,6 +44,8 @@ def operator(
         sides.append(otdd.LabeledSamples(otdd.features_file(path), labels, ("a", "b", "c")))
     compute = ComputeOptions("cpu", "triton", memory_budget=1)
     prepared = Request.prepare(sides, GroundCost(), compute)
+    assert prepared.streaming is not None
+    prepared = replace(prepared, streaming=replace(prepared.streaming, host_room=room))
     table = (1 - torch.eye(3)).double()
     found = build_operator(prepared.inputs(pair, table))
     assert isinstance(found, BlockedOperator)
@@ -55,11 +55,9 @@ def operator(
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("pair", [CROSS, SYMMETRIC])
-def test_later_passes_read_nothing(
-    pair: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without, _ = operator(monkeypatch, tmp_path, pair, 0)
-    found, tally = operator(monkeypatch, tmp_path, pair, 1 << 20)
+def test_later_passes_read_nothing(pair: tuple[int, int], tmp_path: Path) -> None:
+    without, _ = operator(tmp_path, pair, 0)
+    found, tally = operator(tmp_path, pair, 1 << 20)
     g = torch.randn(found.shape[1], generator=torch.Generator().manual_seed(1))
     near = g if pair == SYMMETRIC else None
     expected = without.softmin_rows(g, EPSILON, near)
@@ -92,8 +90,8 @@ def test_later_passes_read_nothing(
 
 
 @pytest.mark.slow
-def test_what_has_no_room_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, tally = operator(monkeypatch, tmp_path, CROSS, 9000)
+def test_what_has_no_room_is_read_again(tmp_path: Path) -> None:
+    found, tally = operator(tmp_path, CROSS, 9000)
     g = torch.randn(M, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
         softmin = found.softmin_rows(g, EPSILON)
