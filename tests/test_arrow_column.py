@@ -190,6 +190,7 @@ def test_damage_is_told_in_a_sentence(tmp_path: Path) -> None:
         (good, "x", "has no 'x'; it holds number, fea"),
         (file([null_row]), None, "holds nulls, the first in row 1"),
         (file([null]), None, "holds nulls, the first in row 1"),
+        (file([null[:1], null]), None, "holds nulls, the first in row 2"),
         (file([pa.array([[1, 2]])]), None, "holds lists of int64; features are read from"),
         (good, "number", "holds int64; features are lists"),
         (file([column(rows)], options=zipped), None, "is compressed"),
