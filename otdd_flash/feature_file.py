@@ -63,8 +63,13 @@ class FeatureFile:
         self._stamps = {
             path: Stamp.of(path) for path in dict.fromkeys(p.path for p in self.matrix.pieces)
         }
+        self._maps: dict[Path, Any] = {}
         # The first row of each piece, and the number of rows.
         self._firsts = [0, *accumulate(piece.rows for piece in self.matrix.pieces)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Memory is of this process.
+        return {**self.__dict__, "_maps": {}}
 
     def reopened(self) -> FeatureFile:
         """The same files as another process finds them.
@@ -164,8 +169,9 @@ class FeatureFile:
         return self._mapped(piece)
 
     def _mapped(self, piece: Piece) -> Tensor:
-        size = piece.rows * self.matrix.row_bytes
-        content: Any = np.memmap(piece.path, np.uint8, "c", piece.offset, size)
+        if piece.path not in self._maps:
+            self._maps[piece.path] = np.memmap(piece.path, np.uint8, "c")
+        content = self._maps[piece.path][piece.offset :][: piece.rows * self.matrix.row_bytes]
         return torch.from_numpy(content).view(self.matrix.dtype).view(piece.rows, -1)
 
     def blocks(self) -> list[slice]:

@@ -136,6 +136,8 @@ class BlockedOperator:
             _blocks(cost) if coarse is None else coarse._blocks
         )
         self._rows, self._columns = self._blocks
+        # By side and block; these live as long as this.
+        self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
         first = Block(slice(0, 1), slice(0, 1))
         one, other = (There(first, points[first.rows], None) for points in sides)
         self._first = self._tile((one, other))
@@ -150,12 +152,19 @@ class BlockedOperator:
         x, y = sides
         part = self.cost.part(x.block.rows, y.block.rows, (x.points, y.points))
         part.packed = x.packed, y.packed
-        part.a, row_mass = _normalised(part.a)
-        part.b, column_mass = _normalised(part.b)
+        part.a, row_mass = self._normalised(0, x.block, part.a)
+        part.b, column_mass = self._normalised(1, y.block, part.b)
         operator = self._build(part)
         if self._high:
             operator = cast(BlockOperator, refined(operator))
         return Tile(sides, operator, (row_mass, column_mass), diagonal)
+
+    def _normalised(self, side: int, block: Block, masses: Tensor) -> tuple[Tensor, float]:
+        """Masses (k,) of a block over their sum, and the sum; found once, as the host waits."""
+        key = side, id(block)
+        if key not in self._masses:
+            self._masses[key] = _normalised(masses)
+        return self._masses[key]
 
     def _tiles(
         self, *, upper: bool = False, by_columns: bool = False, points: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
 from rank_pool import pool
 
@@ -16,6 +17,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.feature_file import FeatureFile
 from otdd_flash.operators import blocked, request
 from otdd_flash.ranks import Ranks
+from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -50,8 +52,8 @@ def in_blocks(work: Any, *arguments: Any) -> Any:
         blocked.LEAST_POINTS, request.UNASKED = before
 
 
-def distance(ranks: Ranks, folder: str, precision: str, backend: str = "auto") -> dict[str, Any]:
-    compute = otdd.ComputeOptions("cpu", backend, precision, memory_budget=1, group=ranks)
+def distance(ranks: Ranks, folder: str, precision: str) -> dict[str, Any]:
+    compute = otdd.ComputeOptions("cpu", precision=precision, memory_budget=1, group=ranks)
     result = otdd.dataset_distance(*datasets(folder)[:2], epsilon=EPSILON, compute=compute)
     assert result.streamed is not None
     return {
@@ -91,14 +93,39 @@ def test_distances_are_those_of_one_process(size: int, precision: str, tmp_path:
     assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
 
 
+def of_kernels(ranks: Ranks, folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Operations in the interpreter, beside their formulas in float64."""
+    source, target = datasets(folder)[:2]
+    table = torch.rand(7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    table = (table + table.T).fill_diagonal_(0)
+    compute = otdd.ComputeOptions("cpu", "triton", "high", memory_budget=1, group=ranks)
+    whole = Problem.between(source, target, EPSILON, table, compute=compute)
+    operator = whole.operator("xy")
+    assert operator.execution.backend.startswith("triton")
+    assert "points streamed in blocks" in operator.execution.backend
+    f, g = torch.zeros(61), torch.zeros(45)
+    x, y = (side.features[:] for side in (source, target))
+    cost = reference.dense_cost(x, y, 0.5, table[:4, 4:] / 2, source.labels, target.labels)
+    a, b = source.masses, target.masses
+    plan = reference.plan(cost, a, b, f.double(), g.double(), EPSILON)
+    sums = operator.marginals(f, g, EPSILON)
+    return [
+        (operator.softmin_rows(g, EPSILON), reference.softmin_rows(cost, b, g.double(), EPSILON)),
+        (
+            operator.softmin_columns(f, EPSILON),
+            reference.softmin_rows(cost.T, a, f.double(), EPSILON),
+        ),
+        (sums.rows, plan.sum(1)),
+        (sums.columns, plan.sum(0)),
+        (operator.apply_plan(f, g, EPSILON, y).values, plan @ y.double()),
+    ]
+
+
 @pytest.mark.slow
 def test_kernels_take_files(tmp_path: Path) -> None:
-    first = pool(2).run(in_blocks, distance, written(tmp_path), "fast", "triton")[0]
-    compute = otdd.ComputeOptions("cpu", precision="double")
-    alone = otdd.dataset_distance(*datasets(None)[:2], epsilon=EPSILON, compute=compute)
-    assert first["backend"].startswith("triton")
-    assert first["bounds"][0] <= alone.value <= first["bounds"][1]
-    assert first["value"] == pytest.approx(alone.value, abs=1e-3)
+    answer = pool(2).run(in_blocks, of_kernels, written(tmp_path))[0]
+    for found, expected in answer:
+        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def pairwise(ranks: Ranks | None, folder: str | None) -> torch.Tensor:
