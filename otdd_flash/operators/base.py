@@ -138,7 +138,7 @@ class Execution(NamedTuple):
         rounded_plan: prepares one near it for products that take less time, a `plan.Products`,
             likewise; None where it has none.
         in_blocks: `apply_plan` of values that are made block by block, for one block of the result
-            after the other, `blocked.BlockedOperator.applied_blocks`; None where all points are on
+            after the other, `BlockedOperator.applied_blocks`; None where all points are on
             the device.
     """
 

@@ -151,7 +151,8 @@ def operator_alone(
     _check_range(cost, compute)
     device = cost.a.device
     if isinstance(cost.points[0], HostPoints):
-        from otdd_flash.operators.blocked import BlockedOperator, BlockOperator
+        from otdd_flash.operators.block_tiles import BlockOperator
+        from otdd_flash.operators.blocked import BlockedOperator
 
         def build(part: LabelledCost) -> BlockOperator:
             return cast(BlockOperator, operator_alone(part, compute, keep_scores=False))

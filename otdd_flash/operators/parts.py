@@ -33,7 +33,7 @@ from otdd_flash.operators.self_share import SelfShare, merged
 from otdd_flash.ranks import Ranks
 
 if TYPE_CHECKING:
-    from otdd_flash.operators.blocked import BlockOperator
+    from otdd_flash.operators.block_tiles import BlockOperator
 
 # build(cost): the operator of a cost that one process computes.
 Build = Callable[[LabelledCost], Operator]

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 import otdd_flash as otdd
 from otdd_flash.operators import blocked, host_points, request
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.blocked import BlockedOperator, Tile
+from otdd_flash.operators.block_tiles import Tile
+from otdd_flash.operators.blocked import BlockedOperator
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request

@@ -175,7 +175,8 @@ def test_a_gpu_copies_packed_blocks_from_page_locked_memory(
 
 @pytest.mark.gpu
 def test_flows_and_pairs_stream_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "LEAST_POINTS", 2048)
+    monkeypatch.setattr(packed_blocks, "SLAB_BYTES", 1 << 24)
+    monkeypatch.setattr(blocked, "LEAST_POINTS", 8192)
     draw = torch.Generator().manual_seed(0)
     sides = []
     for shift, count in ((0.0, 30_000), (0.5, 60_000), (1.0, 40_000)):
