@@ -10,6 +10,7 @@ Values that have a plain meaning are accepted here and become what they mean whe
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 from otdd_flash.checks import (
@@ -138,6 +139,13 @@ def mixed_precision(name: str, value: Any) -> Any:
     if isinstance(value, str) and value != "auto":
         raise refused(name, "be auto, true or false", value)
     return value if isinstance(value, str) else flag(name, value)
+
+
+def path_or_dataset(name: str, value: Any) -> Any:
+    """A path, or a `datasets.Dataset`."""
+    if is_a(value, "datasets.arrow_dataset.Dataset") or isinstance(value, str | os.PathLike):
+        return value
+    raise refused(name, "be a path or a datasets.Dataset", value)
 
 
 def weights(name: str, value: Any) -> Any:
@@ -478,7 +486,7 @@ SOURCE_OPTIONS: dict[str, Declaration] = {
         "drop_unlabelled": flag,
     },
 }
-FEATURES_FILE: Declaration = {"path": path, "key": optional(text)}
+FEATURES_FILE: Declaration = {"path": path_or_dataset, "key": optional(text)}
 EMBED: Declaration = {
     "dataset": instance("be a dataset that otdd.load gave", DATASET_CLASS),
     "batch_size": called("extractor.batch_size", count),

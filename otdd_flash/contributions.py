@@ -69,9 +69,8 @@ def contributions_of(problem: Problem, divergence: Divergence, method: str) -> C
     found, by_table = gradient.total["a"], gradient.total["classes"]
     through = _through_classes(problem, by_table, method)
     if through is not None:
-        found = found + through
-    source = problem.request.given[0]
-    masses = source.masses
+        found = found + through.to(found.device)
+    masses = problem.request.given[0].masses.to(found.device)
     found = torch.where(masses > 0, found, 0.0)
     values = (found - masses @ found) / (1 - masses)
     values[masses == 0] = torch.nan

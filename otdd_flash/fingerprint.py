@@ -67,9 +67,7 @@ def digest_of_rows(
 def _read(features: Tensor, rows: slice) -> Tensor:
     if not isinstance(features, FileFeatures):
         return features[rows].detach().cpu()
-    out = torch.empty((rows.stop - rows.start, features.shape[1]), dtype=features.dtype)
-    features.file.read(rows, out)
-    return out
+    return features.file.rows(rows)
 
 
 def _bytes(part: Tensor) -> NDArray[np.uint8]:

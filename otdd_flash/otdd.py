@@ -114,7 +114,7 @@ def dataset_distance(
     notice_single_samples((source, target), metric)
     # Before class distances, which can take longer than all else.
     pairs = terms_of(debias=debias)
-    request = Request.prepare((source, target), cost, compute, pairs=pairs, streams=True)
+    request = Request.prepare((source, target), cost, compute, pairs=pairs)
 
     before, started = shared_since(ALONE, compute.group), time.perf_counter()
     if class_statistics is not None:
@@ -124,7 +124,8 @@ def dataset_distance(
     table = measure_classes(
         x,
         y,
-        dealt(metric, compute.group),
+        # Points that stream are where one process has them.
+        dealt(metric, None if request.streaming else compute.group),
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,
@@ -154,5 +155,5 @@ def dataset_distance(
         seconds=seconds,
         request=replace(request, compute=compute.alone),
         shared=shared_since(before, compute.group),
-        streamed=None if streaming is None else streaming.summary(seconds["solve"]),
+        streamed=None if streaming is None else streaming.tally.summary(seconds["solve"]),
     )

@@ -111,7 +111,7 @@ def pairwise_distances(
 
     started = time.perf_counter()
     if class_distances is None:
-        measure = dealt(metric, compute.group)
+        measure = dealt(metric, None if request.streaming else compute.group)
         table = measure_all(request.seen, measure, cache_dir=cache_dir, progress=class_progress)
     else:
         table = class_distances.named_for(sides)
@@ -123,6 +123,7 @@ def pairwise_distances(
     with epsilon_given_as(*given, epsilon):
         found = _Solves(request, table, epsilon, options, progress).run()
     solved = time.perf_counter()
+    streaming = request.streaming
     return gather(
         found,
         sides,
@@ -131,6 +132,7 @@ def pairwise_distances(
         compute=compute.alone,
         method=metric.name if class_distances is None else "given",
         seconds={"class_distances": measured - started, "solve": solved - measured},
+        streamed=None if streaming is None else streaming.tally.summary(solved - measured),
     )
 
 

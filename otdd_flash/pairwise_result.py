@@ -188,6 +188,7 @@ def gather(
     compute: ComputeOptions,
     method: str,
     seconds: Mapping[str, float],
+    streamed: Mapping[str, Any] | None = None,
 ) -> PairwiseResult:
     """The result of K datasets, from the divergences of their pairs (i, j), i <= j."""
     count = len(datasets)
@@ -213,6 +214,7 @@ def gather(
         "device": some.device,
         "backend": some.backend,
         "precision": compute.precision,
+        **({} if streamed is None else {"streamed": dict(streamed)}),
     }
     return PairwiseResult(
         *numbers,

@@ -19,7 +19,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator, refined
-from otdd_flash.operators.build import Compute, ComputeOptions, build_operator
+from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.operators.request import Request
 from otdd_flash.result_files import read_result, write_result
@@ -138,9 +138,11 @@ class DistanceResult:
         """
 
         def means(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
-            points = self._prepared.given[1].features
-            origin = origin_near([(points, operator.b)], operator.dtype)
-            return conditional_means(operator, f, g, self.epsilon, points, origin).add_(origin)
+            # A plan between the points that the cost sees, applied to those given.
+            points = self._inputs.points[0], self._prepared.points(1)
+            origin = origin_near([(points[1], operator.b)], operator.dtype)
+            found = conditional_means(operator, f, g, self.epsilon, points, origin)
+            return found.add_(origin.to(found.device))
 
         return self._with_plan(means, weighted=False)
 
@@ -262,15 +264,19 @@ class DistanceResult:
             ) from error
         sides = self.source, self.target
         pairs = (SIDES["xy"],)
-        return Request.prepare(sides, self.cost, self.compute, pairs=pairs, streams=True)
+        return Request.prepare(sides, self.cost, self.compute, pairs=pairs)
 
     @cached_property
     def _operator(self) -> Operator:
         """The cost of the plan, packed once for all that is asked of it."""
         return self._built()
 
+    @property
+    def _inputs(self) -> CostInputs:
+        return self._prepared.inputs(SIDES["xy"], self.class_distances.xy)
+
     def _built(self, *, weighted: bool = True) -> Operator:
-        inputs = self._prepared.inputs(SIDES["xy"], self.class_distances.xy)
+        inputs = self._inputs
         if not weighted:
             inputs = replace(inputs, source=replace(inputs.source, weights=None))
         # The potentials belong to the original points.

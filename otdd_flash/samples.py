@@ -343,4 +343,5 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
         return one is other
     alike = one.shape == other.shape and one.dtype == other.dtype
     # Different clouds nearly always differ in their first row, which is read faster than all.
-    return alike and torch.equal(one[:1], other[:1]) and torch.equal(one, other)
+    home = other.device
+    return alike and torch.equal(one[:1].to(home), other[:1]) and torch.equal(one.to(home), other)

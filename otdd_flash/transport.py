@@ -35,7 +35,8 @@ class Shared(NamedTuple):
         ranks: by how many processes.
         bytes_moved: what rank 0 sent, once however many received it, and received.
         layout: `replicated`, if every process held all points; `ring`, if for some cost each held
-            its own, and those of the other side went round.
+            its own, and those of the other side went round; `streamed`, if each read what it needed
+            from files.
     """
 
     ranks: int

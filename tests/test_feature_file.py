@@ -102,7 +102,7 @@ def test_other_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
         (by_columns, None, "by columns"),
         (one_dimension, None, r"holds an array of shape \(4,\)"),
         (tmp_path / "none.npy", None, "cannot read .*none.npy: No such file"),
-        (tmp_path / "a.csv", None, "are read from .npy and .safetensors files"),
+        (tmp_path / "a.csv", None, "are read from .npy, .safetensors and .arrow files"),
     ):
         with pytest.raises(InputError, match=says):
             otdd.features_file(given, key=key)

@@ -19,14 +19,15 @@ from torch import Tensor
 from otdd_flash.labels import ClassDistances, Given, LabelMetric
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import class_indices
-from otdd_flash.operators.labelled_cost import squared_distances
+from otdd_flash.operators.labelled_cost import squared_distances, squared_norms, weighted_mean
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence, report_convergence
-from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Needs
+from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term_gradient import Gradient, Needs
 from otdd_flash.tensor_file import content_hash
 
 
@@ -36,7 +37,8 @@ class FlowSetting:
 
     Attributes:
         request: features, labels and weights of the n particles at the start and of the m points
-            they move towards, on the device, as the ground cost sees them.
+            they move towards, as the ground cost sees them: on the device, but for points to move
+            towards that stream.
         metric: how class distances are measured.
         epsilon: regularisation, in units of the cost.
         solver: how to solve and when to stop.
@@ -74,7 +76,7 @@ class FlowSetting:
         (centre, spread), cost = self._target_moments, self.request.cost
         squares = self.source.masses @ squared_distances(features, centre) + spread
         own, theirs = (_class_masses(side) for side in (self.source, self.target))
-        classes = own @ class_distances.xy.to(own.device) @ theirs
+        classes = own @ class_distances.xy.to(own.device) @ theirs.to(own.device)
         return float(cost.squared.lambda_x * squares + cost.lambda_y * classes)
 
     def settings(
@@ -105,9 +107,15 @@ class FlowSetting:
     @cached_property
     def _target_moments(self) -> tuple[Tensor, Tensor]:
         """The target's mean (d,) and mean squared distance from it, float64."""
-        target = self.target
-        centre = target.masses @ target.features.double()
-        return centre, target.masses @ squared_distances(target.features, centre)
+        points, masses = self.request.points(1), self.target.masses.to(self.request.device)
+        centre = weighted_mean(points, masses)
+        return centre, masses @ squared_distances(points, centre)
+
+    @cached_property
+    def target_square(self) -> float:
+        """The target's mean squared norm."""
+        masses = self.target.masses.to(self.request.device)
+        return float(masses @ squared_norms(self.request.points(1)))
 
 
 class Batch(NamedTuple):

@@ -57,8 +57,7 @@ class Evaluator:
         # Of the start: the scale on which particles count as run away.
         self._mean_cost = setting.mean_cost(setting.source.features, mode.class_distances)
         # Clouds that begin at 0 from each other are led away by no more than rounding.
-        squares = setting.target.masses @ setting.target.features.double().square().sum(1)
-        resolved = RESOLUTION * setting.request.cost.squared.lambda_x * float(squares)
+        resolved = RESOLUTION * setting.request.cost.squared.lambda_x * setting.target_square
         self._far = max(DIVERGED * self._mean_cost, resolved)
         sides = (setting.source, setting.target)
         self._massive = tuple(side.masses.nonzero().squeeze(1) for side in sides)

@@ -29,9 +29,9 @@ from otdd_flash.flows.flow import Callbacks, Flow, LoopOptions
 from otdd_flash.flows.functionals import build_functionals
 from otdd_flash.flows.history import Recorder, StepRecord
 from otdd_flash.flows.loop import Loop
-from otdd_flash.flows.modes import build_mode
+from otdd_flash.flows.modes import STREAMING_MODES, build_mode
 from otdd_flash.flows.result import FlowResult
-from otdd_flash.flows.space import DirectionSpace
+from otdd_flash.flows.space import DirectionSpace, FeatureSpace
 from otdd_flash.labels import (
     LabelMetric,
     drop_small_classes,
@@ -111,12 +111,16 @@ def gradient_flow(
     check_comparable(source, target)
     device = resolve_device(compute.device)
     points = drop_small_classes(source, min_class_size).to(device)
-    goal = drop_small_classes(target, min_class_size).to(device)
+    goal = drop_small_classes(target, min_class_size)
+    # The target may stay where it is, if nothing is asked of its points but passes.
+    streams = isinstance(flow.space, FeatureSpace) and flow.mode in STREAMING_MODES
+    if not streams:
+        goal = goal.to(device)
     notice_single_samples((points, goal), metric)
-    start, end = (
-        replace(side, features=flow.space.features(side.features)) for side in (points, goal)
-    )
-    request = Request.prepare((start, end), cost, compute, seen=True)
+    sides = (replace(side, features=flow.space.features(side.features)) for side in (points, goal))
+    request = Request.prepare(tuple(sides), cost, compute, seen=True, resident=not streams)
+    # Class distances are measured where both are.
+    start, end = request.given[0].to(request.home), request.given[1]
     told = callbacks.class_progress
     table = measure_classes(start, end, metric, cache_dir=cache_dir, progress=told)
     if epsilon_relative is not None:

@@ -137,6 +137,9 @@ class Execution(NamedTuple):
             `apply_plan` is as good, or memory is short.
         rounded_plan: prepares one near it for products that take less time, a `plan.Products`,
             likewise; None where it has none.
+        in_blocks: `apply_plan` of values that are made block by block, for one block of the result
+            after the other, `BlockedOperator.applied_blocks`; None where all points are on
+            the device.
     """
 
     backend: str
@@ -146,6 +149,7 @@ class Execution(NamedTuple):
     recorded: bool = False
     prepared_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
+    in_blocks: Callable[..., Any] | None = None
 
 
 class Certifiable(Protocol):

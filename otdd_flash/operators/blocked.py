@@ -10,10 +10,10 @@ the blocks. Softmins are joined in float64.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple, Protocol, cast
+from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,61 +27,25 @@ from otdd_flash.operators.base import (
     Operator,
     refined,
 )
+from otdd_flash.operators.block_tiles import (
+    AppliedBlock,
+    BlockOperator,
+    Build,
+    Joined,
+    Make,
+    Tile,
+)
 from otdd_flash.operators.host_points import Block, by_class
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost, on_host
-
-# build(cost): the operator of a cost whose points are on the device.
-Build = Callable[[LabelledCost], "BlockOperator"]
-
-
-class BlockOperator(Operator, Protocol):
-    """An operator that says how accurate it is, point by point."""
-
-    @property
-    def accurate_errors(self) -> tuple[Tensor, Tensor]:
-        """(n,) and (m,): costs of accurate `marginals` are off by at most row_i + column_j."""
-        ...
-
-    def softmin_part(
-        self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
-    ) -> Tensor:
-        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of.
-
-        It may be infinite where it adds less than rounding to the whole, if `near` is near that.
-        """
-        ...
-
-    def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
-        """`softmin_part` of rows near f (n,) and of columns near g (m,)."""
-        ...
-
+from otdd_flash.operators.packed_blocks import PackedBlocks, There
 
 # Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
 ROW_BYTES, COLUMN_BYTES = 8, 16
 # Of what points may take, the share of the columns; and points that a block has at the least.
 COLUMN_SHARE, LEAST_POINTS = 0.25, 256
 
-# How far from a guess, in epsilon, a softmin may be: sums beside it are within 2^90 of 1.
-FAR = 90 * math.log(2)
-
 # Roundings of a mass that is divided by its block's and multiplied again.
 ROUNDINGS = 8
-
-
-class Tile(NamedTuple):
-    """A block of rows and one of columns; `diagonal` if they are one and others come once."""
-
-    rows: slice | Tensor
-    columns: slice | Tensor
-    operator: BlockOperator
-    row_mass: float
-    column_mass: float
-    diagonal: bool
-
-    @property
-    def mass(self) -> float:
-        """Of the product of both masses."""
-        return self.row_mass * self.column_mass
 
 
 class BlockedOperator:
@@ -90,48 +54,64 @@ class BlockedOperator:
     Args:
         cost: its points are `HostPoints`.
         build: makes the operator of a pair of blocks.
-        high: whether operators are to be refined.
+        coarse: the operator that this one is to refine.
     """
 
-    def __init__(self, cost: LabelledCost, build: Build, *, high: bool = False) -> None:
-        self.cost, self._build, self._high = cost, build, high
+    def __init__(
+        self, cost: LabelledCost, build: Build, *, coarse: BlockedOperator | None = None
+    ) -> None:
+        self.cost, self._build, self._high = cost, build, coarse is not None
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
-        x, _ = self._points = on_host(cost)
-        room = x.streaming.room // x.shape[1]
-        sizes = (
-            int(room * (1 - COLUMN_SHARE)) // ROW_BYTES,
-            int(room * COLUMN_SHARE) // COLUMN_BYTES,
+        sides = on_host(cost)
+        self._blocks: tuple[list[Block], list[Block]] = (
+            _blocks(cost) if coarse is None else coarse._blocks
         )
-        if cost.symmetric:
-            # Blocks of rows are blocks of columns.
-            sizes = (room // (ROW_BYTES + COLUMN_BYTES),) * 2
-        self._rows, self._columns = (
-            by_class(labels, classes, min(count, max(LEAST_POINTS, size)))
-            for labels, classes, count, size in zip(
-                cost.labels, cost.class_costs.shape, self.shape, sizes, strict=True
-            )
-        )
+        self._rows, self._columns = self._blocks
+        # By side and block; these live as long as this.
+        self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
         first = Block(slice(0, 1), slice(0, 1))
-        self._first = self._tile(first, first, *(points[first.rows] for points in self._points))
+        one, other = (There(first, points[first.rows], None) for points in sides)
+        self._first = self._tile((one, other))
+        packing = self._first.operator.packing
+        self._there: PackedBlocks = (
+            PackedBlocks(sides, cost.labels, packing)
+            if coarse is None
+            else coarse._there.for_parts(packing)
+        )
 
-    def _tile(
-        self, rows: Block, columns: Block, x: Tensor, y: Tensor, *, diagonal: bool = False
-    ) -> Tile:
-        part = self.cost.part(rows.rows, columns.rows, (x, y))
-        part.a, row_mass = _normalised(part.a)
-        part.b, column_mass = _normalised(part.b)
+    def _tile(self, sides: tuple[There, There], *, diagonal: bool = False) -> Tile:
+        x, y = sides
+        part = self.cost.part(x.block.rows, y.block.rows, (x.points, y.points))
+        part.packed = x.packed, y.packed
+        part.a, row_mass = self._normalised(0, x.block, part.a)
+        part.b, column_mass = self._normalised(1, y.block, part.b)
         operator = self._build(part)
         if self._high:
             operator = cast(BlockOperator, refined(operator))
-        return Tile(rows.rows, columns.rows, operator, row_mass, column_mass, diagonal)
+        return Tile(sides, operator, (row_mass, column_mass), diagonal)
 
-    def _tiles(self, *, upper: bool = False) -> Iterator[Tile]:
-        """All pairs of blocks, row by row; those on and above the diagonal if `upper`."""
-        x, y = self._points
-        for turn, (rows, left) in enumerate(zip(self._rows, x.stream(self._rows), strict=True)):
-            after = self._columns[turn if upper else 0 :]
-            for place, (columns, right) in enumerate(zip(after, y.stream(after), strict=True)):
-                yield self._tile(rows, columns, left, right, diagonal=upper and place == 0)
+    def _normalised(self, side: int, block: Block, masses: Tensor) -> tuple[Tensor, float]:
+        """Masses (k,) of a block over their sum, and the sum; found once, as the host waits."""
+        key = side, id(block)
+        if key not in self._masses:
+            self._masses[key] = _normalised(masses)
+        return self._masses[key]
+
+    def _tiles(
+        self, *, upper: bool = False, by_columns: bool = False, points: bool = False
+    ) -> Iterator[Tile]:
+        """All pairs of blocks, row by row or column by column.
+
+        Those on and above the diagonal if `upper`; with their points themselves if asked for.
+        """
+        outer, inner, outers, inners = 0, 1, self._rows, self._columns
+        if by_columns:
+            outer, inner, outers, inners = inner, outer, inners, outers
+        for turn, own in enumerate(self._there.stream(outer, outers, points=points)):
+            after = inners[turn if upper else 0 :]
+            for place, other in enumerate(self._there.stream(inner, after, points=points)):
+                sides = (other, own) if by_columns else (own, other)
+                yield self._tile(sides, diagonal=upper and place == 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,15 +121,21 @@ class BlockedOperator:
     @cached_property
     def costs(self) -> CostFacts:
         """What is known of the costs; asks all pairs of blocks."""
+        of_rows, of_columns = self.accurate_errors
+        error = float(self.a @ of_rows + self.b @ of_columns)
+        return CostFacts(self.dtype, self.cost.mean_cost, *self.cost.cost_range, error)
+
+    @cached_property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): what costs of accurate `marginals` are off by."""
         of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
         if self.cost.symmetric:
             of_columns = of_rows
-        for tile in self._tiles(upper=self.cost.symmetric):
+        for tile in self._tiles(upper=self.cost.symmetric, points=True):
             rows, columns = tile.operator.accurate_errors
             _raise(of_rows, tile.rows, rows)
             _raise(of_columns, tile.columns, columns)
-        error = float(self.a @ of_rows + self.b @ of_columns)
-        return CostFacts(self.dtype, self.cost.mean_cost, *self.cost.cost_range, error)
+        return of_rows, of_columns
 
     @property
     def execution(self) -> Execution:
@@ -164,10 +150,11 @@ class BlockedOperator:
             first.segment,
             self.sample,
             None if first.refined is None else self._refine,
+            in_blocks=self.applied_blocks,
         )
 
     def _refine(self) -> BlockedOperator:
-        return BlockedOperator(self.cost, self._build, high=True)
+        return BlockedOperator(self.cost, self._build, coarse=self)
 
     def sample(self, rows: Tensor, columns: Tensor) -> Operator:
         """The cost between some rows (k,) and columns (l,), int64, on the device."""
@@ -189,9 +176,9 @@ class BlockedOperator:
         """The softmin of rows or of columns; a guess too far from it costs another pass."""
         joined = Joined(self.b if columns else self.a, epsilon)
         for tile in self._tiles():
-            own, other, mass = tile.rows, tile.columns, tile.column_mass
+            own, other, mass = tile.rows, tile.columns, tile.masses[1]
             if columns:
-                own, other, mass = tile.columns, tile.rows, tile.row_mass
+                own, other, mass = tile.columns, tile.rows, tile.masses[0]
             near = None if guess is None else guess[own]
             found = tile.operator.softmin_part(potential[other], epsilon, near, columns=columns)
             joined.add(own, found, mass)
@@ -206,11 +193,11 @@ class BlockedOperator:
             one, other = f[tile.rows], f[tile.columns]
             if tile.diagonal:
                 found = tile.operator.softmin_part(other, epsilon, one, columns=False)
-                joined.add(tile.rows, found, tile.column_mass)
+                joined.add(tile.rows, found, tile.masses[1])
                 continue
             of_rows, of_columns = tile.operator.softmin_pair(one, other, epsilon)
-            joined.add(tile.rows, of_rows, tile.column_mass)
-            joined.add(tile.columns, of_columns, tile.row_mass)
+            joined.add(tile.rows, of_rows, tile.masses[1])
+            joined.add(tile.columns, of_columns, tile.masses[0])
         if not joined.is_near(f):
             return self._softmin(f, epsilon, None, columns=False)
         return joined.potential.to(self.dtype)
@@ -224,7 +211,7 @@ class BlockedOperator:
         if once := self.cost.symmetric and f is g:
             columns, column_errors = rows, row_errors
         cost_rounding = relative_error = lost = 0.0
-        for tile in self._tiles(upper=once):
+        for tile in self._tiles(upper=once, points=True):
             here, there, mass = tile.rows, tile.columns, tile.mass
             found = tile.operator.marginals(f[here], g[there], epsilon, accurate=accurate)
             _raise(row_errors, here, found.row_errors)
@@ -246,10 +233,6 @@ class BlockedOperator:
             lost,
         )
 
-    def _with_mass(self) -> Iterator[tuple[slice | Tensor, slice | Tensor, Operator, float]]:
-        for tile in self._tiles():
-            yield tile.rows, tile.columns, tile.operator, tile.mass
-
     def apply_plan(
         self,
         f: Tensor,
@@ -263,19 +246,44 @@ class BlockedOperator:
         """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
         masses = torch.zeros_like(self.b if transposed else self.a)
         out = values.new_zeros((len(masses), values.shape[1]), dtype=self.dtype)
-        for here, there, operator, mass in self._with_mass():
-            own, other = (there, here) if transposed else (here, there)
-            found = operator.apply_plan(
-                f[here],
-                g[there],
-                epsilon,
-                values[other],
-                transposed=transposed,
-                factors=None if factors is None else (factors[0][here], factors[1][there]),
-            )
-            out[own] += mass * found.values
-            masses[own] += mass * found.masses
+        for own, applied in self.applied_blocks(
+            f, g, epsilon, lambda rows, _: values[rows], transposed=transposed, factors=factors
+        ):
+            out[own.block.rows], masses[own.block.rows] = applied
         return Applied(out, masses)
+
+    def applied_blocks(
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        make: Make,
+        *,
+        transposed: bool = False,
+        factors: tuple[Tensor, Tensor] | None = None,
+    ) -> Iterator[AppliedBlock]:
+        """The same of values that are made for a block of points, a block of the result at a time.
+
+        So neither values nor results need be on the device at once.
+        """
+        tiles = self._tiles(by_columns=transposed, points=True)
+        own, other = (1, 0) if transposed else (0, 1)
+        for _, stripe in groupby(tiles, lambda tile: id(tile.sides[own].block)):
+            out: Applied | None = None
+            for tile in stripe:
+                found = tile.operator.apply_plan(
+                    f[tile.rows],
+                    g[tile.columns],
+                    epsilon,
+                    make(tile.sides[other].block.rows, tile.sides[other].points),
+                    transposed=transposed,
+                    factors=factors and (factors[0][tile.rows], factors[1][tile.columns]),
+                )
+                found = Applied(tile.mass * found.values, tile.mass * found.masses)
+                out = found if out is None else Applied(*map(torch.add, out, found))
+                there = tile.sides[own]
+            assert out is not None
+            yield AppliedBlock(there, out)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
@@ -286,30 +294,20 @@ class BlockedOperator:
         return self.cost.own_costs()
 
 
-class Joined:
-    """Softmins over blocks on their way to one, in float64.
-
-    Args:
-        like: (n,) float64, where.
-        epsilon: in units of the cost.
-    """
-
-    def __init__(self, like: Tensor, epsilon: Epsilon) -> None:
-        self._epsilon, self._logs = epsilon, torch.full_like(like, -torch.inf)
-
-    def add(self, rows: slice | Tensor, found: Tensor, mass: float) -> None:
-        """Take the softmin (k,) of some rows over a block of so much mass."""
-        logs = torch.log(torch.tensor(mass, dtype=torch.float64)) - found.double() / self._epsilon
-        self._logs[rows] = torch.logaddexp(self._logs[rows], logs)
-
-    def is_near(self, guess: Tensor) -> bool:
-        """Whether all softmins are so near a guess that float32 holds the sums beside it."""
-        return bool(((self.potential - guess).abs() <= FAR * self._epsilon).all())
-
-    @property
-    def potential(self) -> Tensor:
-        """(n,), in units of the cost."""
-        return -self._epsilon * self._logs
+def _blocks(cost: LabelledCost) -> tuple[list[Block], list[Block]]:
+    """Blocks of rows and of columns; the same of a cloud with itself."""
+    (x, _), (n, m) = on_host(cost), cost.shape
+    room = x.streaming.room // x.shape[1]
+    if cost.symmetric:
+        size = max(LEAST_POINTS, room // (ROW_BYTES + COLUMN_BYTES))
+        blocks = by_class(cost.labels[0], cost.class_costs.shape[0], min(n, size))
+        return blocks, blocks
+    rows = max(LEAST_POINTS, int(room * (1 - COLUMN_SHARE)) // ROW_BYTES)
+    columns = max(LEAST_POINTS, int(room * COLUMN_SHARE) // COLUMN_BYTES)
+    return (
+        by_class(cost.labels[0], cost.class_costs.shape[0], min(n, rows)),
+        by_class(cost.labels[1], cost.class_costs.shape[1], min(m, columns)),
+    )
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:

@@ -118,6 +118,12 @@ class CostInputs:
     compute: ComputeOptions
     streaming: Streaming | None = None
 
+    @property
+    def points(self) -> tuple[Points, Points]:
+        """Both clouds, on the device or on their way there."""
+        x = points_of(self.source, self.streaming)
+        return x, x if self.source is self.target else points_of(self.target, self.streaming)
+
 
 def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
     """The cost between two clouds: on a GPU in Triton kernels, else in PyTorch.
@@ -145,7 +151,8 @@ def operator_alone(
     _check_range(cost, compute)
     device = cost.a.device
     if isinstance(cost.points[0], HostPoints):
-        from otdd_flash.operators.blocked import BlockedOperator, BlockOperator
+        from otdd_flash.operators.block_tiles import BlockOperator
+        from otdd_flash.operators.blocked import BlockedOperator
 
         def build(part: LabelledCost) -> BlockOperator:
             return cast(BlockOperator, operator_alone(part, compute, keep_scores=False))
@@ -193,11 +200,13 @@ def labelled_cost(inputs: CostInputs) -> LabelledCost:
 def _side(samples: LabeledSamples, streaming: Streaming | None) -> tuple[Points, Tensor, Tensor]:
     """Points, masses and labels of a side."""
     masses, labels = samples.masses, class_indices(samples)
-    if streaming is None:
-        return samples.features, masses, labels
-    device = streaming.device
-    points = HostPoints(samples.features, streaming)
-    return points, masses.to(device), labels.to(device)
+    points = points_of(samples, streaming)
+    return points, masses.to(points.device), labels.to(points.device)
+
+
+def points_of(samples: LabeledSamples, streaming: Streaming | None) -> Points:
+    """Points (n, d) on the device, or on their way there."""
+    return samples.features if streaming is None else HostPoints(samples.features, streaming)
 
 
 def mean_cost(inputs: CostInputs) -> float:

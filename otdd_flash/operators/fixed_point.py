@@ -69,17 +69,30 @@ class FixedPoint:
         self, cost: LabelledCost, layouts: tuple[Layout, Layout], lattice: Lattice | None
     ) -> None:
         self.cost, self.layouts = cost, layouts
-        self._whole = None if lattice is None else _whole_centre(cost, lattice)
-        if self._whole is None:
-            self._centre = cost.centre
-            reach = longest(cost.points[0].shape[1]) / max(math.sqrt(cost.farthest), TINY)
-            self._scale = min(LARGEST / max(cost.largest, TINY), reach)
-        else:
-            assert lattice is not None
-            self._centre, self._scale = self._whole, lattice.scale
+        self._lattice = lattice
         self._errors: dict[int, Pair] = {}
         self._fixed: dict[int, Pair] = {}
         self._means: dict[int, float] = {}
+
+    @cached_property
+    def _whole(self) -> Tensor | None:
+        """A centre on the lattice from which one digit holds all coordinates, if there is one.
+
+        Points are read when sums are asked for: softmins of packed blocks have none.
+        """
+        return None if self._lattice is None else _whole_centre(self.cost, self._lattice)
+
+    @cached_property
+    def _centre(self) -> Tensor:
+        return self.cost.centre if self._whole is None else self._whole
+
+    @cached_property
+    def _scale(self) -> float:
+        if self._lattice is not None and self._whole is not None:
+            return self._lattice.scale
+        cost = self.cost
+        reach = longest(cost.points[0].shape[1]) / max(math.sqrt(cost.farthest), TINY)
+        return float(min(LARGEST / max(cost.largest, TINY), reach))
 
     @cached_property
     def squares(self) -> Pair:

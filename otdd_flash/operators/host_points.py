@@ -7,9 +7,10 @@ stream of its own: a pass over enough rows hides that.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from otdd_flash.feature_file import FileFeatures
 
 # Share of the time that passes wait, from which on reading is what takes the time.
 LIMIT = 0.1
+
+# Points that are on the device at once where they are only looked at.
+STREAMED_ROWS = 1 << 14
 
 
 class Block(NamedTuple):
@@ -41,46 +45,74 @@ class Arrived(NamedTuple):
 
 
 @dataclass(eq=False)
+class Tally:
+    """What was read, for all clouds of a comparison.
+
+    Attributes:
+        moved: bytes so far.
+        reading: seconds that it took, beside passes.
+        waited: seconds that passes waited for it.
+        held: bytes of packed blocks that host memory held at once.
+        copied: bytes that came from there.
+    """
+
+    moved: int = 0
+    reading: float = 0.0
+    waited: float = 0.0
+    held: int = 0
+    copied: int = 0
+
+    def summary(self, seconds: float) -> dict[str, Any] | None:
+        """What a result says of it, after a solve of so many seconds; None if nothing was read."""
+        if self.moved == 0:
+            return None
+        return {
+            "bytes": self.moved,
+            "bytes_per_second": self.moved / max(self.reading, 1e-9),
+            "seconds_waited": self.waited,
+            "limited_by_reading": self.waited > LIMIT * seconds,
+            "bytes_held": self.held,
+            "bytes_copied": self.copied,
+        }
+
+
+@dataclass(frozen=True, eq=False)
 class Streaming:
     """How points come to the device, for all clouds of a request.
 
     Attributes:
         device: where passes run.
         room: bytes that points of both clouds may take there at once.
-        moved: bytes that were read so far.
-        reading: seconds that reading them took, beside passes.
-        waited: seconds that passes waited for it.
+        host_room: bytes of host memory that packed blocks of a cost may take.
+        tally: of what was read.
     """
 
     device: torch.device
     room: int
-    moved: int = 0
-    reading: float = 0.0
-    waited: float = 0.0
-
-    def summary(self, seconds: float) -> dict[str, Any]:
-        """What a result says of it, after a solve of so many seconds."""
-        return {
-            "bytes": self.moved,
-            "bytes_per_second": self.moved / max(self.reading, 1e-9),
-            "seconds_waited": self.waited,
-            "limited_by_reading": self.waited > LIMIT * seconds,
-        }
+    host_room: int = 0
+    tally: Tally = field(default_factory=Tally)
 
 
 class HostPoints:
     """A cloud (n, d) that is streamed; in part it behaves as a tensor on the device.
 
     Args:
-        features: (n, d), where they stay.
+        features: (N, d), where they stay.
         streaming: where passes run, and what is counted.
+        chosen: (n,) int64 on the host, which of them these are; None for all.
     """
 
-    def __init__(self, features: Tensor, streaming: Streaming) -> None:
-        self.features, self.streaming, self.device = features, streaming, streaming.device
-        device = streaming.device
-        self.shape, self.dtype, self.is_cuda = features.shape, features.dtype, device.type == "cuda"
+    def __init__(
+        self, features: Tensor, streaming: Streaming, chosen: Tensor | None = None
+    ) -> None:
+        self.features, self.streaming, self._chosen = features, streaming, chosen
+        device = self.device = streaming.device
+        count = features.shape[0] if chosen is None else len(chosen)
+        self.shape = torch.Size((count, features.shape[1]))
+        self.dtype, self.is_cuda = features.dtype, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.is_cuda else None  # type: ignore[no-untyped-call]
+        # For rows and for columns, of which the cost of a cloud with itself streams both from here.
+        self._reader = ThreadPoolExecutor(2)
 
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
         """Some points (k, d) on the device."""
@@ -88,41 +120,82 @@ class HostPoints:
         (points,) = self.stream([Block(rows, host)])
         return points
 
-    def stream(self, blocks: Sequence[Block]) -> Iterator[Tensor]:
-        """The points of one block after the other, on the device, the next on its way."""
-        with ThreadPoolExecutor(1) as reader:
-            ahead = reader.submit(self._arrive, blocks[0].host)
-            for following in (*blocks[1:], None):
-                start = time.perf_counter()
-                points, copied = ahead.result()
-                self.streaming.waited += time.perf_counter() - start
-                if following is not None:
-                    ahead = reader.submit(self._arrive, following.host)
-                if copied is not None:
-                    current = torch.cuda.current_stream(self.device)
-                    current.wait_event(copied)
-                    points.record_stream(current)
-                yield points
+    def part(self, rows: slice | Tensor) -> HostPoints:
+        """Some of them, which stay where they are."""
+        if isinstance(rows, slice) and rows == slice(None):
+            return self
+        every = torch.arange(self.shape[0]) if self._chosen is None else self._chosen
+        here = rows if isinstance(rows, slice) else rows.cpu()
+        return HostPoints(self.features, self.streaming, every[here])
+
+    def stream(
+        self, blocks: Sequence[Block], arrive: Callable[[Block], Arrived] | None = None
+    ) -> Iterator[Tensor]:
+        """The points of one block after the other, on the device, the next on its way.
+
+        `arrive` gives something else of a block in their place.
+        """
+        arrive = arrive or self.arrive
+        ahead = self._reader.submit(arrive, blocks[0])
+        for following in (*blocks[1:], None):
+            start = time.perf_counter()
+            points, copied = ahead.result()
+            self.streaming.tally.waited += time.perf_counter() - start
+            if following is not None:
+                ahead = self._reader.submit(arrive, following)
+            if copied is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_event(copied)
+                points.record_stream(current)
+            yield points
 
     @torch.no_grad()
-    def _arrive(self, rows: slice | Tensor) -> Arrived:
-        start = time.perf_counter()
+    def arrive(self, block: Block) -> Arrived:
+        """The points of a block on their way to the device."""
+        start, rows = time.perf_counter(), block.host
+        if self._chosen is not None:
+            rows = self._chosen[rows]
+        if self.features.is_cuda:
+            # Such as particles, which are written on this stream.
+            return Arrived(self.features[rows], self._event(torch.cuda.current_stream(self.device)))
         read = self._read(rows)
-        self.streaming.moved += read.nbytes
-        self.streaming.reading += time.perf_counter() - start
+        self.streaming.tally.moved += read.nbytes
+        self.streaming.tally.reading += time.perf_counter() - start
         if self._stream is None:
             return Arrived(read.to(self.device), None)
-        with torch.cuda.stream(self._stream):
+        with self.copying():
             points = read.to(self.device, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._stream)
-        return Arrived(points, copied)
+        return Arrived(points, self.copied())
+
+    @contextmanager
+    def copying(self, *, after: bool = False) -> Iterator[None]:
+        """Copy on a stream of its own, beside passes, or `after` what they have been told to do."""
+        if self._stream is None:
+            yield
+            return
+        if after:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def copied(self) -> torch.cuda.Event | None:
+        """That what was to be copied so far is there."""
+        return None if self._stream is None else self._event(self._stream)
+
+    def keep(self, there: Tensor) -> None:
+        """Do not use the memory of a tensor again before it is copied."""
+        if self._stream is not None:
+            there.record_stream(self._stream)
+
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """That all on a stream so far is done."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
     def _read(self, rows: slice | Tensor) -> Tensor:
-        """Some rows, page-locked for a GPU unless they are on one already."""
+        """Some rows, page-locked for a GPU."""
         features = self.features
-        if features.is_cuda:
-            return features[rows]
         count = len(range(*rows.indices(len(features)))) if isinstance(rows, slice) else len(rows)
         out = torch.empty((count, features.shape[1]), dtype=features.dtype, pin_memory=self.is_cuda)
         if isinstance(features, FileFeatures):
@@ -130,7 +203,7 @@ class HostPoints:
                 start, stop, _ = rows.indices(len(features))
                 features.file.read(slice(start, stop), out)
                 return out
-            features.file.check()
+            return features.file.take(rows, out)
         if isinstance(rows, slice):
             return out.copy_(features[rows])
         return torch.index_select(features.detach(), 0, rows, out=out)

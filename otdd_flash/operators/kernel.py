@@ -9,6 +9,8 @@ then are one.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, single
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
+from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
 from otdd_flash.operators.tiled import LOG2_ZERO
 from otdd_flash.operators.triton_plans import ExactFusedPlan
@@ -106,6 +109,11 @@ class KernelOperator:
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
         """(n,) and (m,): what costs of accurate `marginals` are off by."""
         return self._fixed_point.accurate_errors
+
+    @property
+    def packing(self) -> Packing:
+        """In float16."""
+        return Packing(partial(_pack, self.cost.whole, self._lattice), min(2, self._parts))
 
     @property
     def execution(self) -> Execution:
@@ -279,15 +287,22 @@ def _applied(
 
 
 def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoints, PackedPoints]:
-    centre = lattice.centre if lattice else cost.centre
-    scale = lattice.scale if lattice else power_of_two_scale(cost.largest)
+    x, y = cost.packed
+    if x is None:
+        x = _pack(cost, lattice, 0, cost.labels[0], cost.held[0])
+    if y is None:
+        y = x if cost.symmetric else _pack(cost, lattice, 1, cost.labels[1], cost.held[1])
+    return x, y
 
-    def packed(side: int) -> PackedPoints:
-        layout = arrange(cost.labels[side], cost.class_costs.shape[side])
-        return pack(cost.held[side], layout, centre, scale)
 
-    x = packed(0)
-    return x, x if cost.symmetric else packed(1)
+def _pack(
+    cost: LabelledCost, lattice: Lattice | None, side: int, labels: Tensor, points: Tensor
+) -> PackedPoints:
+    """Some points (k, d) of a side, with labels (k,)."""
+    layout = arrange(labels, cost.class_costs.shape[side])
+    if lattice:
+        return pack(points, layout, lattice.centre, lattice.scale)
+    return pack(points, layout, cost.centre, power_of_two_scale(cost.largest))
 
 
 def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:

@@ -58,6 +58,7 @@ class LabelledCost:
         symmetric: whether both sides are one cloud with one set of labels and masses.
         squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64.
         known: what others have found out of it, and need not again.
+        packed: both clouds as kernels pack them, where that is done already.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class LabelledCost:
         self.symmetric = x is y and labels_x is labels_y and a is b
         self._whole: LabelledCost | None = None
         self.known: dict[str, Any] = {}
-        mean_x = _mean(x, a)
-        mean_y = mean_x if self.symmetric else _mean(y, b)
+        self.packed: tuple[Any, Any] = (None, None)
+        mean_x = weighted_mean(x, a)
+        mean_y = mean_x if self.symmetric else weighted_mean(y, b)
         self.centre = (mean_x + mean_y) / 2
         seen_x = _norms(x, a, self.centre)
         seen_y = seen_x if self.symmetric else _norms(y, b, self.centre)
@@ -211,7 +213,7 @@ class LabelledCost:
         found, cuts = copy(self), (rows, columns)
         found._whole = self.whole
         x, y = self.points
-        found.points = (x[rows], y[columns]) if points is None else points
+        found.points = points or (_some(x, rows), _some(y, columns))
         pairs = (self.labels, self.squares, self.magnitudes)
         found.labels, found.squares, found.magnitudes = (
             (pair[0][rows], pair[1][columns]) for pair in pairs
@@ -224,6 +226,11 @@ class LabelledCost:
         """Both clouds minus the centre, subtracted in float64 and rounded once."""
         x = _centred(self.points[0], self.centre, dtype)
         return x, x if self.symmetric else _centred(self.points[1], self.centre, dtype)
+
+
+def _some(points: Points, rows: Cut) -> Points:
+    """Some points; those that stream stay where they are."""
+    return points[rows] if isinstance(points, Tensor) else points.part(rows)
 
 
 def on_host(cost: LabelledCost) -> tuple[HostPoints, HostPoints]:
@@ -294,7 +301,8 @@ def _squared_norms(rows: Tensor) -> Tensor:
     return norms.square()
 
 
-def _mean(points: Points, masses: Tensor) -> Tensor:
+def weighted_mean(points: Points, masses: Tensor) -> Tensor:
+    """sum_i a_i x_i (d,), float64, for masses (n,) on the device."""
     mean = masses.new_zeros(points.shape[1])
     for part, rows in in_float64(points):
         mean += masses[part] @ rows

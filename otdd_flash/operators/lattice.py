@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.host_points import slices
+from otdd_flash.operators.host_points import STREAMED_ROWS, slices
 from otdd_flash.operators.labelled_cost import LabelledCost, Points
 
 # Steps per unit: of counts and raw grey values, and of grey values divided by 255.
@@ -20,9 +20,6 @@ SCALES = (1.0, 255.0)
 
 # float16 holds all integers up to here.
 LARGEST_INTEGER = 2048
-
-# Rows of streamed points that are on the device at once.
-STREAMED_ROWS = 1 << 14
 
 # How far a multiple of a step that was rounded to float32 may be off, relatively.
 ROUNDING = torch.finfo(torch.float32).eps

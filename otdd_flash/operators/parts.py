@@ -33,7 +33,7 @@ from otdd_flash.operators.self_share import SelfShare, merged
 from otdd_flash.ranks import Ranks
 
 if TYPE_CHECKING:
-    from otdd_flash.operators.blocked import BlockOperator
+    from otdd_flash.operators.block_tiles import BlockOperator
 
 # build(cost): the operator of a cost that one process computes.
 Build = Callable[[LabelledCost], Operator]
@@ -84,15 +84,16 @@ class Parts:
         cost: LabelledCost,
         ranks: Ranks,
         build: Build,
-        share: Callable[[LabelledCost, Ranks, Build], SelfShare],
+        share: Callable[[LabelledCost, Ranks, Build], SelfShare] | None,
     ) -> Parts:
-        """Of a cost whose points are all here.
+        """Of a cost whose points are all here, or in files that every rank reads.
 
         Args:
             cost: the whole.
             ranks: that share it.
             build: makes operators of parts.
-            share: makes this rank's share of a cost of a cloud with itself.
+            share: makes this rank's share of a cost of a cloud with itself; None where every rank
+                has its rows against all.
         """
 
         def part(rows: Rows, columns: Rows) -> Part | None:
@@ -108,10 +109,11 @@ class Parts:
         sides = sides_of(cost)
         first = build(cost.part(FIRST, FIRST))
         rows, columns = (side.of(ranks) for side in sides)
-        if cost.symmetric:
+        if cost.symmetric and share is not None:
             pairs = share(cost, ranks, build)
             return cls(cost, sides, first, None, None, pairs, lambda: part(rows, EVERY))
-        return cls(cost, sides, first, part(rows, EVERY), part(EVERY, columns))
+        theirs = None if cost.symmetric else part(EVERY, columns)
+        return cls(cost, sides, first, part(rows, EVERY), theirs)
 
     def by(self, ranks: Ranks, *, columns: bool) -> tuple[Part | None, Owned]:
         """The part by rows or by columns, and how those are dealt."""

@@ -19,10 +19,11 @@ from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.feature_file import FileFeatures
-from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes
+from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes, points_of
 from otdd_flash.operators.footprint import CostSize
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.host_points import Streaming
+from otdd_flash.operators.labelled_cost import Points
 from otdd_flash.operators.memory import (
     UNASKED,
     check_memory,
@@ -35,8 +36,8 @@ from otdd_flash.samples import LabeledSamples, check_squares
 
 T = TypeVar("T")
 
-# Of free memory, what streamed points may take.
-STREAMED_SHARE = 0.6
+# Of free memory, what streamed points may take on the device, and their packed form on the host.
+STREAMED_SHARE, HELD_SHARE = 0.6, 0.5
 
 # Places of two datasets, the rows' and the columns'.
 Pair = tuple[int, int]
@@ -71,7 +72,7 @@ class Request:
         *,
         pairs: Iterable[Pair] | None = None,
         seen: bool = False,
-        streams: bool = False,
+        resident: bool = False,
     ) -> Request:
         """Check what a comparison takes, then move the datasets.
 
@@ -82,8 +83,8 @@ class Request:
             pairs: places of the datasets that operators will be made of; by default every two, and
                 each with itself.
             seen: the datasets are as the ground cost sees them already.
-            streams: points that the device does not hold may stay where they are: nothing is asked
-                for but operators.
+            resident: all points are needed on the device. Otherwise, where it does not hold them,
+                they stay where they are and are streamed.
 
         Raises:
             InputError: there is no such device, the backend cannot run on it or in the precision,
@@ -95,8 +96,9 @@ class Request:
             places = range(len(datasets))
             pairs = (*combinations(places, 2), *zip(places, places, strict=True))
         pairs = list(pairs)
-        if streams and (streaming := _streaming(datasets, pairs, compute, device)) is not None:
-            _check_streamed(cost, compute)
+        streaming = None if resident else _streaming(datasets, pairs, compute, device)
+        if streaming is not None:
+            _check_streamed(datasets, cost, compute, seen=seen)
             sides = tuple(datasets)
             return cls(sides, sides, cost, compute, streaming.room, streaming)
         needed = check_resources(datasets, pairs, compute, device)
@@ -117,14 +119,32 @@ class Request:
         streaming = self.streaming
         return self.given[0].features.device if streaming is None else streaming.device
 
+    @property
+    def home(self) -> torch.device:
+        """Where the points of the last dataset are when they are not used."""
+        return self.given[-1].features.device
+
     def of(self, *places: int) -> Request:
-        """The request of some of the datasets."""
+        """The request of some of the datasets, which the device may hold where it holds not all."""
+        if self.streaming is not None:
+            some = [self.given[place] for place in places]
+            found = Request.prepare(some, self.cost, self.compute, pairs=((0, len(some) - 1),))
+            if found.streaming is None:
+                return found
+            return replace(found, streaming=replace(found.streaming, tally=self.streaming.tally))
         given, seen = (tuple(each[k] for k in places) for each in (self.given, self.seen))
         return replace(self, given=given, seen=seen)
 
     def at(self, *seen: LabeledSamples) -> Request:
-        """The request of other points, no more of them, on the device and seen by the cost."""
+        """The request of other points, no more of them, seen by the cost.
+
+        They are on the device, or some where the datasets stream.
+        """
         return replace(self, given=seen, seen=seen)
+
+    def points(self, place: int) -> Points:
+        """A dataset's points as they were given, on the device or on their way there."""
+        return points_of(self.given[place], self.streaming)
 
     def see(self, samples: LabeledSamples) -> LabeledSamples:
         """Other samples, moved and seen as the datasets are."""
@@ -159,27 +179,39 @@ def _streaming(
     if not elsewhere and not any(isinstance(side.features, FileFeatures) for side in sides):
         return None
     moved = sum(side.features.nbytes for side in elsewhere)
-    needed = max(
-        moved + operator_bytes(cost_size(datasets[i], datasets[j]), compute, device)
-        for i, j in pairs
-    )
+    sizes = (cost_size(datasets[i], datasets[j]) for i, j in pairs)
+    needed = moved + max((operator_bytes(size, compute, device) for size in sizes), default=0)
     stated = stated_budget(compute.memory_budget)
     if needed <= max(UNASKED, stated or 0):
         return None
     free = free_memory(device)
     if stated is None and needed <= free:
         return None
-    return Streaming(device, int(STREAMED_SHARE * free) if stated is None else max(stated, UNASKED))
+    on_host = torch.device("cpu")
+    host_room = 0 if device == on_host else int(HELD_SHARE * free_memory(on_host))
+    if stated is None:
+        return Streaming(device, int(STREAMED_SHARE * free), host_room)
+    # A budget is for points that are there already, too.
+    there = sum(
+        side.features.nbytes
+        for side in sides
+        if side.features.device == device and not isinstance(side.features, FileFeatures)
+    )
+    return Streaming(device, max(stated - there, UNASKED), host_room)
 
 
-def _check_streamed(cost: GroundCost, compute: ComputeOptions) -> None:
-    """Refuse what needs all points on the device."""
-    if compute.group is not None:
+def _check_streamed(
+    datasets: Sequence[LabeledSamples], cost: GroundCost, compute: ComputeOptions, *, seen: bool
+) -> None:
+    """Refuse what needs all points on the device, and what other ranks have no way to."""
+    in_files = all(isinstance(side.features, FileFeatures) for side in datasets)
+    if compute.group is not None and not in_files:
         raise InputError(
-            "points that the device does not hold are streamed by one process alone; leave out "
-            "compute.group, or raise memory_budget"
+            "points that the device does not hold are streamed by the processes of compute.group "
+            "from files that each of them reads; give features_file(...), leave out compute.group, "
+            "or raise memory_budget"
         )
-    if cost.ground == "cosine":
+    if cost.ground == "cosine" and not seen:
         raise InputError(
             "ground=cosine needs all points on the device, which does not hold them; divide the "
             "rows by their lengths before they are stored, and use ground=sqeuclidean with half of "

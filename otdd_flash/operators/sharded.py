@@ -19,6 +19,7 @@ from otdd_flash.operators.base import (
     Marginals,
     Operator,
 )
+from otdd_flash.operators.host_points import HostPoints
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.parts import Build, Parts
 from otdd_flash.ranks import Ranks
@@ -39,6 +40,11 @@ class ShardedOperator:
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
         self._first, self._by_pairs = held.first, held.share is not None
+        # Of points that stream, a part tells in what blocks.
+        told = held.first
+        if isinstance(cost.points[0], HostPoints) and held.rows is not None:
+            told = held.rows.operator
+        self._backend = told.execution.backend
         self._ring = held.cost is not cost
         self.cost = cost
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
@@ -57,7 +63,7 @@ class ShardedOperator:
         refine = None if part.refined is None else self._refine
         ring = ", points in a ring" if self._ring else ""
         return Execution(
-            f"{part.backend}, {self.ranks.size} ranks{ring}", part.segment, self.sample, refine
+            f"{self._backend}, {self.ranks.size} ranks{ring}", part.segment, self.sample, refine
         )
 
     def _refine(self) -> ShardedOperator:

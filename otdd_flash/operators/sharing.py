@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.feature_file import FeatureFile, FileFeatures
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import (
     ComputeOptions,
@@ -19,6 +20,7 @@ from otdd_flash.operators.build import (
     operator_alone,
     uses_triton,
 )
+from otdd_flash.operators.host_points import Streaming
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
@@ -47,14 +49,17 @@ def shared_operator(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> S
     Raises:
         InputError: a rank has not enough memory.
     """
-    compute = inputs.compute.alone
-    if _in_a_ring(inputs, ranks):
+    compute, streaming = inputs.compute.alone, inputs.streaming
+    if streaming is None and _in_a_ring(inputs, ranks):
         cost, keep_scores = labelled_cost(inputs), False
         number = _share_in_ring(inputs, ranks, cost)
     else:
         numbers = [_number(ranks, cloud) for cloud in (inputs.source, inputs.target)]
         number, block, ground = ranks.number(), inputs.class_distances, inputs.cost
-        ranks.order(_hold_parts, number, *numbers, block, ground, compute, keep_scores)
+        if streaming is not None:
+            ranks.layout = "streamed"
+            streaming = _of_one_rank(streaming, ranks, compute)
+        ranks.order(_hold_parts, number, *numbers, block, ground, compute, keep_scores, streaming)
         cost = ranks.held[number].cost
     return ShardedOperator(
         ranks, number, cost, lambda sample: operator_alone(sample, compute, keep_scores=keep_scores)
@@ -137,8 +142,10 @@ def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
     """What ranks call a cloud, which they are given where they do not hold it."""
     if cloud not in ranks.numbers:
         number = ranks.numbers[cloud] = ranks.number()
-        parts = cloud.features, cloud.labels, cloud.weights
-        ranks.order(_hold_cloud, number, *parts, cloud.class_names)
+        features = cloud.features
+        # A file is sent by its name.
+        there = features.file if isinstance(features, FileFeatures) else features
+        ranks.order(_hold_cloud, number, there, cloud.labels, cloud.weights, cloud.class_names)
         # It lives as long as what rank 0 does with it.
         ranks.held[number] = weakref.ref(cloud)
         weakref.finalize(cloud, ranks.drop, number)
@@ -148,14 +155,19 @@ def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
 def _hold_cloud(
     ranks: Ranks,
     number: int,
-    features: Tensor,
+    features: Tensor | FeatureFile,
     labels: Tensor | None,
     weights: Tensor | None,
     class_names: tuple[str, ...],
 ) -> None:
-    if ranks.rank > 0:
-        cloud = LabeledSamples(features, labels, class_names, weights)
-        ranks.held[number] = lambda: cloud
+    def made() -> LabeledSamples | None:
+        if ranks.rank == 0:
+            return None
+        there = features if isinstance(features, Tensor) else features.reopened().features
+        return LabeledSamples(there, labels, class_names, weights)
+
+    cloud = ranks.together(made)
+    ranks.held[number] = lambda: cloud
 
 
 def _hold_parts(
@@ -167,20 +179,32 @@ def _hold_parts(
     cost: Any,
     compute: ComputeOptions,
     keep_scores: bool,
+    streaming: Streaming | None,
 ) -> None:
     clouds = ranks.held[source](), ranks.held[target]()
+    if streaming is not None and ranks.rank > 0:
+        streaming = replace(streaming, device=ranks.device_of(streaming.device))
 
     def parts() -> Parts:
-        whole = labelled_cost(CostInputs(*clouds, block, cost, compute))
+        whole = labelled_cost(CostInputs(*clouds, block, cost, compute, streaming))
         budget = budget_in_bytes(compute.memory_budget, whole.a.device)
         each = replace(compute, memory_budget=budget // _holders(ranks, compute, whole))
 
         def build(part: LabelledCost) -> Operator:
             return operator_alone(part, each, keep_scores=keep_scores)
 
-        return Parts.replicated(whole, ranks, build, _self_share)
+        share = _self_share if streaming is None else None
+        return Parts.replicated(whole, ranks, build, share)
 
     ranks.held[number] = ranks.together(parts)
+
+
+def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) -> Streaming:
+    """How each rank streams its part by rows, and that by columns; what is told is of rank 0."""
+    room = streaming.room
+    if streaming.device.type == "cpu" and compute.memory_budget == "auto":
+        room //= ranks.size
+    return replace(streaming, room=room, host_room=streaming.host_room // (PARTS * ranks.size))
 
 
 def _self_share(cost: LabelledCost, ranks: Ranks, build: Build) -> SelfShare:

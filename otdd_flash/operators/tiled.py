@@ -71,6 +71,9 @@ class TiledOperator(ABC):
         cost_rounding: relative error of a stored cost.
     """
 
+    # Points are taken as they are.
+    packing = None
+
     def __init__(
         self,
         a: Tensor,

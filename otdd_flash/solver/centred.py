@@ -16,15 +16,22 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.labelled_cost import Points, weighted_mean
+from otdd_flash.solver.plan_blocks import Assembled, plan_blocks
 
 
-def origin_near(clouds: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+def origin_near(clouds: Iterable[tuple[Points, Tensor]], dtype: torch.dtype) -> Tensor:
     """The mean (d,) of the means of clouds, each points (n, d) and masses (n,), as a `dtype`.
 
     It is near the points, not their exact mean: what is computed about it does not depend on it.
     """
-    means = [(masses.to(points.dtype) @ points).to(dtype) for points, masses in clouds]
-    return torch.stack(means).mean(0)
+    means = [
+        masses.to(points.dtype) @ points
+        if isinstance(points, Tensor)
+        else weighted_mean(points, masses)
+        for points, masses in clouds
+    ]
+    return torch.stack([mean.to(dtype) for mean in means]).mean(0)
 
 
 def less_origin(points: Tensor, origin: Tensor) -> Tensor:
@@ -33,7 +40,12 @@ def less_origin(points: Tensor, origin: Tensor) -> Tensor:
 
 
 def conditional_means(
-    operator: Operator, f: Tensor, g: Tensor, epsilon: float, points: Tensor, origin: Tensor
+    operator: Operator,
+    f: Tensor,
+    g: Tensor,
+    epsilon: float,
+    points: tuple[Points, Points],
+    origin: Tensor,
 ) -> Tensor:
     """sum_j P_ij y_j / r_i - o: where the plan of potentials sends each row on average.
 
@@ -42,11 +54,15 @@ def conditional_means(
         f: (n,) potential, in units of the cost.
         g: (m,) potential.
         epsilon: regularisation, in units of the cost.
-        points: y (m, d) on the operator's device.
+        points: x (n, d) and y (m, d).
         origin: o (d,), in the type of the operator.
 
     Returns:
-        (n, d) in the type of the operator.
+        (n, d) in the type of the operator, where x is.
     """
-    image, masses = operator.apply_plan(f, g, epsilon, less_origin(points, origin))
-    return image / masses.to(image.dtype).unsqueeze(1)
+    found = Assembled(points[0])
+    for block, _, (image, masses) in plan_blocks(
+        operator, (f, g), epsilon, points, lambda _, y: less_origin(y, origin)
+    ):
+        found.put(block, image / masses.to(image.dtype).unsqueeze(1))
+    return found.rows

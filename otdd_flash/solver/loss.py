@@ -14,12 +14,13 @@ from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import report_convergence
-from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
+from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.second_derivatives import SecondDerivatives
 from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
+from otdd_flash.solver.term_gradient import Gradient, Input, Needs
 from otdd_flash.solver.term_solves import Potentials
 
 
@@ -50,7 +51,7 @@ def sinkhorn_loss(
     `options.tolerance` and computes what the inputs that require a gradient need; the backward pass
     only scales it. Memory is that of the solve, whatever the number of iterations. A second
     backward pass solves the linear systems of `sinkhorn_hessian`, to 1e-5, or 1e-10 of points in
-    float64, from the potentials alone.
+    float64, from the potentials alone, and needs all points on the device.
 
     The gradient is exact for the dual value at the potentials that the solver returned, converged
     or not (Danskin; Feydy et al. 2019, Interpolating between optimal transport and MMD using
@@ -99,6 +100,7 @@ def sinkhorn_loss(
         GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y), ground),
         compute,
         debias=debias,
+        resident=False,
     )
     options = options or Converged()
     inputs: dict[Input, Any] = {

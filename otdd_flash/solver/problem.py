@@ -15,7 +15,7 @@ from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operato
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
 from otdd_flash.operators.pooled_term import BACKEND
 from otdd_flash.operators.request import Pair, Request, check_comparable
-from otdd_flash.samples import LabeledSamples, real_tensor, same_content
+from otdd_flash.samples import LabeledSamples, largest_entry, real_tensor, same_content
 from otdd_flash.solver.class_blocks import symmetrized
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
 from otdd_flash.solver.schedules.base import Schedule
@@ -76,10 +76,11 @@ class Problem:
         compute: ComputeOptions | None = None,
         *,
         debias: bool = True,
+        resident: bool = False,
     ) -> Problem:
         """The problem of two clouds, with labels and weights if they are samples.
 
-        Without `debias` it must not be asked for self terms.
+        Without `debias` it must not be asked for self terms; `resident` as for `Request.prepare`.
 
         Raises:
             InputError: as the class, or as `check_comparable` and `Request.prepare`.
@@ -87,7 +88,8 @@ class Problem:
         sides = _as_samples(source), _as_samples(target)
         check_comparable(*sides)
         cost, compute = cost or GroundCost(), compute or ComputeOptions()
-        request = Request.prepare(sides, cost, compute, pairs=terms_of(debias=debias))
+        pairs = terms_of(debias=debias)
+        request = Request.prepare(sides, cost, compute, pairs=pairs, resident=resident)
         return cls(request, epsilon, class_table)
 
     def _check_epsilon(self) -> None:
@@ -112,7 +114,7 @@ class Problem:
     def _largest_cost(self) -> float:
         """A bound on ||x - y||^2 lambda_x, float64."""
         sides = self.request.seen
-        largest = max(float(side.features.abs().amax()) for side in sides)
+        largest = max(float(largest_entry(side.features)) for side in sides)
         return self.request.cost.squared.lambda_x * sides[0].dim * (2 * largest) ** 2
 
     @property

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.gradient import POINTS, Input
+from otdd_flash.solver.gradient import POINTS
 from otdd_flash.solver.hessian import DivergenceCurvature, report_residual
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.term_gradient import Input
 
 # Of linear systems between points in float64.
 TIGHT = 1e-10
@@ -50,7 +51,7 @@ class SecondDerivatives:
 
         Raises:
             InputError: gradients by something else are to be differentiated, or something else
-                requires one; or points have changed in place since.
+                requires one; or points are streamed, or have changed in place since.
             ConvergenceError: convergence is required and a linear system was not solved.
         """
         others = [key for key in self._keys if key not in POINTS]
@@ -59,6 +60,11 @@ class SecondDerivatives:
             raise InputError(
                 "the loss is differentiable twice by x and y alone, and its gradient was to be "
                 f"differentiated where {names} require one too; detach {names}"
+            )
+        if self._problem.request.streaming is not None:
+            raise InputError(
+                "second derivatives need all points on the device, which does not hold them; take "
+                "fewer points, or raise memory_budget"
             )
         for given, version in self._versions:
             if given._version != version:

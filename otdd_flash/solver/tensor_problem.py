@@ -28,8 +28,9 @@ def problem_of_tensors(
     compute: Compute | None,
     *,
     debias: bool,
+    resident: bool = True,
 ) -> Problem:
-    """What `sinkhorn_loss` solves; arguments and errors as there."""
+    """What `sinkhorn_loss` solves; arguments and errors as there, `resident` as of requests."""
     (x, a, labels_x), (y, b, labels_y) = of_x, of_y
     _check_one_device(x, y)
     _check_classes(labels_x, labels_y, class_table)
@@ -41,7 +42,9 @@ def problem_of_tensors(
         compute = ComputeOptions(device=str(x.device), precision="double" if double else "fast")
     compute = ComputeOptions.of(compute)
     table = None if class_table is None else class_table.detach()
-    return Problem.between(source, target, epsilon, table, weights, compute, debias=debias)
+    return Problem.between(
+        source, target, epsilon, table, weights, compute, debias=debias, resident=resident
+    )
 
 
 def type_of(problem: Problem) -> torch.dtype:

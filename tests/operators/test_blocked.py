@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 import otdd_flash as otdd
 from otdd_flash.operators import blocked, host_points, request
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.blocked import BlockedOperator, Tile
+from otdd_flash.operators.block_tiles import Tile
+from otdd_flash.operators.blocked import BlockedOperator
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
@@ -61,7 +62,7 @@ def table() -> torch.Tensor:
 def operator(folder: Path | None, backend: str, precision: str, pair: tuple[int, int]) -> Operator:
     budget = "auto" if folder is None else 1000
     compute = ComputeOptions(str(HERE), backend, precision, budget)
-    prepared = Request.prepare(sides(folder), GroundCost(), compute, streams=True)
+    prepared = Request.prepare(sides(folder), GroundCost(), compute)
     return build_operator(prepared.inputs(pair, table().to(HERE)))
 
 
@@ -169,7 +170,7 @@ def test_points_are_not_in_memory_at_once(tmp_path: Path) -> None:
     np.save(path, np.random.default_rng(0).normal(size=(n, dim)).astype("float32"))
     samples = otdd.LabeledSamples(otdd.features_file(path), None, ())
     compute = ComputeOptions("cpu", "torch", memory_budget=1000)
-    prepared = Request.prepare((samples, samples), GroundCost(), compute, streams=True)
+    prepared = Request.prepare((samples, samples), GroundCost(), compute)
     found = build_operator(prepared.inputs(CROSS, torch.zeros(1, 1).double()))
     live = LiveBytes()
     with live:
@@ -184,21 +185,21 @@ def test_a_budget_says_whether_points_are_streamed(
 ) -> None:
     given = sides(tmp_path)
     compute = ComputeOptions("cpu", "torch")
-    assert Request.prepare(given, GroundCost(), compute, streams=True).streaming is None
+    assert Request.prepare(given, GroundCost(), compute).streaming is None
     small = ComputeOptions("cpu", "torch", memory_budget="1KiB")
-    streaming = Request.prepare(given, GroundCost(), small, streams=True).streaming
+    streaming = Request.prepare(given, GroundCost(), small).streaming
     assert streaming is not None
     assert streaming.room == 1024
     # What is taken to be there is not asked for.
     monkeypatch.setattr(request, "UNASKED", 1 << 26)
-    assert Request.prepare(given, GroundCost(), small, streams=True).streaming is None
-    monkeypatch.setattr(request, "UNASKED", 0)
-    # Gradients and flows ask for more than operators.
     assert Request.prepare(given, GroundCost(), small).streaming is None
+    monkeypatch.setattr(request, "UNASKED", 0)
+    # Second derivatives ask for more than operators.
+    assert Request.prepare(given, GroundCost(), small, resident=True).streaming is None
     # In memory already, on this device, is where they stay.
-    assert Request.prepare(sides(None), GroundCost(), small, streams=True).streaming is None
+    assert Request.prepare(sides(None), GroundCost(), small).streaming is None
     with pytest.raises(otdd.InputError, match="ground=cosine needs all points on the device"):
-        Request.prepare(given, GroundCost(ground="cosine"), small, streams=True)
+        Request.prepare(given, GroundCost(ground="cosine"), small)
 
 
 def test_blocks_by_class_hold_every_point_once() -> None:
@@ -220,8 +221,8 @@ def test_a_self_term_takes_every_pair_of_blocks_once(
     taken: list[bool] = []
     tiles = BlockedOperator._tiles
 
-    def counted(self: BlockedOperator, *, upper: bool = False) -> Iterator[Tile]:
-        for tile in tiles(self, upper=upper):
+    def counted(self: BlockedOperator, **how: bool) -> Iterator[Tile]:
+        for tile in tiles(self, **how):
             taken.append(tile.diagonal)
             yield tile
 

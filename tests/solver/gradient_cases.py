@@ -10,9 +10,10 @@ from torch import Tensor
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.gradient import DivergenceGradient, Gradient, Input, Needs
+from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term_gradient import Gradient, Input, Needs
 
 ALL: Needs = frozenset({"x", "y", "a", "b", "classes", "lambda_x", "lambda_y"})
 EPSILON = 2.0

@@ -12,14 +12,9 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Execution, Operator
 from otdd_flash.operators.matrix import MatrixOperator
-from otdd_flash.solver.gradient import (
-    DivergenceGradient,
-    Input,
-    Needs,
-    cross_gradient,
-    self_gradient,
-)
+from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.solver.term_gradient import Input, Needs, cross_gradient, self_gradient
 
 SELF_INPUTS: Needs = ALL - {"y", "b"}
 

@@ -122,7 +122,8 @@ class VelocityField:
             labelled.features, labelled.labels, labelled.class_names, name=samples.name
         ).to(device)
         sides = points, self.particles.to(device), self.target.to(device)
-        request = Request.prepare(sides, self.cost, self.compute, pairs=(OWN, THEIRS))
+        pairs = OWN, THEIRS
+        request = Request.prepare(sides, self.cost, self.compute, pairs=pairs, resident=True)
         points, particles, target = request.seen
         # One origin near both: their difference then loses nothing to their distance from 0.
         clouds = ((cloud.features, cloud.masses) for cloud in (particles, target))
@@ -143,9 +144,7 @@ class VelocityField:
         operator = refined(build_operator(inputs))
         potential = potential.to(operator.a.device)
         softmin = operator.softmin_rows(potential, self.epsilon)
-        means = conditional_means(
-            operator, softmin, potential, self.epsilon, inputs.target.features, origin
-        )
+        means = conditional_means(operator, softmin, potential, self.epsilon, inputs.points, origin)
         return softmin, means
 
 

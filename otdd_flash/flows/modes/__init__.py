@@ -11,7 +11,7 @@ from otdd_flash.flows.modes.feature_driven import AttachedMode, FeaturesMode
 from otdd_flash.flows.modes.jointly_driven import JointMode, augmented_mode
 from otdd_flash.labels import ClassDistances
 
-__all__ = ["MODES", "Evaluation", "Mode", "build_mode", "check_mode"]
+__all__ = ["MODES", "STREAMING_MODES", "Evaluation", "Mode", "build_mode", "check_mode"]
 
 MODES: dict[str, Callable[[FlowSetting, ClassDistances], Mode]] = {
     "features": FeaturesMode,
@@ -19,6 +19,9 @@ MODES: dict[str, Callable[[FlowSetting, ClassDistances], Mode]] = {
     "joint": JointMode,
     "augmented": augmented_mode,
 }
+
+# Those that know the target's points by passes and by class distances alone.
+STREAMING_MODES = ("features", "attached")
 
 
 def check_mode(name: str) -> None:

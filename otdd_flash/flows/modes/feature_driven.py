@@ -106,6 +106,7 @@ class ClassTable:
         target = self._target
         if self._metric.fixed:
             return before
+        particles = self._beside(particles)
         clouds, (_, own, _) = pool([particles, target])
         distinct, index = merge_identical(clouds)
         moved = torch.zeros(len(distinct), dtype=torch.bool)
@@ -129,7 +130,7 @@ class ClassTable:
             particles: n points whose features may require a gradient.
             within_target: the block (V_y, V_y).
         """
-        clouds, (_, own, total) = pool([particles, self._target])
+        clouds, (_, own, total) = pool([self._beside(particles), self._target])
         pairs = all_pairs(total)
         pairs = pairs[(pairs < own).any(1)]
         if self._full is not None:
@@ -140,6 +141,11 @@ class ClassTable:
         else:
             values = mean_table(clouds, pairs)
         return symmetric_table(values, pairs, total) + beside(own, within_target.to(values))
+
+    def _beside(self, particles: LabeledSamples) -> LabeledSamples:
+        """The particles where the target is: one that streams stays in host memory."""
+        home = self._target.features.device
+        return particles if particles.features.device == home else particles.to(home)
 
     def _moments(
         self, clouds: Sequence[ClassCloud], target: Sequence[ClassCloud], unbiased: bool

@@ -152,7 +152,8 @@ class EuclideanAugmentedMode(AugmentedMode):
         target = LabeledSamples(vectors, None, (), setting.target.weights)
         particles = self._particles(self._vectors(setting.source.features, self.variables))
         cost = GroundCost(1.0, 0.0)
-        request = Request.prepare((particles, target), cost, setting.request.compute)
+        compute = setting.request.compute
+        request = Request.prepare((particles, target), cost, compute, resident=True)
         self._divergence = TargetDivergence(setting, request)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:

@@ -17,6 +17,6 @@ def request_of(setup: Setup, bench: Bench) -> Request:
 
     def prepare() -> Request:
         datasets = [task.train for task in setup.tasks]
-        return Request.prepare(datasets, settings.cost, settings.compute)
+        return Request.prepare(datasets, settings.cost, settings.compute, resident=True)
 
     return bench.cached("request", prepare)

@@ -1,0 +1,184 @@
+"""A column of Arrow files, such as a Hugging Face dataset keeps on the disk, as a matrix.
+
+Record batches hold the numbers of lists of one length side by side, uncompressed: each batch is a
+piece of the matrix, which is found here and read elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from otdd_flash.errors import InputError
+from otdd_flash.feature_layout import Matrix, Piece
+
+TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64(): torch.float64}
+
+# What the file format begins with, and what ends a stream that was written to its end.
+FILE_MAGIC, STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def matrix_of_dataset(dataset: Any, key: str | None) -> Matrix:
+    """A column of a `datasets.Dataset` that lies in files as it is.
+
+    Raises:
+        InputError: it lies in memory, or is a selection of what is in its files.
+    """
+    chosen = dataset._indices is not None
+    files = [] if chosen else [Path(entry["filename"]) for entry in dataset.cache_files]
+    if not chosen and not files:
+        raise InputError(
+            "the dataset lies in memory; save it with save_to_disk and give its folder, or give "
+            "its column as an array"
+        )
+    found = None if chosen else _of_files(files, key)
+    if found is None or len(dataset) != found.shape[0]:
+        raise InputError(
+            "the dataset is a selection of the rows in its files, or has them in another order; "
+            "save it with save_to_disk and give its folder"
+        )
+    return found
+
+
+def matrix_of_arrow(path: Path, key: str | None) -> Matrix:
+    """A column of an .arrow file, or of a folder that `Dataset.save_to_disk` wrote.
+
+    Raises:
+        InputError: there is no such column, or a file is damaged.
+    """
+    return _of_files(_files_of(path) if path.is_dir() else [path], key)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of a dataset, in their order."""
+    if (folder / "dataset_dict.json").exists():
+        splits = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir()))
+        raise InputError(f"{folder} holds several splits; give the folder of one ({splits})")
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        names = [entry["filename"] for entry in state["_data_files"]]
+    except OSError:
+        raise InputError(
+            f"{folder} has no state.json; features are read from folders of Dataset.save_to_disk"
+        ) from None
+    except (ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{folder}/state.json is damaged ({error}); save it again") from None
+    if not names:
+        raise InputError(f"{folder} holds no rows")
+    return [folder / name for name in names]
+
+
+def _of_files(files: list[Path], key: str | None) -> Matrix:
+    pieces: list[Piece] = []
+    kind: tuple[int, torch.dtype] | None = None
+    for path in files:
+        try:
+            for place, found, piece in _pieces(path, key):
+                if kind not in (None, found):
+                    raise InputError(
+                        f"{path} holds lists of {found[0]} {found[1]} from row {place} on, and of "
+                        f"{kind[0]} {kind[1]} before; features are lists of one length"
+                    )
+                kind = found
+                pieces.append(piece)
+        except InputError:
+            raise
+        except OSError as error:
+            # Those of pyarrow, too, are long.
+            says = error.strerror or str(error).splitlines()[0]
+            raise InputError(f"cannot read {path}: {says}") from None
+        except (pa.ArrowInvalid, ValueError) as error:
+            says = str(error).splitlines()[0]
+            raise InputError(f"{path} is no Arrow file, or a damaged one ({says})") from None
+    if kind is None or kind[0] == 0:
+        raise InputError(f"{files[0]} holds no rows of features")
+    return Matrix(*kind, tuple(pieces))
+
+
+def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch.dtype], Piece]]:
+    """Each batch of rows: its first row in the file, its kind and where it is."""
+    content: Any = np.memmap(path, np.uint8, "r")
+    start, row = content.ctypes.data, 0
+    for batch in _batches(path, content):
+        name = _column(path, batch.schema, key)
+        if not batch.num_rows:
+            continue
+        array = batch.column(name)
+        where = f"column {name} of {path}"
+        length, values = _values(where, row, array)
+        dtype = TYPES.get(values.type)
+        if dtype is None:
+            raise InputError(
+                f"{where} holds lists of {values.type}; features are read from lists of float16, "
+                "float32 or float64"
+            )
+        if array.null_count or values.null_count:
+            nulls = array.is_null() if array.null_count else values.is_null()
+            first = nulls.index(True).as_py() // (1 if array.null_count else length)
+            raise InputError(
+                f"{where} holds nulls, the first in row {row + first}; leave those rows out"
+            )
+        offset = values.buffers()[1].address + values.offset * dtype.itemsize - start
+        if not 0 <= offset < len(content) or offset % dtype.itemsize:
+            raise InputError(
+                f"{where} is compressed or not aligned; write it with the options that datasets "
+                "takes, which do neither"
+            )
+        yield row, (length, dtype), Piece(path, offset, batch.num_rows)
+        row += batch.num_rows
+
+
+def _batches(path: Path, content: Any) -> Iterator[Any]:
+    source = pa.py_buffer(content)
+    if content[: len(FILE_MAGIC)].tobytes() == FILE_MAGIC:
+        reader = pa.ipc.open_file(source)
+        yield from (reader.get_batch(place) for place in range(reader.num_record_batches))
+        return
+    reader = pa.ipc.open_stream(source)
+    yield from reader
+    if content[-len(STREAM_END) :].tobytes() != STREAM_END:
+        raise InputError(f"{path} is truncated: the end of its stream is missing; write it again")
+
+
+def _column(path: Path, schema: Any, key: str | None) -> str:
+    """The column that was asked for, or the only one of lists."""
+    if key is not None:
+        if key not in schema.names:
+            raise InputError(f"{path} has no {key!r}; it holds {', '.join(schema.names)}")
+        return key
+    lists = [field.name for field in schema if _is_list(field.type)]
+    if len(lists) != 1:
+        names = ", ".join(schema.names) or "nothing"
+        raise InputError(f"{path} holds {names}; say which column with key=")
+    return str(lists[0])
+
+
+def _values(where: str, row: int, array: Any) -> tuple[int, Any]:
+    """The length of all lists, and their numbers side by side."""
+    kind = array.type
+    if not _is_list(kind):
+        raise InputError(f"{where} holds {kind}; features are lists of one length")
+    if pa.types.is_fixed_size_list(kind):
+        length = kind.list_size
+        return length, array.values.slice(array.offset * length, len(array) * length)
+    ends = array.offsets.to_numpy(zero_copy_only=False)
+    lengths = np.diff(ends)
+    length = int(lengths[0])
+    other = np.flatnonzero(lengths != length)
+    if len(other) and not array.null_count:
+        raise InputError(
+            f"{where} is ragged: row {row} holds {length} numbers and row {row + other[0]} "
+            f"{lengths[other[0]]}; features are lists of one length"
+        )
+    return length, array.values.slice(int(ends[0]), int(ends[-1] - ends[0]))
+
+
+def _is_list(kind: Any) -> bool:
+    types = pa.types
+    return bool(types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind))

@@ -1,0 +1,182 @@
+"""Blocks of points that stream, packed as kernels want them: once, where host memory holds that.
+
+A block is packed on the GPU when it first comes, and its packed form is copied to page-locked host
+memory. Later passes copy that back, of half the bytes or fewer where kernels read float16 alone,
+and pack nothing. Order, norms and labels of packed rows stay on the GPU. Passes that need the
+points themselves, those of certificates and products, read them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.host_points import Arrived, Block, HostPoints, Tally
+
+if TYPE_CHECKING:
+    from otdd_flash.kernels.points.packed_points import PackedPoints
+
+# Page-locked memory is taken in such pieces: what one term gives back then fits the next.
+SLAB_BYTES = 1 << 26
+
+
+class Packing(NamedTuple):
+    """How the blocks of a cost are packed.
+
+    Attributes:
+        pack: gives the packed form of some points, as pack(side, labels (k,), points (k, d)).
+        parts: of the two of a coordinate, how many softmins read: 1 or 2.
+    """
+
+    pack: Callable[[int, Tensor, Tensor], PackedPoints]
+    parts: int
+
+
+class There(NamedTuple):
+    """A block on the device.
+
+    Attributes:
+        block: which points.
+        points: (k, d); a tensor without memory where only their packed form is there.
+        packed: that, where kernels pack points.
+    """
+
+    block: Block
+    points: Tensor
+    packed: PackedPoints | None
+
+
+class _Held(NamedTuple):
+    """The packed form of a block, its coordinates in page-locked pieces."""
+
+    without: PackedPoints
+    shape: torch.Size
+    pieces: list[Tensor]
+
+
+class PackedBlocks:
+    """The blocks of both sides of a cost.
+
+    Args:
+        points: rows and columns.
+        labels: of each.
+        packing: how they are packed; None where operators take points as they are.
+    """
+
+    def __init__(
+        self,
+        points: tuple[HostPoints, HostPoints],
+        labels: tuple[Tensor, Tensor],
+        packing: Packing | None,
+    ) -> None:
+        self._points, self._labels, self._packing = points, labels, packing
+        streaming = points[0].streaming
+        self._slabs = Slabs(streaming.tally, streaming.host_room)
+        # By block; its object stays while this lives.
+        self._held: dict[int, _Held] = {}
+
+    def for_parts(self, packing: Packing | None) -> PackedBlocks:
+        """The same blocks for kernels that read other parts; what is held is shared."""
+        found = PackedBlocks(self._points, self._labels, packing)
+        found._slabs, found._held = self._slabs, self._held
+        return found
+
+    def stream(self, side: int, blocks: Sequence[Block], *, points: bool) -> Iterator[There]:
+        """One block after the other, the next on its way; `points` asks for the points, too."""
+        packing, source = self._packing, self._points[side]
+        if packing is None:
+            for block, there in zip(blocks, source.stream(blocks), strict=True):
+                yield There(block, there, None)
+            return
+
+        copied: set[int] = set()
+
+        def arrive(block: Block) -> Arrived:
+            held = None if points else self._held.get(id(block))
+            if held is None:
+                return source.arrive(block)
+            copied.add(id(block))
+            return self._copied(source, held)
+
+        for block, there in zip(blocks, source.stream(blocks, arrive), strict=True):
+            held = self._held.get(id(block))
+            if held is not None and id(block) in copied:
+                packed = replace(held.without, coordinates=there)
+                shape = len(held.without.layout.position), source.shape[1]
+                # Whoever reads it fails.
+                yield There(block, torch.empty(shape, dtype=source.dtype, device="meta"), packed)
+                continue
+            packed = packing.pack(side, self._labels[side][block.rows], there)
+            if held is None:
+                self._hold(source, block, packed)
+            yield There(block, there, packed)
+
+    def _hold(self, source: HostPoints, block: Block, packed: PackedPoints) -> None:
+        """Copy a packed block to the host, if there is room."""
+        flat = packed.coordinates.view(torch.uint8).flatten()
+        pieces = self._slabs.take(flat.numel(), pinned=source.is_cuda)
+        if pieces is None:
+            return
+        with source.copying(after=True):
+            for piece, part in zip(
+                pieces, torch.split(flat, [len(p) for p in pieces]), strict=True
+            ):
+                piece.copy_(part, non_blocking=True)
+            source.keep(packed.coordinates)
+        empty = packed.coordinates[:0]
+        without = replace(packed, coordinates=empty.clone())
+        self._held[id(block)] = _Held(without, packed.coordinates.shape, pieces)
+
+    def _copied(self, source: HostPoints, held: _Held) -> Arrived:
+        """The coordinates (2 n, d) of a held block on the device, of one part or of both."""
+        assert self._packing is not None
+        with source.copying():
+            out = torch.empty(held.shape, dtype=torch.float16, device=source.device)
+            flat = out.view(torch.uint8).flatten()
+            wanted, at = flat.numel() * self._packing.parts // 2, 0
+            for piece in held.pieces:
+                count = min(len(piece), wanted - at)
+                if count <= 0:
+                    break
+                flat[at : at + count].copy_(piece[:count], non_blocking=True)
+                at += count
+        source.streaming.tally.copied += wanted
+        return Arrived(out, source.copied())
+
+
+class Slabs:
+    """Host memory in slabs of one size, filled one after the other.
+
+    Args:
+        tally: told of what is held.
+        room: bytes that may be.
+    """
+
+    def __init__(self, tally: Tally, room: int) -> None:
+        self._tally, self._left = tally, room
+        self._slab: Tensor | None = None
+        self._used, self._taken = 0, 0
+
+    def take(self, count: int, *, pinned: bool) -> list[Tensor] | None:
+        """So many bytes in pieces, page-locked if asked for; None if there is no room."""
+        free = 0 if self._slab is None else SLAB_BYTES - self._used
+        more = -(-max(0, count - free) // SLAB_BYTES)
+        if more * SLAB_BYTES > self._left:
+            return None
+        pieces: list[Tensor] = []
+        while count > 0:
+            if self._slab is None or self._used == SLAB_BYTES:
+                self._slab = torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=pinned)
+                self._left -= SLAB_BYTES
+                self._used = 0
+            size = min(count, SLAB_BYTES - self._used)
+            pieces.append(self._slab[self._used : self._used + size])
+            self._used += size
+            self._taken += size
+            count -= size
+        self._tally.held = max(self._tally.held, self._taken)
+        return pieces

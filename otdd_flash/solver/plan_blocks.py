@@ -1,0 +1,106 @@
+"""Plans applied to what follows from points, a block of the result at a time where points stream.
+
+Values V are made of the points of one side, so that neither they nor a result as large as the
+points have to be on the device at once: a result is put together where its points are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import Applied, Operator
+from otdd_flash.operators.host_points import STREAMED_ROWS, Block, HostPoints, slices
+from otdd_flash.operators.labelled_cost import Cut, Points
+
+ALL = Block(slice(None), slice(None))
+
+
+class PlanBlock(NamedTuple):
+    """What a plan makes of values, for some points.
+
+    Attributes:
+        block: which points.
+        points: (k, d) on the device.
+        applied: P V (k, c) and P 1 (k,), or P^T U and P^T 1.
+    """
+
+    block: Block
+    points: Tensor
+    applied: Applied
+
+
+def plan_blocks(
+    operator: Operator,
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    points: tuple[Points, Points],
+    make: Callable[[Cut, Tensor], Tensor],
+    *,
+    transposed: bool = False,
+) -> Iterator[PlanBlock]:
+    """P V for all rows, or P^T U for all columns: at once, or block by block where points stream.
+
+    Args:
+        operator: the cost (n, m) and the masses.
+        potentials: f (n,) and g (m,), in units of the cost.
+        epsilon: regularisation, in units of the cost.
+        points: x (n, d) and y (m, d).
+        make: gives the values (k, c) of some points (k, d) of the other side, as make(which, them).
+        transposed: whether the result is of the columns.
+    """
+    in_blocks = operator.execution.in_blocks
+    if in_blocks is not None:
+        for own, applied in in_blocks(*potentials, epsilon, make, transposed=transposed):
+            yield PlanBlock(own.block, own.points, applied)
+        return
+    own, other = points[::-1] if transposed else points
+    values = make(ALL.rows, other[ALL.rows])
+    applied = operator.apply_plan(*potentials, epsilon, values, transposed=transposed)
+    yield PlanBlock(ALL, own[ALL.rows], applied)
+
+
+class Assembled:
+    """Rows that come block by block, where the points are that they belong to.
+
+    Args:
+        points: (n, d).
+    """
+
+    def __init__(self, points: Points) -> None:
+        self._count, self._home = points.shape[0], home_of(points)
+        self._rows: Tensor | None = None
+
+    def put(self, block: Block, rows: Tensor) -> None:
+        """Take the rows (k, c) of some points."""
+        if block is ALL:
+            self._rows = rows
+            return
+        if self._rows is None:
+            shape = (self._count, *rows.shape[1:])
+            self._rows = torch.empty(shape, dtype=rows.dtype, device=self._home)
+        self._rows[block.host] = rows.to(self._home)
+
+    @property
+    def rows(self) -> Tensor:
+        """All of them, (n, c)."""
+        assert self._rows is not None
+        return self._rows
+
+
+def home_of(points: Points) -> torch.device:
+    """Where points are when they are not used."""
+    return (points.features if isinstance(points, HostPoints) else points).device
+
+
+def blocks_of(points: Points) -> Iterator[tuple[Cut, Tensor]]:
+    """Which points, and they (k, d) on the device: all at once, or block by block as they come."""
+    if isinstance(points, Tensor):
+        yield ALL.rows, points
+        return
+    blocks = slices(points.shape[0], STREAMED_ROWS)
+    for block, there in zip(blocks, points.stream(blocks), strict=True):
+        yield block.rows, there

@@ -1,0 +1,189 @@
+"""Points in files that every rank reads and none holds: the numbers of one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference
+import torch
+from rank_pool import pool
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.feature_file import FeatureFile
+from otdd_flash.operators import blocked, request
+from otdd_flash.ranks import Ranks
+from otdd_flash.solver.problem import Problem
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+EPSILON = 0.4
+
+
+def datasets(folder: str | None) -> list[otdd.LabeledSamples]:
+    draw = torch.Generator().manual_seed(0)
+    sides = []
+    for name, size, classes in (("x", 61, 4), ("y", 45, 3), ("z", 30, 2)):
+        labels = torch.randint(0, classes, (size,), generator=draw)
+        points: torch.Tensor = torch.randn(size, 3, generator=draw) + labels[:, None]
+        if folder is not None:
+            points = otdd.features_file(f"{folder}/{name}.npy")
+        sides.append(otdd.LabeledSamples(points, labels, tuple("abcd"[:classes]), name=name))
+    return sides
+
+
+def written(folder: Path) -> str:
+    for side in datasets(None):
+        np.save(folder / f"{side.name}.npy", side.features.numpy())
+    return str(folder)
+
+
+def in_blocks(work: Any, *arguments: Any) -> Any:
+    """What rank 0 finds where points take more than there is, in small blocks on every rank."""
+    before = blocked.LEAST_POINTS, request.UNASKED
+    blocked.LEAST_POINTS, request.UNASKED = 16, 0
+    try:
+        return otdd.led(lambda ranks: work(ranks, *arguments))
+    finally:
+        blocked.LEAST_POINTS, request.UNASKED = before
+
+
+def distance(ranks: Ranks, folder: str, precision: str) -> dict[str, Any]:
+    compute = otdd.ComputeOptions("cpu", precision=precision, memory_budget=1, group=ranks)
+    result = otdd.dataset_distance(*datasets(folder)[:2], epsilon=EPSILON, compute=compute)
+    assert result.streamed is not None
+    return {
+        "value": result.value,
+        "bounds": result.bounds,
+        "f": result.potentials[0],
+        "g": result.potentials[1],
+        "backend": result.divergence.backend,
+        "layout": result.shared.layout,
+        "converged": result.converged,
+        "bytes": result.streamed["bytes"],
+        # Of this process alone.
+        "map": result.barycentric_map(),
+    }
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["double", "fast"])
+def test_distances_are_those_of_one_process(size: int, precision: str, tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    first = pool(size).run(in_blocks, distance, folder, precision)[0]
+    compute = otdd.ComputeOptions("cpu", precision="double")
+    alone = otdd.dataset_distance(*datasets(None)[:2], epsilon=EPSILON, compute=compute)
+    near = 1e-9 if precision == "double" else 1e-3
+    assert first["layout"] == "streamed"
+    assert "points streamed in blocks of 16 x 16" in first["backend"]
+    assert first["backend"].endswith(f", {size} ranks")
+    assert first["converged"]
+    assert first["bytes"] > 0
+    assert first["bounds"][0] <= alone.value <= first["bounds"][1]
+    assert first["value"] == pytest.approx(alone.value, abs=near)
+    for key, expected in zip("fg", alone.potentials, strict=True):
+        assert torch.allclose(first[key].double(), expected.double(), atol=4 * near)
+    assert torch.allclose(first["map"].double(), alone.barycentric_map().double(), atol=4 * near)
+    again = pool(size).run(in_blocks, distance, folder, precision)[0]
+    assert torch.equal(first["f"], again["f"])
+    assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
+
+
+def of_kernels(ranks: Ranks, folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Operations in the interpreter, beside their formulas in float64."""
+    source, target = datasets(folder)[:2]
+    table = torch.rand(7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    table = (table + table.T).fill_diagonal_(0)
+    compute = otdd.ComputeOptions("cpu", "triton", "high", memory_budget=1, group=ranks)
+    whole = Problem.between(source, target, EPSILON, table, compute=compute)
+    operator = whole.operator("xy")
+    assert operator.execution.backend.startswith("triton")
+    assert "points streamed in blocks" in operator.execution.backend
+    f, g = torch.zeros(61), torch.zeros(45)
+    x, y = (side.features[:] for side in (source, target))
+    cost = reference.dense_cost(x, y, 0.5, table[:4, 4:] / 2, source.labels, target.labels)
+    a, b = source.masses, target.masses
+    plan = reference.plan(cost, a, b, f.double(), g.double(), EPSILON)
+    sums = operator.marginals(f, g, EPSILON)
+    return [
+        (operator.softmin_rows(g, EPSILON), reference.softmin_rows(cost, b, g.double(), EPSILON)),
+        (
+            operator.softmin_columns(f, EPSILON),
+            reference.softmin_rows(cost.T, a, f.double(), EPSILON),
+        ),
+        (sums.rows, plan.sum(1)),
+        (sums.columns, plan.sum(0)),
+        (operator.apply_plan(f, g, EPSILON, y).values, plan @ y.double()),
+    ]
+
+
+@pytest.mark.slow
+def test_kernels_take_files(tmp_path: Path) -> None:
+    answer = pool(2).run(in_blocks, of_kernels, written(tmp_path))[0]
+    for found, expected in answer:
+        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def pairwise(ranks: Ranks | None, folder: str | None) -> torch.Tensor:
+    budget = "auto" if folder is None else 1
+    compute = otdd.ComputeOptions("cpu", precision="double", memory_budget=budget, group=ranks)
+    sides = datasets(folder)
+    found = otdd.pairwise_distances(sides, epsilon=EPSILON, labels="means", compute=compute)
+    return found.values
+
+
+def test_pairs_are_dealt_to_ranks_that_read_files(tmp_path: Path) -> None:
+    (found, _) = pool(2).run(in_blocks, pairwise, written(tmp_path))
+    assert torch.allclose(found, pairwise(None, None), atol=1e-6)
+
+
+def in_memory(ranks: Ranks, folder: str) -> None:
+    sides = datasets(folder)[0], datasets(None)[1]
+    compute = otdd.ComputeOptions("cpu", memory_budget=1, group=ranks)
+    otdd.dataset_distance(*sides, epsilon=EPSILON, compute=compute)
+
+
+def test_points_of_one_process_are_refused_on_every_rank(tmp_path: Path) -> None:
+    for answer in pool(2).run(in_blocks, in_memory, written(tmp_path)):
+        assert isinstance(answer, InputError)
+        assert "from files that each of them reads; give features_file(...)" in str(answer)
+
+
+def without_file(folder: str) -> Any:
+    """As where one rank runs on a machine that lacks the file."""
+    reopened = FeatureFile.reopened
+
+    def missing(file: FeatureFile) -> FeatureFile:
+        path = next(iter(file._stamps))
+        file._stamps = {path.with_suffix(".gone"): file._stamps[path]}
+        return reopened(file)
+
+    if torch.distributed.get_rank() == 1:
+        FeatureFile.reopened = missing  # type: ignore[method-assign]
+    try:
+        return in_blocks(distance, folder, "double")
+    finally:
+        FeatureFile.reopened = reopened  # type: ignore[method-assign]
+
+
+def test_a_file_that_one_rank_lacks_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for answer in pool(2).run(without_file, written(tmp_path)):
+        assert isinstance(answer, InputError)
+        assert "another process cannot read" in str(answer)
+        assert "x.gone" in str(answer)
+
+
+def test_another_process_finds_the_same_file_or_says_so(tmp_path: Path) -> None:
+    features: Any = datasets(written(tmp_path))[0].features
+    assert torch.equal(features.file.reopened().features, features)
+    content = tmp_path / "x.npy"
+    os.utime(content, (1, 1))
+    with pytest.raises(InputError, match="is another file for another process"):
+        features.file.reopened()
+    content.unlink()
+    with pytest.raises(InputError, match=r"another process cannot read .* \(No such file"):
+        features.file.reopened()

@@ -1,0 +1,227 @@
+"""Features in Arrow files: those of `datasets`, every layout that is read, and every damage."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.feature_file import FileFeatures, ScatteredFeatures
+from otdd_flash.operators import blocked, request
+
+N, DIM = 70, 3
+KINDS = ("fixed", "list", "large")
+
+
+def points(dtype: Any = np.float32) -> NDArray[Any]:
+    return np.random.default_rng(0).normal(size=(N, DIM)).astype(dtype)
+
+
+def column(rows: NDArray[Any], kind: str = "fixed") -> Any:
+    values = pa.array(rows.reshape(-1))
+    if kind == "fixed":
+        return pa.FixedSizeListArray.from_arrays(values, DIM)
+    ends = np.arange(len(rows) + 1) * DIM
+    if kind == "list":
+        return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), values)
+    return pa.LargeListArray.from_arrays(pa.array(ends), values)
+
+
+def written(path: Path, arrays: list[Any], *, file: bool = False, options: Any = None) -> Path:
+    """A file with a batch of rows for each array, beside a column of numbers."""
+    schema = pa.schema({"number": pa.int64(), "features": arrays[0].type})
+    new = pa.ipc.new_file if file else pa.ipc.new_stream
+    with new(str(path), schema, options=options) as writer:
+        for array in arrays:
+            numbers = pa.array(np.arange(len(array)))
+            writer.write_batch(pa.record_batch([numbers, array], schema=schema))
+    return path
+
+
+def saved(folder: Path, **more: Any) -> Path:
+    """A folder of Dataset.save_to_disk."""
+    rows = points()
+    typed = datasets.Features({"features": datasets.Sequence(datasets.Value("float32"), DIM)})
+    given = datasets.Dataset.from_dict({"features": rows.tolist()}, features=typed)
+    given.save_to_disk(folder, num_shards=3, **more)
+    return folder
+
+
+@pytest.mark.parametrize("file", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*zip(KINDS, (np.float16, np.float32, np.float64), strict=True)]
+)
+def test_one_batch_is_mapped_and_several_are_read(
+    kind: str, dtype: Any, file: bool, tmp_path: Path
+) -> None:
+    whole = points(dtype)
+    path = written(tmp_path / "one.arrow", [column(whole, kind)], file=file)
+    one = otdd.features_file(path)
+    assert type(one) is FileFeatures
+    parts = [column(part, kind) for part in np.split(whole, (20, 20, 55))]
+    several = otdd.features_file(written(tmp_path / "many.arrow", parts, file=file), key="features")
+    assert type(several) is ScatteredFeatures
+    for found in (one, several):
+        assert found.shape == (N, DIM)
+        assert torch.equal(found, torch.from_numpy(whole))
+        assert torch.equal(found[15:60], torch.from_numpy(whole[15:60]))
+        rows = torch.tensor([69, 3, 3, 19, 20, -1, 54, 55])
+        assert torch.equal(found[rows], torch.from_numpy(whole[rows]))
+        out = torch.empty(39, DIM, dtype=found.dtype)
+        found.file.read(slice(18, 57), out)
+        assert torch.equal(out, torch.from_numpy(whole[18:57]))
+        assert type(found[:3]) is type(found[rows]) is torch.Tensor
+        assert np.array_equal(found.numpy(), whole)
+    samples = otdd.LabeledSamples(several, None, ())
+    assert samples.features is several
+    assert samples.fingerprint == otdd.LabeledSamples(one, None, ()).fingerprint
+    assert torch.equal(samples.take(torch.tensor([5, 2])).features, one[[5, 2]].to(one.dtype))
+
+
+def test_what_is_read_is_what_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = points()
+    parts = [column(part) for part in np.split(whole, 7)]
+    features = otdd.features_file(written(tmp_path / "x.arrow", parts))
+    monkeypatch.setattr("otdd_flash.feature_file.BLOCK_BYTES", 200)
+    most = 0
+    rows = otdd.feature_file.FeatureFile.rows
+
+    def counted(file: Any, some: slice) -> torch.Tensor:
+        nonlocal most
+        most = max(most, some.stop - some.start)
+        return rows(file, some)
+
+    monkeypatch.setattr(otdd.feature_file.FeatureFile, "rows", counted)
+    samples = otdd.LabeledSamples(features, None, ())
+    samples.take(torch.arange(0, N, 5))
+    assert 0 < most <= 200 // (4 * DIM)
+    bad = whole.copy()
+    bad[50, 1] = np.nan
+    parts = [column(part) for part in np.split(bad, 7)]
+    with pytest.raises(InputError, match="first at row 50, column 1"):
+        otdd.LabeledSamples(otdd.features_file(written(tmp_path / "y.arrow", parts)), None, ())
+
+
+def test_datasets_are_opened_as_they_were_saved(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved")
+    expected = torch.from_numpy(points())
+    given = datasets.load_from_disk(str(folder))
+    for found in (otdd.features_file(folder), otdd.features_file(given, key="features")):
+        assert len(found.file.matrix.pieces) == 3
+        assert torch.equal(found, expected)
+    for other in (given.select(range(N - 1)), given.shuffle(seed=0)):
+        with pytest.raises(
+            InputError,
+            match="is a selection of the rows in its files, or has them in another order",
+        ):
+            otdd.features_file(other)
+    with pytest.raises(InputError, match="the dataset lies in memory"):
+        otdd.features_file(datasets.Dataset.from_dict({"x": [[1.0]]}))
+
+
+@pytest.mark.parametrize("kind", ["arrow", "folder"])
+def test_a_distance_streams_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked, "LEAST_POINTS", 32)
+    monkeypatch.setattr(request, "UNASKED", 0)
+    parts = [column(part) for part in np.split(points(), 7)]
+    path = saved(tmp_path / "saved") if kind == "folder" else written(tmp_path / "x.arrow", parts)
+    labels = torch.arange(N) % 2
+    target = otdd.LabeledSamples(torch.from_numpy(points()) + 1, labels, ("a", "b"))
+
+    def distance(features: torch.Tensor, budget: str | int) -> otdd.DistanceResult:
+        source = otdd.LabeledSamples(features, labels, ("a", "b"))
+        compute = otdd.ComputeOptions("cpu", precision="double", memory_budget=budget)
+        return otdd.dataset_distance(source, target, epsilon=0.3, compute=compute)
+
+    features = otdd.features_file(path)
+    streamed, held = distance(features, 1), distance(torch.from_numpy(points()), "auto")
+    assert streamed.streamed is not None
+    assert streamed.value == pytest.approx(held.value, rel=1e-5)
+    # Also where all of it is held, and in what is kept of it.
+    whole = distance(features, "auto")
+    assert whole.streamed is None
+    assert whole.value == pytest.approx(held.value, rel=1e-12)
+    again = otdd.DistanceResult.load(streamed.save(tmp_path / "result"))
+    assert torch.equal(again.source.features, held.source.features)
+    assert again.source.fingerprint == held.source.fingerprint
+
+
+def test_damage_is_told_in_a_sentence(tmp_path: Path) -> None:
+    rows = points()
+    good = written(tmp_path / "good.arrow", [column(rows), column(rows)])
+    content = good.read_bytes()
+    names = iter(range(100))
+
+    def file(arrays: list[Any], **more: Any) -> Path:
+        return written(tmp_path / f"{next(names)}.arrow", arrays, **more)
+
+    def bytes_of(some: bytes) -> Path:
+        path = tmp_path / f"{next(names)}.arrow"
+        path.write_bytes(some)
+        return path
+
+    ragged = pa.array([[1.0, 2.0], [1.0, 2.0], [3.0]])
+    null_row = pa.array([[1.0, 2.0], None], type=pa.list_(pa.float64(), 2))
+    null = pa.array([[1.0, 2.0], [3.0, None]], type=pa.list_(pa.float64(), 2))
+    zipped = pa.ipc.IpcWriteOptions(compression="lz4")
+    two = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)[:20]), 2)
+    other = saved(tmp_path / "split")
+    datasets.DatasetDict({"train": datasets.load_from_disk(str(other))}).save_to_disk(
+        tmp_path / "dict"
+    )
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "state.json").write_text("{}")
+    (tmp_path / "plain").mkdir()
+    lengths = saved(tmp_path / "lengths")
+    written(lengths / "data-00001-of-00003.arrow", [two])
+    cases: list[tuple[Path, str | None, str]] = [
+        (file([ragged]), None, "is ragged: row 0 holds 2 numbers and row 2 1"),
+        (good, "x", "has no 'x'; it holds number, fea"),
+        (file([null_row]), None, "holds nulls, the first in row 1"),
+        (file([null]), None, "holds nulls, the first in row 1"),
+        (file([null[:1], null]), None, "holds nulls, the first in row 2"),
+        (file([pa.array([[1, 2]])]), None, "holds lists of int64; features are read from"),
+        (good, "number", "holds int64; features are lists"),
+        (file([column(rows)], options=zipped), None, "is compressed"),
+        (bytes_of(content[:-1000]), None, "no Arrow file, or a damaged one|cannot read"),
+        (bytes_of(content[:-8]), None, "is truncated: the end of its stream is missing"),
+        (bytes_of(b"nothing of the kind"), None, "no Arrow file, or a damaged one|cannot read"),
+        (bytes_of(b""), None, "no Arrow file, or a damaged one"),
+        (file([column(rows[:0])]), None, "holds no rows"),
+        (tmp_path / "none.arrow", None, "cannot read .*none.arrow: No such file"),
+        (tmp_path / "dict", None, r"holds several splits; give the folder of one \(train\)"),
+        (tmp_path / "bad", None, "state.json is damaged"),
+        (tmp_path / "plain", None, "has no state.json"),
+        (lengths, None, "holds lists of 2 torch.float32 from row 0 on, and of 3"),
+    ]
+    for path, key, says in cases:
+        with pytest.raises(InputError, match=says) as told:
+            otdd.features_file(path, key=key)
+        # One sentence, that no other wraps.
+        assert "\n" not in str(told.value)
+        assert str(told.value).count("features are") <= 1
+
+
+def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved")
+    features = otdd.features_file(folder)
+    os.utime(folder / "data-00002-of-00003.arrow", (1, 1))
+    for use in (
+        lambda: otdd.LabeledSamples(features, None, ()),
+        lambda: features[torch.tensor([0])],
+        lambda: features[:2],
+        lambda: features.sum(),
+    ):
+        with pytest.raises(InputError, match=r"data-00002-of-00003\.arrow changed while it was in"):
+            use()
