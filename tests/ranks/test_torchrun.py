@@ -169,7 +169,7 @@ def test_a_restarted_flow_goes_on_in_its_directory(tmp_path: Path) -> None:
     history = json.loads(found.read_text())["history"]
     assert [record["step"] for record in history] == list(range(61))
     # One directory, made by the first start.
-    assert len(list((tmp_path / "it's here").rglob("checkpoint.pt"))) == 1
+    assert len(list((tmp_path / "it's here").rglob("checkpoint.json"))) == 1
 
 
 def _wait_for_steps(process: subprocess.Popen[str]) -> None:
