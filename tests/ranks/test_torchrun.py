@@ -15,6 +15,8 @@ from uuid import uuid4
 
 import pytest
 
+import otdd_flash
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]
 
 # Seconds within which all processes are to be gone.
@@ -32,9 +34,14 @@ def start(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment.pop("TRITON_INTERPRET", None)
     environment[MARK] = str(uuid4())
+    # A script is not in the folder of the package.
+    paths = (str(Path(otdd_flash.__file__).parents[1]), environment.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options]
+    # A command, or a script.
+    what = [command] if command.endswith(".py") else ["-m", f"otdd_flash.{command}"]
     process = subprocess.Popen(
-        [*run, "-m", f"otdd_flash.{command}", *arguments],
+        [*run, *what, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -130,7 +137,7 @@ def test_studies_are_shared_otherwise() -> None:
 def test_a_lost_rank_ends_all(tmp_path: Path) -> None:
     process = start("flow", *SMALL, "flow.steps=100000", f"hydra.run.dir={tmp_path / 'run'}")
     lost = rank(process, 1)
-    _wait_for_steps(process)
+    wait_for_steps(process)
     os.kill(lost, signal.SIGKILL)
     said = ended(process)
     # Rank 0 hears of it at its next pass, if torchrun has not ended it before.
@@ -143,7 +150,7 @@ def test_an_interrupted_flow_goes_on_with_other_ranks(tmp_path: Path) -> None:
     run = f"hydra.run.dir={tmp_path / 'run'}"
     process = start("flow", *SMALL, "flow.steps=100000", run)
     first = rank(process, 0)
-    _wait_for_steps(process)
+    wait_for_steps(process)
     os.kill(first, signal.SIGINT)
     said = ended(process)
     assert exit_codes(said) == [130, 130], said
@@ -161,7 +168,7 @@ def test_a_restarted_flow_goes_on_in_its_directory(tmp_path: Path) -> None:
     options = ("--max-restarts", "1")
     process = start("flow", *SMALL, *steps, options=options, cwd=tmp_path / "it's here")
     lost = rank(process, 1)
-    _wait_for_steps(process)
+    wait_for_steps(process)
     os.kill(lost, signal.SIGKILL)
     said = ended(process)
     assert process.returncode == 0, said
@@ -172,10 +179,12 @@ def test_a_restarted_flow_goes_on_in_its_directory(tmp_path: Path) -> None:
     assert len(list((tmp_path / "it's here").rglob("checkpoint.json"))) == 1
 
 
-def _wait_for_steps(process: subprocess.Popen[str]) -> None:
+def wait_for_steps(process: subprocess.Popen[str]) -> None:
     """Read what it prints until a step has been taken."""
     assert process.stdout is not None
+    said = []
     for line in process.stdout:
         if "flowing step" in line:
             return
-    raise AssertionError("the flow ended before its first step")
+        said.append(line)
+    raise AssertionError(f"the flow ended before its first step: {''.join(said)}")
