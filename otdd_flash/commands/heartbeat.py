@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from otdd_flash.commands import exit_codes
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 # Seconds between two beats, and without one until a rank is lost.
 INTERVAL, LIMIT = 2.0, 45.0

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from otdd_flash.commands import exit_codes
 
@@ -184,7 +184,8 @@ def _joined() -> Ranks:
     """This process in the group of all, on a GPU of its own if there are any."""
     import torch
 
-    from otdd_flash.ranks import Ranks
+    from otdd_flash.errors import InputError
+    from otdd_flash.ranks import Ranks, check_versions
     from otdd_flash.transport import PATIENCE
 
     cards = torch.cuda.device_count()
@@ -194,14 +195,12 @@ def _joined() -> Ranks:
     if on_cards:
         local, count = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
         if count > cards:
-            if os.environ["RANK"] == "0":
-                from otdd_flash.commands.messages import say_error
-
-                say_error(
-                    f"{count} processes on a machine of {cards} GPUs; start torchrun with "
-                    f"--nproc-per-node {cards}, or set device=cpu"
-                )
-            sys.exit(exit_codes.BAD_INPUT)
+            _refuse(
+                f"{count} processes on a machine of {cards} GPUs; start torchrun with "
+                f"--nproc-per-node {cards}, or set device=cpu",
+                # Other machines may have enough, and wait for this one.
+                speaks=local == 0,
+            )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     where: dict[str, Any] = {}
@@ -213,7 +212,28 @@ def _joined() -> Ranks:
         rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         where = {"store": fresh, "rank": rank, "world_size": size}
     torch.distributed.init_process_group(backend, timeout=PATIENCE, **where)
-    return Ranks()
+    ranks = Ranks()
+    try:
+        check_versions(ranks)
+        ranks.check_same("the arguments", sys.argv[1:], "give all processes the same")
+    except InputError as error:
+        _refuse(str(error), speaks=ranks.rank == 0)
+    return ranks
+
+
+def _refuse(why: str, *, speaks: bool) -> NoReturn:
+    """End before any work, also where torchrun starts the processes again."""
+    import torch
+
+    _end_as_meant()
+    if speaks:
+        from otdd_flash.commands.messages import say_error
+
+        say_error(why)
+        _store().set(REFUSED, "1")
+    if torch.distributed.is_initialized():
+        _leave()
+    sys.exit(exit_codes.BAD_INPUT)
 
 
 def _leave() -> None:
