@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -360,6 +361,29 @@ def test_a_harmed_shard_is_said_and_the_checkpoint_before_taken(
         HARM[harm](path)
     with pytest.raises(InputError, match=rf"is {word}, as is the one before it; leave flow.resume"):
         flow(SOURCE, TARGET, checkpoints=again, **LOOSE)
+
+
+def test_all_is_on_the_disk_before_the_manifest_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replaced = os.fsync, os.replace
+
+    def reached(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def replace_file(source: Path, target: Path) -> None:
+        done.append(f"{source.name} is {target.name}")
+        replaced(source, target)
+
+    monkeypatch.setattr(os, "fsync", reached)
+    monkeypatch.setattr(os, "replace", replace_file)
+    otdd.Checkpoints(tmp_path).save({"step": 0}, {})
+    (shard,) = shards(tmp_path, 0)
+    manifest = "manifest.partial"
+    in_place = f"{manifest} is checkpoint.json"
+    assert done == [shard.name, "checkpoint", manifest, in_place, tmp_path.name]
 
 
 def test_one_process_writes_one_shard_of_all_rows(tmp_path: Path) -> None:
