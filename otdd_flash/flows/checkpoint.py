@@ -134,7 +134,9 @@ class Checkpoints:
                 self._check_settings(before, settings)
                 state = self._state(before, device)
             except (DamagedFileError, InputError):
-                raise InputError(f"{error}, as is the one before it; {START_AGAIN}") from error
+                raise InputError(
+                    f"{error}, and the checkpoint before it does not help; {START_AGAIN}"
+                ) from error
             warnings.warn(
                 f"{error}; going on from the checkpoint before it, of step {before['step']}",
                 DataNotice,

@@ -20,6 +20,7 @@ from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
+from otdd_flash.tensor_file import save_tensors
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
 # Loose solves: where a solve starts then shows in where it ends.
@@ -342,6 +343,7 @@ def test_the_last_two_checkpoints_are_kept_and_nothing_else(tmp_path: Path) -> N
 HARM: dict[str, Any] = {
     "missing": lambda path: path.unlink(),
     "damaged": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!"),
+    "of another run": lambda path: save_tensors(path, {"state": torch.zeros(2)}, {}),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-9]),
 }
 
@@ -359,8 +361,18 @@ def test_a_harmed_shard_is_said_and_the_checkpoint_before_taken(
         assert_same_flow(flow(SOURCE, TARGET, checkpoints=again, **LOOSE), whole)
     for path in (tmp_path / "checkpoint").iterdir():
         HARM[harm](path)
-    with pytest.raises(InputError, match=rf"is {word}, as is the one before it; leave flow.resume"):
+    with pytest.raises(InputError, match=rf"is {word}, and the .* before it does not help; leave"):
         flow(SOURCE, TARGET, checkpoints=again, **LOOSE)
+
+
+def test_a_checkpoint_of_other_settings_takes_the_place_of_none(tmp_path: Path) -> None:
+    folder = otdd.Checkpoints(tmp_path)
+    folder.save({"step": 8}, {"seed": 0})
+    folder.save({"step": 2}, {"seed": 1})
+    (last,) = shards(tmp_path, 2)
+    last.unlink()
+    with pytest.raises(InputError, match=r"is missing, and the checkpoint before it does not help"):
+        folder.load({"seed": 1}, CPU)
 
 
 def test_all_is_on_the_disk_before_the_manifest_takes_its_place(

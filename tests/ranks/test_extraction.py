@@ -126,14 +126,13 @@ CALLS: list[int] = []
 
 
 def mean_and_size(batch: list[Any]) -> np.ndarray[Any, Any]:
-    """A user's function; of float64 where an image is dark."""
+    """A user's function."""
     CALLS.append(len(batch))
     values = np.stack([np.asarray(item, dtype=np.float32) for item in batch])
-    found = np.stack([values.mean((1, 2, 3)), values.std((1, 2, 3))], 1)
-    return found.astype(np.float64) if len(batch) == 1 else found
+    return np.stack([values.mean((1, 2, 3)), values.std((1, 2, 3))], 1)
 
 
-def given(path: str, kind: str) -> tuple[Any, list[int]]:
+def given(path: str, kind: str, batch_size: int = 3) -> tuple[Any, list[int]]:
     CALLS.clear()
     dataset = otdd.load("image_folder", path=path)
     extractor: Any
@@ -142,17 +141,26 @@ def given(path: str, kind: str) -> tuple[Any, list[int]]:
             extractor = otdd.extractors.pixels()
         case "function":
             extractor = otdd.extractors.from_callable(mean_and_size)
+        case "wider":
+            extractor = otdd.extractors.from_callable(wider)
         case "local":
             extractor = otdd.extractors.from_callable(lambda batch: mean_and_size(batch))
         case _:
             extractor = otdd.extractors.from_callable(refused)
 
     def work(ranks: Any) -> Tensor:
-        return otdd.embed(dataset, extractor, batch_size=3, device="cpu", group=ranks).features
+        return otdd.embed(
+            dataset, extractor, batch_size=batch_size, device="cpu", group=ranks
+        ).features
 
     if not torch.distributed.is_initialized():
         return work(None), list(CALLS)
     return otdd.led(work), list(CALLS)
+
+
+def wider(batch: list[Any]) -> Any:
+    found = mean_and_size(batch)
+    return found.astype(np.float64) if torch.distributed.get_rank() == 1 else found
 
 
 def refused(batch: list[Any]) -> Any:
@@ -172,6 +180,15 @@ def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: P
     # Four batches; a function without a name of its own is called by rank 0 alone.
     calls = {"pixels": [0, 0], "function": [2, 2], "local": [4, 0]}
     assert [len(called) for _, called in answers] == calls[kind]
+
+
+def test_features_are_of_the_type_of_the_first(tmp_path: Path) -> None:
+    """The second process has more rows, for which the function gives float64."""
+    folder_of(tmp_path, 5)
+    alone, _ = given(str(tmp_path), "function", 4)
+    (features, _), _ = pool(2).run(given, str(tmp_path), "wider", 4)
+    assert features.dtype == alone.dtype == torch.float32
+    assert torch.equal(features, alone)
 
 
 def test_what_a_function_raises_on_another_rank_is_heard_of(tmp_path: Path) -> None:
