@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,7 +29,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, path)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, error) from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -54,7 +55,7 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
             os.replace(path, old)
         os.replace(partial, path)
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, error) from error
     finally:
         if not path.exists() and old.exists():
             os.replace(old, path)
@@ -70,12 +71,29 @@ def write_text(path: str | Path, text: str) -> None:
         partial.write_bytes(content)
 
 
-def _beside(path: Path, ending: str) -> Path:
-    """A hidden name in the same folder that nothing else has."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.{ending}")
+def reach_disk(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk.
+
+    Raises:
+        OSError: they do not get there.
+    """
+    folder = path.is_dir()
+    if folder and sys.platform == "win32":
+        return
+    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def _cannot_write(path: Path, error: OSError) -> InputError:
+def cannot_write(path: Path, error: OSError) -> InputError:
+    """What a user is told of a file that cannot be written."""
     return InputError(
         f"cannot write {path}: {error.strerror or error}; free space there or choose another folder"
     )
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A hidden name in the same folder that nothing else has."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.{ending}")

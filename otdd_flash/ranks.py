@@ -22,6 +22,7 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.errors import ConvergenceError, InputError, LostRankError
 from otdd_flash.transport import ALONE, Shared, Transport, others_heard
+from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -184,6 +185,12 @@ class Ranks(Transport):
             self.held.pop(number, None)
 
 
+def check_versions(ranks: Ranks) -> None:
+    """Raise an `InputError` on every rank unless all run the same versions."""
+    versions = {"otdd_flash": __version__, "torch": torch.__version__}
+    ranks.check_same("versions", versions, "install the same everywhere")
+
+
 def balanced(costs: Sequence[float], size: int) -> list[int]:
     """Which of so many ranks takes each unit of work: the longest first, to the least loaded."""
     loads, owners = [0.0] * size, [0] * len(costs)
@@ -240,8 +247,10 @@ def led(work: Callable[[Ranks], T], group: ProcessGroup | str | None = None) -> 
         group: of `torch.distributed`; its default group for None.
 
     Raises:
-        InputError: there is no such group; on every rank, where the work raises one.
+        InputError: there is no such group, or it is of several versions; on every rank, where the
+            work raises one.
         LostRankError: another process has ended.
     """
     ranks = Ranks(None if group is None or isinstance(group, str) else group)
+    check_versions(ranks)
     return ranks.led(lambda: work(ranks))

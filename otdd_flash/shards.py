@@ -11,9 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.ranks import Ranks, ranks_of
+from otdd_flash.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.samples import LEAST_MASS, MOST_MASS, LabeledSamples, Samples
-from otdd_flash.version import __version__
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,7 +69,7 @@ def _whole_datasets(
     def made() -> dict[str, LabeledSamples]:
         return {name: LabeledSamples.of(side, name) for name, side in given.items()}
 
-    ranks.check_same("the version of otdd_flash", __version__, ADVICE)
+    check_versions(ranks)
     # Functions are called something else in every process.
     said = {key: repr(value) for key, value in settings.items()}
     said = {key: value for key, value in said.items() if " at 0x" not in value}

@@ -31,12 +31,17 @@ class Stored(NamedTuple):
     Attributes:
         tensors: by name, on the CPU.
         texts: by name, without the checksum.
-        checked: whether there was a checksum; there is none in files of earlier versions.
+        checksum: the one that was written, which is theirs; None in files of earlier versions.
     """
 
     tensors: dict[str, Tensor]
     texts: dict[str, str]
-    checked: bool
+    checksum: str | None
+
+    @property
+    def checked(self) -> bool:
+        """Whether there was a checksum."""
+        return self.checksum is not None
 
 
 def write_tensors(
@@ -51,8 +56,8 @@ def write_tensors(
         save_tensors(partial, tensors, texts)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Write tensors and texts into a new file.
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
+    """Write tensors and texts into a new file; return their checksum.
 
     Raises:
         OSError: the file cannot be written.
@@ -68,6 +73,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, 
     except SafetensorError as error:
         # A full disk arrives in this form.
         raise OSError(str(error)) from error
+    return header[CHECKSUM]
 
 
 def read_tensors(path: Path) -> Stored:
@@ -91,7 +97,7 @@ def read_tensors(path: Path) -> Stored:
     written = texts.pop(CHECKSUM, None)
     if written is not None and written != checksum(tensors, texts):
         raise DamagedFileError("its checksum does not match")
-    return Stored(tensors, texts, written is not None)
+    return Stored(tensors, texts, written)
 
 
 def warn_unchecked(path: Path) -> None:

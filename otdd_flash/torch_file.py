@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 
 from otdd_flash.tensor_file import DamagedFileError
 
 
-class Loaded(NamedTuple):
-    """What a file holds, and whether it had checksums to be held against."""
-
-    content: Any
-    checked: bool
-
-
-def load_torch_file(path: Path, *, map_location: Any = "cpu") -> Loaded:
-    """The content of a file, as far as torch restores it without running code.
-
-    Args:
-        path: the file.
-        map_location: as for `torch.load`.
+def load_torch_file(path: Path) -> Any:
+    """The content of a file, on the CPU, as far as torch restores it without running code.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
@@ -37,20 +26,22 @@ def load_torch_file(path: Path, *, map_location: Any = "cpu") -> Loaded:
     """
     # One open file: another writer may rename a new one to its place meanwhile.
     with path.open("rb") as file:
-        checked = _check_parts(file)
+        _check_parts(file)
         file.seek(0)
-        return Loaded(torch.load(file, map_location=map_location, weights_only=True), checked)
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _check_parts(file: BinaryIO) -> bool:
-    """Whether all parts have checksums; files before torch 1.6 were no archives and have none."""
+def _check_parts(file: BinaryIO) -> None:
+    """Hold all parts against their checksums, where there are any.
+
+    Files before torch 1.6 were no archives, and torch can be told to leave checksums out.
+    """
     if not zipfile.is_zipfile(file):
-        return False
+        return
     try:
         with zipfile.ZipFile(file) as archive:
-            # What torch writes in place of all of them where it is told to leave them out.
             if not any(part.CRC for part in archive.infolist()):
-                return False
+                return
             damaged = archive.testzip()
     except OSError:
         raise
@@ -59,4 +50,3 @@ def _check_parts(file: BinaryIO) -> bool:
         raise DamagedFileError(str(error)) from error
     if damaged is not None:
         raise DamagedFileError(f"the checksum of its part {damaged} does not match")
-    return True

@@ -240,7 +240,8 @@ class Transport:
             if refused is not None:
                 kind = InputError if refused[0] else ConvergenceError
                 alike = all(other == refused for other in said)
-                raise kind(refused[1] if alike else f"rank {rank}: {refused[1]}")
+                own_error = refusal if rank == self.rank or alike else None
+                raise kind(refused[1] if alike else f"rank {rank}: {refused[1]}") from own_error
         return result
 
     def check_same(self, what: str, content: Any, advice: str) -> None:

@@ -88,7 +88,7 @@ class Killer:
 
     @staticmethod
     def _arguments(name: str, settings: tuple[str, ...], folder: Path) -> list[str]:
-        resume = name == "flow" and (folder / "run" / "checkpoint.pt").exists()
+        resume = name == "flow" and (folder / "run" / "checkpoint.json").exists()
         again = ["flow.resume=true"] if resume else ["overwrite=true"]
         return [*SMALL, *settings, *again]
 

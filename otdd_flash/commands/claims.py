@@ -16,7 +16,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.locks import lock, unlock
 
 LOCK_FILE = ".lock"
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT = "checkpoint.json"
 # What a run, and a multirun, leave that is worth keeping.
 STUDY = "study.json"
 OF_A_RUN = ("result.json", "result.safetensors", CHECKPOINT, STUDY)

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from otdd_flash.commands import exit_codes
 from otdd_flash.commands.claims import OF_A_MULTIRUN, OF_A_RUN, claim
-from otdd_flash.commands.ranks import remember
+from otdd_flash.commands.ranks import leading, remember
 from otdd_flash.errors import InputError
 
 RESULT_FILE = "result.json"
@@ -43,7 +43,15 @@ class Outcome(Callback):
         _claim(config, "hydra.run.dir", OF_A_RUN)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Leave with an error where the sweep's directory is not to be had."""
+        """Leave with an error where the sweep's directory is not to be had, or work is shared."""
+        if leading() is not None:
+            from otdd_flash.commands.messages import say_error
+
+            say_error(
+                "a multirun is of one process: leave torchrun out, or start it for every job and "
+                "leave --multirun out"
+            )
+            sys.exit(exit_codes.BAD_INPUT)
         _claim(config, "hydra.sweep.dir", OF_A_MULTIRUN)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:

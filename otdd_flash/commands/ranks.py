@@ -14,19 +14,22 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from otdd_flash.commands import exit_codes
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from otdd_flash.commands.heartbeat import Heartbeat
+    from otdd_flash.errors import LostRankError
     from otdd_flash.ranks import Ranks
 
 # In the store of torchrun, which outlasts its restarts: that a run was refused, and its directory.
 REFUSED, DIRECTORY = "otdd_flash/refused", "otdd_flash/directory"
 
 _leading: Ranks | None = None
+_heartbeat: Heartbeat | None = None
 
 
 def leading() -> Ranks | None:
@@ -49,16 +52,39 @@ def together() -> Iterator[None]:
     ranks, code = _joined(), exit_codes.DEFECT
     _leading = ranks
     _go_on_after_restart()
-    try:
-        yield
-    except SystemExit as end:
-        code = int(end.code or 0)
-        raise
-    finally:
-        _leading = None
-        if code == exit_codes.BAD_INPUT:
-            _store().set(REFUSED, "1")
-        _dismiss(ranks, code)
+    with _alive(ranks):
+        try:
+            yield
+        except SystemExit as end:
+            code = int(end.code or 0)
+            raise
+        finally:
+            _leading = None
+            if code == exit_codes.BAD_INPUT:
+                _store().set(REFUSED, "1")
+            _dismiss(ranks, code)
+
+
+@contextmanager
+def _alive(ranks: Ranks) -> Iterator[Heartbeat]:
+    """Beat beside the work, and watch the others."""
+    global _heartbeat
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    from otdd_flash.commands.heartbeat import beating
+
+    store = PrefixStore(f"otdd_flash/alive/{_restarts()}", _store())
+    with beating(store, ranks.rank, ranks.size) as _heartbeat:
+        yield _heartbeat
+
+
+def named(error: LostRankError) -> LostRankError:
+    """The same, with the rank that has ended, where this process can tell."""
+    if _heartbeat is None or (rank := _heartbeat.gone()) is None:
+        return error
+    return type(error)(
+        f"rank {rank} has ended; what it said before, or torchrun says below, tells why"
+    )
 
 
 def remember(directory: Path) -> None:
@@ -103,16 +129,13 @@ def _follow() -> int:
     # Rank 0 hears Ctrl-C, and decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from otdd_flash.commands.messages import messages, say_error
-    from otdd_flash.errors import InputError, LostRankError
+    from otdd_flash.errors import InputError
 
     rank = os.environ["RANK"]
     try:
-        code = int(_joined().serve())
-        _end_as_meant()
-        _leave()
-        return code
-    except LostRankError:
-        return exit_codes.DEFECT
+        ranks = _joined()
+        with _alive(ranks) as heartbeat:
+            return _served(ranks, heartbeat)
     except InputError as error:
         say_error(f"rank {rank}: {error}")
         return exit_codes.BAD_INPUT
@@ -122,6 +145,23 @@ def _follow() -> int:
         if not memory:
             messages.print("".join(traceback.format_exception(error)), markup=False)
         return exit_codes.BAD_INPUT if memory else exit_codes.DEFECT
+
+
+def _served(ranks: Ranks, heartbeat: Heartbeat) -> int:
+    from otdd_flash.commands.messages import say_error
+    from otdd_flash.errors import LostRankError
+
+    try:
+        code = int(ranks.serve())
+        _end_as_meant()
+        _leave()
+        return code
+    except LostRankError as error:
+        _end_as_meant()
+        # Of any other rank 0 tells.
+        if heartbeat.gone() == 0 and heartbeat.first():
+            say_error(named(error))
+        return exit_codes.DEFECT
 
 
 def _end_as_meant() -> None:
@@ -144,7 +184,8 @@ def _joined() -> Ranks:
     """This process in the group of all, on a GPU of its own if there are any."""
     import torch
 
-    from otdd_flash.ranks import Ranks
+    from otdd_flash.errors import InputError
+    from otdd_flash.ranks import Ranks, check_versions
     from otdd_flash.transport import PATIENCE
 
     cards = torch.cuda.device_count()
@@ -154,14 +195,12 @@ def _joined() -> Ranks:
     if on_cards:
         local, count = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
         if count > cards:
-            if os.environ["RANK"] == "0":
-                from otdd_flash.commands.messages import say_error
-
-                say_error(
-                    f"{count} processes on a machine of {cards} GPUs; start torchrun with "
-                    f"--nproc-per-node {cards}, or set device=cpu"
-                )
-            sys.exit(exit_codes.BAD_INPUT)
+            _refuse(
+                f"{count} processes on a machine of {cards} GPUs; start torchrun with "
+                f"--nproc-per-node {cards}, or set device=cpu",
+                # Other machines may have enough, and wait for this one.
+                speaks=local == 0,
+            )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     where: dict[str, Any] = {}
@@ -173,7 +212,28 @@ def _joined() -> Ranks:
         rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         where = {"store": fresh, "rank": rank, "world_size": size}
     torch.distributed.init_process_group(backend, timeout=PATIENCE, **where)
-    return Ranks()
+    ranks = Ranks()
+    try:
+        check_versions(ranks)
+        ranks.check_same("the arguments", sys.argv[1:], "give all processes the same")
+    except InputError as error:
+        _refuse(str(error), speaks=ranks.rank == 0)
+    return ranks
+
+
+def _refuse(why: str, *, speaks: bool) -> NoReturn:
+    """End before any work, also where torchrun starts the processes again."""
+    import torch
+
+    _end_as_meant()
+    if speaks:
+        from otdd_flash.commands.messages import say_error
+
+        say_error(why)
+        _store().set(REFUSED, "1")
+    if torch.distributed.is_initialized():
+        _leave()
+    sys.exit(exit_codes.BAD_INPUT)
 
 
 def _leave() -> None:

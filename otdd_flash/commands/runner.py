@@ -13,6 +13,7 @@ from otdd_flash.commands import exit_codes
 from otdd_flash.commands.claims import claimed
 from otdd_flash.commands.messages import messages, say_error, shown
 from otdd_flash.commands.outcome import ERROR_FILE, may_replace, may_share
+from otdd_flash.commands.ranks import named
 from otdd_flash.errors import ConvergenceError, IncompleteError, InputError, LostRankError
 from otdd_flash.importing import user_traceback
 from otdd_flash.json_file import write_json
@@ -53,7 +54,7 @@ def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
     except IncompleteError as error:
         return _failed(directory, error, exit_codes.INCOMPLETE)
     except LostRankError as error:
-        return _failed(directory, error, exit_codes.DEFECT)
+        return _failed(directory, named(error), exit_codes.DEFECT)
     except Exception as error:
         messages.print_exception()
         return _failed(directory, error, exit_codes.DEFECT)

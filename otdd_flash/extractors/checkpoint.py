@@ -58,7 +58,7 @@ def _read(path: Path) -> Any:
             from safetensors.torch import load_file
 
             return load_file(path)
-        return load_torch_file(path).content
+        return load_torch_file(path)
     except DamagedFileError as error:
         raise InputError(f"cannot read checkpoint {path}: {error}; {GIVE_ANOTHER}") from None
     except OSError as error:

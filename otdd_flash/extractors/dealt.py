@@ -1,27 +1,64 @@
-"""A network that several processes run, each on some of the batches of one dataset."""
+"""Features that several processes extract, each of some of the batches of one dataset."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from otdd_flash.data.lazy_items import LazyItems
+from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.imported_function import ImportedFunction
 from otdd_flash.extractors.network import Network
+from otdd_flash.extractors.pixel_values import PixelValues
+from otdd_flash.importing import user_code
 from otdd_flash.ranks import Ranks, restored, saved
 
-# rows(blocks, count, progress): one matrix (count, d) of blocks of features.
+# blocks(inputs, extractor, **settings): features of batch after batch, (b, ...).
+Blocks = Callable[..., Iterator[Tensor]]
+# gather(blocks, count, progress): one matrix (count, d) of blocks of features.
 Gather = Callable[[Iterator[Tensor], int, Callable[[int, int], None] | None], Tensor]
+
+
+class Ways(NamedTuple):
+    """How a rank extracts, functions of a module.
+
+    Attributes:
+        blocks: makes features of inputs.
+        gather: makes one matrix of them.
+        check: refuses the shapes of an input's features on two ranks that do not agree.
+    """
+
+    blocks: Blocks
+    gather: Gather
+    check: Callable[[torch.Size, torch.Size], None]
+
+
+def is_dealt(extractor: Extractor, inputs: Any) -> bool:
+    """Whether ranks share the work: where it takes longer than to send the inputs.
+
+    So they do with networks, with functions that processes find by their names, and with pixels of
+    files, which each rank reads for itself.
+    """
+    if isinstance(extractor, ImportedFunction):
+        try:
+            pickle.dumps(extractor)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return False
+        return True
+    from_files = isinstance(extractor, PixelValues) and isinstance(inputs, LazyItems)
+    return isinstance(extractor, Network) or from_files
 
 
 def features_of_ranks(
     ranks: Ranks,
     inputs: Any,
-    network: Network,
-    gather: Gather,
+    extractor: Extractor,
+    ways: Ways,
     settings: dict[str, Any],
     progress: Callable[[int, int], None] | None,
 ) -> Tensor:
@@ -32,9 +69,9 @@ def features_of_ranks(
     Args:
         ranks: that rank 0, which calls, leads.
         inputs: n raw inputs: an array, a list, or `LazyItems`, which each rank reads for itself.
-        network: the extractor.
-        gather: makes one matrix of a rank's blocks; a function of a module.
-        settings: of `Network.stream`; on a GPU every rank takes its own.
+        extractor: of which `is_dealt` says so.
+        ways: how.
+        settings: of `ways.blocks`; on a GPU every rank takes its own.
         progress: called with (inputs done, n), by what rank 0 has done.
     """
     count, size = len(inputs), settings["batch_size"]
@@ -42,11 +79,11 @@ def features_of_ranks(
     rows = [ranks.share(batches, rank) for rank in range(ranks.size)]
     parts = [_rows(inputs, slice(part.start * size, part.stop * size)) for part in rows]
     # Its own part needs no copy.
-    contents = [b"", *(saved((part, network)) for part in parts[1:])]
+    contents = [b"", *(saved((part, extractor)) for part in parts[1:])]
     number = ranks.number()
-    ranks.held[number] = contents, parts[0], network
+    ranks.held[number] = contents, parts[0], extractor
     ranks.heard = progress and (lambda done: progress(min(done * ranks.size, count), count))
-    found = ranks.order(_extract, number, gather, settings)
+    found = ranks.order(_extract, number, ways, settings)
     assert found is not None
     if progress is not None:
         progress(count, count)
@@ -59,18 +96,35 @@ def _rows(inputs: Any, rows: slice) -> Any:
     return inputs[rows]
 
 
-def _extract(ranks: Ranks, number: int, gather: Gather, settings: dict[str, Any]) -> Tensor | None:
-    contents, inputs, network = ranks.held.pop(number, (None, None, None))
+def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) -> Tensor | None:
+    contents, inputs, extractor = ranks.held.pop(number, (None, None, None))
     content = ranks.handed_out(contents)
-    if contents is None:
-        inputs, network = restored(content)
+
+    def received() -> tuple[Any, Any]:
+        # What it names is imported, which a user's module may refuse.
+        with user_code("a function that rank 0 uses", doing="is not to be had here:"):
+            return (inputs, extractor) if contents is not None else restored(content)
+
+    inputs, extractor = ranks.together(received)
     settings = {**settings, "device": ranks.device_of(settings["device"])}
+    shapes: list[torch.Size] = []
+
+    def seen(blocks: Iterator[Tensor]) -> Iterator[Tensor]:
+        for block in blocks:
+            shapes.append(block.shape[1:])
+            yield block
 
     def own() -> Tensor:
         if len(inputs) == 0:
             return torch.empty(0, 0)
         heard = ranks.heard
         told = None if heard is None else lambda done, _: heard(done)
-        return gather(network.stream(inputs, **settings), len(inputs), told)
+        blocks = ways.blocks(inputs, extractor, **settings)
+        return ways.gather(seen(blocks), len(inputs), told)
 
-    return ranks.brought_together(ranks.together(own))
+    features = ranks.together(own)
+    # As where one process has all: the first block says of what shape and type the others are.
+    said = [each for each in ranks.said((shapes[:1], features.dtype)) if each[0]]
+    for (shape,), _ in said:
+        ways.check(said[0][0][0], shape)
+    return ranks.brought_together(features.to(said[0][1]) if len(features) else features)

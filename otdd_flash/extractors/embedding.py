@@ -20,7 +20,7 @@ from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
-from otdd_flash.extractors.dealt import features_of_ranks
+from otdd_flash.extractors.dealt import Ways, features_of_ranks, is_dealt
 from otdd_flash.extractors.feature_store import FeatureStore
 from otdd_flash.extractors.input_hash import inputs_hash
 from otdd_flash.extractors.network import Network
@@ -64,8 +64,9 @@ def embed(
             after an interruption goes on. `cache_dir` is not asked then.
         num_workers: processes that read and prepare the inputs of a network.
         progress: called with (inputs done, n).
-        group: what `otdd.led` gives: processes of which each runs a network on some of the batches.
-            Other extractors run here alone, and so does one that writes to `features_path`.
+        group: what `otdd.led` gives: processes of which each extracts some of the batches, by a
+            network, by a function that all find by its name, or of pixels of images in files. Other
+            extractors run here alone, and so does one that writes to `features_path`.
 
     Returns:
         Samples with features (n, d).
@@ -93,12 +94,11 @@ def embed(
             store = FeatureStore(features_path, f"{key} batch_size={batch_size}", len(dataset))
             store.write(blocks_from, progress)
             features = store.features
-        elif group is not None and isinstance(extractor, Network):
+        elif group is not None and is_dealt(extractor, dataset.inputs):
             settings = {"batch_size": batch_size, "device": where, "autocast": autocast}
             settings["num_workers"] = num_workers
-            features = features_of_ranks(
-                group, dataset.inputs, extractor, gather, settings, progress
-            )
+            ways = Ways(_blocks, gather, partial(_require_same_shape, name=dataset.name))
+            features = features_of_ranks(group, dataset.inputs, extractor, ways, settings, progress)
         else:
             features = gather(blocks_from(0), len(dataset), progress)
         if autocast is not None and not bool(torch.isfinite(features).all()):

@@ -1,8 +1,19 @@
-"""Checkpoints of a flow: one file, whole or not at all, that a later run goes on from."""
+"""Checkpoints of a flow, whole or not at all, that a later run goes on from.
+
+A checkpoint is a manifest, `checkpoint.json`, and the files in `checkpoint/` that it names, with
+their checksums: one a rank, with the rows that the rank owns. The manifest takes its place when all
+of them are on the disk, so that a process killed at any moment leaves the one before.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import uuid
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +22,21 @@ import torch
 
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields
-from otdd_flash.errors import InputError
-from otdd_flash.files import replacing
-from otdd_flash.flows.history import Moment, StepRecord
-from otdd_flash.labels import ClassDistances
-from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.tensor_file import warn_unchecked
-from otdd_flash.torch_file import load_torch_file
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.files import cannot_write, reach_disk
+from otdd_flash.flows.nest import put_together, taken_apart
+from otdd_flash.flows.shard import Shard, Write, read_shards, write_alone
+from otdd_flash.tensor_file import DamagedFileError
+from otdd_flash.version import __version__
 
-FILE = "checkpoint.pt"
+MANIFEST, FOLDER = "checkpoint.json", "checkpoint"
+# Of a manifest, before it takes its place.
+NEXT = "manifest.partial"
 
 # Parameters of a choice, which only another choice lacks: that has a key of its own.
 PARAMETERS = ("labels.", "solver.")
 
-# What a state holds beside tensors, numbers, texts and containers.
-TYPES: list[Any] = [ClassDistances, Moment, StepRecord, TransportTerm]
+START_AGAIN = "leave flow.resume out to start again"
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,10 @@ class Checkpoints:
     """Where a flow keeps its state, and how often.
 
     Args:
-        folder: gets one file, `checkpoint.pt`.
+        folder: gets a manifest, `checkpoint.json`, and a folder `checkpoint` of what that names.
+            The last two checkpoints are kept there.
         every: steps between two writes; the end of a flow is always written.
-        resume: go on from the file instead of starting.
+        resume: go on from the last one instead of starting.
 
     Raises:
         InputError: `every` is not positive.
@@ -56,67 +68,153 @@ class Checkpoints:
         state: Mapping[str, Any],
         settings: Mapping[str, Any],
         may_change: Sequence[str] = (),
+        write: Write = write_alone,
     ) -> None:
         """Write a state, the settings that it belongs to, and which of them may change.
 
+        Args:
+            state: what is of no row, and `step`.
+            settings: by key.
+            may_change: keys.
+            write: writes the rows.
+
         Raises:
-            InputError: the file cannot be written.
+            InputError: a file cannot be written; the last checkpoint is still there then.
         """
-        content = {"settings": dict(settings), "may_change": [*may_change], "state": dict(state)}
-        with replacing(self.folder / FILE) as partial, partial.open("wb") as file:
-            try:
-                torch.save(content, file)
-            except RuntimeError as error:
-                # Of a full disk torch says that it is somewhere unexpected; the file says why.
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from error
-                raise
+        folder, before = self.folder / FOLDER, self._manifest()
+        stem = f"step-{state['step']}.{uuid.uuid4().hex[:8]}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            shards = write(folder, stem, taken_apart(state))
+            for shard in shards:
+                _check_seen(folder, shard)
+            reach_disk(folder)
+            manifest = {
+                "versions": {"otdd_flash": __version__, "torch": torch.__version__},
+                "step": state["step"],
+                "settings": _plain(settings),
+                "may_change": [*may_change],
+                "shards": [shard._asdict() for shard in shards],
+            }
+            self._put_in_place({**manifest, "before": before and {**before, "before": None}})
+        except OSError as error:
+            raise cannot_write(self.folder / MANIFEST, error) from error
+        finally:
+            self._sweep()
 
     def load(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         """The state last written, its tensors on `device`, or on the CPU where they were there.
+
+        `rows` are what was kept of the rows of every variable, on the CPU. Where a file of the last
+        checkpoint came to harm, it is the state of the one before.
 
         Raises:
             InputError: there is no checkpoint, it cannot be read, or it belongs to other settings:
                 the message names the first key that changed.
 
         Warns:
-            DataNotice: the file has no checksums.
+            DataNotice: it is the one before.
         """
-        path = self.folder / FILE
+        path = self.folder / MANIFEST
         if not path.exists():
             raise InputError(
                 f"flow.resume=true, but there is no {path}; give the folder of the run to go on "
                 "with as hydra.run.dir=FOLDER, or leave flow.resume out"
             )
+        manifest = self._manifest()
+        if manifest is None:
+            raise InputError(f"{path} is damaged, or no checkpoint of a flow; {START_AGAIN}")
+        self._check_settings(manifest, settings)
         try:
-            with torch.serialization.safe_globals(TYPES):
-                content, checked = load_torch_file(path, map_location=_on(device))
-            before, free, state = (content[key] for key in ("settings", "may_change", "state"))
-        except Exception as error:
-            # What torch says of it is long, and advises to run code that a file may hold.
-            raise InputError(
-                f"{path} is damaged, or no checkpoint of a flow; leave flow.resume out to start "
-                "again"
+            return self._state(manifest, device)
+        except DamagedFileError as error:
+            if (before := manifest["before"]) is None:
+                raise InputError(f"{error}; {START_AGAIN}") from error
+            try:
+                self._check_settings(before, settings)
+                state = self._state(before, device)
+            except (DamagedFileError, InputError):
+                raise InputError(
+                    f"{error}, and the checkpoint before it does not help; {START_AGAIN}"
+                ) from error
+            warnings.warn(
+                f"{error}; going on from the checkpoint before it, of step {before['step']}",
+                DataNotice,
+                stacklevel=2,
+            )
+            return state
+
+    def _state(self, manifest: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+        shards = [Shard(**shard) for shard in manifest["shards"]]
+        tensors, rows = read_shards(self.folder / FOLDER, shards)
+        try:
+            return {**put_together(tensors, device), "rows": rows}
+        except (LookupError, TypeError, ValueError) as error:
+            version = manifest["versions"]["otdd_flash"]
+            raise DamagedFileError(
+                f"{self.folder / MANIFEST} is of otdd_flash {version}, whose states are others"
             ) from error
-        if not checked:
-            warn_unchecked(path)
-        chosen = [key for key in before if not key.startswith(PARAMETERS)]
-        for key in [*settings, *chosen]:
-            now, then = settings.get(key), before.get(key)
+
+    def _check_settings(self, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        now_all, then_all, free = _plain(settings), manifest["settings"], manifest["may_change"]
+        chosen = [key for key in then_all if not key.startswith(PARAMETERS)]
+        for key in [*now_all, *chosen]:
+            now, then = now_all.get(key), then_all.get(key)
             if now != then and key not in free:
                 raise InputError(
-                    f"flow.resume=true, but {key} was {then} in the run of {path} and is {now} "
-                    f"now; set {key} as it was, or start again without flow.resume"
+                    f"flow.resume=true, but {key} was {then} in the run of "
+                    f"{self.folder / MANIFEST} and is {now} now; set {key} as it was, or start "
+                    "again without flow.resume"
                 )
-        return dict(state)
+
+    def _manifest(self) -> dict[str, Any] | None:
+        """The manifest that is in its place; None without one that is whole."""
+        try:
+            content: Any = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+            checksum = content.pop("checksum")
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):
+            return None
+        return content if checksum == _checksum(content) else None
+
+    def _sweep(self) -> None:
+        """Remove what the manifest does not name: earlier checkpoints, and writes that failed."""
+        manifest = self._manifest()
+        if manifest is None and (self.folder / MANIFEST).exists():
+            return
+        named = {
+            shard["file"]
+            for each in (manifest, (manifest or {}).get("before"))
+            for shard in (each["shards"] if each else ())
+        }
+        with suppress(OSError):
+            for path in (self.folder / FOLDER).iterdir():
+                if path.name == NEXT or (path.match("step-*") and path.name not in named):
+                    path.unlink(missing_ok=True)
+
+    def _put_in_place(self, manifest: dict[str, Any]) -> None:
+        content = {**manifest, "checksum": _checksum(manifest)}
+        coming = self.folder / FOLDER / NEXT
+        coming.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        reach_disk(coming)
+        os.replace(coming, self.folder / MANIFEST)
+        reach_disk(self.folder)
 
 
-def _on(device: torch.device) -> Any:
-    """Leave what was on the CPU there; everything else goes to `device`."""
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON gives them back."""
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=repr))
+    return plain
 
-    def place(storage: Any, location: str) -> Any:
-        if location == "cpu" or device.type == "cpu":
-            return storage
-        return storage.cuda(device.index)
 
-    return place
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _check_seen(folder: Path, shard: Shard) -> None:
+    """Refuse a folder that is another one for every rank."""
+    path = folder / shard.file
+    if not path.exists() or path.stat().st_size != shard.bytes:
+        raise InputError(
+            f"{path}, which another process wrote, is not seen by rank 0; give a hydra.run.dir "
+            "that all machines share"
+        )

@@ -20,15 +20,14 @@ from otdd_flash.flows.flow import LoopOptions
 from otdd_flash.flows.functionals import noise_temperature
 from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
 from otdd_flash.flows.modes import Mode
-from otdd_flash.flows.stepping import Draw, Stepper, generator
+from otdd_flash.flows.stepper import Stepper
+from otdd_flash.flows.stepping import Draw, generator
+from otdd_flash.ranks import ranks_of
 
 logger = logging.getLogger(__name__)
 
 # Seconds that are announced.
 LONG = 1.0
-
-# Parts of a state whose tensors a step overwrites.
-IN_PLACE = ("variables", "optimizer")
 
 
 class Loop:
@@ -67,6 +66,8 @@ class Loop:
         # Evaluated apart from the first step only where that sees less than the whole.
         self._start: StepRecord | None = None
         self._labels: tuple[int, Tensor | None] | None = None
+        # The step of the checkpoint that was written last.
+        self._saved: int | None = None
         self._variables = {"points": self.points, **mode.variables}
         temperature = noise_temperature(options.functionals)
         self._stepper = Stepper(
@@ -75,6 +76,7 @@ class Loop:
             options.flow.steps,
             temperature,
             self._evaluator.check_reach,
+            ranks_of(setting.request.compute.group),
         )
 
     def run(self) -> None:
@@ -100,10 +102,10 @@ class Loop:
             if stopped_by is not None:
                 self.stopped_by = stopped_by
                 self._tell(replace(found.record, step_size=0.0), started)
-                self._save(state)
+                if self._saved != self.step:
+                    self._save(state)
                 return
-            # On the CPU, where it is in nobody's way: a step overwrites these tensors.
-            good = {**state, **_copied({key: state[key] for key in IN_PLACE}, good)}
+            good = state
             with self._going_back_to(good):
                 self._take_step(found)
             self._tell(found.record, started)
@@ -129,11 +131,9 @@ class Loop:
         return self._labels[1]
 
     def state(self) -> dict[str, Any]:
-        """All that the rest of the flow depends on; tensors are the loop's own."""
+        """All that the rest of the flow depends on, but for what moves, which the stepper has."""
         return {
             "step": self.step,
-            "variables": dict(self._variables),
-            "optimizer": self._stepper.state(),
             "mode": self.mode.state(),
             "recorder": self._recorder.state(),
             "history": tuple(self.history),
@@ -142,21 +142,12 @@ class Loop:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave.
+        """Go on from what was saved: what `state` gave, and rows."""
+        self._stepper.restore(state["rows"], state["optimizer"])
+        self._restore(state)
 
-        Raises:
-            InputError: it is of a version that did not evaluate the start on the whole.
-        """
-        self._start = state.get("start")
-        if self._evaluator.estimates and self._start is None:
-            raise InputError(
-                "the checkpoint is of an earlier version, which did not keep the distance at the "
-                "start of a flow with flow.noise or flow.minibatch; start again without flow.resume"
-            )
-        self.step, self._labels = state["step"], None
-        for name, tensor in self._variables.items():
-            tensor.copy_(state["variables"][name])
-        self._stepper.restore(state["optimizer"])
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.step, self._labels, self._start = state["step"], None, state["start"]
         self.mode.restore(state["mode"])
         self._recorder.restore(state["recorder"])
         self.history, self.moments = list(state["history"]), list(state["moments"])
@@ -202,7 +193,9 @@ class Loop:
         except InputError as error:
             if good is None:
                 raise
-            self.restore(good)
+            # Rows are where they were before the step that led here.
+            self._stepper.undo()
+            self._restore(good)
             self._save(good, may_change=("flow.step_size",))
             where = f"the flow cannot go on after step {self.step}"
             if isinstance(error, Overshot):
@@ -247,27 +240,7 @@ class Loop:
 
     def _save(self, state: Mapping[str, Any], may_change: Sequence[str] = ()) -> None:
         if self._options.flow.checkpoints is not None:
-            self._options.flow.checkpoints.save(state, self._options.settings, may_change)
-
-
-def _copied(state: Any, into: Any = None) -> Any:
-    """A nest of containers with CPU copies of its tensors.
-
-    Args:
-        state: the nest.
-        into: an earlier copy, whose memory is used again where it fits: memory that a GPU can
-            write to at full speed takes long to get.
-    """
-    match state:
-        case Tensor():
-            fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (
-                state.shape,
-                state.dtype,
-            )
-            if not fits:
-                into = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
-            return into.copy_(state.detach())
-        case dict():
-            known = into if isinstance(into, dict) else {}
-            return {key: _copied(part, known.get(key)) for key, part in state.items()}
-    return state
+            stepper, settings = self._stepper, self._options.settings
+            whole = {**state, "optimizer": stepper.others()}
+            self._options.flow.checkpoints.save(whole, settings, may_change, stepper.write)
+            self._saved = self.step

@@ -19,7 +19,6 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError, choose
-from otdd_flash.flows.divergence import Batch
 
 # Learning rate at step k of T, as a multiple of the first.
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
@@ -132,68 +131,6 @@ class Draw(IntEnum):
     PERTURBATION = 0
     LANGEVIN = 1
     MINIBATCH = 2
-
-
-class Stepper:
-    """Moves the variables of a flow, in place.
-
-    Args:
-        variables: by name; the points under "points".
-        stepping: how.
-        total: steps of the whole flow, which some schedules end with.
-        temperature: w of an entropy functional w * int rho log rho, 0 for none.
-        before_box: told of the points that a step has led to, before the box takes them back.
-    """
-
-    def __init__(
-        self,
-        variables: Mapping[str, Tensor],
-        stepping: Stepping,
-        total: int,
-        temperature: float,
-        before_box: Callable[[Tensor], None] | None = None,
-    ) -> None:
-        self._stepping, self._total, self._temperature = stepping, total, temperature
-        self._before_box = before_box
-        # They share the variables' memory.
-        self._parameters = {
-            name: torch.nn.Parameter(tensor, requires_grad=False)
-            for name, tensor in variables.items()
-        }
-        self._optimizer = stepping.build(list(self._parameters.values()))
-
-    def step(
-        self,
-        velocities: Mapping[str, Tensor],
-        step: int,
-        draw: torch.Generator,
-        batch: Batch | None = None,
-    ) -> None:
-        """Take step `step` along -velocities, spread the batch by entropy, return to the box."""
-        size = self._stepping.step_size_at(step, self._total)
-        for group in self._optimizer.param_groups:
-            group["lr"] = size
-        for name, parameter in self._parameters.items():
-            parameter.grad = velocities[name].to(parameter)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        points = self._parameters["points"].data
-        if self._temperature > 0:
-            spread = math.sqrt(2 * self._temperature * size)
-            noise = normal_like(points, draw)
-            points.add_(noise if batch is None else batch.only(noise), alpha=spread)
-        if self._stepping.box is not None:
-            if self._before_box is not None:
-                self._before_box(points)
-            points.clamp_(*self._stepping.box)
-
-    def state(self) -> dict[str, Any]:
-        """Momenta and the like."""
-        return self._optimizer.state_dict()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
-        self._optimizer.load_state_dict(state)
 
 
 def normal_like(points: Tensor, draw: torch.Generator) -> Tensor:

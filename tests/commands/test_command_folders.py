@@ -140,12 +140,12 @@ def test_a_lock_on_a_file_that_was_removed_keeps_nobody_out(tmp_path, monkeypatc
     os.close(held)
 
 
-@pytest.mark.parametrize("file", ["result.safetensors", "checkpoint.pt"])
+@pytest.mark.parametrize("file", ["result.safetensors", "checkpoint.json"])
 def test_other_things_worth_keeping_are_kept(file):
     (_made("run") / file).touch()
     with pytest.raises(InputError, match=file) as refused:
         claim(Path("run"), "hydra.run.dir", replace=False)
-    assert ("flow.resume=true" in str(refused.value)) == (file == "checkpoint.pt")
+    assert ("flow.resume=true" in str(refused.value)) == (file == "checkpoint.json")
     assert "overwrite=true" in str(refused.value)
     claim(Path("run"), "hydra.run.dir", replace=True)
 

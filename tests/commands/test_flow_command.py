@@ -22,7 +22,15 @@ from otdd_flash.commands.settings import parse
 from otdd_flash.flow import main as flow_main
 from otdd_flash.report.flow import writing as flow_writing
 
-TABLES = {"adapted.npz", "adapted", "metrics.csv", "trajectory.npz", "result.json", "checkpoint.pt"}
+TABLES = {
+    "adapted.npz",
+    "adapted",
+    "metrics.csv",
+    "trajectory.npz",
+    "result.json",
+    "checkpoint.json",
+    "checkpoint",
+}
 PICTURES = {"objective.png", "paths.png"}
 IMAGES = {"images.png", "flow.gif"}
 DIGITS = ("source=digits", "target=digits", "target.split=test", "extractor=pixels")
@@ -178,7 +186,7 @@ def test_a_killed_command_goes_on_to_the_same_end(flow_command, folder, undrawn_
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL
-    assert (folder / "run" / "checkpoint.pt").exists()
+    assert (folder / "run" / "checkpoint.json").exists()
     assert not (folder / "run" / "adapted.npz").exists()
     assert flow_command(*settings, "flow.steps=5", "flow.resume=true").code == 0
     assert flow_command(*settings, "flow.steps=5", "hydra.run.dir=whole").code == 0
@@ -237,8 +245,9 @@ def test_a_step_that_overshoots_leaves_the_last_good_state(flow_command):
     assert ended.code == 2
     assert "flow.step_size=30" in ended.error
     assert "step " in ended.error
-    state = torch.load("run/checkpoint.pt", weights_only=False)["state"]
-    assert bool(torch.isfinite(state["variables"]["points"]).all())
+    kept = otdd.Checkpoints(Path("run"))
+    state = kept._state(kept._manifest(), torch.device("cpu"))
+    assert bool(torch.isfinite(state["rows"]["points"]["value"]).all())
 
 
 @pytest.mark.slow(after=2)

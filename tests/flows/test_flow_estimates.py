@@ -14,7 +14,6 @@ from rich.console import Console
 from small_flows import DOUBLE, blobs, digits, flow, rough_flow
 
 import otdd_flash as otdd
-from otdd_flash.errors import InputError
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.modes.feature_driven import FeaturesMode
 from otdd_flash.flows.stepping import Stepping
@@ -138,18 +137,6 @@ def test_estimates_go_on_after_resuming_as_they_were(stepping: Stepping, tmp_pat
     assert again.samples.fingerprint == whole.samples.fingerprint
     for one, other in zip(again.evaluations, whole.evaluations, strict=True):
         assert replace(one, seconds=0.0) == replace(other, seconds=0.0)
-
-
-def test_a_checkpoint_without_the_start_of_the_whole_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = otdd.Checkpoints(tmp_path)
-    rough_flow(SOURCE, TARGET, stepping=PARTS["noise"], steps=1, checkpoints=kept)
-    load = otdd.Checkpoints.load
-    monkeypatch.setattr(otdd.Checkpoints, "load", lambda *given: {**load(*given), "start": None})
-    again = replace(kept, resume=True)
-    with pytest.raises(InputError, match=r"earlier version.*start again without flow.resume"):
-        rough_flow(SOURCE, TARGET, stepping=PARTS["noise"], steps=4, checkpoints=again)
 
 
 def test_a_minibatch_of_all_points_is_no_estimate() -> None:

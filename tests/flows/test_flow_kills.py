@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from small_flows import blobs, flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.flows import shard
 
 pytestmark = pytest.mark.slow
 
@@ -49,18 +50,19 @@ def run(folder: Path, *, resume: bool = False, progress: Any = None) -> otdd.Flo
 def killed_flow(folder: Path, where: str, count: int) -> None:
     """A flow in this process, which it does not survive."""
     writes = 0
-    real_save, real_replace = torch.save, os.replace
+    real_save, real_replace = shard.save_tensors, os.replace
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def save(content: object, file: BinaryIO) -> None:
+    def save(path: Path, *content: Any) -> str:
         nonlocal writes
         writes += 1
-        real_save(content, file)
+        checksum = real_save(path, *content)
         if where == "amid" and writes == count:
-            file.truncate(file.tell() // 2)
+            os.truncate(path, path.stat().st_size // 2)
             die()
+        return checksum
 
     def replace(source: Path, target: Path) -> None:
         if where == "before" and writes == count:
@@ -69,7 +71,7 @@ def killed_flow(folder: Path, where: str, count: int) -> None:
         if where == "after" and writes == count:
             die()
 
-    torch.save, os.replace = save, replace
+    shard.save_tensors, os.replace = save, replace
     run(folder, progress=lambda record: die() if (where, count) == ("told", record.step) else None)
 
 

@@ -120,3 +120,93 @@ def test_an_input_that_cannot_be_prepared_is_heard_of_on_every_rank(black: int) 
     for answer in pool(2).run(refused_on_one, black):
         assert isinstance(answer, InputError)
         assert str(answer) == f"rank {black // 4}: an image is black"
+
+
+CALLS: list[int] = []
+
+
+def mean_and_size(batch: list[Any]) -> np.ndarray[Any, Any]:
+    """A user's function."""
+    CALLS.append(len(batch))
+    values = np.stack([np.asarray(item, dtype=np.float32) for item in batch])
+    return np.stack([values.mean((1, 2, 3)), values.std((1, 2, 3))], 1)
+
+
+def given(path: str, kind: str, batch_size: int = 3) -> tuple[Any, list[int]]:
+    CALLS.clear()
+    dataset = otdd.load("image_folder", path=path)
+    extractor: Any
+    match kind:
+        case "pixels":
+            extractor = otdd.extractors.pixels()
+        case "function":
+            extractor = otdd.extractors.from_callable(mean_and_size)
+        case "wider":
+            extractor = otdd.extractors.from_callable(wider)
+        case "local":
+            extractor = otdd.extractors.from_callable(lambda batch: mean_and_size(batch))
+        case _:
+            extractor = otdd.extractors.from_callable(refused)
+
+    def work(ranks: Any) -> Tensor:
+        return otdd.embed(
+            dataset, extractor, batch_size=batch_size, device="cpu", group=ranks
+        ).features
+
+    if not torch.distributed.is_initialized():
+        return work(None), list(CALLS)
+    return otdd.led(work), list(CALLS)
+
+
+def wider(batch: list[Any]) -> Any:
+    found = mean_and_size(batch)
+    return found.astype(np.float64) if torch.distributed.get_rank() == 1 else found
+
+
+def refused(batch: list[Any]) -> Any:
+    if torch.distributed.get_rank() == 1:
+        raise KeyError("no such thing")
+    return mean_and_size(batch)
+
+
+@pytest.mark.parametrize("kind", ["pixels", "function", "local"])
+def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: Path) -> None:
+    folder_of(tmp_path, 5)
+    alone, _ = given(str(tmp_path), kind)
+    answers = pool(2).run(given, str(tmp_path), kind)
+    for features, _ in answers:
+        assert features.dtype == alone.dtype
+        assert torch.equal(features, alone)
+    # Four batches; a function without a name of its own is called by rank 0 alone.
+    calls = {"pixels": [0, 0], "function": [2, 2], "local": [4, 0]}
+    assert [len(called) for _, called in answers] == calls[kind]
+
+
+def test_features_are_of_the_type_of_the_first(tmp_path: Path) -> None:
+    """The second process has more rows, for which the function gives float64."""
+    folder_of(tmp_path, 5)
+    alone, _ = given(str(tmp_path), "function", 4)
+    (features, _), _ = pool(2).run(given, str(tmp_path), "wider", 4)
+    assert features.dtype == alone.dtype == torch.float32
+    assert torch.equal(features, alone)
+
+
+def test_what_a_function_raises_on_another_rank_is_heard_of(tmp_path: Path) -> None:
+    folder_of(tmp_path, 5)
+    for answer in pool(2).run(given, str(tmp_path), "refused"):
+        assert isinstance(answer, InputError)
+        assert str(answer).startswith("rank 1: extractor test_extraction.refused raised KeyError")
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 8)])
+def test_images_of_other_shapes_on_another_rank_are_refused(
+    shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """Also where they have as many pixels."""
+    folder_of(tmp_path, 3)
+    for file in (tmp_path / "dog").iterdir():
+        Image.fromarray(np.ones((*shape, 3), dtype=np.uint8)).save(file)
+    (said,) = {str(answer) for answer in pool(2).run(given, str(tmp_path), "pixels")}
+    assert f"images differ in shape (4 x 4 with 3 channels and {shape[0]} x {shape[1]}" in said or (
+        f"images differ in shape ({shape[0]} x {shape[1]} with 3 channels and 4 x 4" in said
+    )

@@ -15,6 +15,8 @@ from uuid import uuid4
 
 import pytest
 
+import otdd_flash
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]
 
 # Seconds within which all processes are to be gone.
@@ -32,9 +34,14 @@ def start(
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment.pop("TRITON_INTERPRET", None)
     environment[MARK] = str(uuid4())
+    # A script is not in the folder of the package.
+    paths = (str(Path(otdd_flash.__file__).parents[1]), environment.get("PYTHONPATH"))
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options]
+    # A command, or a script.
+    what = [command] if command.endswith(".py") else ["-m", f"otdd_flash.{command}"]
     process = subprocess.Popen(
-        [*run, "-m", f"otdd_flash.{command}", *arguments],
+        [*run, *what, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -122,6 +129,45 @@ def test_what_is_refused_is_said_once_and_not_tried_again() -> None:
     assert exit_codes(said) == [2, 2]
 
 
+def test_a_multirun_is_of_one_process(tmp_path: Path) -> None:
+    options = ("--max-restarts", "1")
+    jobs = ("--multirun", *SMALL, "epsilon=0.1,0.2")
+    said = ended(start("distance", *jobs, options=options, cwd=tmp_path))
+    assert said.count("a multirun is of one process") == 1, said
+    assert exit_codes(said) == [2, 2]
+    assert list(tmp_path.iterdir()) == []
+
+
+UNLIKE = """
+import os, sys
+import otdd_flash.ranks
+if os.environ["RANK"] == "1":
+    {change}
+from otdd_flash.distance import main, run_command
+run_command(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("otdd_flash.ranks.__version__ = '0.0.9'", "ranks disagree on versions: rank 0 has"),
+        ("sys.argv.append('seed=1')", "ranks disagree on the arguments: rank 0 has"),
+    ],
+)
+def test_processes_that_are_not_alike_are_refused(
+    change: str, expected: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "unlike.py"
+    script.write_text(UNLIKE.format(change=change))
+    options = ("--max-restarts", "1")
+    said = ended(start(str(script), *SMALL, options=options, cwd=tmp_path))
+    assert said.count(expected) == 1, said
+    assert said.count("it is not tried again") == 1, said
+    assert exit_codes(said) == [2, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["unlike.py"]
+
+
 def test_studies_are_shared_otherwise() -> None:
     said = ended(start("study"))
     assert said.count("study.shard=1/4") == 1
@@ -130,7 +176,7 @@ def test_studies_are_shared_otherwise() -> None:
 def test_a_lost_rank_ends_all(tmp_path: Path) -> None:
     process = start("flow", *SMALL, "flow.steps=100000", f"hydra.run.dir={tmp_path / 'run'}")
     lost = rank(process, 1)
-    _wait_for_steps(process)
+    wait_for_steps(process)
     os.kill(lost, signal.SIGKILL)
     said = ended(process)
     # Rank 0 hears of it at its next pass, if torchrun has not ended it before.
@@ -143,7 +189,7 @@ def test_an_interrupted_flow_goes_on_with_other_ranks(tmp_path: Path) -> None:
     run = f"hydra.run.dir={tmp_path / 'run'}"
     process = start("flow", *SMALL, "flow.steps=100000", run)
     first = rank(process, 0)
-    _wait_for_steps(process)
+    wait_for_steps(process)
     os.kill(first, signal.SIGINT)
     said = ended(process)
     assert exit_codes(said) == [130, 130], said
@@ -161,7 +207,7 @@ def test_a_restarted_flow_goes_on_in_its_directory(tmp_path: Path) -> None:
     options = ("--max-restarts", "1")
     process = start("flow", *SMALL, *steps, options=options, cwd=tmp_path / "it's here")
     lost = rank(process, 1)
-    _wait_for_steps(process)
+    wait_for_steps(process)
     os.kill(lost, signal.SIGKILL)
     said = ended(process)
     assert process.returncode == 0, said
@@ -169,13 +215,15 @@ def test_a_restarted_flow_goes_on_in_its_directory(tmp_path: Path) -> None:
     history = json.loads(found.read_text())["history"]
     assert [record["step"] for record in history] == list(range(61))
     # One directory, made by the first start.
-    assert len(list((tmp_path / "it's here").rglob("checkpoint.pt"))) == 1
+    assert len(list((tmp_path / "it's here").rglob("checkpoint.json"))) == 1
 
 
-def _wait_for_steps(process: subprocess.Popen[str]) -> None:
+def wait_for_steps(process: subprocess.Popen[str]) -> None:
     """Read what it prints until a step has been taken."""
     assert process.stdout is not None
+    said = []
     for line in process.stdout:
         if "flowing step" in line:
             return
-    raise AssertionError("the flow ended before its first step")
+        said.append(line)
+    raise AssertionError(f"the flow ended before its first step: {''.join(said)}")

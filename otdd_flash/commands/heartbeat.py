@@ -1,0 +1,154 @@
+"""Whether the other processes of a command are alive, beside the collectives that wait for them.
+
+torchrun ends all processes when one ends. It does not see one that is stopped or whose machine is
+gone, for which the others would wait. So a thread of every process counts up a key in torchrun's
+store. Rank 0 watches all keys and the others that of rank 0; whoever misses a rank ends, and
+torchrun the rest.
+
+The limit is long, because the thread needs Python's interpreter: a rank that computes lets it go,
+but one call of a library may keep it for many seconds. A watcher measures the limit in beats of its
+own, so that a computer that slept misses nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from otdd_flash.commands import exit_codes
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+# Seconds between two beats, and without one until a rank is lost.
+INTERVAL, LIMIT = 2.0, 45.0
+# Seconds that a process which has closed its connections may take to be gone.
+GOING = 1.0
+
+# In place of a count: the process has ended as meant.
+LEFT = "left"
+# Letters of Linux for processes that have ended, and none for those that nobody waits for.
+ENDED = ("Z", "X", "")
+
+
+class Heartbeat(threading.Thread):
+    """Beats for this process and watches others.
+
+    Args:
+        store: of the processes.
+        rank: of this process.
+        size: how many processes there are.
+        interval: seconds between two beats.
+        limit: seconds without a beat until a rank is lost.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, interval: float, limit: float) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._store, self._rank, self._interval, self._limit = store, rank, interval, limit
+        self._watched = range(1, size) if rank == 0 else range(1)
+        # What was heard of a rank, and for how many beats it has been that.
+        self._heard: dict[int, str] = {}
+        self._missed: dict[int, int] = {}
+        self._unheard = 0
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Beat and watch until stopped."""
+        count = 0
+        while not self._ended.wait(self._interval):
+            count += 1
+            try:
+                # With what the ranks that the same torchrun has started may know it by.
+                beat = f"{count} {os.getpid()} {os.environ.get('GROUP_RANK')}"
+                self._store.set(_key(self._rank), beat)
+                self._listen()
+                self._unheard = 0
+            except RuntimeError:
+                self._unheard += 1
+                if self._unheard * self._interval >= self._limit:
+                    self._end("the store of torchrun")
+
+    def stop(self) -> None:
+        """End as meant."""
+        self._ended.set()
+        self.join()
+        with suppress(RuntimeError):
+            self._store.set(_key(self._rank), LEFT)
+
+    def gone(self) -> int | None:
+        """A rank whose process has ended, of those on this machine; None if none has."""
+        until = time.monotonic() + GOING
+        while time.monotonic() < until:
+            for rank in [*self._heard]:
+                process = self._neighbour(rank)
+                if process is not None and _state(process) in ENDED:
+                    return rank
+            time.sleep(GOING / 20)
+        return None
+
+    def first(self) -> bool:
+        """Whether no other process has been told so before: it is then for this one to speak."""
+        return self._store.add("spoken", 1) == 1
+
+    def _listen(self) -> None:
+        for rank in self._watched:
+            if not self._store.check([_key(rank)]):
+                continue
+            heard = self._store.get(_key(rank)).decode()
+            if heard != self._heard.get(rank) or heard == LEFT:
+                self._heard[rank], self._missed[rank] = heard, 0
+                continue
+            self._missed[rank] += 1
+            if self._missed[rank] * self._interval >= self._limit:
+                self._end(f"rank {rank}", self._neighbour(rank))
+
+    def _end(self, who: str, process: int | None = None) -> None:
+        """Leave at once, as the main thread may wait for the lost rank, and say why."""
+        from otdd_flash.commands.messages import say_error
+
+        with suppress(RuntimeError):
+            if self._unheard or self.first():
+                say_error(
+                    f"{who} has not answered for {self._limit:g} s: it is stopped, or its machine "
+                    "is gone; all processes end"
+                )
+        if process is not None:
+            # What is stopped hears no other signal, and torchrun would wait for it.
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        os._exit(exit_codes.DEFECT)
+
+    def _neighbour(self, rank: int) -> int | None:
+        """The process of a rank that the same torchrun has started; None for others."""
+        _, process, group = self._heard[rank].split() if self._heard[rank] != LEFT else ("",) * 3
+        same = process and group == os.environ.get("GROUP_RANK")
+        return int(process) if same else None
+
+
+@contextmanager
+def beating(store: Store, rank: int, size: int) -> Iterator[Heartbeat]:
+    """A heartbeat for as long as something is done."""
+    heartbeat = Heartbeat(store, rank, size, INTERVAL, LIMIT)
+    heartbeat.start()
+    try:
+        yield heartbeat
+    finally:
+        heartbeat.stop()
+
+
+def _key(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _state(process: int) -> str:
+    """The letter that Linux has for it; nothing for one that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

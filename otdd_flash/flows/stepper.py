@@ -1,0 +1,123 @@
+"""Steps of a flow, taken by all processes that there are, each with its rows."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.rows import Rows
+from otdd_flash.flows.shard import VALUE, Parts, Shard
+from otdd_flash.flows.stepping import Stepping, normal_like
+from otdd_flash.ranks import Ranks
+
+
+class Stepper:
+    """Moves the variables of a flow, in place.
+
+    Args:
+        variables: (n, ...) by name; the points under "points".
+        stepping: how.
+        total: steps of the whole flow, which some schedules end with.
+        temperature: w of an entropy functional w * int rho log rho, 0 for none.
+        before_box: told of the points that a step has led to, before the box takes them back.
+        ranks: that own the rows, led by this process; None if it is alone.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, Tensor],
+        stepping: Stepping,
+        total: int,
+        temperature: float,
+        before_box: Callable[[Tensor], None] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._variables, self._stepping, self._total = dict(variables), stepping, total
+        self._temperature, self._before_box, self._ranks = temperature, before_box, ranks
+        if ranks is None:
+            self._own = Rows(None, stepping, variables)
+            return
+        self._number = ranks.number()
+        weakref.finalize(self, ranks.drop, self._number)
+        named = tuple(variables)
+        self._own = ranks.order(_own, self._number, stepping, named, *variables.values())
+
+    def step(
+        self,
+        velocities: Mapping[str, Tensor],
+        step: int,
+        draw: torch.Generator,
+        batch: Batch | None = None,
+    ) -> None:
+        """Take step `step` along -velocities, spread the batch by entropy, return to the box."""
+        size = self._stepping.step_size_at(step, self._total)
+        points, noise, spread = self._variables["points"], None, 0.0
+        if self._temperature > 0:
+            spread = math.sqrt(2 * self._temperature * size)
+            noise = normal_like(points, draw)
+            noise = noise if batch is None else batch.only(noise)
+        against = (velocities[name].to(part) for name, part in self._variables.items())
+        self._take_over(self._all("step", size, spread, noise, *against))
+        if (box := self._stepping.box) is not None:
+            if self._before_box is not None:
+                self._before_box(points)
+            self._all("clamp", *box)
+            points.clamp_(*box)
+
+    def undo(self) -> None:
+        """Go back to before the last step."""
+        self._take_over(self._all("undo"))
+
+    def others(self) -> dict[str, dict[str, Any]]:
+        """What the optimiser keeps that is of no row, by variable."""
+        return self._own.others()
+
+    def write(self, folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
+        """Write a shard on every rank, these tensors into that of rank 0.
+
+        Raises:
+            InputError: one cannot be written.
+        """
+        self._own.beside = tensors
+        try:
+            found: list[Shard] = self._all("write", folder.resolve(), stem)
+        finally:
+            self._own.beside = {}
+        return found
+
+    def restore(self, rows: Parts, others: Mapping[str, Any]) -> None:
+        """Go on from what was written: rows of all variables, and what `others` gave."""
+        names = [(variable, key) for variable, held in rows.items() for key in held]
+        tensors = [rows[variable][key].to(self._variables[variable]) for variable, key in names]
+        self._all("restore", names, others, *tensors)
+        for variable, tensor in self._variables.items():
+            tensor.copy_(rows[variable][VALUE])
+
+    def _all(self, method: str, *arguments: Any) -> Any:
+        """Have every rank call a method of its rows."""
+        if self._ranks is None:
+            return getattr(self._own, method)(*arguments)
+        return self._ranks.order(_call, self._number, method, *arguments)
+
+    def _take_over(self, whole: Mapping[str, Tensor]) -> None:
+        for name, tensor in whole.items():
+            self._variables[name].copy_(tensor)
+
+
+def _own(
+    ranks: Ranks, number: int, stepping: Stepping, names: tuple[str, ...], *tensors: Tensor
+) -> Rows:
+    rows = Rows(ranks, stepping, dict(zip(names, tensors, strict=True)))
+    ranks.held[number] = rows
+    return rows
+
+
+def _call(ranks: Ranks, number: int, method: str, *arguments: Any) -> Any:
+    return getattr(ranks.held[number], method)(*arguments)

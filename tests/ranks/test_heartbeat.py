@@ -1,0 +1,178 @@
+"""Ranks that are stopped are missed; those that are busy, leave or sleep are not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_torchrun as torchrun
+import torch
+from torch.distributed import HashStore
+
+from otdd_flash.commands import heartbeat
+from otdd_flash.commands.heartbeat import Heartbeat
+
+INTERVAL, LIMIT = 0.02, 0.3
+
+
+class Watched(Heartbeat):
+    """Remembers whom it would have ended for."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(store, rank, size, INTERVAL, LIMIT)
+        self.lost: list[tuple[str, int | None]] = []
+
+    def _end(self, who: str, process: int | None = None) -> None:
+        self.lost.append((who, process))
+        self._ended.set()
+
+
+@contextmanager
+def beating(*watched: Watched) -> Iterator[None]:
+    for each in watched:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in watched:
+            each.stop()
+
+
+def waited(condition: Any) -> bool:
+    until = time.monotonic() + 20
+    while not condition() and time.monotonic() < until:
+        time.sleep(INTERVAL)
+    return bool(condition())
+
+
+def heard(watched: Watched, *ranks: int) -> bool:
+    return waited(lambda: all(rank in watched._heard for rank in ranks))
+
+
+def test_ranks_that_beat_or_have_left_are_not_missed() -> None:
+    store = HashStore()
+    first, second, third = (Watched(store, rank, 3) for rank in range(3))
+    with beating(first, third):
+        with beating(second):
+            assert heard(first, 1, 2)
+            assert heard(second, 0)
+        time.sleep(2 * LIMIT)
+    assert first.lost == second.lost == third.lost == []
+
+
+def test_a_rank_that_stops_beating_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_RANK", "3")
+    store = HashStore()
+    first, third = Watched(store, 0, 3), Watched(store, 2, 3)
+    # One on this machine, as torchrun has it.
+    store.set("beat/1", f"7 {2**22 + 5} 3")
+    with beating(first, third):
+        assert waited(lambda: first.lost)
+    assert first.lost == [("rank 1", 2**22 + 5)]
+    # Of a follower only rank 0 is told.
+    assert third.lost == []
+
+
+def test_a_process_of_another_machine_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_RANK", "0")
+    store = HashStore()
+    store.set("beat/0", f"7 {os.getpid()} 1")
+    second = Watched(store, 1, 2)
+    with beating(second):
+        assert waited(lambda: second.lost)
+    assert second.lost == [("rank 0", None)]
+
+
+class Broken:
+    """A store that is gone."""
+
+    def set(self, *_: object) -> None:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+
+def test_a_store_that_is_gone_is_missed_too() -> None:
+    alone = Watched(Broken(), 0, 2)
+    with beating(alone):
+        assert waited(lambda: alone.lost)
+    assert alone.lost == [("the store of torchrun", None)]
+
+
+def test_a_watcher_that_slept_misses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all processes of a computer do that sleeps: beats are counted, not seconds."""
+    store = HashStore()
+    first = Watched(store, 0, 2)
+    store.set("beat/1", "1 2 3")
+    first._listen()
+    time.sleep(2 * LIMIT)
+    first._listen()
+    assert first.lost == []
+
+
+def test_a_rank_in_a_long_call_of_torch_is_not_missed() -> None:
+    store = HashStore()
+    first, second = Watched(store, 0, 2), Watched(store, 1, 2)
+    matrix = torch.ones(1500, 1500, dtype=torch.float64)
+    with beating(first, second):
+        assert heard(first, 1)
+        started = time.monotonic()
+        torch.linalg.svdvals(matrix + torch.randn_like(matrix))
+        assert time.monotonic() - started > LIMIT
+    assert first.lost == second.lost == []
+
+
+def test_a_process_that_has_ended_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_RANK", "0")
+    first = Watched(HashStore(), 0, 3)
+    first._heard[1] = f"5 {os.getpid()} 0"
+    assert first.gone() is None
+    # Nobody has waited for it yet, as torchrun may not have.
+    ended = subprocess.Popen(["true"])
+    first._heard[2] = f"5 {ended.pid} 0"
+    assert first.gone() == 2
+    ended.wait()
+    assert first.gone() == 2
+
+
+def test_one_process_speaks_for_all() -> None:
+    store = HashStore()
+    assert [Watched(store, rank, 3).first() for rank in range(3)] == [True, False, False]
+
+
+SHORT = """
+from otdd_flash.commands import heartbeat
+heartbeat.INTERVAL, heartbeat.LIMIT = 0.2, 3.0
+from otdd_flash.flow import main, run_command
+run_command(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("torchrun")
+@pytest.mark.parametrize(("number", "kind"), [(0, "STOP"), (1, "STOP"), (0, "KILL"), (1, "KILL")])
+def test_a_lost_rank_is_named_and_all_end(number: int, kind: str, tmp_path: Path) -> None:
+    script, run = tmp_path / "short.py", tmp_path / "run"
+    script.write_text(SHORT)
+    steps = ("flow.steps=100000", "flow.checkpoint_every=1", f"hydra.run.dir={run}")
+    process = torchrun.start(str(script), *torchrun.SMALL, *steps)
+    lost = torchrun.rank(process, number)
+    torchrun.wait_for_steps(process)
+    os.kill(lost, getattr(signal, f"SIG{kind}"))
+    started = time.monotonic()
+    said = torchrun.ended(process)
+    assert time.monotonic() - started < 15
+    assert process.returncode == 1
+    word = "has not answered for 3 s" if kind == "STOP" else "has ended"
+    assert said.count(f"rank {number} {word}") == 1, said
+    assert said.count("error: ") == 1, said
+    assert not (run / "result.json").exists()
+
+
+def test_the_limit_leaves_time_for_torchrun_within_a_minute() -> None:
+    assert 10 * heartbeat.INTERVAL < heartbeat.LIMIT < torchrun.GONE - 10

@@ -1,0 +1,272 @@
+"""Flows whose rows several processes move and write, each its own, and others go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool, pool
+from safetensors.torch import load_file
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from otdd_flash.flows import checkpoint, shard
+from otdd_flash.flows.stepper import Stepper
+from otdd_flash.flows.stepping import Stepping, generator, optimizers
+from otdd_flash.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+DRAW = torch.Generator().manual_seed(4)
+LABELS = torch.arange(19) % 3, torch.arange(13) % 2
+X = torch.randn(19, 3, generator=DRAW, dtype=torch.float64) + LABELS[0][:, None]
+Y = torch.randn(13, 3, generator=DRAW, dtype=torch.float64) + 0.5
+STEPS = 6
+
+WAYS: dict[str, dict[str, Any]] = {
+    "momentum": {"stepping": Stepping(0.1, optimizer_options={"momentum": 0.9})},
+    "adam, joint": {"stepping": Stepping(0.1, "adam"), "mode": "joint"},
+    "langevin, box": {
+        "stepping": Stepping(0.1, "rmsprop", box=(-2.0, 2.5)),
+        "functionals": [{"name": "entropy", "weight": 0.01}],
+    },
+    "minibatch": {"stepping": Stepping(0.1, noise=0.1, minibatch=7), "mode": "augmented"},
+}
+
+
+def sides() -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
+    one = otdd.LabeledSamples(X, LABELS[0], ("a", "b", "c"))
+    return one, otdd.LabeledSamples(Y, LABELS[1], ("a", "b"))
+
+
+def flow(
+    folder: str, stop: int, way: str, ranks: Ranks | None = None, **options: Any
+) -> tuple[Tensor, list[float], int]:
+    """Points, objectives, and the step at which this run began."""
+    resume = (Path(folder) / "checkpoint.json").exists()
+    seen: list[int] = []
+    moves = otdd.Flow(
+        STEPS,
+        checkpoints=otdd.Checkpoints(Path(folder), every=2, resume=resume),
+        **{**WAYS[way], **options},
+    )
+    result = otdd.gradient_flow(
+        *sides(),
+        moves,
+        epsilon=0.5,
+        solver=otdd.Converged(1e-8),
+        compute=otdd.ComputeOptions("cpu", precision="double", group=ranks),
+        callbacks=otdd.Callbacks(
+            progress=lambda record: seen.append(record.step), stop=lambda: len(seen) == stop
+        ),
+    )
+    return result.samples.features, [record.seen for record in result.history], seen[0]
+
+
+def led(*arguments: Any) -> Any:
+    return otdd.led(lambda ranks: flow(*arguments, ranks=ranks))
+
+
+def rows_on_disk(folder: Path, step: int) -> list[tuple[int, int]]:
+    """Ranges of rows that the shards of the last checkpoint hold, as their names say."""
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    assert manifest["step"] == step
+    found = []
+    for each in manifest["shards"]:
+        first, last = map(int, each["file"].split(".rows-")[1].split(".")[0].split("-"))
+        points = load_file(folder / "checkpoint" / each["file"])["rows.points.value"]
+        assert len(points) == last - first
+        found.append((first, last))
+    return found
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_flow_goes_on_with_other_numbers_of_ranks(way: str, tmp_path: Path) -> None:
+    """Two processes, then three, then one: but for rounding where one process would have been."""
+    points, seen, _ = flow(str(tmp_path / "whole"), -1, way)
+    folder = tmp_path / "run"
+    pool(2).run(led, str(folder), 2, way)
+    assert rows_on_disk(folder, 2) == [(0, 9), (9, 19)]
+    assert [answer[2] for answer in pool(3).run(led, str(folder), 2, way)] == [2, 2, 2]
+    assert rows_on_disk(folder, 4) == [(0, 6), (6, 12), (12, 19)]
+    found, objectives, first = flow(str(folder), -1, way)
+    assert first == 4
+    assert rows_on_disk(folder, 6) == [(0, 19)]
+    torch.testing.assert_close(found, points, rtol=1e-6, atol=1e-6)
+    assert objectives == pytest.approx(seen, rel=1e-7)
+    # From one to two, which end where they would have by themselves but for rounding.
+    again = pool(2).run(led, str(tmp_path / "other"), -1, way)
+    torch.testing.assert_close(again[0][0], points, rtol=1e-6, atol=1e-6)
+
+
+def test_as_many_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
+    whole = pool(2).run(led, str(tmp_path / "whole"), -1, "momentum")
+    pool(2).run(led, str(tmp_path / "run"), 3, "momentum")
+    resumed = pool(2).run(led, str(tmp_path / "run"), -1, "momentum")
+    assert resumed[0][2] == 3
+    for one, other in zip(whole, resumed, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1] == other[1]
+
+
+def moved(name: str, ranks: Ranks | None) -> list[Tensor]:
+    """Two variables after three steps, after a step more and back, and after another process."""
+    draw = torch.Generator().manual_seed(0)
+    variables = {"points": torch.randn(5, 3, generator=draw), "means": torch.ones(1, 2)}
+    stepper = Stepper(variables, Stepping(0.1, name), 9, 0.5, ranks=ranks)
+    for step in range(4):
+        against = {key: torch.randn(part.shape, generator=draw) for key, part in variables.items()}
+        stepper.step(against, step, generator(0, step, 1))
+        if step == 2:
+            kept = [part.clone() for part in variables.values()]
+    stepper.undo()
+    return [*kept, *variables.values()]
+
+
+def moved_by_ranks(name: str) -> Any:
+    return otdd.led(lambda ranks: moved(name, ranks))
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_rows_move_apart_as_they_do_together(name: str) -> None:
+    """With any optimiser; of three ranks two have no row of the second variable."""
+    alone = moved(name, None)
+    for answer in pool(3).run(moved_by_ranks, name):
+        assert torch.equal(answer[0], answer[2])
+        assert torch.equal(answer[1], answer[3])
+        for own, expected in zip(answer, alone, strict=True):
+            torch.testing.assert_close(own, expected)
+
+
+def few() -> Any:
+    """Fewer particles than ranks."""
+
+    def work(ranks: Ranks) -> Tensor:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        points = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+        moves = otdd.Flow(2, stepping=Stepping(0.5))
+        result = otdd.gradient_flow(
+            otdd.LabeledSamples(points, None, ()),
+            otdd.LabeledSamples(Y[:, :2].float(), None, ()),
+            moves,
+            labels="none",
+            compute=compute,
+        )
+        return result.samples.features
+
+    return otdd.led(work)
+
+
+@pytest.mark.slow
+def test_there_may_be_more_ranks_than_rows() -> None:
+    for answer in pool(3).run(few):
+        assert answer.shape == (2, 2), answer
+
+
+def _broken(rank: int) -> Callable[..., Any]:
+    real = shard.save_tensors
+
+    def save(path: Path, *content: Any) -> str:
+        if torch.distributed.get_rank() == rank:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return real(path, *content)
+
+    return save
+
+
+def full_disk(folder: str) -> Any:
+    """A second checkpoint for which rank 1 has no room."""
+    led(folder, 2, "momentum")
+    before, shard.save_tensors = shard.save_tensors, _broken(1)
+    try:
+        return led(folder, 2, "momentum")
+    finally:
+        shard.save_tensors = before
+
+
+def test_a_disk_that_is_full_for_one_rank_is_heard_of_on_all(tmp_path: Path) -> None:
+    for answer in pool(2).run(full_disk, str(tmp_path)):
+        assert isinstance(answer, InputError), answer
+        assert "rank 1: cannot write" in str(answer)
+        assert "No space left on device" in str(answer)
+    # The last one is whole, and nothing of the other is left.
+    assert rows_on_disk(tmp_path, 2) == [(0, 9), (9, 19)]
+    assert len(list((tmp_path / "checkpoint").iterdir())) == 2
+    assert flow(str(tmp_path), -1, "momentum")[2] == 2
+
+
+def elsewhere(folder: str) -> Any:
+    """Ranks whose folders are not one."""
+    real = shard.write_shard
+
+    def write(place: Path, *arguments: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            place = place.parent / "of another machine"
+            place.mkdir(exist_ok=True)
+        return real(place, *arguments)
+
+    from otdd_flash.flows import rows
+
+    rows.write_shard = write
+    try:
+        return led(folder, 2, "momentum")
+    finally:
+        rows.write_shard = real
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+    for answer in pool(2).run(elsewhere, str(tmp_path)):
+        assert isinstance(answer, InputError), answer
+        assert "is not seen by rank 0; give a hydra.run.dir that all machines share" in str(answer)
+
+
+def killed(folder: str) -> Any:
+    """A flow of which all processes die between shards and manifest of the second checkpoint."""
+    real, count = checkpoint.Checkpoints._put_in_place, iter(range(9))
+
+    def put(self: Any, manifest: Any) -> None:
+        if next(count) == 1:
+            os._exit(1)
+        real(self, manifest)
+
+    checkpoint.Checkpoints._put_in_place = put
+    return led(folder, -1, "momentum")
+
+
+@pytest.mark.slow
+def test_ranks_killed_between_shards_and_manifest_leave_the_checkpoint_before(
+    tmp_path: Path,
+) -> None:
+    own = RankPool(2)
+    with pytest.raises(EOFError):
+        own.run(killed, str(tmp_path))
+    assert len(list((tmp_path / "checkpoint").glob("step-4.*"))) == 2
+    assert rows_on_disk(tmp_path, 2) == [(0, 9), (9, 19)]
+    points, _, first = flow(str(tmp_path), -1, "momentum")
+    assert first == 2
+    whole, _, _ = flow(str(tmp_path / "whole"), -1, "momentum")
+    torch.testing.assert_close(points, whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_harmed_shard_of_a_rank_leads_to_the_checkpoint_before(tmp_path: Path) -> None:
+    pool(2).run(led, str(tmp_path), 5, "momentum")
+    (harmed,) = (tmp_path / "checkpoint").glob("step-5.*.rank-1.*")
+    harmed.unlink()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, _, first = flow(str(tmp_path), -1, "momentum")
+    assert first == 4
+    assert [
+        harmed.name in str(each.message) for each in said if "going on" in str(each.message)
+    ] == [True]
