@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -189,6 +190,7 @@ def bench(n: int, d: int, device: str, methods: Sequence[str]) -> dict[str, Any]
         if off <= WORST:
             entry |= {"ms": milliseconds, "peak_mib": peak}
         row[name] = entry
+        sys.stderr.write(f"{n} x {d}, {name}: {entry}\n")
     return row
 
 

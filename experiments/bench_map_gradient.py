@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -151,6 +152,7 @@ def bench(n: int, d: int, relative: float, device: str) -> dict[str, Any]:
         # A peer may fail in any way, and the other entries are still wanted.
         except Exception as error:
             row[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+        sys.stderr.write(f"{n} x {d}, {name}: {row[name]}\n")
     return row
 
 
