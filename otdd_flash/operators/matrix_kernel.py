@@ -12,6 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
+from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import (
@@ -19,7 +22,9 @@ from otdd_flash.kernels.matrix.half_step import (
     matrix_half_step,
     matrix_sums_of_lines,
 )
+from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
+from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import (
     Applied,
@@ -126,6 +131,37 @@ class MatrixKernelOperator:
     def _log_masses(self) -> tuple[Tensor, Tensor]:
         return self.a.log(), self.b.log()
 
+    @property
+    def sweeps(self) -> bool:
+        """Whether one read serves both half-steps.
+
+        It needs all of f's row before T'(f) can count it, so rows have to be contiguous.
+        """
+        return not self._turned and self._costs.shape[1] <= MOST_COLUMNS
+
+    def sweep(self, g: Tensor, epsilon: Tensor, active: Tensor) -> Swept:
+        """T(g) and what T'(T(g)) is made of, where the operator `sweeps`.
+
+        Args:
+            g: (m,) float32.
+            epsilon: (1,) float64 on the device.
+            active: (1,) bool, whether to do anything.
+        """
+        return matrix_sweep(self._place, self._log_masses, self._weights, g, epsilon, active)
+
+    @cached_property
+    def massless(self) -> bool:
+        """Whether a column has no mass, so that sweeps leave it out."""
+        return bool((self.b == 0).any())
+
+    @cached_property
+    def _place(self) -> Place:
+        return Place.of(self._costs)
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        return row_weights(self.a)
+
     def sums_of_lines(self, potential: Tensor, epsilon: Tensor, *, columns: bool) -> Sums:
         """What the softmin of rows, or of columns, is made of."""
         log_masses = self._log_masses[0 if columns else 1]
@@ -149,13 +185,34 @@ class MatrixKernelOperator:
 
 
 class MatrixSegment(KernelSegment):
-    """A matrix as the only problem of the engine, which merges the sums of its passes itself."""
+    """A matrix as the only problem of the engine, which merges the sums of its passes itself.
+
+    Where the operator sweeps, an evaluation is one read of it.
+    """
 
     operator: MatrixKernelOperator
 
     def ranges(self, operator: MatrixKernelOperator) -> tuple[int, int]:  # type: ignore[override]
         """In how many parts the sums of rows and of columns come."""
-        return operator.ranges
+        return (1, 1) if self._sweeps else operator.ranges
+
+    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
+        """The iterations of all problems, in Triton."""
+        self._epsilon = goal.epsilon
+        return super().iterations(goal, form, start)
+
+    @property
+    def updated(self) -> Tensor:
+        """T'(T(g)) (m,) of the g that was kept last, in columns without mass too."""
+        updated = super().updated
+        if not (self._sweeps and self.operator.massless):
+            return updated
+        others = self.operator.softmin_columns(self._vectors.rows, self._epsilon)
+        return torch.where(self.operator.b > 0, updated, others)
+
+    @property
+    def _sweeps(self) -> bool:
+        return self.operator.sweeps and not self.symmetric
 
     def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
         """The sums that T(g) (n,) is made of."""
@@ -164,6 +221,14 @@ class MatrixSegment(KernelSegment):
     def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
         """The sums that T'(f) (m,) is made of."""
         return self.operator.sums_of_lines(f, epsilon, columns=True)
+
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of an evaluation."""
+        if not self._sweeps:
+            return super().numbers(epsilon, active)
+        swept = self.operator.sweep(self._vectors.columns.candidate, epsilon, active)
+        self._vectors.take(swept.f, epsilon, active)
+        return self._vectors.evaluate(swept.columns, epsilon, active)
 
 
 def lying(matrix: Tensor) -> tuple[Tensor, bool]:

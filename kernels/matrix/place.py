@@ -1,0 +1,71 @@
+"""Where kernels find a cost matrix: its address and the stride between rows, in device memory.
+
+What a launch takes by value is fixed when a CUDA graph records it; what its kernel loads is not. So
+one recording serves every matrix of a shape, a type and an alignment.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Bytes of which address and rows of an aligned matrix are multiples: what a thread loads at once.
+ALIGNMENT = 16
+
+TYPES: dict[torch.dtype, Any] = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
+class Place(NamedTuple):
+    """A matrix (n, m) whose rows are contiguous. Whoever holds a place holds the matrix too.
+
+    Attributes:
+        numbers: (2,) int64, its address, and how many entries a row starts after the last.
+        dtype: float16, bfloat16 or float32.
+        aligned: whether address and rows are multiples of `ALIGNMENT` bytes.
+    """
+
+    numbers: Tensor
+    dtype: torch.dtype
+    aligned: bool
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> Place:
+        """The place of a matrix."""
+        numbers = torch.tensor(numbers_of(matrix), dtype=torch.int64).to(matrix.device)
+        return cls(numbers, matrix.dtype, is_aligned(matrix))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        return {"TYPE": TYPES[self.dtype], "ALIGNED": self.aligned}
+
+
+def numbers_of(matrix: Tensor) -> tuple[int, int]:
+    """Address and stride of a matrix."""
+    return matrix.data_ptr(), matrix.stride(0)
+
+
+def is_aligned(matrix: Tensor) -> bool:
+    """Whether address and rows of a matrix are multiples of `ALIGNMENT` bytes."""
+    address, stride = numbers_of(matrix)
+    return address % ALIGNMENT == 0 and stride * matrix.itemsize % ALIGNMENT == 0
+
+
+@triton.jit
+def load_place(place_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to the matrix, and its stride."""
+    costs_ptr = tl.load(place_ptr).to(tl.pointer_type(TYPE))
+    stride = tl.load(place_ptr + 1)
+    if ALIGNED:
+        costs_ptr = tl.multiple_of(costs_ptr, 16)
+        # In entries: eight of 16 bits, four of 32.
+        stride = tl.multiple_of(stride, 128 // TYPE.primitive_bitwidth)
+    return costs_ptr, stride

@@ -1,0 +1,336 @@
+"""Both Sinkhorn half-steps for a cost matrix in memory by one read of it.
+
+    f = T(g),    f_i = -t_i - epsilon log r_i,        t_i = max_j x_ij,    x_ij = u_j - C_ij
+    r_i = sum_j e_ij,    e_ij = exp((x_ij - t_i) / epsilon),    u_j = g_j + epsilon log b_j
+    T'(f)_j = u_j - epsilon log c_j,                  c_j = sum_i a_i e_ij / r_i
+
+c_j is the sum of a column of the plan of f and g: with f exact, the exponentials of a row, over
+their sum, are that row of the plan. So an entry is exponentiated once and counts in both sums, and
+no maximum over a column is needed, as c_j is at most 1.
+
+A program owns contiguous rows. It holds a number of every column: u_j, and the sum c_j of its rows.
+It reads a few whole rows at once, while the next are on their way to shared memory, and keeps them
+in registers until their maxima and sums are known. `matrix_swept_kernel` adds up the programs.
+
+u is computed in float64 and rounded once; x is rounded like a cost. Differences x - t are small
+where they count, and so are the roundings of their products with log2(e) / epsilon.
+
+Terms of less than 2^-126 of their row's largest are lost, which shows where c_j is as small. Such a
+column is summed once more, below its own maximum. Columns without mass have no part in any row: the
+sweep leaves them at 0, and `matrix_half_step` knows them.
+
+The matrix may be a copy in float16 of C, lowered by numbers of its rows and multiplied by a power
+of two: C_ij is then unit C'_ij + shift_i. An entry of +inf adds nothing.
+
+Memory: 4 bytes per column and program, 20 per row and 12 per column.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.epsilon import LN_2, LOG2_E
+from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.matrix.half_step import LOWEST, NOTHING, add_scores, load_factor
+from otdd_flash.kernels.matrix.place import Place, load_place
+from otdd_flash.kernels.segments.step import Sums
+
+# Columns of a program at the most: twice as many leave no registers for a row.
+MOST_COLUMNS = 1 << 14
+
+# Sums of columns are held times this, so that they lose nothing before terms of rows do.
+RAISED = tl.constexpr(2.0**100)
+
+# Rows of a program that become potentials at once.
+BLOCK = 128
+
+# Columns of a program that adds up, partial sums that it reads at once, and rows of a column whose
+# sum is too small.
+STRIP, PARTS, ROWS_AT_ONCE = 32, 64, 64
+
+
+class Shape(NamedTuple):
+    """How a sweep runs.
+
+    Attributes:
+        rows: that a program reads at once, a power of two.
+        warps: of a program.
+        stages: how many times as many rows are in shared memory, and one.
+        programs: how many there are at the most.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    programs: int
+
+
+class Swept(NamedTuple):
+    """Both potentials.
+
+    Attributes:
+        f: T(g) (n,) float32, in units of the cost.
+        columns: what T'(f) (m,) is made of, in one part.
+    """
+
+    f: Tensor
+    columns: Sums
+
+
+class Lowered(NamedTuple):
+    """What makes C of a copy of it.
+
+    Attributes:
+        shifts: (n,) float32, in units of the cost.
+        unit: () float32, a power of two.
+    """
+
+    shifts: Tensor
+    unit: Tensor
+
+
+@triton.jit
+def load_bias(potential_ptr, log_masses_ptr, epsilon, offsets, mask):
+    """u, float64: potentials and masses as one number, -inf where there is no mass."""
+    logs = tl.load(log_masses_ptr + offsets, mask=mask, other=-float("inf"))
+    potential = tl.load(potential_ptr + offsets, mask=mask, other=0.0).to(tl.float64)
+    return tl.where(logs > -float("inf"), potential + epsilon * logs, logs)
+
+
+@on_its_device
+@triton.jit
+def matrix_sweep_kernel(
+    place_ptr,  # (2,) int64, of C (n, m)
+    shifts_ptr,  # (n,) float32, read if LOWERED
+    unit_ptr,  # () float32, read if LOWERED
+    potential_ptr,  # (m,) float32
+    log_masses_ptr,  # (m,) float64, natural logarithms
+    weights_ptr,  # (n,) float32, masses of rows times RAISED
+    epsilon_ptr,  # (1,) float64
+    active_ptr,  # (1,) int8
+    tops_ptr,  # (n,) float32
+    totals_ptr,  # (n,) float32
+    f_ptr,  # (n,) float32
+    partial_ptr,  # (programs, m) float32
+    n,
+    m,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LOWERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per contiguous rows, as many as there are programs."""
+    i_program = tl.program_id(0).to(tl.int64)
+    active = tl.load(active_ptr) != 0
+    start = (i_program * n // tl.num_programs(0)).to(tl.int32)
+    stop = ((i_program + 1) * n // tl.num_programs(0)).to(tl.int32)
+    stop = tl.where(active, stop, start)
+    epsilon = tl.load(epsilon_ptr)
+    scale, _ = load_factor(epsilon_ptr)
+    costs_ptr, stride = load_place(place_ptr, TYPE, ALIGNED)
+    o_column = tl.arange(0, LANES)
+    m_column = o_column < m
+    bias = load_bias(potential_ptr, log_masses_ptr, epsilon, o_column, m_column).to(tl.float32)
+    unit = tl.load(unit_ptr) if LOWERED else 1.0
+    sums = tl.zeros((LANES,), tl.float32)
+    for row in tl.range(start, stop, ROWS, num_stages=STAGES):
+        o_row = row + tl.arange(0, ROWS)
+        m_row = o_row < stop
+        p_tile = (costs_ptr + o_row.to(tl.int64) * stride)[:, None] + o_column[None, :]
+        costs = tl.load(p_tile, mask=m_row[:, None] & m_column[None, :], other=0.0)
+        weights = tl.load(weights_ptr + o_row, mask=m_row, other=0.0)
+        if LOWERED:
+            scores = bias[None, :] - costs.to(tl.float32) * unit  # (ROWS, LANES)
+        else:
+            scores = bias[None, :] - costs.to(tl.float32)
+        # Finite in a row without a pair, so that differences from it are.
+        tops = tl.maximum(tl.max(scores, 1), LOWEST)
+        terms = tl.exp2((scores - tops[:, None]) * scale)
+        totals = tl.sum(terms, 1)
+        # At least 1, but where there is nothing.
+        weights = weights / tl.maximum(totals, 0.5)
+        sums += tl.sum(terms * weights[:, None], 0)
+        tl.store(tops_ptr + o_row, tops, mask=m_row)
+        tl.store(totals_ptr + o_row, totals, mask=m_row)
+    tl.store(partial_ptr + i_program * m + o_column, sums, mask=m_column)
+    # What all threads of this program have stored.
+    tl.debug_barrier()
+    epsilon = tl.load(epsilon_ptr)
+    for row in range(start, stop, BLOCK):
+        o_row = row + tl.arange(0, BLOCK)
+        m_row = o_row < stop
+        tops = tl.load(tops_ptr + o_row, mask=m_row, other=0.0).to(tl.float64)
+        totals = tl.load(totals_ptr + o_row, mask=m_row, other=1.0).to(tl.float64)
+        if LOWERED:
+            tops -= tl.load(shifts_ptr + o_row, mask=m_row, other=0.0).to(tl.float64)
+        f = -tops - epsilon * LN_2 * tl.log2(tl.maximum(totals, NOTHING))
+        # Of a row without a pair as high as of a half-step: finite, and above any other.
+        f = tl.where(totals > 0, f, -epsilon * LN_2 * LOWEST)
+        tl.store(f_ptr + o_row, f.to(tl.float32), mask=m_row)
+
+
+@triton.jit
+def sum_strip(
+    costs_ptr,
+    stride,
+    shifts_ptr,
+    unit_ptr,
+    f_ptr,
+    row_log_masses_ptr,
+    epsilon_ptr,
+    o_column,
+    m_column,
+    n,
+    LOWERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Maxima and sums (LANES,) of some columns over all rows, as of a half-step."""
+    epsilon = tl.load(epsilon_ptr)
+    scale, rest = load_factor(epsilon_ptr)
+    unit = tl.load(unit_ptr) if LOWERED else 1.0
+    highest = tl.full((LANES,), LOWEST, tl.float32)
+    sums = tl.zeros((LANES,), tl.float32)
+    for row in range(0, n, ROWS):
+        o_row = row + tl.arange(0, ROWS)
+        m_row = o_row < n
+        bias = load_bias(f_ptr, row_log_masses_ptr, epsilon, o_row, m_row)
+        if LOWERED:
+            bias -= tl.load(shifts_ptr + o_row, mask=m_row, other=0.0).to(tl.float64)
+        p_tile = (costs_ptr + o_row.to(tl.int64) * stride)[:, None] + o_column[None, :]
+        costs = tl.load(p_tile, mask=m_row[:, None] & m_column[None, :], other=0.0)
+        scores = bias.to(tl.float32)[:, None] - costs.to(tl.float32) * unit  # (ROWS, LANES)
+        highest, sums = add_scores(scores, highest, sums, scale, rest, 0)
+    return highest, tl.maximum(sums.to(tl.float64), NOTHING)
+
+
+@on_its_device
+@triton.jit
+def matrix_swept_kernel(
+    place_ptr,  # (2,) int64, of C (n, m)
+    shifts_ptr,  # (n,) float32, read if LOWERED
+    unit_ptr,  # () float32, read if LOWERED
+    potential_ptr,  # (m,) float32
+    log_masses_ptr,  # (m,) float64
+    f_ptr,  # (n,) float32
+    row_log_masses_ptr,  # (n,) float64
+    epsilon_ptr,  # (1,) float64
+    active_ptr,  # (1,) int8
+    partial_ptr,  # (parts, m) float32
+    highest_ptr,  # (m,) float32
+    sums_ptr,  # (m,) float64
+    n,
+    m,
+    parts,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LOWERED: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One program per LANES columns."""
+    o_column = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    m_column = o_column < tl.where(tl.load(active_ptr) != 0, m, 0)
+    total = tl.zeros((LANES,), tl.float64)
+    for part in range(0, parts, PARTS):
+        o_part = part + tl.arange(0, PARTS)
+        p_part = partial_ptr + o_part.to(tl.int64)[:, None] * m + o_column[None, :]
+        added = tl.load(p_part, mask=(o_part < parts)[:, None] & m_column[None, :], other=0.0)
+        total += tl.sum(added.to(tl.float64), 0)
+    epsilon = tl.load(epsilon_ptr)
+    # Rounded as the sweep has rounded it.
+    bias = load_bias(potential_ptr, log_masses_ptr, epsilon, o_column, m_column).to(tl.float32)
+    m_mass = bias > -float("inf")
+    factor = tl.full((), LOG2_E, tl.float64) / epsilon
+    # Where there is no mass a potential of 0.
+    logit = tl.where(m_mass, -bias.to(tl.float64) * factor, 0.0)
+    highest = logit.to(tl.float32)
+    sums = tl.where(m_mass, total / RAISED, 1.0) * tl.exp2(logit - highest.to(tl.float64))
+    # What rows may have lost is 2^-26 of it at the most.
+    short = m_column & m_mass & (total < 1.0)
+    if tl.max(short.to(tl.int32), 0) > 0:
+        costs_ptr, stride = load_place(place_ptr, TYPE, ALIGNED)
+        strip_highest, strip_sums = sum_strip(
+            costs_ptr, stride, shifts_ptr, unit_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr,
+            o_column, m_column, n, LOWERED, ROWS, LANES,
+        )  # fmt: skip
+        highest = tl.where(short, strip_highest, highest)
+        sums = tl.where(short, strip_sums, sums)
+    tl.store(highest_ptr + o_column, highest, mask=m_column)
+    tl.store(sums_ptr + o_column, sums, mask=m_column)
+
+
+def matrix_sweep(
+    place: Place,
+    log_masses: tuple[Tensor, Tensor],
+    weights: Tensor,
+    potential: Tensor,
+    epsilon: Tensor,
+    active: Tensor,
+    lowered: Lowered | None = None,
+    shape: Shape | None = None,
+) -> Swept:
+    """Both half-steps from g: f = T(g), and what T'(f) is made of.
+
+    Args:
+        place: of C (n, m), or of a copy; m is at most `MOST_COLUMNS`.
+        log_masses: (n,) and (m,) float64, log a and log b.
+        weights: (n,) float32, of `row_weights`.
+        potential: (m,) float32, g; not read where there is no mass.
+        epsilon: (1,) float64, in units of the cost.
+        active: (1,) bool, whether to do anything; if not, all results are unspecified.
+        lowered: of a copy.
+        shape: how to run; by default `sweep_shape`.
+    """
+    n, m = (len(side) for side in log_masses)
+    device = potential.device
+    shape = shape or sweep_shape((n, m), place.dtype, device)
+    parts = min(n, shape.programs)
+    tops, totals, f = torch.empty((3, n), dtype=torch.float32, device=device).unbind()
+    partial = torch.empty((parts, m), dtype=torch.float32, device=device)
+    # Pointers that are not read.
+    copy = lowered or Lowered(f, f)
+    switch = active.view(torch.int8)
+    matrix_sweep_kernel[(parts,)](
+        place.numbers, *copy, potential, log_masses[1], weights, epsilon, switch,
+        tops, totals, f, partial, n, m, **place.constants, LOWERED=lowered is not None,
+        ROWS=shape.rows, LANES=triton.next_power_of_2(m), STAGES=shape.stages, BLOCK=BLOCK,
+        num_warps=shape.warps,
+    )  # fmt: skip
+    columns = Sums(
+        torch.empty(m, dtype=torch.float32, device=device),
+        torch.empty(m, dtype=torch.float64, device=device),
+    )
+    matrix_swept_kernel[(triton.cdiv(m, STRIP),)](
+        place.numbers, *copy, potential, log_masses[1], f, log_masses[0], epsilon, switch, partial,
+        *columns, n, m, parts, **place.constants, LOWERED=lowered is not None,
+        PARTS=PARTS, ROWS=ROWS_AT_ONCE, LANES=STRIP,
+    )  # fmt: skip
+    return Swept(f, columns)
+
+
+def row_weights(masses: Tensor) -> Tensor:
+    """Masses of rows (n,) as a sweep takes them, float32."""
+    return (masses * RAISED.value).float()
+
+
+def sweep_shape(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Shape:
+    """How a sweep over (n, m) costs runs."""
+    n, m = size
+    lanes = triton.next_power_of_2(m)
+    programs = 132
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+    # As many entries at once as registers hold, and no more rows than a program has.
+    rows = max(1, min(MOST_COLUMNS // 2 // lanes, triton.next_power_of_2(triton.cdiv(n, programs))))
+    warps = max(1, min(16, rows * lanes // 512))
+    return Shape(rows, warps, 3, programs)
