@@ -27,9 +27,9 @@ class Place(NamedTuple):
     """A matrix (n, m) whose rows are contiguous. Whoever holds a place holds the matrix too.
 
     Attributes:
-        numbers: (2,) int64, its address, and how many entries a row starts after the last.
+        numbers: (4,) int64, its address, how many entries a row starts after the last, n and m.
         dtype: float16, bfloat16 or float32.
-        aligned: whether address and rows are multiples of `ALIGNMENT` bytes.
+        aligned: of `is_aligned`.
     """
 
     numbers: Tensor
@@ -48,24 +48,28 @@ class Place(NamedTuple):
         return {"TYPE": TYPES[self.dtype], "ALIGNED": self.aligned}
 
 
-def numbers_of(matrix: Tensor) -> tuple[int, int]:
-    """Address and stride of a matrix."""
-    return matrix.data_ptr(), matrix.stride(0)
+def numbers_of(matrix: Tensor) -> tuple[int, int, int, int]:
+    """The numbers of a place."""
+    return matrix.data_ptr(), matrix.stride(0), matrix.shape[0], matrix.shape[1]
 
 
 def is_aligned(matrix: Tensor) -> bool:
-    """Whether address and rows of a matrix are multiples of `ALIGNMENT` bytes."""
-    address, stride = numbers_of(matrix)
-    return address % ALIGNMENT == 0 and stride * matrix.itemsize % ALIGNMENT == 0
+    """Whether the address of a matrix and the bytes of its rows are multiples of `ALIGNMENT`."""
+    address, *sizes = matrix.data_ptr(), matrix.stride(0), matrix.shape[1]
+    return address % ALIGNMENT == 0 and all(
+        size * matrix.itemsize % ALIGNMENT == 0 for size in sizes
+    )
 
 
 @triton.jit
 def load_place(place_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to the matrix, and its stride."""
+    """A pointer to the matrix, its stride, and n and m."""
     costs_ptr = tl.load(place_ptr).to(tl.pointer_type(TYPE))
     stride = tl.load(place_ptr + 1)
+    n, m = tl.load(place_ptr + 2).to(tl.int32), tl.load(place_ptr + 3).to(tl.int32)
     if ALIGNED:
         costs_ptr = tl.multiple_of(costs_ptr, 16)
         # In entries: eight of 16 bits, four of 32.
         stride = tl.multiple_of(stride, 128 // TYPE.primitive_bitwidth)
-    return costs_ptr, stride
+        m = tl.multiple_of(m, 128 // TYPE.primitive_bitwidth)
+    return costs_ptr, stride, n, m

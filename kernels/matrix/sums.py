@@ -17,6 +17,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.matrix.half_step import PROGRAMS, parts_of
+from otdd_flash.kernels.matrix.place import Place, load_place
 
 # Rows and columns of a tile.
 TILE = 16, 128
@@ -26,23 +27,25 @@ WARPS = 4
 @on_its_device
 @triton.jit
 def matrix_sums_kernel(
-    costs_ptr,  # (n, m), columns contiguous
-    stride,
+    place_ptr,  # (4,) int64, of C (n, m)
     row_potential_ptr,  # (n,) float64
     column_potential_ptr,  # (m,) float64
     row_masses_ptr,  # (n,) float64
     column_masses_ptr,  # (m,) float64
     epsilon_ptr,  # () float64
-    rows_ptr,  # (strips, n) float64
-    columns_ptr,  # (groups, m) float64
-    n,
-    m,
+    rows_ptr,  # (strips, row_stride) float64
+    columns_ptr,  # (groups, column_stride) float64
+    row_stride,
+    column_stride,
     rows_per_group,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """One program per strip of LANES columns and group of contiguous rows."""
+    costs_ptr, stride, n, m = load_place(place_ptr, TYPE, ALIGNED)
     o_column = tl.program_id(0) * LANES + tl.arange(0, LANES)
     b = tl.load(column_masses_ptr + o_column, mask=o_column < m, other=0.0)
     m_column = b > 0
@@ -64,14 +67,14 @@ def matrix_sums_kernel(
         entries = tl.exp(tl.maximum(exponents, LEAST))
         entries = tl.where(costs.to(tl.float32) < float("inf"), entries, 0.0)
         sums += tl.sum(a[:, None] * entries, 0)
-        o_out = tl.program_id(0).to(tl.int64) * n + o_row
+        o_out = tl.program_id(0).to(tl.int64) * row_stride + o_row
         tl.store(rows_ptr + o_out, tl.sum(b[None, :] * entries, 1), mask=there)
-    o_out = tl.program_id(1).to(tl.int64) * m + o_column
+    o_out = tl.program_id(1).to(tl.int64) * column_stride + o_column
     tl.store(columns_ptr + o_out, sums, mask=o_column < m)
 
 
 def matrix_sums(
-    costs: Tensor,
+    place: Place,
     potentials: tuple[Tensor, Tensor],
     masses: tuple[Tensor, Tensor],
     epsilon: Tensor,
@@ -80,19 +83,21 @@ def matrix_sums(
     """Sums r (n,) and c (m,), float64, as said above.
 
     Args:
-        costs: C (n, m) of float16, bfloat16 or float32; a row is contiguous.
-        potentials: f (n,) and g (m,), float64; not read where there is no mass.
+        place: of C (n, m).
+        potentials: f (n,) and g (m,), float64; not read where there is no mass. Or longer ones, as
+            all that follows; sums of points that are not there are unspecified.
         masses: a (n,) and b (m,), float64.
         epsilon: () float64, in units of the cost.
         least: exponents below it count as it.
     """
-    (n, m), (height, lanes) = costs.shape, TILE
+    n, m = (len(side) for side in masses)
+    height, lanes = TILE
     strips = triton.cdiv(m, lanes)
     groups, size = parts_of(n, height, triton.cdiv(PROGRAMS, strips))
-    rows = torch.empty((strips, n), dtype=torch.float64, device=costs.device)
-    columns = torch.empty((groups, m), dtype=torch.float64, device=costs.device)
+    rows = torch.empty((strips, n), dtype=torch.float64, device=place.numbers.device)
+    columns = torch.empty((groups, m), dtype=torch.float64, device=place.numbers.device)
     matrix_sums_kernel[(strips, groups)](
-        costs, costs.stride(0), *potentials, *masses, epsilon, rows, columns, n, m, size,
-        LEAST=least, ROWS=height, LANES=lanes, num_warps=WARPS,
+        place.numbers, *potentials, *masses, epsilon, rows, columns, n, m, size,
+        **place.constants, LEAST=least, ROWS=height, LANES=lanes, num_warps=WARPS,
     )  # fmt: skip
     return rows.sum(0), columns.sum(0)

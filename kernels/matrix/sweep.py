@@ -16,8 +16,8 @@ u is computed in float64 and rounded once; x is rounded like a cost. Differences
 where they count, and so are the roundings of their products with log2(e) / epsilon.
 
 Terms of less than 2^-126 of their row's largest are lost, which shows where c_j is as small. Such a
-column is summed once more, below its own maximum. Columns without mass have no part in any row: the
-sweep leaves them at 0, and `matrix_half_step` knows them.
+column is summed once more, below its own maximum. Columns without mass have no part in any row: a sweep
+leaves them at 0, and `fill_absent` knows them, once, at the end.
 
 The matrix may be a copy in float16 of C, lowered by numbers of its rows and multiplied by a power
 of two: C_ij is then unit C'_ij + shift_i. An entry of +inf adds nothing.
@@ -105,7 +105,7 @@ def load_bias(potential_ptr, log_masses_ptr, epsilon, offsets, mask):
 @on_its_device
 @triton.jit
 def matrix_sweep_kernel(
-    place_ptr,  # (2,) int64, of C (n, m)
+    place_ptr,  # (4,) int64, of C (n, m)
     shifts_ptr,  # (n,) float32, read if LOWERED
     unit_ptr,  # () float32, read if LOWERED
     potential_ptr,  # (m,) float32
@@ -116,9 +116,7 @@ def matrix_sweep_kernel(
     tops_ptr,  # (n,) float32
     totals_ptr,  # (n,) float32
     f_ptr,  # (n,) float32
-    partial_ptr,  # (programs, m) float32
-    n,
-    m,
+    partial_ptr,  # (programs, LANES) float32
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     LOWERED: tl.constexpr,
@@ -130,12 +128,12 @@ def matrix_sweep_kernel(
     """One program per contiguous rows, as many as there are programs."""
     i_program = tl.program_id(0).to(tl.int64)
     active = tl.load(active_ptr) != 0
+    costs_ptr, stride, n, m = load_place(place_ptr, TYPE, ALIGNED)
     start = (i_program * n // tl.num_programs(0)).to(tl.int32)
     stop = ((i_program + 1) * n // tl.num_programs(0)).to(tl.int32)
     stop = tl.where(active, stop, start)
     epsilon = tl.load(epsilon_ptr)
     scale, _ = load_factor(epsilon_ptr)
-    costs_ptr, stride = load_place(place_ptr, TYPE, ALIGNED)
     o_column = tl.arange(0, LANES)
     m_column = o_column < m
     bias = load_bias(potential_ptr, log_masses_ptr, epsilon, o_column, m_column).to(tl.float32)
@@ -160,7 +158,7 @@ def matrix_sweep_kernel(
         sums += tl.sum(terms * weights[:, None], 0)
         tl.store(tops_ptr + o_row, tops, mask=m_row)
         tl.store(totals_ptr + o_row, totals, mask=m_row)
-    tl.store(partial_ptr + i_program * m + o_column, sums, mask=m_column)
+    tl.store(partial_ptr + i_program * LANES + o_column, sums)
     # What all threads of this program have stored.
     tl.debug_barrier()
     epsilon = tl.load(epsilon_ptr)
@@ -179,26 +177,26 @@ def matrix_sweep_kernel(
 
 @triton.jit
 def sum_strip(
-    costs_ptr,
-    stride,
+    place_ptr,
     shifts_ptr,
     unit_ptr,
     f_ptr,
     row_log_masses_ptr,
     epsilon_ptr,
     o_column,
-    m_column,
-    n,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     LOWERED: tl.constexpr,
     ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    STRIP: tl.constexpr,
 ):
-    """Maxima and sums (LANES,) of some columns over all rows, as of a half-step."""
+    """Maxima and sums (STRIP,) of some columns over all rows, as of a half-step."""
+    costs_ptr, stride, n, m = load_place(place_ptr, TYPE, ALIGNED)
     epsilon = tl.load(epsilon_ptr)
     scale, rest = load_factor(epsilon_ptr)
     unit = tl.load(unit_ptr) if LOWERED else 1.0
-    highest = tl.full((LANES,), LOWEST, tl.float32)
-    sums = tl.zeros((LANES,), tl.float32)
+    highest = tl.full((STRIP,), LOWEST, tl.float32)
+    sums = tl.zeros((STRIP,), tl.float32)
     for row in range(0, n, ROWS):
         o_row = row + tl.arange(0, ROWS)
         m_row = o_row < n
@@ -206,8 +204,8 @@ def sum_strip(
         if LOWERED:
             bias -= tl.load(shifts_ptr + o_row, mask=m_row, other=0.0).to(tl.float64)
         p_tile = (costs_ptr + o_row.to(tl.int64) * stride)[:, None] + o_column[None, :]
-        costs = tl.load(p_tile, mask=m_row[:, None] & m_column[None, :], other=0.0)
-        scores = bias.to(tl.float32)[:, None] - costs.to(tl.float32) * unit  # (ROWS, LANES)
+        costs = tl.load(p_tile, mask=m_row[:, None] & (o_column < m)[None, :], other=0.0)
+        scores = bias.to(tl.float32)[:, None] - costs.to(tl.float32) * unit  # (ROWS, STRIP)
         highest, sums = add_scores(scores, highest, sums, scale, rest, 0)
     return highest, tl.maximum(sums.to(tl.float64), NOTHING)
 
@@ -215,7 +213,7 @@ def sum_strip(
 @on_its_device
 @triton.jit
 def matrix_swept_kernel(
-    place_ptr,  # (2,) int64, of C (n, m)
+    place_ptr,  # (4,) int64, of C (n, m)
     shifts_ptr,  # (n,) float32, read if LOWERED
     unit_ptr,  # () float32, read if LOWERED
     potential_ptr,  # (m,) float32
@@ -224,26 +222,26 @@ def matrix_swept_kernel(
     row_log_masses_ptr,  # (n,) float64
     epsilon_ptr,  # (1,) float64
     active_ptr,  # (1,) int8
-    partial_ptr,  # (parts, m) float32
+    partial_ptr,  # (parts, LANES) float32
     highest_ptr,  # (m,) float32
     sums_ptr,  # (m,) float64
-    n,
-    m,
     parts,
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     LOWERED: tl.constexpr,
+    LANES: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    STRIP: tl.constexpr,
 ):
-    """One program per LANES columns."""
-    o_column = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    m_column = o_column < tl.where(tl.load(active_ptr) != 0, m, 0)
-    total = tl.zeros((LANES,), tl.float64)
+    """One program per STRIP columns."""
+    o_column = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
+    columns = tl.load(place_ptr + 3).to(tl.int32)
+    m_column = o_column < tl.where(tl.load(active_ptr) != 0, columns, 0)
+    total = tl.zeros((STRIP,), tl.float64)
     for part in range(0, parts, PARTS):
         o_part = part + tl.arange(0, PARTS)
-        p_part = partial_ptr + o_part.to(tl.int64)[:, None] * m + o_column[None, :]
+        p_part = partial_ptr + o_part[:, None] * LANES + o_column[None, :]
         added = tl.load(p_part, mask=(o_part < parts)[:, None] & m_column[None, :], other=0.0)
         total += tl.sum(added.to(tl.float64), 0)
     epsilon = tl.load(epsilon_ptr)
@@ -258,15 +256,42 @@ def matrix_swept_kernel(
     # What rows may have lost is 2^-26 of it at the most.
     short = m_column & m_mass & (total < 1.0)
     if tl.max(short.to(tl.int32), 0) > 0:
-        costs_ptr, stride = load_place(place_ptr, TYPE, ALIGNED)
         strip_highest, strip_sums = sum_strip(
-            costs_ptr, stride, shifts_ptr, unit_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr,
-            o_column, m_column, n, LOWERED, ROWS, LANES,
+            place_ptr, shifts_ptr, unit_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr, o_column,
+            TYPE, ALIGNED, LOWERED, ROWS, STRIP,
         )  # fmt: skip
         highest = tl.where(short, strip_highest, highest)
         sums = tl.where(short, strip_sums, sums)
     tl.store(highest_ptr + o_column, highest, mask=m_column)
     tl.store(sums_ptr + o_column, sums, mask=m_column)
+
+
+@on_its_device
+@triton.jit
+def matrix_absent_kernel(
+    place_ptr,  # (4,) int64, of C (n, m)
+    log_masses_ptr,  # (m,) float64
+    f_ptr,  # (n,) float32
+    row_log_masses_ptr,  # (n,) float64
+    epsilon_ptr,  # (1,) float64
+    updated_ptr,  # (m,) float32, overwritten where there is no mass
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    STRIP: tl.constexpr,
+):
+    """One program per STRIP columns."""
+    o_column = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
+    m_column = o_column < tl.load(place_ptr + 3).to(tl.int32)
+    logs = tl.load(log_masses_ptr + o_column, mask=m_column, other=0.0)
+    absent = logs == -float("inf")
+    if tl.max(absent.to(tl.int32), 0) > 0:
+        highest, sums = sum_strip(
+            place_ptr, f_ptr, f_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr, o_column,
+            TYPE, ALIGNED, False, ROWS, STRIP,
+        )  # fmt: skip
+        softmin = -tl.load(epsilon_ptr) * LN_2 * (highest.to(tl.float64) + tl.log2(sums))
+        tl.store(updated_ptr + o_column, softmin.to(tl.float32), mask=absent)
 
 
 def matrix_sweep(
@@ -283,7 +308,7 @@ def matrix_sweep(
 
     Args:
         place: of C (n, m), or of a copy; m is at most `MOST_COLUMNS`.
-        log_masses: (n,) and (m,) float64, log a and log b.
+        log_masses: (n,) and (m,) float64, log a and log b, or longer ones, as all that follows.
         weights: (n,) float32, of `row_weights`.
         potential: (m,) float32, g; not read where there is no mass.
         epsilon: (1,) float64, in units of the cost.
@@ -292,19 +317,19 @@ def matrix_sweep(
         shape: how to run; by default `sweep_shape`.
     """
     n, m = (len(side) for side in log_masses)
-    device = potential.device
+    device, lanes = potential.device, triton.next_power_of_2(m)
     shape = shape or sweep_shape((n, m), place.dtype, device)
     parts = min(n, shape.programs)
     tops, totals, f = torch.empty((3, n), dtype=torch.float32, device=device).unbind()
-    partial = torch.empty((parts, m), dtype=torch.float32, device=device)
+    partial = torch.empty((parts, lanes), dtype=torch.float32, device=device)
     # Pointers that are not read.
     copy = lowered or Lowered(f, f)
     switch = active.view(torch.int8)
+    constants = {**place.constants, "LOWERED": lowered is not None, "LANES": lanes}
     matrix_sweep_kernel[(parts,)](
         place.numbers, *copy, potential, log_masses[1], weights, epsilon, switch,
-        tops, totals, f, partial, n, m, **place.constants, LOWERED=lowered is not None,
-        ROWS=shape.rows, LANES=triton.next_power_of_2(m), STAGES=shape.stages, BLOCK=BLOCK,
-        num_warps=shape.warps,
+        tops, totals, f, partial, **constants,
+        ROWS=shape.rows, STAGES=shape.stages, BLOCK=BLOCK, num_warps=shape.warps,
     )  # fmt: skip
     columns = Sums(
         torch.empty(m, dtype=torch.float32, device=device),
@@ -312,10 +337,31 @@ def matrix_sweep(
     )
     matrix_swept_kernel[(triton.cdiv(m, STRIP),)](
         place.numbers, *copy, potential, log_masses[1], f, log_masses[0], epsilon, switch, partial,
-        *columns, n, m, parts, **place.constants, LOWERED=lowered is not None,
-        PARTS=PARTS, ROWS=ROWS_AT_ONCE, LANES=STRIP,
+        *columns, parts, **constants, PARTS=PARTS, ROWS=ROWS_AT_ONCE, STRIP=STRIP,
     )  # fmt: skip
     return Swept(f, columns)
+
+
+def fill_absent(
+    place: Place,
+    log_masses: tuple[Tensor, Tensor],
+    f: Tensor,
+    epsilon: Tensor,
+    updated: Tensor,
+) -> None:
+    """Give columns without mass their T'(f), which sweeps leave out.
+
+    Args:
+        place: of C (n, m).
+        log_masses: (n,) and (m,) float64, log a and log b, or longer ones, as all that follows.
+        f: (n,) float32.
+        epsilon: (1,) float64, in units of the cost.
+        updated: (m,) float32, T'(f) elsewhere; overwritten.
+    """
+    matrix_absent_kernel[(triton.cdiv(len(updated), STRIP),)](
+        place.numbers, log_masses[1], f, log_masses[0], epsilon, updated, **place.constants,
+        ROWS=ROWS_AT_ONCE, STRIP=STRIP,
+    )  # fmt: skip
 
 
 def row_weights(masses: Tensor) -> Tensor:

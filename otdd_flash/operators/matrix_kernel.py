@@ -24,7 +24,13 @@ from otdd_flash.kernels.matrix.half_step import (
 )
 from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
-from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
+from otdd_flash.kernels.matrix.sweep import (
+    MOST_COLUMNS,
+    Swept,
+    fill_absent,
+    matrix_sweep,
+    row_weights,
+)
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import (
     Applied,
@@ -93,10 +99,10 @@ class MatrixKernelOperator:
         f, g = present(self.a, f), present(self.b, g)
         if self._turned:
             given = (g, f), (self.b, self.a)
-            columns, rows = matrix_sums(self._costs, *given, level, LEAST_EXPONENT)
+            columns, rows = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         else:
             given = (f, g), (self.a, self.b)
-            rows, columns = matrix_sums(self._costs, *given, level, LEAST_EXPONENT)
+            rows, columns = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         sums = self.a * rows, self.b * columns
         return measured(sums, (f, g), tiles.magnitudes, tiles.cost_errors, 0.0)
 
@@ -117,7 +123,7 @@ class MatrixKernelOperator:
         """sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs."""
         if self._turned:
             return self._tiles.expected_costs(masses)
-        return matrix_row_facts(self._costs, masses.contiguous()).products
+        return matrix_row_facts(self.place, len(self.a), masses.contiguous()).products
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
@@ -147,15 +153,22 @@ class MatrixKernelOperator:
             epsilon: (1,) float64 on the device.
             active: (1,) bool, whether to do anything.
         """
-        return matrix_sweep(self._place, self._log_masses, self._weights, g, epsilon, active)
+        return matrix_sweep(self.place, self._log_masses, self._weights, g, epsilon, active)
+
+    def complete(self, f: Tensor, epsilon: float, updated: Tensor) -> None:
+        """Give columns without mass their T'(f), which sweeps leave out.
+
+        Args:
+            f: (n,) float32.
+            epsilon: in units of the cost.
+            updated: (m,) float32, T'(f) elsewhere; overwritten.
+        """
+        level = on_device(epsilon, f.device)
+        fill_absent(self.place, self._log_masses, f, level, updated)
 
     @cached_property
-    def massless(self) -> bool:
-        """Whether a column has no mass, so that sweeps leave it out."""
-        return bool((self.b == 0).any())
-
-    @cached_property
-    def _place(self) -> Place:
+    def place(self) -> Place:
+        """Of the matrix, or of its transpose, whichever has contiguous rows."""
         return Place.of(self._costs)
 
     @cached_property
@@ -205,10 +218,9 @@ class MatrixSegment(KernelSegment):
     def updated(self) -> Tensor:
         """T'(T(g)) (m,) of the g that was kept last, in columns without mass too."""
         updated = super().updated
-        if not (self._sweeps and self.operator.massless):
-            return updated
-        others = self.operator.softmin_columns(self._vectors.rows, self._epsilon)
-        return torch.where(self.operator.b > 0, updated, others)
+        if self._sweeps:
+            self.operator.complete(self._vectors.rows, self._epsilon, updated)
+        return updated
 
     @property
     def _sweeps(self) -> bool:
@@ -249,7 +261,7 @@ def kernel_facts(source: HeldCosts, a: Tensor, b: Tensor) -> MatrixFacts:
     """
     costs, turned = lying(source.matrix)
     masses = (b, a) if turned else (a, b)
-    found = matrix_row_facts(costs, masses[1].contiguous())
+    found = matrix_row_facts(Place.of(costs), len(costs), masses[1].contiguous())
     rows = masses[0] > 0
     numbers = torch.stack(
         (

@@ -32,7 +32,9 @@ class Case(NamedTuple):
     @property
     def size(self) -> float:
         """What a score is below in absolute value, about."""
-        return float(self.costs[self.costs < math.inf].abs().max() + self.g.nan_to_num(0).abs().max())
+        return float(
+            self.costs[self.costs < math.inf].abs().max() + self.g.nan_to_num(0).abs().max()
+        )
 
 
 @pytest.fixture(autouse=True)
