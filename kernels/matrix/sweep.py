@@ -16,8 +16,8 @@ u is computed in float64 and rounded once; x is rounded like a cost. Differences
 where they count, and so are the roundings of their products with log2(e) / epsilon.
 
 Terms of less than 2^-126 of their row's largest are lost, which shows where c_j is as small. Such a
-column is summed once more, below its own maximum. Columns without mass have no part in any row: a sweep
-leaves them at 0, and `fill_absent` knows them, once, at the end.
+column is summed once more, below its own maximum. Columns without mass have no part in any row: a
+sweep leaves their potential at 0, and `fill_absent` computes it once, at the end.
 
 The matrix may be a copy in float16 of C, lowered by numbers of its rows and multiplied by a power
 of two: C_ij is then unit C'_ij + shift_i. An entry of +inf adds nothing.
@@ -366,7 +366,8 @@ def fill_absent(
 
 def row_weights(masses: Tensor) -> Tensor:
     """Masses of rows (n,) as a sweep takes them, float32."""
-    return (masses * RAISED.value).float()
+    raised: Tensor = masses * RAISED.value
+    return raised.float()
 
 
 def sweep_shape(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Shape:

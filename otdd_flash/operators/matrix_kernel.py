@@ -56,13 +56,17 @@ class MatrixKernelOperator:
     Args:
         tiles: the same in PyTorch, of a matrix that is held and of scores in float32. A matrix
             neither of whose axes is contiguous is copied.
+
+    Attributes:
+        lines: C, or its transpose, with contiguous rows.
+        turned: whether it is the transpose.
     """
 
     def __init__(self, tiles: MatrixOperator) -> None:
         assert isinstance(tiles.source, HeldCosts)
         self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
-        self._costs, self._turned = lying(tiles.source.matrix)
-        recorded = self.a.is_cuda and self._costs.numel() * self._costs.itemsize <= FEW_BYTES
+        self.lines, self.turned = lying(tiles.source.matrix)
+        recorded = self.a.is_cuda and self.lines.numel() * self.lines.itemsize <= FEW_BYTES
         execution = tiles.execution
         sampled = None if execution.sampled is None else self._sample
         self.execution = Execution(
@@ -85,11 +89,11 @@ class MatrixKernelOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        return self._half_step(self._log_masses[1], g, epsilon, columns=self._turned)
+        return self._half_step(self._log_masses[1], g, epsilon, columns=self.turned)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
-        return self._half_step(self._log_masses[0], f, epsilon, columns=not self._turned)
+        return self._half_step(self._log_masses[0], f, epsilon, columns=not self.turned)
 
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
@@ -97,7 +101,7 @@ class MatrixKernelOperator:
         """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
         tiles, level = self._tiles, on_device(epsilon, self.a.device)
         f, g = present(self.a, f), present(self.b, g)
-        if self._turned:
+        if self.turned:
             given = (g, f), (self.b, self.a)
             columns, rows = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         else:
@@ -121,7 +125,7 @@ class MatrixKernelOperator:
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs."""
-        if self._turned:
+        if self.turned:
             return self._tiles.expected_costs(masses)
         return matrix_row_facts(self.place, len(self.a), masses.contiguous()).products
 
@@ -143,7 +147,7 @@ class MatrixKernelOperator:
 
         It needs all of f's row before T'(f) can count it, so rows have to be contiguous.
         """
-        return not self._turned and self._costs.shape[1] <= MOST_COLUMNS
+        return not self.turned and self.lines.shape[1] <= MOST_COLUMNS
 
     def sweep(self, g: Tensor, epsilon: Tensor, active: Tensor) -> Swept:
         """T(g) and what T'(T(g)) is made of, where the operator `sweeps`.
@@ -169,7 +173,7 @@ class MatrixKernelOperator:
     @cached_property
     def place(self) -> Place:
         """Of the matrix, or of its transpose, whichever has contiguous rows."""
-        return Place.of(self._costs)
+        return Place.of(self.lines)
 
     @cached_property
     def _weights(self) -> Tensor:
@@ -178,15 +182,15 @@ class MatrixKernelOperator:
     def sums_of_lines(self, potential: Tensor, epsilon: Tensor, *, columns: bool) -> Sums:
         """What the softmin of rows, or of columns, is made of."""
         log_masses = self._log_masses[0 if columns else 1]
-        along = columns != self._turned
-        return matrix_sums_of_lines(self._costs, log_masses, potential, epsilon, columns=along)
+        along = columns != self.turned
+        return matrix_sums_of_lines(self.lines, log_masses, potential, epsilon, columns=along)
 
     @property
     def ranges(self) -> tuple[int, int]:
         """In how many parts these sums come, of rows and of columns."""
-        shape = self._costs.shape[0], self._costs.shape[1]
+        shape = self.lines.shape[0], self.lines.shape[1]
         rows, columns = (
-            line_parts(shape, columns=along != self._turned)[0] for along in (False, True)
+            line_parts(shape, columns=along != self.turned)[0] for along in (False, True)
         )
         return rows, columns
 
@@ -194,7 +198,7 @@ class MatrixKernelOperator:
         self, log_masses: Tensor, potential: Tensor, epsilon: Epsilon, *, columns: bool
     ) -> Tensor:
         level = on_device(epsilon, potential.device)
-        return matrix_half_step(self._costs, log_masses, single(potential), level, columns=columns)
+        return matrix_half_step(self.lines, log_masses, single(potential), level, columns=columns)
 
 
 class MatrixSegment(KernelSegment):

@@ -21,10 +21,20 @@ from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.stored.plan import signed_plan
-from otdd_flash.operators.pooled_segments import PooledSegments, tables_of
+from otdd_flash.operators.base import Certifiable
+from otdd_flash.operators.matrix_pool import MatrixPool, MatrixTerm, PooledMatrix
+from otdd_flash.operators.pooled_segments import PooledSegments, ScoredSegments, tables_of
 from otdd_flash.operators.pooled_term import PooledTerm
-from otdd_flash.operators.score_pool import GivenScores, Pool, Room, ScorePool
-from otdd_flash.solver.small.exchanged import GOAL, TERMS, UNIT, Batch, GivenCosts, Inputs, Read
+from otdd_flash.operators.score_pool import Pool, Room, ScorePool
+from otdd_flash.solver.small.exchanged import (
+    COUNT,
+    TERMS,
+    UNIT,
+    Batch,
+    GivenCosts,
+    Inputs,
+    Read,
+)
 from otdd_flash.solver.term import plans
 from otdd_flash.solver.term.plan_evidence import (
     PlanEvidence,
@@ -54,15 +64,16 @@ class PooledSolve:
     def __init__(self, room: Room, *, debias: bool) -> None:
         self.room, device = room, room.device
         self.terms = TERMS if debias else TERMS[:1]
-        self.pool: Pool = ScorePool(room) if room.dim else GivenScores(room)
         # Pinned, so that it is sent without waiting; whoever fills it has read the last result.
         pinned = device.type == "cuda"
-        numbers = 2 * GOAL + 6 + 32 * room.problems
+        numbers = COUNT + 32 * room.problems
         self._host = torch.zeros(numbers, dtype=torch.float64, pin_memory=pinned)
         self._sizes, self._uniform = (0, 0), False
         self._resize((room.n, room.m))
         self._numbers = self._host.to(device)
         self._inputs = Inputs.of(self._numbers, room.problems)
+        place = self._inputs.place
+        self.pool: Pool = ScorePool(room) if room.dim else MatrixPool(room, place)
         self.pool.of_costs = self._inputs.of_costs
         self._starts = [
             torch.zeros((room.problems, size), dtype=torch.float32, device=device)
@@ -71,10 +82,11 @@ class PooledSolve:
         tables = self._inputs.tables
         count = room.problems
         of_cross = tables[:count], tables[count : 2 * count]
-        cross = PooledSegments(self.pool, of_cross, symmetric=False)
-        self._segments = [cross]
+        self._segments = [_cross_segments(self.pool, of_cross)]
         if debias:
-            self._segments.append(PooledSegments(self.pool, (tables[2 * count :],), symmetric=True))
+            assert isinstance(self.pool, ScorePool)
+            own = tables[2 * count :]
+            self._segments.append(ScoredSegments(self.pool, (own,), symmetric=True))
         self._rules = [
             QuasiNewtonKernels(segments, Goal(1.0, 1.0, 1.0, 0), form, _nowhere(segments))
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
@@ -107,7 +119,8 @@ class PooledSolve:
         numbers = self._host.numpy()
         settings = (*goal, UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
-        numbers[: 2 * GOAL + 6] = (*settings, *settings, *flags, *of_costs)
+        numbers[: COUNT - 4] = (*settings, *settings, *flags, *of_costs)
+        numbers[COUNT - 4 : COUNT].view("int64")[:] = batch.place
         self._resize(batch.sizes)
         self._numbers.copy_(self._host, non_blocking=True)
         self._uniform = batch.fill(self.pool, uniform=self._uniform)
@@ -188,9 +201,9 @@ class PooledSolve:
 
     def _certify_cross(self) -> tuple[PlanEvidence, Tensor]:
         cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
-        known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated
+        known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated(epsilon)
         f, g, updated = (part.view(room.problems, -1) for part in known)
-        operator = PooledTerm(self.pool, "xy")
+        operator = _term(self.pool, "xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
         lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
         return cross_evidence(operator, plan, lost, epsilon), torch.zeros_like(cross.mean_cost)
@@ -198,9 +211,9 @@ class PooledSolve:
     def _certify_own(self, term: str) -> tuple[PlanEvidence, Tensor]:
         own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room
         side = room.sides[TERMS.index(term) - 1]
-        both = own.vectors.columns.kept, own.updated
+        both = own.vectors.columns.kept, own.updated(epsilon)
         kept, updated = (part.view(room.problems, -1)[:, side] for part in both)
-        operator = PooledTerm(self.pool, term)
+        operator = _term(self.pool, term)
         f = ((kept + updated) / 2).double()
         plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
         lost = plans.find_lost(plan, (operator.a, operator.a), epsilon)
@@ -245,6 +258,22 @@ class PooledSolve:
         parts = torch.split(self._potentials[0].clone(), rooms)
         lengths = sizes * (len(parts) // 2)
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+
+
+def _cross_segments(pool: Pool, tables: tuple[Tensor, Tensor]) -> PooledSegments:
+    """The cross terms of a pool."""
+    if isinstance(pool, MatrixPool):
+        return PooledMatrix(pool, tables)
+    assert isinstance(pool, ScorePool)
+    return ScoredSegments(pool, tables, symmetric=False)
+
+
+def _term(pool: Pool, name: str) -> Certifiable:
+    """A term of a pool."""
+    if isinstance(pool, MatrixPool):
+        return MatrixTerm(pool)
+    assert isinstance(pool, ScorePool)
+    return PooledTerm(pool, name)
 
 
 def _repeat(rule: QuasiNewtonKernels) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.kernels.adder import UNIT
+from otdd_flash.kernels.matrix.place import is_aligned
+from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.build import uses_triton
-from otdd_flash.operators.matrix import HeldCosts
+from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 from otdd_flash.operators.memory import UNASKED, free_memory
 from otdd_flash.operators.pooled_term import single_operator
 from otdd_flash.operators.request import Request
-from otdd_flash.operators.score_pool import Room
+from otdd_flash.operators.score_pool import Room, ScorePool
 from otdd_flash.solver.class_blocks import ROUNDING
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import TERMS, Batch, GivenCosts, Read, TermRead
@@ -36,9 +39,6 @@ if TYPE_CHECKING:
 # compute as fast in float64 as in float32, and on others.
 MOST_SCORES = 1 << 27
 FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
-
-# Beside a matrix that is given, for it is copied twice.
-MOST_BYTES_OF_A_MATRIX = 64 << 20
 
 
 def facts_of(read: TermRead) -> CostFacts:
@@ -128,29 +128,37 @@ def solve_small(
             for place, take in pulled.items():
                 take(solve.gradient(place)[0, : sizes[place]])
         elif solved is not None:
+            assert isinstance(solve.pool, ScorePool)
             for name in ("xx", "yy", "xy") if debias else ("xy",):
                 operator = single_operator(solve.pool, name, sizes, small.costs[name])
                 solved(name, operator, terms[name])
     return terms
 
 
-def is_small_matrix(problem: MatrixProblem, options: Converged) -> bool:
-    """Whether costs that are given are solved for like those of a small divergence."""
+def is_recorded_matrix(problem: MatrixProblem, options: Converged) -> bool:
+    """Whether costs that are given are solved for in recordings, where they are."""
     if problem.self_costs is not None:
         return False
     if options.bound_width is not None or options.max_seconds is not None:
         return False
     held = problem.in_triton and problem.device.type == "cuda" and problem.facts.partners is None
-    return held and matrix_room(problem).bytes <= MOST_BYTES_OF_A_MATRIX
+    return held and _lines(problem)[0].shape[1] <= MOST_COLUMNS
 
 
-def matrix_room(problem: MatrixProblem) -> Room:
-    """A room for its costs."""
-    n, m = (padded(size) for size in problem.source.shape)
-    return Room(1, n, m, 0, 1, torch.float32, problem.device)
+def matrix_room(lines: Tensor) -> Room:
+    """A room for costs whose rows are contiguous."""
+    n, m = (padded(size) for size in lines.shape)
+    return Room(1, n, m, 0, 1, lines.dtype, lines.device, is_aligned(lines))
 
 
-def solve_small_matrix(
+def _lines(problem: MatrixProblem) -> tuple[Tensor, bool]:
+    """Costs with contiguous rows, and whether they are the transpose."""
+    operator = problem.operator
+    assert isinstance(operator, MatrixKernelOperator)
+    return operator.lines, operator.turned
+
+
+def solve_recorded_matrix(
     problem: MatrixProblem,
     epsilon: float,
     options: Converged,
@@ -160,8 +168,11 @@ def solve_small_matrix(
 ) -> TransportTerm | None:
     """The term of costs that are given, or None where it needs another solve.
 
+    Where columns of the costs are contiguous the transpose is solved, as an iteration reads whole
+    rows.
+
     Args:
-        problem: for which `is_small_matrix` holds.
+        problem: for which `is_recorded_matrix` holds.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         start: potentials to start from, by term.
@@ -170,13 +181,21 @@ def solve_small_matrix(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    facts, source = problem.facts, problem.source
-    assert isinstance(source, HeldCosts)
-    batch = GivenCosts(source.matrix, (problem.a, problem.b), facts.magnitudes)
-    with kept(matrix_room(problem), False) as solve:
-        small = _Small(solve, source.shape, epsilon, options, problem.tiles.costs)
+    facts, (lines, turned) = problem.facts, _lines(problem)
+    masses, magnitudes = (problem.a, problem.b), facts.magnitudes
+    if turned:
+        masses, magnitudes = masses[::-1], magnitudes[::-1]
+        start = {
+            name: problem.operator.softmin_rows(g, epsilon) for name, g in (start or {}).items()
+        }
+    batch = GivenCosts(lines, masses, magnitudes)
+    with kept(matrix_room(lines), False) as solve:
+        small = _Small(solve, batch.sizes, epsilon, options, problem.tiles.costs)
         terms = small.solved(batch, (facts.mean, *facts.range), start, progress)
-    return None if terms is None else terms["xy"]
+    if terms is None:
+        return None
+    term = terms["xy"]
+    return replace(term, f=term.g, g=term.f) if turned else term
 
 
 class _Small:
