@@ -52,6 +52,7 @@ BLOCK = 128
 # Columns of a program that adds up, partial sums that it reads at once, and rows of a column whose
 # sum is too small.
 STRIP, PARTS, ROWS_AT_ONCE = 32, 64, 64
+WARPS = 4
 
 
 class Shape(NamedTuple):
@@ -338,6 +339,7 @@ def matrix_sweep(
     matrix_swept_kernel[(triton.cdiv(m, STRIP),)](
         place.numbers, *copy, potential, log_masses[1], f, log_masses[0], epsilon, switch, partial,
         *columns, parts, **constants, PARTS=PARTS, ROWS=ROWS_AT_ONCE, STRIP=STRIP,
+        num_warps=WARPS,
     )  # fmt: skip
     return Swept(f, columns)
 
@@ -361,6 +363,7 @@ def fill_absent(
     matrix_absent_kernel[(triton.cdiv(len(updated), STRIP),)](
         place.numbers, log_masses[1], f, log_masses[0], epsilon, updated, **place.constants,
         ROWS=ROWS_AT_ONCE, STRIP=STRIP,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
