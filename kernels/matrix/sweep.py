@@ -27,6 +27,7 @@ Memory: 4 bytes per column and program, 20 per row and 12 per column.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -55,13 +56,17 @@ STRIP, PARTS, ROWS_AT_ONCE = 32, 64, 64
 WARPS = 4
 
 
+# Bytes of shared memory of an H200, and what sums across a program take of it.
+SHARED, REDUCTIONS = 232_448, 1024
+
+
 class Shape(NamedTuple):
     """How a sweep runs.
 
     Attributes:
         rows: that a program reads at once, a power of two.
         warps: of a program.
-        stages: how many times as many rows are in shared memory, and one.
+        stages: one more than how many times as many rows are in shared memory.
         programs: how many there are at the most.
     """
 
@@ -84,7 +89,7 @@ class Swept(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """What makes C of a copy of it.
+    """What makes C of a copy of it, of `rough`.
 
     Attributes:
         shifts: (n,) float32, in units of the cost.
@@ -373,14 +378,16 @@ def row_weights(masses: Tensor) -> Tensor:
     return raised.float()
 
 
+@lru_cache
 def sweep_shape(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Shape:
     """How a sweep over (n, m) costs runs."""
     n, m = size
-    lanes = triton.next_power_of_2(m)
-    programs = 132
+    lanes, programs, shared = triton.next_power_of_2(m), 132, SHARED
     if device.type == "cuda":
-        programs = torch.cuda.get_device_properties(device).multi_processor_count
+        card = torch.cuda.get_device_properties(device)
+        programs, shared = card.multi_processor_count, card.shared_memory_per_block_optin
     # As many entries at once as registers hold, and no more rows than a program has.
     rows = max(1, min(MOST_COLUMNS // 2 // lanes, triton.next_power_of_2(triton.cdiv(n, programs))))
     warps = max(1, min(16, rows * lanes // 512))
-    return Shape(rows, warps, 3, programs)
+    room = (shared - REDUCTIONS) // (rows * lanes * dtype.itemsize)
+    return Shape(rows, warps, max(1, min(3, room + 1)), programs)

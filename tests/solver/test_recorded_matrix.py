@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import reference
@@ -12,13 +14,15 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS
+from otdd_flash.operators import memory
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.matrix_pool import MatrixPool, MatrixTerm
 from otdd_flash.solver.matrix import problem
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small import forget, route
+from otdd_flash.solver.small import forget, pooled_solve, route
 from otdd_flash.solver.small.exchanged import GivenCosts
+from otdd_flash.solver.small.pooled_solve import PooledSolve
 from otdd_flash.solver.term.result import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -168,6 +172,76 @@ def test_a_start_is_taken(turned: bool) -> None:
     again = solved(costs, a, b, 0.1, start={"xy": first.g})
     assert again is not None
     assert again.iterations < first.iterations
+
+
+@pytest.fixture
+def roughly(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Copies pay for any matrix; tolerances of the iterations that are taken on them."""
+    taken: list[float] = []
+    whole = PooledSolve.iterate_roughly
+
+    def counted(solve: PooledSolve, unit: float, tolerance: float) -> None:
+        taken.append(tolerance)
+        whole(solve, unit, tolerance)
+        assert not solve._segments[0].roughly  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(route, "LEAST_COPIED", 0)
+    monkeypatch.setattr(pooled_solve, "FIRST_REPLAYS", 1)
+    monkeypatch.setattr(pooled_solve, "LONG", 8)
+    monkeypatch.setattr(PooledSolve, "iterate_roughly", counted)
+    return taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_long_solve_reads_a_copy_and_ends_on_the_costs(
+    turned: bool, roughly: list[float]
+) -> None:
+    x, y = (torch.linspace(0, 1, size, dtype=torch.float64) for size in (30, 41))
+    costs = (x[:, None] - 0.8 * y).abs().float()
+    costs = costs.T.contiguous().T if turned else costs
+    draw = torch.Generator().manual_seed(3)
+    a, b = (torch.rand(size, generator=draw) + 0.1 for size in (30, 41))
+    a, b = a / a.sum(), b / b.sum()
+    term, again = solved(costs, a, b, 0.004), solved(costs, a, b, 0.004)
+    assert len(roughly) == 2
+    masses = a.double() / a.double().sum(), b.double() / b.double().sum()
+    truth, *_ = reference.entropic_transport(costs.double(), *masses, 0.004)
+    for found in (term, again):
+        assert found is not None
+        assert found.converged
+        assert found.bounds[0] <= truth <= found.bounds[1]
+        plan = reference.plan(costs.double(), *masses, found.f.cpu(), found.g.cpu(), 0.004)
+        errors = [float((plan.sum(1 - k) - masses[k]).abs().sum()) for k in range(2)]
+        assert max(errors) <= found.marginal_error + 1e-9
+        assert found.marginal_error <= 1e-3
+
+
+def test_when_a_copy_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs in float32 that exceed a cache, at an epsilon that their rounding hardly changes."""
+    costs = torch.rand(40, 50, generator=torch.Generator().manual_seed(0))
+    costs[0, :2] = torch.tensor([0.0, 1.0])
+
+    def asked(given: Tensor, epsilon: float, **options: Any) -> route.Roughly | None:
+        compute = replace(IN_TRITON, **options)
+        made = MatrixProblem.prepare(given.to(DEVICE), None, None, compute)
+        return route._roughly(made, made.operator.lines, epsilon)
+
+    edge = 2.0**-9
+    assert asked(costs, 1.0) is None
+    monkeypatch.setattr(route, "LEAST_COPIED", costs.numel() * 4)
+    assert asked(costs, edge) == (2.0**-14, 2.0**-9)
+    assert asked(costs, edge * 0.999) is None
+    assert asked(1000 * costs, 1000 * edge) is not None
+    assert asked(costs[1:], edge) is None
+    assert asked(costs, 1.0, precision="high") is None
+    assert asked(torch.zeros(40, 50), 1.0) is None
+    monkeypatch.setattr(route, "LEAST_COPIED", 0)
+    assert asked(costs.half(), 1.0) is None
+    assert asked(costs, edge) is not None
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    assert asked(costs, 1.0, memory_budget=costs.numel() * 2 - 1) is None
+    assert asked(costs, 1.0, memory_budget=costs.numel() * 2) is not None
 
 
 def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,9 @@ STEPS = 4
 # Replays after which a first solve asks how far it is.
 FIRST_REPLAYS = 3
 
+# Iterations of a solve from which on the next of its size is one for a copy in float16.
+LONG = 16
+
 # Entries of plans that are held at once.
 ENTRIES = 1 << 25
 
@@ -59,6 +62,9 @@ class PooledSolve:
     Args:
         room: for the points of a batch.
         debias: whether there are self terms.
+
+    Attributes:
+        long: whether the last solve took `LONG` iterations.
     """
 
     def __init__(self, room: Room, *, debias: bool) -> None:
@@ -92,10 +98,10 @@ class PooledSolve:
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
-        self._beginning, self._iterating, self._ending, *self._pulling = (
-            Recorded(recordings) for _ in range(5)
+        self._beginning, self._iterating, self._roughly, self._ending, *self._pulling = (
+            Recorded(recordings) for _ in range(6)
         )
-        self._replays = FIRST_REPLAYS
+        self._replays, self.long = FIRST_REPLAYS, False
         self._evidence: list[PlanEvidence] = []
         self._found = self._numbers[:0]
         self._potentials = self._starts[0]
@@ -167,6 +173,31 @@ class PooledSolve:
         """Some iterations."""
         run_branches(self.room.device, *(partial(_repeat, rule) for rule in self._rules))
 
+    def iterate_roughly(self, unit: float, tolerance: float) -> None:
+        """Iterate on a copy of the given matrix in float16, until a tolerance or the end.
+
+        Iterations on the matrix itself have to follow.
+
+        Args:
+            unit: of the copy, of `rough_unit`.
+            tolerance: marginal error to reach, no lower than that of the goal.
+        """
+        (segments, *_), (rule, *_) = self._segments, self._rules
+        assert isinstance(self.pool, MatrixPool)
+        assert isinstance(segments, PooledMatrix)
+        # Held until the end of what reads it: PyTorch gives its memory to what is launched later.
+        copy = self.pool.copy(self._sizes, unit)  # noqa: F841
+        settings = self._inputs.cross.clone()
+        settings[1:3].clamp_min_(tolerance)
+        settings[4] = 1.0
+        rule.aim_at(settings)
+        segments.roughly = True
+        while bool(rule.active.any()):
+            self._roughly.run(self._iterate)
+        segments.roughly = False
+        rule.resume(self._inputs.cross)
+        self._replays = 1
+
     def read(self) -> Read:
         """Certify, and ask the device."""
         self._ending.run(self._certify)
@@ -175,7 +206,7 @@ class PooledSolve:
         read = Read(done, found[1:].view(self.room.problems, -1), self._evidence)
         most = max(int(term.iterations.max()) for term in read.terms())
         # A replay in which nothing is active takes less time than to certify in vain.
-        self._replays = -(-most // STEPS) + 1 if done else 1
+        self._replays, self.long = (-(-most // STEPS) + 1 if done else 1), most >= LONG
         return read
 
     def _certify(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +12,12 @@ from torch import Tensor
 from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.matrix.place import is_aligned
+from otdd_flash.kernels.matrix.rough import rough_unit
 from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.build import uses_triton
 from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
-from otdd_flash.operators.memory import UNASKED, free_memory
+from otdd_flash.operators.memory import UNASKED, free_memory, holds, stated_budget
 from otdd_flash.operators.pooled_term import single_operator
 from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room, ScorePool
@@ -39,6 +40,25 @@ if TYPE_CHECKING:
 # compute as fast in float64 as in float32, and on others.
 MOST_SCORES = 1 << 27
 FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
+
+
+# Bytes of costs in float32 from which on a copy in float16 may pay: they exceed a cache.
+LEAST_COPIED = 1 << 26
+# What the rounding of the largest cost of a copy may be, over epsilon, and the tolerance of its
+# iterations over that: roundings of many pairs of a point even out.
+MOST_ROUNDING, ROUGH_TOLERANCE = 0.25, 2.0**-7
+
+
+class Roughly(NamedTuple):
+    """How to iterate on a copy in float16.
+
+    Attributes:
+        unit: of `kernels.matrix.rough`.
+        tolerance: marginal error to reach.
+    """
+
+    unit: float
+    tolerance: float
 
 
 def facts_of(read: TermRead) -> CostFacts:
@@ -191,11 +211,30 @@ def solve_recorded_matrix(
     batch = GivenCosts(lines, masses, magnitudes)
     with kept(matrix_room(lines), False) as solve:
         small = _Small(solve, batch.sizes, epsilon, options, problem.tiles.costs)
-        terms = small.solved(batch, (facts.mean, *facts.range), start, progress)
+        roughly = _roughly(problem, lines, epsilon)
+        terms = small.solved(batch, (facts.mean, *facts.range), start, progress, roughly)
     if terms is None:
         return None
     term = terms["xy"]
     return replace(term, f=term.g, g=term.f) if turned else term
+
+
+def _roughly(problem: MatrixProblem, lines: Tensor, epsilon: float) -> Roughly | None:
+    """How to iterate on a copy of the costs in float16; None where that is no good.
+
+    It takes as long as one and a half iterations to make, and half as long to read. Its rounding
+    has to leave the plan what it is, about.
+    """
+    compute, spread = problem.compute, problem.operator.costs.spread
+    size = lines.numel() * lines.itemsize
+    if compute.precision != "fast" or lines.dtype != torch.float32 or size < LEAST_COPIED:
+        return None
+    rounding = torch.finfo(torch.float16).eps / 2 * spread
+    if spread <= 0 or rounding > MOST_ROUNDING * epsilon:
+        return None
+    if not holds(size // 2, stated_budget(compute.memory_budget), lines.device):
+        return None
+    return Roughly(rough_unit(spread), ROUGH_TOLERANCE * rounding / epsilon)
 
 
 class _Small:
@@ -232,14 +271,21 @@ class _Small:
         of_costs: tuple[float, float, float],
         start: Potentials | None,
         progress: Progress | None,
+        roughly: Roughly | None = None,
     ) -> dict[str, TransportTerm] | None:
-        """Its terms; None where one of them needs another solve."""
+        """Its terms; None where one of them needs another solve.
+
+        Where it takes long, iterations are `roughly` those of a copy meanwhile.
+        """
         # A certificate finds a little more than the iterations: it lowers g for rounding.
         goal = goal_of(self._options, self._epsilon, AIM)
         starts = {name: g[None] for name, g in (start or {}).items()}
         self._solve.begin(batch, of_costs, goal, starts)
         found, done = None, False
         while found is None or not done:
+            if roughly is not None and (self._solve.long or found is not None):
+                self._solve.iterate_roughly(*roughly)
+                roughly = None
             self._solve.iterate()
             found = self._solve.read()
             if not self._reachable(found, progress):
