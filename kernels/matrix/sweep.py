@@ -10,7 +10,7 @@ no maximum over a column is needed, as c_j is at most 1.
 
 A program owns contiguous rows. It holds a number of every column: u_j, and the sum c_j of its rows.
 It reads a few whole rows at once, while the next are on their way to shared memory, and keeps them
-in registers until their maxima and sums are known. `matrix_swept_kernel` adds up the programs.
+in registers until their maxima and sums are known. `swept_columns` adds up the programs.
 
 u is computed in float64 and rounded once; x is rounded like a cost. Differences x - t are small
 where they count, and so are the roundings of their products with log2(e) / epsilon.
@@ -28,32 +28,30 @@ Memory: 4 bytes per column and program, 20 per row and 12 per column.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LN_2, LOG2_E
+from otdd_flash.kernels.epsilon import LN_2
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.matrix.half_step import LOWEST, NOTHING, add_scores, load_factor
+from otdd_flash.kernels.matrix.half_step import LOWEST, NOTHING, load_factor
 from otdd_flash.kernels.matrix.place import Place, load_place
+from otdd_flash.kernels.matrix.swept_columns import (
+    RAISED,
+    Lowered,
+    load_bias,
+    swept_columns,
+)
 from otdd_flash.kernels.segments.step import Sums
 
 # Columns of a program at the most: twice as many leave no registers for a row.
 MOST_COLUMNS = 1 << 14
 
-# Sums of columns are held times this, so that they lose nothing before terms of rows do.
-RAISED = tl.constexpr(2.0**100)
-
 # Rows of a program that become potentials at once.
 BLOCK = 128
-
-# Columns of a program that adds up, partial sums that it reads at once, and rows of a column whose
-# sum is too small.
-STRIP, PARTS, ROWS_AT_ONCE = 32, 64, 64
-WARPS = 4
 
 
 # Bytes of shared memory of an H200, and what sums across a program take of it.
@@ -86,26 +84,6 @@ class Swept(NamedTuple):
 
     f: Tensor
     columns: Sums
-
-
-class Lowered(NamedTuple):
-    """What makes C of a copy of it, of `rough`.
-
-    Attributes:
-        shifts: (n,) float32, in units of the cost.
-        unit: () float32, a power of two.
-    """
-
-    shifts: Tensor
-    unit: Tensor
-
-
-@triton.jit
-def load_bias(potential_ptr, log_masses_ptr, epsilon, offsets, mask):
-    """u, float64: potentials and masses as one number, -inf where there is no mass."""
-    logs = tl.load(log_masses_ptr + offsets, mask=mask, other=-float("inf"))
-    potential = tl.load(potential_ptr + offsets, mask=mask, other=0.0).to(tl.float64)
-    return tl.where(logs > -float("inf"), potential + epsilon * logs, logs)
 
 
 @on_its_device
@@ -181,125 +159,6 @@ def matrix_sweep_kernel(
         tl.store(f_ptr + o_row, f.to(tl.float32), mask=m_row)
 
 
-@triton.jit
-def sum_strip(
-    place_ptr,
-    shifts_ptr,
-    unit_ptr,
-    f_ptr,
-    row_log_masses_ptr,
-    epsilon_ptr,
-    o_column,
-    TYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LOWERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    STRIP: tl.constexpr,
-):
-    """Maxima and sums (STRIP,) of some columns over all rows, as of a half-step."""
-    costs_ptr, stride, n, m = load_place(place_ptr, TYPE, ALIGNED)
-    epsilon = tl.load(epsilon_ptr)
-    scale, rest = load_factor(epsilon_ptr)
-    unit = tl.load(unit_ptr) if LOWERED else 1.0
-    highest = tl.full((STRIP,), LOWEST, tl.float32)
-    sums = tl.zeros((STRIP,), tl.float32)
-    for row in range(0, n, ROWS):
-        o_row = row + tl.arange(0, ROWS)
-        m_row = o_row < n
-        bias = load_bias(f_ptr, row_log_masses_ptr, epsilon, o_row, m_row)
-        if LOWERED:
-            bias -= tl.load(shifts_ptr + o_row, mask=m_row, other=0.0).to(tl.float64)
-        p_tile = (costs_ptr + o_row.to(tl.int64) * stride)[:, None] + o_column[None, :]
-        costs = tl.load(p_tile, mask=m_row[:, None] & (o_column < m)[None, :], other=0.0)
-        scores = bias.to(tl.float32)[:, None] - costs.to(tl.float32) * unit  # (ROWS, STRIP)
-        highest, sums = add_scores(scores, highest, sums, scale, rest, 0)
-    return highest, tl.maximum(sums.to(tl.float64), NOTHING)
-
-
-@on_its_device
-@triton.jit
-def matrix_swept_kernel(
-    place_ptr,  # (4,) int64, of C (n, m)
-    shifts_ptr,  # (n,) float32, read if LOWERED
-    unit_ptr,  # () float32, read if LOWERED
-    potential_ptr,  # (m,) float32
-    log_masses_ptr,  # (m,) float64
-    f_ptr,  # (n,) float32
-    row_log_masses_ptr,  # (n,) float64
-    epsilon_ptr,  # (1,) float64
-    active_ptr,  # (1,) int8
-    partial_ptr,  # (parts, LANES) float32
-    highest_ptr,  # (m,) float32
-    sums_ptr,  # (m,) float64
-    parts,
-    TYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    LOWERED: tl.constexpr,
-    LANES: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STRIP: tl.constexpr,
-):
-    """One program per STRIP columns."""
-    o_column = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
-    columns = tl.load(place_ptr + 3).to(tl.int32)
-    m_column = o_column < tl.where(tl.load(active_ptr) != 0, columns, 0)
-    total = tl.zeros((STRIP,), tl.float64)
-    for part in range(0, parts, PARTS):
-        o_part = part + tl.arange(0, PARTS)
-        p_part = partial_ptr + o_part[:, None] * LANES + o_column[None, :]
-        added = tl.load(p_part, mask=(o_part < parts)[:, None] & m_column[None, :], other=0.0)
-        total += tl.sum(added.to(tl.float64), 0)
-    epsilon = tl.load(epsilon_ptr)
-    # Rounded as the sweep has rounded it.
-    bias = load_bias(potential_ptr, log_masses_ptr, epsilon, o_column, m_column).to(tl.float32)
-    m_mass = bias > -float("inf")
-    factor = tl.full((), LOG2_E, tl.float64) / epsilon
-    # Where there is no mass a potential of 0.
-    logit = tl.where(m_mass, -bias.to(tl.float64) * factor, 0.0)
-    highest = logit.to(tl.float32)
-    sums = tl.where(m_mass, total / RAISED, 1.0) * tl.exp2(logit - highest.to(tl.float64))
-    # What rows may have lost is 2^-26 of it at the most.
-    short = m_column & m_mass & (total < 1.0)
-    if tl.max(short.to(tl.int32), 0) > 0:
-        strip_highest, strip_sums = sum_strip(
-            place_ptr, shifts_ptr, unit_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr, o_column,
-            TYPE, ALIGNED, LOWERED, ROWS, STRIP,
-        )  # fmt: skip
-        highest = tl.where(short, strip_highest, highest)
-        sums = tl.where(short, strip_sums, sums)
-    tl.store(highest_ptr + o_column, highest, mask=m_column)
-    tl.store(sums_ptr + o_column, sums, mask=m_column)
-
-
-@on_its_device
-@triton.jit
-def matrix_absent_kernel(
-    place_ptr,  # (4,) int64, of C (n, m)
-    log_masses_ptr,  # (m,) float64
-    f_ptr,  # (n,) float32
-    row_log_masses_ptr,  # (n,) float64
-    epsilon_ptr,  # (1,) float64
-    updated_ptr,  # (m,) float32, overwritten where there is no mass
-    TYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    STRIP: tl.constexpr,
-):
-    """One program per STRIP columns."""
-    o_column = tl.program_id(0) * STRIP + tl.arange(0, STRIP)
-    m_column = o_column < tl.load(place_ptr + 3).to(tl.int32)
-    logs = tl.load(log_masses_ptr + o_column, mask=m_column, other=0.0)
-    absent = logs == -float("inf")
-    if tl.max(absent.to(tl.int32), 0) > 0:
-        highest, sums = sum_strip(
-            place_ptr, f_ptr, f_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr, o_column,
-            TYPE, ALIGNED, False, ROWS, STRIP,
-        )  # fmt: skip
-        softmin = -tl.load(epsilon_ptr) * LN_2 * (highest.to(tl.float64) + tl.log2(sums))
-        tl.store(updated_ptr + o_column, softmin.to(tl.float32), mask=absent)
-
-
 def matrix_sweep(
     place: Place,
     log_masses: tuple[Tensor, Tensor],
@@ -337,39 +196,8 @@ def matrix_sweep(
         tops, totals, f, partial, **constants,
         ROWS=shape.rows, STAGES=shape.stages, BLOCK=BLOCK, num_warps=shape.warps,
     )  # fmt: skip
-    columns = Sums(
-        torch.empty(m, dtype=torch.float32, device=device),
-        torch.empty(m, dtype=torch.float64, device=device),
-    )
-    matrix_swept_kernel[(triton.cdiv(m, STRIP),)](
-        place.numbers, *copy, potential, log_masses[1], f, log_masses[0], epsilon, switch, partial,
-        *columns, parts, **constants, PARTS=PARTS, ROWS=ROWS_AT_ONCE, STRIP=STRIP,
-        num_warps=WARPS,
-    )  # fmt: skip
+    columns = swept_columns(place, lowered, log_masses, potential, f, epsilon, active, partial)
     return Swept(f, columns)
-
-
-def fill_absent(
-    place: Place,
-    log_masses: tuple[Tensor, Tensor],
-    f: Tensor,
-    epsilon: Tensor,
-    updated: Tensor,
-) -> None:
-    """Give columns without mass their T'(f), which sweeps leave out.
-
-    Args:
-        place: of C (n, m).
-        log_masses: (n,) and (m,) float64, log a and log b, or longer ones, as all that follows.
-        f: (n,) float32.
-        epsilon: (1,) float64, in units of the cost.
-        updated: (m,) float32, T'(f) elsewhere; overwritten.
-    """
-    matrix_absent_kernel[(triton.cdiv(len(updated), STRIP),)](
-        place.numbers, log_masses[1], f, log_masses[0], epsilon, updated, **place.constants,
-        ROWS=ROWS_AT_ONCE, STRIP=STRIP,
-        num_warps=WARPS,
-    )  # fmt: skip
 
 
 def row_weights(masses: Tensor) -> Tensor:
@@ -384,7 +212,7 @@ def sweep_shape(size: tuple[int, int], dtype: torch.dtype, device: torch.device)
     n, m = size
     lanes, programs, shared = triton.next_power_of_2(m), 132, SHARED
     if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
+        card: Any = torch.cuda.get_device_properties(device)
         programs, shared = card.multi_processor_count, card.shared_memory_per_block_optin
     # As many entries at once as registers hold, and no more rows than a program has.
     rows = max(1, min(MOST_COLUMNS // 2 // lanes, triton.next_power_of_2(triton.cdiv(n, programs))))

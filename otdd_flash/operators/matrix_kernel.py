@@ -24,13 +24,8 @@ from otdd_flash.kernels.matrix.half_step import (
 )
 from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
-from otdd_flash.kernels.matrix.sweep import (
-    MOST_COLUMNS,
-    Swept,
-    fill_absent,
-    matrix_sweep,
-    row_weights,
-)
+from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
+from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import (
     Applied,

@@ -16,7 +16,8 @@ from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.place import Place, numbers_of
 from otdd_flash.kernels.matrix.rough import rough_copy
 from otdd_flash.kernels.matrix.sums import matrix_sums
-from otdd_flash.kernels.matrix.sweep import Lowered, fill_absent, matrix_sweep, row_weights
+from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
+from otdd_flash.kernels.matrix.swept_columns import Lowered, fill_absent
 from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
 from otdd_flash.operators.pooled_segments import PooledSegments
 from otdd_flash.operators.pooled_term import UNKNOWN

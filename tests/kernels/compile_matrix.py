@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from compile_batched import TYPES, taken
 
-from otdd_flash.kernels.matrix import facts, half_step, sums, sweep
+from otdd_flash.kernels.matrix import facts, half_step, sums, sweep, swept_columns
 from otdd_flash.kernels.matrix.place import Place
 
 TYPES |= {torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int8: "*i8"}
@@ -22,9 +22,11 @@ TYPES |= {torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int8: "*i8"}
 # Columns of a sweep: the most, of many rows at once, and of as many as there are processors.
 WIDTHS = 16_384, 8192, 1024
 SWEEPS = {
-    name: inspect.getattr_static(sweep, name)
-    for name in ("matrix_sweep_kernel", "matrix_swept_kernel", "matrix_absent_kernel")
+    "matrix_sweep_kernel": sweep,
+    "matrix_swept_kernel": swept_columns,
+    "matrix_absent_kernel": swept_columns,
 }
+KERNELS = {name: inspect.getattr_static(module, name) for name, module in SWEEPS.items()}
 
 
 class Nothing:
@@ -41,16 +43,16 @@ def sweeping(place: Place, m: int) -> Callable[[], None]:
 
     def run() -> None:
         sweep.matrix_sweep(place, (exact, exact), vector, vector, level, active)
-        sweep.fill_absent(place, (exact, exact), vector, level, vector)
+        swept_columns.fill_absent(place, (exact, exact), vector, level, vector)
 
     return run
 
 
 def alone(name: str, run: Callable[[], None]) -> dict[str, int]:
     """What one kernel of a sweep takes; the others do nothing."""
-    for other in SWEEPS:
-        setattr(sweep, other, Nothing() if other != name else SWEEPS[name])
-    return taken(sweep, name, run)
+    for other, module in SWEEPS.items():
+        setattr(module, other, Nothing() if other != name else KERNELS[name])
+    return taken(SWEEPS[name], name, run)
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LN_2
 from otdd_flash.kernels.matrix.place import Place, is_aligned
-from otdd_flash.kernels.matrix.sweep import Lowered, Shape, matrix_sweep, row_weights, sweep_shape
+from otdd_flash.kernels.matrix.sweep import Shape, matrix_sweep, row_weights, sweep_shape
+from otdd_flash.kernels.matrix.swept_columns import Lowered, fill_absent
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -183,6 +184,20 @@ def test_a_lowered_copy_stands_for_its_costs(largest: float) -> None:
     lowered = Lowered(shifts, torch.tensor(unit, device=DEVICE))
     check(meant, 0.05, swept(given, 0.05, costs=copy, lowered=lowered))
     assert float((copy.double() * unit + shifts[:, None] - given.costs)[copy < 9].abs().max()) > 0
+
+
+@pytest.mark.parametrize("absent", [[], [3], [3, 64, 69]])
+def test_columns_without_mass_are_filled_in_alone(absent: list[int]) -> None:
+    given = case(40, 70, closed=True, zero=False)
+    b = given.b.clone()
+    b[absent] = 0
+    f = torch.randn(40, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    level = torch.full((1,), 0.05, dtype=torch.float64, device=DEVICE)
+    found = torch.full((70,), 7.0, device=DEVICE)
+    fill_absent(Place.of(given.costs), (given.a.log(), b.log()), f, level, found)
+    expected = reference.softmin_rows(given.costs.double().T, given.a, f.double(), 0.05)
+    torch.testing.assert_close(found[absent].double(), expected[absent], rtol=1e-6, atol=1e-6)
+    assert bool((found[b > 0] == 7).all())
 
 
 def test_nothing_is_done_where_nothing_is_active() -> None:

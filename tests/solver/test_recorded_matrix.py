@@ -20,7 +20,7 @@ from otdd_flash.operators.matrix_pool import MatrixPool, MatrixTerm
 from otdd_flash.solver.matrix import problem
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small import forget, pooled_solve, route
+from otdd_flash.solver.small import forget, matrix_route, pooled_solve
 from otdd_flash.solver.small.exchanged import GivenCosts
 from otdd_flash.solver.small.pooled_solve import PooledSolve
 from otdd_flash.solver.term.result import TransportTerm
@@ -49,7 +49,7 @@ def solved(
     costs: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float, **other: object
 ) -> TransportTerm | None:
     given = MatrixProblem.prepare(costs.to(DEVICE), a, b, IN_TRITON)
-    return route.solve_recorded_matrix(given, epsilon, Converged(), **other)  # type: ignore[arg-type]
+    return matrix_route.solve_recorded_matrix(given, epsilon, Converged(), **other)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow(after=1)
@@ -94,7 +94,7 @@ def test_what_recordings_read_of_a_matrix() -> None:
     """Every number that a certificate is made of, in a room with more points than there are."""
     costs, a, b = drawn(18, 13)
     prepared = MatrixProblem.prepare(costs.to(DEVICE), a, b, IN_TRITON)
-    room, facts = route.matrix_room(prepared.operator.lines), prepared.facts
+    room, facts = matrix_route.matrix_room(prepared.operator.lines), prepared.facts
     assert (room.n, room.m) == (32, 16)
     held = costs.to(DEVICE)
     given = GivenCosts(held, (prepared.a, prepared.b), facts.magnitudes)
@@ -185,7 +185,7 @@ def roughly(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         whole(solve, unit, tolerance)
         assert not solve._segments[0].roughly  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(route, "LEAST_COPIED", 0)
+    monkeypatch.setattr(matrix_route, "LEAST_COPIED", 0)
     monkeypatch.setattr(pooled_solve, "FIRST_REPLAYS", 1)
     monkeypatch.setattr(pooled_solve, "LONG", 8)
     monkeypatch.setattr(PooledSolve, "iterate_roughly", counted)
@@ -222,21 +222,21 @@ def test_when_a_copy_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = torch.rand(40, 50, generator=torch.Generator().manual_seed(0))
     costs[0, :2] = torch.tensor([0.0, 1.0])
 
-    def asked(given: Tensor, epsilon: float, **options: Any) -> route.Roughly | None:
+    def asked(given: Tensor, epsilon: float, **options: Any) -> matrix_route.Roughly | None:
         compute = replace(IN_TRITON, **options)
         made = MatrixProblem.prepare(given.to(DEVICE), None, None, compute)
-        return route._roughly(made, made.operator.lines, epsilon)
+        return matrix_route._roughly(made, made.operator.lines, epsilon)
 
     edge = 2.0**-9
     assert asked(costs, 1.0) is None
-    monkeypatch.setattr(route, "LEAST_COPIED", costs.numel() * 4)
+    monkeypatch.setattr(matrix_route, "LEAST_COPIED", costs.numel() * 4)
     assert asked(costs, edge) == (2.0**-14, 2.0**-9)
     assert asked(costs, edge * 0.999) is None
     assert asked(1000 * costs, 1000 * edge) is not None
     assert asked(costs[1:], edge) is None
     assert asked(costs, 1.0, precision="high") is None
     assert asked(torch.zeros(40, 50), 1.0) is None
-    monkeypatch.setattr(route, "LEAST_COPIED", 0)
+    monkeypatch.setattr(matrix_route, "LEAST_COPIED", 0)
     assert asked(costs.half(), 1.0) is None
     assert asked(costs, edge) is not None
     monkeypatch.setattr(memory, "UNASKED", 0)
@@ -263,14 +263,14 @@ def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known == [False, True, False, False]
     for given in (small, forbidden, wide, tall):
         assert given.operator.a is not None
-    assert not route.is_recorded_matrix(small, Converged()) or DEVICE == "cuda"
+    assert not matrix_route.is_recorded_matrix(small, Converged()) or DEVICE == "cuda"
     monkeypatch.setattr(MatrixProblem, "device", torch.device("cuda"))
-    assert route.is_recorded_matrix(small, Converged())
-    assert not route.is_recorded_matrix(small, Converged(bound_width=0.1))
-    assert not route.is_recorded_matrix(small, Converged(max_seconds=1.0))
-    assert not route.is_recorded_matrix(forbidden, Converged())
-    assert not route.is_recorded_matrix(wide, Converged())
-    assert route.is_recorded_matrix(tall, Converged())
+    assert matrix_route.is_recorded_matrix(small, Converged())
+    assert not matrix_route.is_recorded_matrix(small, Converged(bound_width=0.1))
+    assert not matrix_route.is_recorded_matrix(small, Converged(max_seconds=1.0))
+    assert not matrix_route.is_recorded_matrix(forbidden, Converged())
+    assert not matrix_route.is_recorded_matrix(wide, Converged())
+    assert matrix_route.is_recorded_matrix(tall, Converged())
 
 
 @pytest.mark.gpu

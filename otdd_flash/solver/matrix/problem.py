@@ -31,7 +31,7 @@ from otdd_flash.solver.matrix.given import (
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-from otdd_flash.solver.small.route import is_recorded_matrix, solve_recorded_matrix
+from otdd_flash.solver.small.matrix_route import is_recorded_matrix, solve_recorded_matrix
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import Progress
 from otdd_flash.solver.term_solves import Potentials, Solved

@@ -21,10 +21,9 @@ from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.stored.plan import signed_plan
-from otdd_flash.operators.base import Certifiable
-from otdd_flash.operators.matrix_pool import MatrixPool, MatrixTerm, PooledMatrix
+from otdd_flash.operators.matrix_pool import MatrixPool, PooledMatrix
 from otdd_flash.operators.pooled_segments import PooledSegments, ScoredSegments, tables_of
-from otdd_flash.operators.pooled_term import PooledTerm
+from otdd_flash.operators.pools import cross_segments, pool_of, term_of
 from otdd_flash.operators.score_pool import Pool, Room, ScorePool
 from otdd_flash.solver.small.exchanged import (
     COUNT,
@@ -78,8 +77,7 @@ class PooledSolve:
         self._resize((room.n, room.m))
         self._numbers = self._host.to(device)
         self._inputs = Inputs.of(self._numbers, room.problems)
-        place = self._inputs.place
-        self.pool: Pool = ScorePool(room) if room.dim else MatrixPool(room, place)
+        self.pool: Pool = pool_of(room, self._inputs.place)
         self.pool.of_costs = self._inputs.of_costs
         self._starts = [
             torch.zeros((room.problems, size), dtype=torch.float32, device=device)
@@ -88,7 +86,7 @@ class PooledSolve:
         tables = self._inputs.tables
         count = room.problems
         of_cross = tables[:count], tables[count : 2 * count]
-        self._segments = [_cross_segments(self.pool, of_cross)]
+        self._segments = [cross_segments(self.pool, of_cross)]
         if debias:
             assert isinstance(self.pool, ScorePool)
             own = tables[2 * count :]
@@ -234,7 +232,7 @@ class PooledSolve:
         cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
         known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated(epsilon)
         f, g, updated = (part.view(room.problems, -1) for part in known)
-        operator = _term(self.pool, "xy")
+        operator = term_of(self.pool, "xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
         lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
         return cross_evidence(operator, plan, lost, epsilon), torch.zeros_like(cross.mean_cost)
@@ -244,7 +242,7 @@ class PooledSolve:
         side = room.sides[TERMS.index(term) - 1]
         both = own.vectors.columns.kept, own.updated(epsilon)
         kept, updated = (part.view(room.problems, -1)[:, side] for part in both)
-        operator = _term(self.pool, term)
+        operator = term_of(self.pool, term)
         f = ((kept + updated) / 2).double()
         plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
         lost = plans.find_lost(plan, (operator.a, operator.a), epsilon)
@@ -289,22 +287,6 @@ class PooledSolve:
         parts = torch.split(self._potentials[0].clone(), rooms)
         lengths = sizes * (len(parts) // 2)
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
-
-
-def _cross_segments(pool: Pool, tables: tuple[Tensor, Tensor]) -> PooledSegments:
-    """The cross terms of a pool."""
-    if isinstance(pool, MatrixPool):
-        return PooledMatrix(pool, tables)
-    assert isinstance(pool, ScorePool)
-    return ScoredSegments(pool, tables, symmetric=False)
-
-
-def _term(pool: Pool, name: str) -> Certifiable:
-    """A term of a pool."""
-    if isinstance(pool, MatrixPool):
-        return MatrixTerm(pool)
-    assert isinstance(pool, ScorePool)
-    return PooledTerm(pool, name)
 
 
 def _repeat(rule: QuasiNewtonKernels) -> None:
