@@ -44,8 +44,9 @@ class Place(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What kernels are compiled for."""
-        return {"TYPE": TYPES[self.dtype], "ALIGNED": self.aligned}
+        """What kernels are compiled for; ALIGNED is in entries, 1 of what is not."""
+        aligned = ALIGNMENT // self.dtype.itemsize if self.aligned else 1
+        return {"TYPE": TYPES[self.dtype], "ALIGNED": aligned}
 
 
 def numbers_of(matrix: Tensor) -> tuple[int, int, int, int]:
@@ -67,9 +68,7 @@ def load_place(place_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     costs_ptr = tl.load(place_ptr).to(tl.pointer_type(TYPE))
     stride = tl.load(place_ptr + 1)
     n, m = tl.load(place_ptr + 2).to(tl.int32), tl.load(place_ptr + 3).to(tl.int32)
-    if ALIGNED:
+    if ALIGNED > 1:
         costs_ptr = tl.multiple_of(costs_ptr, 16)
-        # In entries: eight of 16 bits, four of 32.
-        stride = tl.multiple_of(stride, 128 // TYPE.primitive_bitwidth)
-        m = tl.multiple_of(m, 128 // TYPE.primitive_bitwidth)
+        stride, m = tl.multiple_of(stride, ALIGNED), tl.multiple_of(m, ALIGNED)
     return costs_ptr, stride, n, m

@@ -116,7 +116,9 @@ def matrix_swept_kernel(
     for part in range(0, parts, PARTS):
         o_part = part + tl.arange(0, PARTS)
         p_part = partial_ptr + o_part[:, None] * LANES + o_column[None, :]
-        added = tl.load(p_part, mask=(o_part < parts)[:, None] & m_column[None, :], other=0.0)
+        # Zeros where there is no column.
+        m_part = (o_part < parts)[:, None] & (o_column < LANES)[None, :]
+        added = tl.load(p_part, mask=m_part, other=0.0)
         total += tl.sum(added.to(tl.float64), 0)
     epsilon = tl.load(epsilon_ptr)
     # Rounded as the sweep has rounded it.
