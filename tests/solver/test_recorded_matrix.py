@@ -292,3 +292,46 @@ def test_as_solved_in_passes(n: int, epsilon: float, monkeypatch: pytest.MonkeyP
     assert mine.bounds[0] <= truth.bounds[1]
     assert truth.bounds[0] <= mine.bounds[1]
     assert abs(mine.transport_cost - truth.transport_cost) <= 1e-2 * abs(truth.transport_cost)
+
+
+@pytest.mark.gpu
+def test_a_copy_takes_half_of_the_costs_and_changes_no_bound(
+    monkeypatch: pytest.MonkeyPatch, roughly: list[float]
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    n = 4200
+    x, y = (torch.rand(n, 2, generator=draw).cuda() for _ in range(2))
+    costs = torch.cdist(x, 0.7 * y, p=1.0)
+    costs /= costs.max()
+    otdd.matrix_transport(costs, epsilon=0.003)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = otdd.matrix_transport(costs, epsilon=0.003)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * n * n + 200 * 2 * n + (64 << 20)
+    assert len(roughly) == 2
+    assert found.converged
+    assert found.marginal_error <= found.tolerance
+    monkeypatch.setattr(matrix_route, "LEAST_COPIED", 1 << 60)
+    plain = otdd.matrix_transport(costs, epsilon=0.003)
+    assert len(roughly) == 2
+    exact = otdd.matrix_transport(costs.double(), epsilon=0.003)
+    for one in (found, plain):
+        assert one.bounds[0] <= exact.bounds[1]
+        assert exact.bounds[0] <= one.bounds[1]
+        assert one.value == pytest.approx(exact.value, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [3000, 9000])
+def test_recordings_read_whatever_matrix_is_given(n: int) -> None:
+    """The next solve of a size is of other costs elsewhere, and of a part of a wider matrix."""
+    draw = torch.Generator().manual_seed(n)
+    wide = torch.rand(n, n + 64, generator=draw).cuda()
+    parts = [wide[:, :n], wide[:, 32 : n + 32], wide[:, 64:].contiguous(), wide[:, :n].T]
+    for costs in (*parts, *parts):
+        found = otdd.matrix_transport(costs, epsilon=0.05)
+        plan = found.plan()
+        assert found.converged
+        assert float((plan.sum(1) - 1 / n).abs().sum()) <= 2 * found.tolerance
+        value = float((plan * costs).sum())
+        assert found.transport_cost == pytest.approx(value, rel=1e-3)
