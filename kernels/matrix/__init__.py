@@ -1,1 +1,1 @@
-"""Passes over a cost matrix in memory: half-steps, sums of its plan, range and mean."""
+"""Passes over a cost matrix in memory: half-steps, both by one read, sums of its plan, facts."""

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.matrix.place import Place, load_place
 
 # Rows and columns of a tile.
 TILE = 4, 512
@@ -42,20 +43,20 @@ class RowFacts(NamedTuple):
 @on_its_device
 @triton.jit
 def matrix_facts_kernel(
-    costs_ptr,  # (n, m), columns contiguous
-    stride,
+    place_ptr,  # (4,) int64, of C (n, m)
     masses_ptr,  # (m,) float64
     lowest_ptr,  # (n,) float32
     highest_ptr,  # (n,) float32
     extreme_ptr,  # (n,) float32
     products_ptr,  # (n,) float64
     flags_ptr,  # (n,) int32
-    n,
-    m,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """One program per ROWS rows."""
+    costs_ptr, stride, n, m = load_place(place_ptr, TYPE, ALIGNED)
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < n
     p_row = costs_ptr + o_row * stride
@@ -88,17 +89,18 @@ def matrix_facts_kernel(
     tl.store(flags_ptr + o_row, wrong | closed, mask=m_row)
 
 
-def matrix_row_facts(costs: Tensor, masses: Tensor) -> RowFacts:
+def matrix_row_facts(place: Place, n: int, masses: Tensor) -> RowFacts:
     """The facts of all rows.
 
     Args:
-        costs: C (n, m) of float16, bfloat16 or float32; a row is contiguous.
+        place: of C (n, m).
+        n: how many rows there are, or more; facts of rows that are not there are unspecified.
         masses: (m,) float64, q, not negative; points of mass 0 are left out of the range.
     """
-    (n, m), (rows, lanes) = costs.shape, TILE
+    rows, lanes = TILE
     types = torch.float32, torch.float32, torch.float32, torch.float64, torch.int32
-    facts = RowFacts._make(torch.empty(n, dtype=dtype, device=costs.device) for dtype in types)
+    facts = RowFacts._make(torch.empty(n, dtype=dtype, device=masses.device) for dtype in types)
     matrix_facts_kernel[(triton.cdiv(n, rows),)](
-        costs, costs.stride(0), masses, *facts, n, m, ROWS=rows, LANES=lanes, num_warps=WARPS
+        place.numbers, masses, *facts, **place.constants, ROWS=rows, LANES=lanes, num_warps=WARPS
     )
     return facts

@@ -2,8 +2,12 @@
 
     r_i = sum_j b_j e_ij,    c_j = sum_i a_i e_ij,    e_ij = exp((f_i + g_j - C_ij) / epsilon)
 
-Every entry is computed once and counts in both sums. Points without mass are never read. An
-exponent below `least` counts as it, a forbidden pair as nothing.
+Every entry is computed once and counts in both sums. Potentials of points without mass are not
+looked at. An exponent below `least` counts as it, a forbidden pair as nothing.
+
+Exponents are of base 2: potentials are multiplied by log2(e) / epsilon, added, and a cost times it
+is taken away, in float64. That is four roundings, of numbers as large as these, and twice that of
+the factor.
 
 Memory: 8 bytes per row and strip of columns, and per column and group of rows.
 """
@@ -15,63 +19,72 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.epsilon import LOG2_E
 from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.matrix.exponential import exact_power_of_two
 from otdd_flash.kernels.matrix.half_step import PROGRAMS, parts_of
+from otdd_flash.kernels.matrix.place import Place, load_place
 
 # Rows and columns of a tile.
-TILE = 16, 128
+TILE = 2, 2048
 WARPS = 4
+
+# Stands for the potential of a point without mass: no cost makes up for it.
+ABSENT = tl.constexpr(-1e300)
 
 
 @on_its_device
 @triton.jit
 def matrix_sums_kernel(
-    costs_ptr,  # (n, m), columns contiguous
-    stride,
+    place_ptr,  # (4,) int64, of C (n, m)
     row_potential_ptr,  # (n,) float64
     column_potential_ptr,  # (m,) float64
     row_masses_ptr,  # (n,) float64
     column_masses_ptr,  # (m,) float64
     epsilon_ptr,  # () float64
-    rows_ptr,  # (strips, n) float64
-    columns_ptr,  # (groups, m) float64
-    n,
-    m,
+    rows_ptr,  # (strips, row_stride) float64
+    columns_ptr,  # (groups, column_stride) float64
+    row_stride,
+    column_stride,
     rows_per_group,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """One program per strip of LANES columns and group of contiguous rows."""
+    costs_ptr, stride, n, m = load_place(place_ptr, TYPE, ALIGNED)
     o_column = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    b = tl.load(column_masses_ptr + o_column, mask=o_column < m, other=0.0)
-    m_column = b > 0
+    m_column = o_column < m
+    scale = tl.full((), LOG2_E, tl.float64) / tl.load(epsilon_ptr)
+    b = tl.load(column_masses_ptr + o_column, mask=m_column, other=0.0)
     g = tl.load(column_potential_ptr + o_column, mask=m_column, other=0.0)
-    epsilon = tl.load(epsilon_ptr)
+    g = tl.where(b > 0, g * scale, ABSENT)
     start = tl.program_id(1) * rows_per_group
     stop = tl.minimum(start + rows_per_group, n)
     sums = tl.zeros((LANES,), tl.float64)
     for row in range(start, stop, ROWS):
         o_row = row + tl.arange(0, ROWS)
-        there = o_row < stop
-        a = tl.load(row_masses_ptr + o_row, mask=there, other=0.0)
-        m_row = a > 0
+        m_row = o_row < stop
+        a = tl.load(row_masses_ptr + o_row, mask=m_row, other=0.0)
         f = tl.load(row_potential_ptr + o_row, mask=m_row, other=0.0)
-        p_row = costs_ptr + o_row.to(tl.int64) * stride
-        m_tile = m_row[:, None] & m_column[None, :]
-        costs = tl.load(p_row[:, None] + o_column[None, :], mask=m_tile, other=float("inf"))
-        exponents = ((f[:, None] + g[None, :]) - costs.to(tl.float64)) / epsilon
-        entries = tl.exp(tl.maximum(exponents, LEAST))
-        entries = tl.where(costs.to(tl.float32) < float("inf"), entries, 0.0)
+        f = tl.where(a > 0, f * scale, ABSENT)
+        p_tile = (costs_ptr + o_row.to(tl.int64) * stride)[:, None] + o_column[None, :]
+        costs = tl.load(p_tile, mask=m_row[:, None] & m_column[None, :], other=float("inf"))
+        open = costs.to(tl.float32) < float("inf")
+        exponents = (f[:, None] + g[None, :]) - costs.to(tl.float64) * scale
+        entries = exact_power_of_two(tl.maximum(exponents, LEAST * LOG2_E))
+        entries = tl.where(open, entries, 0.0)
         sums += tl.sum(a[:, None] * entries, 0)
-        o_out = tl.program_id(0).to(tl.int64) * n + o_row
-        tl.store(rows_ptr + o_out, tl.sum(b[None, :] * entries, 1), mask=there)
-    o_out = tl.program_id(1).to(tl.int64) * m + o_column
-    tl.store(columns_ptr + o_out, sums, mask=o_column < m)
+        o_out = tl.program_id(0).to(tl.int64) * row_stride + o_row
+        tl.store(rows_ptr + o_out, tl.sum(b[None, :] * entries, 1), mask=m_row)
+    o_out = tl.program_id(1).to(tl.int64) * column_stride + o_column
+    tl.store(columns_ptr + o_out, sums, mask=m_column)
 
 
 def matrix_sums(
-    costs: Tensor,
+    place: Place,
     potentials: tuple[Tensor, Tensor],
     masses: tuple[Tensor, Tensor],
     epsilon: Tensor,
@@ -80,19 +93,22 @@ def matrix_sums(
     """Sums r (n,) and c (m,), float64, as said above.
 
     Args:
-        costs: C (n, m) of float16, bfloat16 or float32; a row is contiguous.
-        potentials: f (n,) and g (m,), float64; not read where there is no mass.
+        place: of C (n, m).
+        potentials: f (n,) and g (m,), float64; not read where there is no mass. Or longer ones, as
+            all that follows; sums of points that are not there are unspecified.
         masses: a (n,) and b (m,), float64.
         epsilon: () float64, in units of the cost.
         least: exponents below it count as it.
     """
-    (n, m), (height, lanes) = costs.shape, TILE
+    n, m = (len(side) for side in masses)
+    height, most = TILE
+    lanes = min(most, triton.next_power_of_2(m))
     strips = triton.cdiv(m, lanes)
     groups, size = parts_of(n, height, triton.cdiv(PROGRAMS, strips))
-    rows = torch.empty((strips, n), dtype=torch.float64, device=costs.device)
-    columns = torch.empty((groups, m), dtype=torch.float64, device=costs.device)
+    rows = torch.empty((strips, n), dtype=torch.float64, device=place.numbers.device)
+    columns = torch.empty((groups, m), dtype=torch.float64, device=place.numbers.device)
     matrix_sums_kernel[(strips, groups)](
-        costs, costs.stride(0), *potentials, *masses, epsilon, rows, columns, n, m, size,
-        LEAST=least, ROWS=height, LANES=lanes, num_warps=WARPS,
+        place.numbers, *potentials, *masses, epsilon, rows, columns, n, m, size,
+        **place.constants, LEAST=least, ROWS=height, LANES=lanes, num_warps=WARPS,
     )  # fmt: skip
     return rows.sum(0), columns.sum(0)

@@ -12,6 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
+from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import (
@@ -19,7 +22,10 @@ from otdd_flash.kernels.matrix.half_step import (
     matrix_half_step,
     matrix_sums_of_lines,
 )
+from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
+from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
+from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import (
     Applied,
@@ -45,13 +51,17 @@ class MatrixKernelOperator:
     Args:
         tiles: the same in PyTorch, of a matrix that is held and of scores in float32. A matrix
             neither of whose axes is contiguous is copied.
+
+    Attributes:
+        lines: C, or its transpose, with contiguous rows.
+        turned: whether it is the transpose.
     """
 
     def __init__(self, tiles: MatrixOperator) -> None:
         assert isinstance(tiles.source, HeldCosts)
         self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
-        self._costs, self._turned = lying(tiles.source.matrix)
-        recorded = self.a.is_cuda and self._costs.numel() * self._costs.itemsize <= FEW_BYTES
+        self.lines, self.turned = lying(tiles.source.matrix)
+        recorded = self.a.is_cuda and self.lines.numel() * self.lines.itemsize <= FEW_BYTES
         execution = tiles.execution
         sampled = None if execution.sampled is None else self._sample
         self.execution = Execution(
@@ -74,11 +84,11 @@ class MatrixKernelOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        return self._half_step(self._log_masses[1], g, epsilon, columns=self._turned)
+        return self._half_step(self._log_masses[1], g, epsilon, columns=self.turned)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
-        return self._half_step(self._log_masses[0], f, epsilon, columns=not self._turned)
+        return self._half_step(self._log_masses[0], f, epsilon, columns=not self.turned)
 
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
@@ -86,12 +96,12 @@ class MatrixKernelOperator:
         """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
         tiles, level = self._tiles, on_device(epsilon, self.a.device)
         f, g = present(self.a, f), present(self.b, g)
-        if self._turned:
+        if self.turned:
             given = (g, f), (self.b, self.a)
-            columns, rows = matrix_sums(self._costs, *given, level, LEAST_EXPONENT)
+            columns, rows = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         else:
             given = (f, g), (self.a, self.b)
-            rows, columns = matrix_sums(self._costs, *given, level, LEAST_EXPONENT)
+            rows, columns = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         sums = self.a * rows, self.b * columns
         return measured(sums, (f, g), tiles.magnitudes, tiles.cost_errors, 0.0)
 
@@ -110,9 +120,9 @@ class MatrixKernelOperator:
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs."""
-        if self._turned:
+        if self.turned:
             return self._tiles.expected_costs(masses)
-        return matrix_row_facts(self._costs, masses.contiguous()).products
+        return matrix_row_facts(self.place, len(self.a), masses.contiguous()).products
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
@@ -126,18 +136,56 @@ class MatrixKernelOperator:
     def _log_masses(self) -> tuple[Tensor, Tensor]:
         return self.a.log(), self.b.log()
 
+    @property
+    def sweeps(self) -> bool:
+        """Whether one read serves both half-steps.
+
+        It needs all of f's row before T'(f) can count it, so rows have to be contiguous.
+        """
+        return not self.turned and self.lines.shape[1] <= MOST_COLUMNS
+
+    def sweep(self, g: Tensor, epsilon: Tensor, active: Tensor) -> Swept:
+        """T(g) and what T'(T(g)) is made of, where the operator `sweeps`.
+
+        Args:
+            g: (m,) float32.
+            epsilon: (1,) float64 on the device.
+            active: (1,) bool, whether to do anything.
+        """
+        return matrix_sweep(self.place, self._log_masses, self._weights, g, epsilon, active)
+
+    def complete(self, f: Tensor, epsilon: float, updated: Tensor) -> None:
+        """Give columns without mass their T'(f), which sweeps leave out.
+
+        Args:
+            f: (n,) float32.
+            epsilon: in units of the cost.
+            updated: (m,) float32, T'(f) elsewhere; overwritten.
+        """
+        level = on_device(epsilon, f.device)
+        fill_absent(self.place, self._log_masses, f, level, updated)
+
+    @cached_property
+    def place(self) -> Place:
+        """Of the matrix, or of its transpose, whichever has contiguous rows."""
+        return Place.of(self.lines)
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        return row_weights(self.a)
+
     def sums_of_lines(self, potential: Tensor, epsilon: Tensor, *, columns: bool) -> Sums:
         """What the softmin of rows, or of columns, is made of."""
         log_masses = self._log_masses[0 if columns else 1]
-        along = columns != self._turned
-        return matrix_sums_of_lines(self._costs, log_masses, potential, epsilon, columns=along)
+        along = columns != self.turned
+        return matrix_sums_of_lines(self.lines, log_masses, potential, epsilon, columns=along)
 
     @property
     def ranges(self) -> tuple[int, int]:
         """In how many parts these sums come, of rows and of columns."""
-        shape = self._costs.shape[0], self._costs.shape[1]
+        shape = self.lines.shape[0], self.lines.shape[1]
         rows, columns = (
-            line_parts(shape, columns=along != self._turned)[0] for along in (False, True)
+            line_parts(shape, columns=along != self.turned)[0] for along in (False, True)
         )
         return rows, columns
 
@@ -145,17 +193,37 @@ class MatrixKernelOperator:
         self, log_masses: Tensor, potential: Tensor, epsilon: Epsilon, *, columns: bool
     ) -> Tensor:
         level = on_device(epsilon, potential.device)
-        return matrix_half_step(self._costs, log_masses, single(potential), level, columns=columns)
+        return matrix_half_step(self.lines, log_masses, single(potential), level, columns=columns)
 
 
 class MatrixSegment(KernelSegment):
-    """A matrix as the only problem of the engine, which merges the sums of its passes itself."""
+    """A matrix as the only problem of the engine, which merges the sums of its passes itself.
+
+    Where the operator sweeps, an evaluation is one read of it.
+    """
 
     operator: MatrixKernelOperator
 
     def ranges(self, operator: MatrixKernelOperator) -> tuple[int, int]:  # type: ignore[override]
         """In how many parts the sums of rows and of columns come."""
-        return operator.ranges
+        return (1, 1) if self._sweeps else operator.ranges
+
+    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
+        """The iterations of all problems, in Triton."""
+        self._epsilon = goal.epsilon
+        return super().iterations(goal, form, start)
+
+    @property
+    def updated(self) -> Tensor:
+        """T'(T(g)) (m,) of the g that was kept last, in columns without mass too."""
+        updated = super().updated
+        if self._sweeps:
+            self.operator.complete(self._vectors.rows, self._epsilon, updated)
+        return updated
+
+    @property
+    def _sweeps(self) -> bool:
+        return self.operator.sweeps and not self.symmetric
 
     def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
         """The sums that T(g) (n,) is made of."""
@@ -164,6 +232,14 @@ class MatrixSegment(KernelSegment):
     def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
         """The sums that T'(f) (m,) is made of."""
         return self.operator.sums_of_lines(f, epsilon, columns=True)
+
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of an evaluation."""
+        if not self._sweeps:
+            return super().numbers(epsilon, active)
+        swept = self.operator.sweep(self._vectors.columns.candidate, epsilon, active)
+        self._vectors.take(swept.f, epsilon, active)
+        return self._vectors.evaluate(swept.columns, epsilon, active)
 
 
 def lying(matrix: Tensor) -> tuple[Tensor, bool]:
@@ -184,7 +260,7 @@ def kernel_facts(source: HeldCosts, a: Tensor, b: Tensor) -> MatrixFacts:
     """
     costs, turned = lying(source.matrix)
     masses = (b, a) if turned else (a, b)
-    found = matrix_row_facts(costs, masses[1].contiguous())
+    found = matrix_row_facts(Place.of(costs), len(costs), masses[1].contiguous())
     rows = masses[0] > 0
     numbers = torch.stack(
         (

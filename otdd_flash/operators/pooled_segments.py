@@ -1,11 +1,12 @@
-"""The cross terms, or the self terms, of a pool of small problems, as segments of the engine.
+"""The cross terms, or the self terms, of a pool of problems, as segments of the engine.
 
-A pass reads stored scores, so labels and the dimension of the points do not matter to it. What it
+A pass reads scores or costs, so labels and the dimension of the points do not matter to it. What it
 may get wrong is about what `one_segment` says of a single problem: certificates measure it again.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -17,10 +18,10 @@ from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.kernels.stored.step import stored_programs, stored_step
 from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
 from otdd_flash.operators.one_segment import MEMORY
-from otdd_flash.operators.score_pool import Pool, PooledCosts, Room
+from otdd_flash.operators.score_pool import Pool, PooledCosts, Room, ScorePool
 
 
-class PooledSegments:
+class PooledSegments(ABC):
     """B cross terms, or 2 B self terms, those of x and y of each problem in turn.
 
     Args:
@@ -39,7 +40,6 @@ class PooledSegments:
     def __init__(self, pool: Pool, tables: Sequence[Tensor], *, symmetric: bool) -> None:
         self._pool, self._symmetric, room = pool, symmetric, pool.room
         self.device, self._tables = room.device, tables
-        self._programs = [stored_programs(table) for table in self._tables]
         columns = room.problems * (room.points if symmetric else room.m)
         candidate = torch.zeros(columns, dtype=torch.float32, device=room.device)
         masses = pool.masses.view(-1)
@@ -47,9 +47,10 @@ class PooledSegments:
         if not symmetric:
             layouts[0] = layouts[0]._replace(entries=room.problems * room.n)
         self.vectors = KernelVectors((masses, masses), layouts, candidate, self.memory)
-        entries = room.problems * (room.points if symmetric else max(room.n, room.m))
-        highest = torch.zeros(entries, dtype=torch.float32, device=room.device)
-        self._sums = Sums(highest, torch.ones_like(highest, dtype=torch.float64))
+
+    @abstractmethod
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of an evaluation."""
 
     def restart(self, candidate: Tensor) -> None:
         """Begin with other potentials of columns (entries,)."""
@@ -58,36 +59,17 @@ class PooledSegments:
         self.vectors.columns.candidate.copy_(candidate)
         self.vectors.columns.kept.copy_(candidate)
 
-    @property
-    def updated(self) -> Tensor:
-        """T'(T(g)) (entries,) of the potentials that were kept last, or T(g) of self terms."""
-        return self.vectors.columns.kept + self.vectors.columns.residual
+    def updated(self, epsilon: Tensor) -> Tensor:
+        """T'(T(g)) (entries,) of the potentials that were kept last, or T(g) of self terms.
 
-    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
-        vectors = self.vectors
-        if not self._symmetric:
-            self._half_step(0, epsilon, vectors.columns.candidate, active)
-            vectors.take(self._sums, epsilon, active)
-        self._half_step(-1, epsilon, vectors.rows, active)
-        return vectors.evaluate(self._sums, epsilon, active)
+        Args:
+            epsilon: () float64, of the last evaluation.
+        """
+        return self.vectors.columns.kept + self.vectors.columns.residual
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
         """Choose the next candidates by the numbers of a move."""
         self.vectors.move(numbers, active)
-
-    def _half_step(self, side: int, epsilon: Tensor, other: Tensor, active: Tensor) -> None:
-        pool = self._pool
-        stored_step(
-            pool.scores,
-            pool.log2_masses,
-            self._programs[side],
-            self._tables[side],
-            active,
-            epsilon,
-            other,
-            self._sums,
-        )
 
     @property
     def facts(self) -> PooledCosts:
@@ -117,6 +99,39 @@ class PooledSegments:
         none, unit = torch.zeros_like(mean), UNIT + torch.zeros_like(mean)
         costs, reach = unit * (mean - 2 * lowest) / 2, unit * (mean - 2 * lowest)
         return PassErrors(costs, costs, none, unit / 2, none, none, unit, reach, none)
+
+
+class ScoredSegments(PooledSegments):
+    """Those of a pool whose scores are stored."""
+
+    def __init__(self, pool: ScorePool, tables: Sequence[Tensor], *, symmetric: bool) -> None:
+        super().__init__(pool, tables, symmetric=symmetric)
+        self._scores, room = pool, pool.room
+        self._programs = [stored_programs(table) for table in tables]
+        entries = room.problems * (room.points if symmetric else max(room.n, room.m))
+        highest = torch.zeros(entries, dtype=torch.float32, device=room.device)
+        self._sums = Sums(highest, torch.ones_like(highest, dtype=torch.float64))
+
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of an evaluation."""
+        vectors = self.vectors
+        if not self._symmetric:
+            self._half_step(0, epsilon, vectors.columns.candidate, active)
+            vectors.take(self._sums, epsilon, active)
+        self._half_step(-1, epsilon, vectors.rows, active)
+        return vectors.evaluate(self._sums, epsilon, active)
+
+    def _half_step(self, side: int, epsilon: Tensor, other: Tensor, active: Tensor) -> None:
+        stored_step(
+            self._scores.scores,
+            self._scores.log2_masses,
+            self._programs[side],
+            self._tables[side],
+            active,
+            epsilon,
+            other,
+            self._sums,
+        )
 
 
 def tables_of(room: Room, n: int, m: int, *, symmetric: bool) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.stored.plan import stored_plan, stored_product
 from otdd_flash.operators.base import CostFacts, CostRange, Epsilon, Marginals
-from otdd_flash.operators.score_pool import Pool
+from otdd_flash.operators.score_pool import ScorePool
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
 
@@ -34,7 +34,7 @@ class PooledTerm:
 
     dtype, costs = torch.float32, UNKNOWN
 
-    def __init__(self, pool: Pool, term: str) -> None:
+    def __init__(self, pool: ScorePool, term: str) -> None:
         self._pool, (one, two) = pool, SIDES[term]
         rows, columns = pool.room.sides[one], pool.room.sides[two]
         self.a, self.b = pool.masses[:, rows], pool.masses[:, columns]
@@ -69,7 +69,7 @@ class PooledTerm:
 
 
 def single_operator(
-    pool: Pool, term: str, sizes: tuple[int, int], costs: CostFacts
+    pool: ScorePool, term: str, sizes: tuple[int, int], costs: CostFacts
 ) -> StoredOperator:
     """The cost of a term of the first problem, of so many points, of which so much is known."""
     starts, (one, two) = (0, pool.room.n), SIDES[term]

@@ -3,7 +3,7 @@
 A problem has two clouds, n points of x and m of y, in room for N and M of them: `points` of either
 side by side, L = N + M. Its scores are one matrix (L, L) of four blocks, those of the self terms on
 the diagonal and those of the cross term beside them, once for rows of x and once for rows of y.
-Those of a cost matrix that is given have the two of the cross term alone.
+`matrix_pool` is for a cost matrix that is given, of which nothing is stored.
 
 Everything here is launched without asking the device anything: sizes, weights and epsilon are read
 from its memory, so that one recording serves all problems that fit the room.
@@ -35,8 +35,9 @@ class Room(NamedTuple):
         m: M, points of y.
         dim: of the points; 0 where costs are given.
         classes: of both sides together.
-        dtype: of the points.
+        dtype: of the points, or of costs that are given.
         device: where.
+        aligned: whether costs that are given are, as `kernels.matrix.place` says.
     """
 
     problems: int
@@ -46,6 +47,7 @@ class Room(NamedTuple):
     classes: int
     dtype: torch.dtype
     device: torch.device
+    aligned: bool = True
 
     @property
     def points(self) -> int:
@@ -59,9 +61,14 @@ class Room(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What a pool takes, most of it scores, and what is made of points and products."""
+        """What a pool takes, most of it scores, and what is made of points and products.
+
+        Where costs are given, vectors, and sums of a column in hundreds of parts.
+        """
         points = self.problems * self.points
-        products = min(8 * PRODUCTS, 8 * points * max(self.n, self.m)) if self.dim else 0
+        if not self.dim:
+            return 256 * points + 1024 * self.m
+        products = min(8 * PRODUCTS, 8 * points * max(self.n, self.m))
         return 4 * points * self.points + 2 * products + 32 * points * self.dim
 
 
@@ -95,9 +102,7 @@ class Pool:
     Attributes:
         room: that there is.
         of_costs: (3,) float64, what the host tells of the costs, for `prepare`.
-        scores: (B, L, L) float32.
         masses: (B, L) float64, 0 where there is no point.
-        log2_masses: (B, L) float64.
         asymmetry: (B, 4) float64: of the blocks [x, x] and [y, y] of W, how far entries are from
             their mirror images, and the largest entries.
         own_magnitudes: (B, L) float64: |C_ij| <= of i + of j within a side.
@@ -112,10 +117,9 @@ class Pool:
 
     def __init__(self, room: Room) -> None:
         self.room = room
-        self.masses, self.log2_masses = self.zeros(room.points), self.zeros(room.points)
+        self.masses = self.zeros(room.points)
         self.asymmetry = self.zeros(4)
         self.of_costs = torch.zeros(3, dtype=torch.float64, device=room.device)
-        self.scores = no_scores(room.problems, room.points, room.device)
         self.own_magnitudes, self.cross_magnitudes = (self.zeros(room.points) for _ in range(2))
         facts = len(PooledCosts._fields)
         self.cross = PooledCosts(*self.zeros(facts).unbind(1))
@@ -131,19 +135,6 @@ class Pool:
         raise NotImplementedError
 
 
-class GivenScores(Pool):
-    """Those of one cost matrix: scores, masses and magnitudes are filled in.
-
-    `of_costs` holds the mean, the lowest and the highest cost.
-    """
-
-    def prepare(self, *, own: bool) -> None:
-        """What is known of the cost, and logarithms of masses."""
-        assert not own
-        self.log2_masses.copy_(self.masses.log2())
-        _keep(self.cross, *self.of_costs[:, None])
-
-
 class ScorePool(Pool):
     """The scores of B problems, made by `prepare` from what stands in the inputs.
 
@@ -154,6 +145,8 @@ class ScorePool(Pool):
         of_costs (3,) float64, lambda_x, lambda_y and the number of the classes of x.
 
     Attributes:
+        scores: (B, L, L) float32.
+        log2_masses: (B, L) float64.
         centre: (B, 1, d) float64, the mean of both clouds' means.
         class_costs: (B, V, V) float64, lambda_y W, symmetric.
     """
@@ -162,6 +155,8 @@ class ScorePool(Pool):
 
     def __init__(self, room: Room) -> None:
         super().__init__(room)
+        self.scores = no_scores(room.problems, room.points, room.device)
+        self.log2_masses = self.zeros(room.points)
         self.points = self.zeros(room.points, room.dim, dtype=room.dtype)
         self.labels = self.zeros(room.points, dtype=torch.int64)
         self.class_distances = self.zeros(room.classes, room.classes)

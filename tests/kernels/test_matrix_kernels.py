@@ -13,6 +13,7 @@ from torch import Tensor
 from otdd_flash.kernels.matrix import half_step
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import matrix_half_step, parts_of
+from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.segments.softmin import segmented_softmin
 from otdd_flash.operators.kernel_vectors import whole_layout
@@ -103,12 +104,16 @@ def test_a_stride_between_rows_is_taken_and_nothing_else_read() -> None:
         matrix_half_step(inner, b.log(), g, EPSILON), matrix_half_step(costs, b.log(), g, EPSILON)
     )
     for one, two in zip(
-        matrix_sums(inner, (f.double(), g.double()), (a, b), EPSILON, -700.0),
-        matrix_sums(costs, (f.double(), g.double()), (a, b), EPSILON, -700.0),
+        matrix_sums(Place.of(inner), (f.double(), g.double()), (a, b), EPSILON, -700.0),
+        matrix_sums(Place.of(costs), (f.double(), g.double()), (a, b), EPSILON, -700.0),
         strict=True,
     ):
         assert torch.equal(one, two)
-    for one, two in zip(matrix_row_facts(inner, b), matrix_row_facts(costs, b), strict=True):
+    for one, two in zip(
+        matrix_row_facts(Place.of(inner), len(inner), b),
+        matrix_row_facts(Place.of(costs), len(costs), b),
+        strict=True,
+    ):
         assert torch.equal(one, two)
 
 
@@ -119,7 +124,7 @@ def test_sums_are_those_of_the_plan(size: tuple[int, int], dtype: torch.dtype) -
     draw = torch.Generator().manual_seed(3)
     f, g = (0.1 * torch.randn(k, generator=draw).double().to(DEVICE) for k in size)
     f, g = torch.where(a > 0, f, math.nan), torch.where(b > 0, g, math.nan)
-    rows, columns = matrix_sums(costs, (f, g), (a, b), EPSILON, -700.0)
+    rows, columns = matrix_sums(Place.of(costs), (f, g), (a, b), EPSILON, -700.0)
     there = a > 0, b > 0
     inner = costs.double()[there[0]][:, there[1]]
     entries = ((f[there[0], None] + g[there[1]] - inner) / EPSILON).exp()
@@ -132,7 +137,7 @@ def test_sums_are_those_of_the_plan(size: tuple[int, int], dtype: torch.dtype) -
 @pytest.mark.parametrize("size", SIZES)
 def test_facts_are_those_of_finite_entries(size: tuple[int, int], dtype: torch.dtype) -> None:
     costs, _, b = case(*size, dtype)
-    facts = matrix_row_facts(costs, b)
+    facts = matrix_row_facts(Place.of(costs), len(costs), b)
     whole = costs.double()
     finite, counted = whole.isfinite(), whole.isfinite() & (b > 0)
     torch.testing.assert_close(
@@ -152,7 +157,9 @@ def test_facts_are_those_of_finite_entries(size: tuple[int, int], dtype: torch.d
 def test_an_entry_that_is_no_cost_is_flagged(entry: float, flag: int) -> None:
     costs = torch.zeros(33, 700, device=DEVICE)
     costs[5, 650] = entry
-    flags = matrix_row_facts(costs, torch.full((700,), 1 / 700, device=DEVICE).double()).flags
+    flags = matrix_row_facts(
+        Place.of(costs), len(costs), torch.full((700,), 1 / 700, device=DEVICE).double()
+    ).flags
     assert flags.tolist() == [flag if row == 5 else 0 for row in range(33)]
 
 

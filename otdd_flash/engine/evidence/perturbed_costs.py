@@ -40,6 +40,7 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | the same on a lattice, in float32 | measured, `operators.whole_points` | A, B |
 | C_ij rounded to float32, where costs are stored | u abs C_ij | rho |
 | PyTorch: exponents and exp, float64 | 8 v (abs f_i + abs g_j + M_i + N_j) | A, B |
+| Triton: the same where costs are given, `kernels.matrix.sums` | the same | A, B |
 | PyTorch: sums of n or m terms, float64 | (n + m + 8) v of the sum | `relative_error` |
 | Triton: points in fixed point of 24 or 32 bits | measured, `operators.fixed_point` | A, B |
 | Triton: products of these | exact, but for what `kernels.points.digits` leaves out | A, B |

@@ -20,7 +20,6 @@ from otdd_flash.operators.cost_blocks import AskedCosts, CostBlocks
 from otdd_flash.operators.ground import NO_OFFSET
 from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
-from otdd_flash.operators.pooled_term import BACKEND
 from otdd_flash.samples import real_tensor
 from otdd_flash.solver.divergence import Divergence, solve_divergence
 from otdd_flash.solver.matrix.given import (
@@ -32,7 +31,7 @@ from otdd_flash.solver.matrix.given import (
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-from otdd_flash.solver.small.route import is_small_matrix, solve_small_matrix
+from otdd_flash.solver.small.matrix_route import is_recorded_matrix, solve_recorded_matrix
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import Progress
 from otdd_flash.solver.term_solves import Potentials, Solved
@@ -204,12 +203,13 @@ class MatrixProblem:
                 "the end alone; set solver.tolerance"
             )
         start = self._checked_start(start or {})
-        if isinstance(options, Converged) and is_small_matrix(self, options):
-            term = solve_small_matrix(self, epsilon, options, start=start, progress=progress)
+        if isinstance(options, Converged) and is_recorded_matrix(self, options):
+            term = solve_recorded_matrix(self, epsilon, options, start=start, progress=progress)
             if term is not None:
                 if solved is not None:
                     solved("xy", self.operator, term)
-                return Divergence.of_terms({"xy": term}, options, NO_OFFSET, BACKEND)
+                backend = self.operator.execution.backend
+                return Divergence.of_terms({"xy": term}, options, NO_OFFSET, backend)
         made: dict[str, Callable[[], Operator]] = {"xy": lambda: self.operator}
         if self.self_costs is not None:
             made |= {name: partial(self._self_operator, name) for name in ("xx", "yy")}

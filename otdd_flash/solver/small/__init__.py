@@ -1,4 +1,4 @@
-"""Small divergences on a GPU: `route` says which, `pooled_solve` solves them in recordings.
+"""Small divergences and given matrices on a GPU: `route` says which, `pooled_solve` records them.
 
 `kept_solves` holds recordings for the next problem of a size; `forget` gives their memory back.
 """

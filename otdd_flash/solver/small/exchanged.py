@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.kernels.matrix.place import numbers_of
 from otdd_flash.operators.score_pool import Pool, PooledCosts, ScorePool
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.term.plan_evidence import PlanEvidence
 
 # Terms in the order of everything that follows, and numbers of a goal with two unit roundoffs.
 TERMS, GOAL = ("xy", "xx", "yy"), 7
+# Numbers of inputs before tables.
+COUNT = 2 * GOAL + 10
 UNIT = torch.finfo(torch.float32).eps / 2
 
 
@@ -25,6 +28,7 @@ class Inputs(NamedTuple):
         own: (7,) of the self terms.
         started: (3,) 1 where a term starts from given potentials, else 0.
         of_costs: (3,) as a pool takes them.
+        place: (4,) int64, where a matrix that is given is, of `kernels.matrix.place`.
         tables: (4 B, 8) int64, of `tables_of`.
     """
 
@@ -32,14 +36,16 @@ class Inputs(NamedTuple):
     own: Tensor
     started: Tensor
     of_costs: Tensor
+    place: Tensor
     tables: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, problems: int) -> Inputs:
-        """Of all numbers for B problems."""
-        parts = [GOAL, GOAL, 3, 3, 32 * problems]
-        cross, own, started, of_costs, tables = torch.split(numbers, parts)
-        return cls(cross, own, started, of_costs, tables.view(torch.int64).view(-1, 8))
+        """Of all numbers for B problems, `COUNT + 32 B` of them."""
+        parts = [GOAL, GOAL, 3, 3, 4, 32 * problems]
+        cross, own, started, of_costs, place, tables = torch.split(numbers, parts)
+        whole = place.view(torch.int64), tables.view(torch.int64).view(-1, 8)
+        return cls(cross, own, started, of_costs, *whole)
 
 
 class Batch(NamedTuple):
@@ -113,6 +119,11 @@ class Batch(NamedTuple):
         return self._replace(points=of(self.points), masses=of(self.masses), labels=of(self.labels))
 
     @property
+    def place(self) -> tuple[int, ...]:
+        """Its scores are made, not given."""
+        return 0, 0, 0, 0
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """Points of a problem on both sides, n and m."""
         x, y = self.points
@@ -123,7 +134,7 @@ class GivenCosts(NamedTuple):
     """One problem whose costs are given, on the device.
 
     Attributes:
-        costs: C (n, m), finite.
+        costs: C (n, m), finite, a row contiguous.
         masses: (n,) and (m,) float64.
         magnitudes: (n,) and (m,) float64, with |C_ij| at most their sum.
     """
@@ -137,18 +148,17 @@ class GivenCosts(NamedTuple):
         """N and m."""
         return self.costs.shape[0], self.costs.shape[1]
 
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where the costs are."""
+        return numbers_of(self.costs)
+
     def fill(self, pool: Pool, *, uniform: bool) -> bool:
         """Fill in a pool's inputs, as `Batch.fill`."""
-        x, y = (
-            slice(start, start + size)
-            for start, size in zip((0, pool.room.n), self.sizes, strict=True)
-        )
-        torch.mul(self.costs, -1, out=pool.scores[0, x, y])
-        torch.mul(self.costs.T, -1, out=pool.scores[0, y, x])
-        pool.masses.zero_()
-        for side, masses, magnitudes in zip((x, y), self.masses, self.magnitudes, strict=True):
-            pool.masses[0, side].copy_(masses)
-            pool.cross_magnitudes[0, side].copy_(magnitudes)
+        for known, sides in ((pool.masses, self.masses), (pool.cross_magnitudes, self.magnitudes)):
+            known.zero_()
+            for start, given in zip((0, pool.room.n), sides, strict=True):
+                known[0, start : start + len(given)].copy_(given)
         return False
 
 

@@ -21,10 +21,19 @@ from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.stored.plan import signed_plan
-from otdd_flash.operators.pooled_segments import PooledSegments, tables_of
-from otdd_flash.operators.pooled_term import PooledTerm
-from otdd_flash.operators.score_pool import GivenScores, Pool, Room, ScorePool
-from otdd_flash.solver.small.exchanged import GOAL, TERMS, UNIT, Batch, GivenCosts, Inputs, Read
+from otdd_flash.operators.matrix_pool import MatrixPool, PooledMatrix
+from otdd_flash.operators.pooled_segments import PooledSegments, ScoredSegments, tables_of
+from otdd_flash.operators.pools import cross_segments, pool_of, term_of
+from otdd_flash.operators.score_pool import Pool, Room, ScorePool
+from otdd_flash.solver.small.exchanged import (
+    COUNT,
+    TERMS,
+    UNIT,
+    Batch,
+    GivenCosts,
+    Inputs,
+    Read,
+)
 from otdd_flash.solver.term import plans
 from otdd_flash.solver.term.plan_evidence import (
     PlanEvidence,
@@ -39,6 +48,9 @@ STEPS = 4
 # Replays after which a first solve asks how far it is.
 FIRST_REPLAYS = 3
 
+# Iterations of a solve from which on the next of its size is one for a copy in float16.
+LONG = 16
+
 # Entries of plans that are held at once.
 ENTRIES = 1 << 25
 
@@ -49,20 +61,23 @@ class PooledSolve:
     Args:
         room: for the points of a batch.
         debias: whether there are self terms.
+
+    Attributes:
+        long: whether the last solve took `LONG` iterations.
     """
 
     def __init__(self, room: Room, *, debias: bool) -> None:
         self.room, device = room, room.device
         self.terms = TERMS if debias else TERMS[:1]
-        self.pool: Pool = ScorePool(room) if room.dim else GivenScores(room)
         # Pinned, so that it is sent without waiting; whoever fills it has read the last result.
         pinned = device.type == "cuda"
-        numbers = 2 * GOAL + 6 + 32 * room.problems
+        numbers = COUNT + 32 * room.problems
         self._host = torch.zeros(numbers, dtype=torch.float64, pin_memory=pinned)
         self._sizes, self._uniform = (0, 0), False
         self._resize((room.n, room.m))
         self._numbers = self._host.to(device)
         self._inputs = Inputs.of(self._numbers, room.problems)
+        self.pool: Pool = pool_of(room, self._inputs.place)
         self.pool.of_costs = self._inputs.of_costs
         self._starts = [
             torch.zeros((room.problems, size), dtype=torch.float32, device=device)
@@ -71,19 +86,20 @@ class PooledSolve:
         tables = self._inputs.tables
         count = room.problems
         of_cross = tables[:count], tables[count : 2 * count]
-        cross = PooledSegments(self.pool, of_cross, symmetric=False)
-        self._segments = [cross]
+        self._segments = [cross_segments(self.pool, of_cross)]
         if debias:
-            self._segments.append(PooledSegments(self.pool, (tables[2 * count :],), symmetric=True))
+            assert isinstance(self.pool, ScorePool)
+            own = tables[2 * count :]
+            self._segments.append(ScoredSegments(self.pool, (own,), symmetric=True))
         self._rules = [
             QuasiNewtonKernels(segments, Goal(1.0, 1.0, 1.0, 0), form, _nowhere(segments))
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
-        self._beginning, self._iterating, self._ending, *self._pulling = (
-            Recorded(recordings) for _ in range(5)
+        self._beginning, self._iterating, self._roughly, self._ending, *self._pulling = (
+            Recorded(recordings) for _ in range(6)
         )
-        self._replays = FIRST_REPLAYS
+        self._replays, self.long = FIRST_REPLAYS, False
         self._evidence: list[PlanEvidence] = []
         self._found = self._numbers[:0]
         self._potentials = self._starts[0]
@@ -107,7 +123,8 @@ class PooledSolve:
         numbers = self._host.numpy()
         settings = (*goal, UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
-        numbers[: 2 * GOAL + 6] = (*settings, *settings, *flags, *of_costs)
+        numbers[: COUNT - 4] = (*settings, *settings, *flags, *of_costs)
+        numbers[COUNT - 4 : COUNT].view("int64")[:] = batch.place
         self._resize(batch.sizes)
         self._numbers.copy_(self._host, non_blocking=True)
         self._uniform = batch.fill(self.pool, uniform=self._uniform)
@@ -154,6 +171,31 @@ class PooledSolve:
         """Some iterations."""
         run_branches(self.room.device, *(partial(_repeat, rule) for rule in self._rules))
 
+    def iterate_roughly(self, unit: float, tolerance: float) -> None:
+        """Iterate on a copy of the given matrix in float16, until a tolerance or the end.
+
+        Iterations on the matrix itself have to follow.
+
+        Args:
+            unit: of the copy, of `rough_unit`.
+            tolerance: marginal error to reach, no lower than that of the goal.
+        """
+        (segments, *_), (rule, *_) = self._segments, self._rules
+        assert isinstance(self.pool, MatrixPool)
+        assert isinstance(segments, PooledMatrix)
+        # Held until the end of what reads it: PyTorch gives its memory to what is launched later.
+        copy = self.pool.copy(self._sizes, unit)  # noqa: F841
+        settings = self._inputs.cross.clone()
+        settings[1:3].clamp_min_(tolerance)
+        settings[4] = 1.0
+        rule.aim_at(settings)
+        segments.roughly = True
+        while bool(rule.active.any()):
+            self._roughly.run(self._iterate)
+        segments.roughly = False
+        rule.resume(self._inputs.cross)
+        self._replays = 1
+
     def read(self) -> Read:
         """Certify, and ask the device."""
         self._ending.run(self._certify)
@@ -162,7 +204,7 @@ class PooledSolve:
         read = Read(done, found[1:].view(self.room.problems, -1), self._evidence)
         most = max(int(term.iterations.max()) for term in read.terms())
         # A replay in which nothing is active takes less time than to certify in vain.
-        self._replays = -(-most // STEPS) + 1 if done else 1
+        self._replays, self.long = (-(-most // STEPS) + 1 if done else 1), most >= LONG
         return read
 
     def _certify(self) -> None:
@@ -188,9 +230,9 @@ class PooledSolve:
 
     def _certify_cross(self) -> tuple[PlanEvidence, Tensor]:
         cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
-        known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated
+        known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated(epsilon)
         f, g, updated = (part.view(room.problems, -1) for part in known)
-        operator = PooledTerm(self.pool, "xy")
+        operator = term_of(self.pool, "xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
         lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
         return cross_evidence(operator, plan, lost, epsilon), torch.zeros_like(cross.mean_cost)
@@ -198,9 +240,9 @@ class PooledSolve:
     def _certify_own(self, term: str) -> tuple[PlanEvidence, Tensor]:
         own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room
         side = room.sides[TERMS.index(term) - 1]
-        both = own.vectors.columns.kept, own.updated
+        both = own.vectors.columns.kept, own.updated(epsilon)
         kept, updated = (part.view(room.problems, -1)[:, side] for part in both)
-        operator = PooledTerm(self.pool, term)
+        operator = term_of(self.pool, term)
         f = ((kept + updated) / 2).double()
         plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
         lost = plans.find_lost(plan, (operator.a, operator.a), epsilon)

@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.scale import rounding_floor
-from otdd_flash.kernels.adder import UNIT
-from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.build import uses_triton
-from otdd_flash.operators.matrix import HeldCosts
 from otdd_flash.operators.memory import UNASKED, free_memory
 from otdd_flash.operators.pooled_term import single_operator
 from otdd_flash.operators.request import Request
-from otdd_flash.operators.score_pool import Room
-from otdd_flash.solver.class_blocks import ROUNDING
+from otdd_flash.operators.score_pool import Room, ScorePool
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small.exchanged import TERMS, Batch, GivenCosts, Read, TermRead
+from otdd_flash.solver.small.exchanged import Batch
 from otdd_flash.solver.small.kept_solves import is_kept, kept
-from otdd_flash.solver.small.pooled_solve import PooledSolve
-from otdd_flash.solver.term.certificate import conclude, conclude_self, shows_rounding
-from otdd_flash.solver.term.iteration import AIM
-from otdd_flash.solver.term.plan_evidence import PlanEvidence
+from otdd_flash.solver.small.single import SingleSolve
 from otdd_flash.solver.term.result import Progress, TransportTerm
-from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
 from otdd_flash.solver.term_solves import Potentials, Pulled, Solved
 
 if TYPE_CHECKING:
-    from otdd_flash.solver.matrix.problem import MatrixProblem
+    pass
 
 # Scores of a cross term up to which storing them pays, and products of coordinates on cards that
 # compute as fast in float64 as in float32, and on others.
 MOST_SCORES = 1 << 27
 FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
-
-# Beside a matrix that is given, for it is copied twice.
-MOST_BYTES_OF_A_MATRIX = 64 << 20
-
-
-def facts_of(read: TermRead) -> CostFacts:
-    """What was read of the costs of a term."""
-    mean, lowest, highest = read.costs
-    facts = CostFacts(torch.float32, mean, lowest, highest, error=0.0)
-    # Nearly all of it is the rounding of what is stored.
-    return facts._replace(error=UNIT * (1 + 2.0**-8) * facts.magnitude)
 
 
 def is_small(request: Request, options: Converged) -> bool:
@@ -120,7 +99,7 @@ def solve_small(
     of_costs = request.cost.squared.lambda_x, request.cost.lambda_y, x.class_total
     batch, sizes = Batch.of_one((x, y), table), (len(x), len(y))
     with kept(room_for(request, table), debias) as solve:
-        small = _Small(solve, sizes, epsilon, options)
+        small = SingleSolve(solve, sizes, epsilon, options)
         terms = small.solved(batch, of_costs, start, progress)
         if terms is None or (debias and small.asymmetric):
             return None
@@ -128,165 +107,8 @@ def solve_small(
             for place, take in pulled.items():
                 take(solve.gradient(place)[0, : sizes[place]])
         elif solved is not None:
+            assert isinstance(solve.pool, ScorePool)
             for name in ("xx", "yy", "xy") if debias else ("xy",):
                 operator = single_operator(solve.pool, name, sizes, small.costs[name])
                 solved(name, operator, terms[name])
     return terms
-
-
-def is_small_matrix(problem: MatrixProblem, options: Converged) -> bool:
-    """Whether costs that are given are solved for like those of a small divergence."""
-    if problem.self_costs is not None:
-        return False
-    if options.bound_width is not None or options.max_seconds is not None:
-        return False
-    held = problem.in_triton and problem.device.type == "cuda" and problem.facts.partners is None
-    return held and matrix_room(problem).bytes <= MOST_BYTES_OF_A_MATRIX
-
-
-def matrix_room(problem: MatrixProblem) -> Room:
-    """A room for its costs."""
-    n, m = (padded(size) for size in problem.source.shape)
-    return Room(1, n, m, 0, 1, torch.float32, problem.device)
-
-
-def solve_small_matrix(
-    problem: MatrixProblem,
-    epsilon: float,
-    options: Converged,
-    *,
-    start: Potentials | None = None,
-    progress: Progress | None = None,
-) -> TransportTerm | None:
-    """The term of costs that are given, or None where it needs another solve.
-
-    Args:
-        problem: for which `is_small_matrix` holds.
-        epsilon: regularisation, in units of the cost.
-        options: when to stop.
-        start: potentials to start from, by term.
-        progress: as for `solve_small`.
-
-    Raises:
-        InputError: rounding alone exceeds the tolerance at this epsilon and precision.
-    """
-    facts, source = problem.facts, problem.source
-    assert isinstance(source, HeldCosts)
-    batch = GivenCosts(source.matrix, (problem.a, problem.b), facts.magnitudes)
-    with kept(matrix_room(problem), False) as solve:
-        small = _Small(solve, source.shape, epsilon, options, problem.tiles.costs)
-        terms = small.solved(batch, (facts.mean, *facts.range), start, progress)
-    return None if terms is None else terms["xy"]
-
-
-class _Small:
-    """A problem while it is solved.
-
-    Args:
-        solve: with room for it.
-        sizes: n and m.
-        epsilon: regularisation, in units of the cost.
-        options: when to stop.
-        known: of the costs; None where the solve learns it.
-
-    Attributes:
-        costs: what is known of the costs of each term, after `solved`.
-        asymmetric: whether a self term's class distances are not symmetric.
-    """
-
-    def __init__(
-        self,
-        solve: PooledSolve,
-        sizes: tuple[int, int],
-        epsilon: float,
-        options: Converged,
-        known: CostFacts | None = None,
-    ) -> None:
-        self._solve, self._sizes, self._known = solve, sizes, known
-        self._epsilon, self._options = epsilon, options
-        self.costs: dict[str, CostFacts] = {}
-        self.asymmetric = False
-
-    def solved(
-        self,
-        batch: Batch | GivenCosts,
-        of_costs: tuple[float, float, float],
-        start: Potentials | None,
-        progress: Progress | None,
-    ) -> dict[str, TransportTerm] | None:
-        """Its terms; None where one of them needs another solve."""
-        # A certificate finds a little more than the iterations: it lowers g for rounding.
-        goal = goal_of(self._options, self._epsilon, AIM)
-        starts = {name: g[None] for name, g in (start or {}).items()}
-        self._solve.begin(batch, of_costs, goal, starts)
-        found, done = None, False
-        while found is None or not done:
-            self._solve.iterate()
-            found = self._solve.read()
-            if not self._reachable(found, progress):
-                return None
-            # Costs that are not finite end nowhere.
-            done = found.done or any(math.isnan(read.error) for read in found.terms(0))
-        apart, largest = found.asymmetry()[0].view(2, 2)
-        self.asymmetric = bool((apart > ROUNDING * largest).any())
-        f, *others = self._solve.potentials(self._sizes)
-        terms: dict[str, TransportTerm] = {}
-        reads = found.terms(0)
-        for name, read, evidence, g in zip(TERMS, reads, found.evidence, others, strict=False):
-            evidence = evidence._replace(f=f if name == "xy" else g, g=g)
-            costs = self.costs[name]
-            term = _concluded(name, read, costs, evidence, self._epsilon, self._options)
-            if term is None:
-                return None
-            terms[name] = term
-        return terms
-
-    def _reachable(self, found: Read, progress: Progress | None) -> bool:
-        """Whether costs are in range.
-
-        Raises:
-            InputError: the tolerance is out of reach.
-        """
-        for name, read in zip(TERMS, found.terms(0), strict=False):
-            # As before a single term: most hopeless tolerances show by the costs alone.
-            costs = self.costs[name] = self._known or facts_of(read)
-            if not costs.largest < torch.finfo(costs.dtype).max / 4:
-                return False
-            floor = rounding_floor(costs, 0.0, self._epsilon)
-            reachable_tolerance(self._options, floor, self._epsilon, costs.dtype)
-            if progress is not None:
-                progress(name, int(read.iterations), read.error)
-        return True
-
-
-def _concluded(
-    name: str,
-    read: TermRead,
-    costs: CostFacts,
-    evidence: PlanEvidence,
-    epsilon: float,
-    options: Converged,
-) -> TransportTerm | None:
-    """The term, or None where iterations should go on."""
-    numbers = read.numbers
-    if name == "xy" and shows_rounding(costs, numbers, epsilon):
-        return None
-    certificate = (conclude if name == "xy" else conclude_self)(costs, evidence, numbers, epsilon)
-    size = numbers[10 if name == "xy" else 6]
-    floor = rounding_floor(costs, size, epsilon)
-    tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
-    exhausted = read.iterations >= options.max_iterations - 1
-    if (certificate.marginal_error > tolerance and not exhausted) or read.lost > 0:
-        return None
-    # Of a cross term that had come to its end the last iteration has taken the certificate's.
-    settled = name == "xy" and not (exhausted and certificate.marginal_error > tolerance)
-    iterations = int(read.iterations) + (not settled)
-    return TransportTerm.from_certificate(
-        certificate,
-        epsilon,
-        iterations=iterations,
-        passes=certificate.passes + (2 * iterations if name == "xy" else iterations - 1),
-        tolerance=tolerance,
-        asked=options.asked_tolerance,
-        unless_converged="max_iterations",
-    )

@@ -1,0 +1,221 @@
+"""Both Sinkhorn half-steps for a cost matrix in memory by one read of it.
+
+    f = T(g),    f_i = -t_i - epsilon log r_i,        t_i = max_j x_ij,    x_ij = u_j - C_ij
+    r_i = sum_j e_ij,    e_ij = exp((x_ij - t_i) / epsilon),    u_j = g_j + epsilon log b_j
+    T'(f)_j = u_j - epsilon log c_j,                  c_j = sum_i a_i e_ij / r_i
+
+c_j is the sum of a column of the plan of f and g: with f exact, the exponentials of a row, over
+their sum, are that row of the plan. So an entry is exponentiated once and counts in both sums, and
+no maximum over a column is needed, as c_j is at most 1.
+
+A program owns contiguous rows. It holds a number of every column: u_j, and the sum c_j of its rows.
+It reads a few whole rows at once, while the next are on their way to shared memory, and keeps them
+in registers until their maxima and sums are known. `swept_columns` adds up the programs.
+
+u is computed in float64 and rounded once; x is rounded like a cost. Differences x - t are small
+where they count, and so are the roundings of their products with log2(e) / epsilon.
+
+Terms of less than 2^-126 of their row's largest are lost, which shows where c_j is as small. Such a
+column is summed once more, below its own maximum. Columns without mass have no part in any row: a
+sweep leaves their potential at 0, and `fill_absent` computes it once, at the end.
+
+The matrix may be a copy in float16 of C, lowered by numbers of its rows and multiplied by a power
+of two: C_ij is then unit C'_ij + shift_i. An entry of +inf adds nothing.
+
+Memory: 4 bytes per column and program, 20 per row and 12 per column.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.epsilon import LN_2
+from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.matrix.half_step import LOWEST, NOTHING, load_factor
+from otdd_flash.kernels.matrix.place import Place, load_place
+from otdd_flash.kernels.matrix.swept_columns import (
+    RAISED,
+    Lowered,
+    load_bias,
+    swept_columns,
+)
+from otdd_flash.kernels.segments.step import Sums
+
+# Columns of a program at the most: twice as many leave no registers for a row.
+MOST_COLUMNS = 1 << 14
+
+# Rows of a program that become potentials at once.
+BLOCK = 128
+
+
+# Bytes of shared memory of an H200, and what sums across a program take of it.
+SHARED, REDUCTIONS = 232_448, 1024
+
+
+class Shape(NamedTuple):
+    """How a sweep runs.
+
+    Attributes:
+        rows: that a program reads at once, a power of two.
+        warps: of a program.
+        stages: one more than how many times as many rows are in shared memory.
+        programs: how many there are at the most.
+    """
+
+    rows: int
+    warps: int
+    stages: int
+    programs: int
+
+
+class Swept(NamedTuple):
+    """Both potentials.
+
+    Attributes:
+        f: T(g) (n,) float32, in units of the cost.
+        columns: what T'(f) (m,) is made of, in one part.
+    """
+
+    f: Tensor
+    columns: Sums
+
+
+@on_its_device
+@triton.jit
+def matrix_sweep_kernel(
+    place_ptr,  # (4,) int64, of C (n, m)
+    shifts_ptr,  # (n,) float32, read if LOWERED
+    unit_ptr,  # () float32, read if LOWERED
+    potential_ptr,  # (m,) float32
+    log_masses_ptr,  # (m,) float64, natural logarithms
+    weights_ptr,  # (n,) float32, masses of rows times RAISED
+    epsilon_ptr,  # (1,) float64
+    active_ptr,  # (1,) int8
+    tops_ptr,  # (n,) float32
+    totals_ptr,  # (n,) float32
+    f_ptr,  # (n,) float32
+    partial_ptr,  # (programs, LANES) float32
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    LOWERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per contiguous rows, as many as there are programs."""
+    i_program = tl.program_id(0).to(tl.int64)
+    active = tl.load(active_ptr) != 0
+    costs_ptr, stride, n, m = load_place(place_ptr, TYPE, ALIGNED)
+    start = (i_program * n // tl.num_programs(0)).to(tl.int32)
+    stop = ((i_program + 1) * n // tl.num_programs(0)).to(tl.int32)
+    stop = tl.where(active, stop, start)
+    epsilon = tl.load(epsilon_ptr)
+    scale, _ = load_factor(epsilon_ptr)
+    o_column = tl.arange(0, LANES)
+    m_column = o_column < m
+    bias = load_bias(potential_ptr, log_masses_ptr, epsilon, o_column, m_column).to(tl.float32)
+    unit = tl.load(unit_ptr) if LOWERED else 1.0
+    sums = tl.zeros((LANES,), tl.float32)
+    for row in tl.range(start, stop, ROWS, num_stages=STAGES):
+        o_row = row + tl.arange(0, ROWS)
+        m_row = o_row < stop
+        p_tile = (costs_ptr + o_row.to(tl.int64) * stride)[:, None] + o_column[None, :]
+        costs = tl.load(p_tile, mask=m_row[:, None] & m_column[None, :], other=0.0)
+        weights = tl.load(weights_ptr + o_row, mask=m_row, other=0.0)
+        if LOWERED:
+            scores = bias[None, :] - costs.to(tl.float32) * unit  # (ROWS, LANES)
+        else:
+            scores = bias[None, :] - costs.to(tl.float32)
+        # Finite in a row without a pair, so that differences from it are.
+        tops = tl.maximum(tl.max(scores, 1), LOWEST)
+        terms = tl.exp2((scores - tops[:, None]) * scale)
+        totals = tl.sum(terms, 1)
+        # At least 1, but where there is nothing.
+        weights = weights / tl.maximum(totals, 0.5)
+        sums += tl.sum(terms * weights[:, None], 0)
+        tl.store(tops_ptr + o_row, tops, mask=m_row)
+        tl.store(totals_ptr + o_row, totals, mask=m_row)
+    tl.store(partial_ptr + i_program * LANES + o_column, sums)
+    # What all threads of this program have stored.
+    tl.debug_barrier()
+    epsilon = tl.load(epsilon_ptr)
+    for row in range(start, stop, BLOCK):
+        o_row = row + tl.arange(0, BLOCK)
+        m_row = o_row < stop
+        tops = tl.load(tops_ptr + o_row, mask=m_row, other=0.0).to(tl.float64)
+        totals = tl.load(totals_ptr + o_row, mask=m_row, other=1.0).to(tl.float64)
+        if LOWERED:
+            tops -= tl.load(shifts_ptr + o_row, mask=m_row, other=0.0).to(tl.float64)
+        f = -tops - epsilon * LN_2 * tl.log2(tl.maximum(totals, NOTHING))
+        # Of a row without a pair as high as of a half-step: finite, and above any other.
+        f = tl.where(totals > 0, f, -epsilon * LN_2 * LOWEST)
+        tl.store(f_ptr + o_row, f.to(tl.float32), mask=m_row)
+
+
+def matrix_sweep(
+    place: Place,
+    log_masses: tuple[Tensor, Tensor],
+    weights: Tensor,
+    potential: Tensor,
+    epsilon: Tensor,
+    active: Tensor,
+    lowered: Lowered | None = None,
+    shape: Shape | None = None,
+) -> Swept:
+    """Both half-steps from g: f = T(g), and what T'(f) is made of.
+
+    Args:
+        place: of C (n, m), or of a copy; m is at most `MOST_COLUMNS`.
+        log_masses: (n,) and (m,) float64, log a and log b, or longer ones, as all that follows.
+        weights: (n,) float32, of `row_weights`.
+        potential: (m,) float32, g; not read where there is no mass.
+        epsilon: (1,) float64, in units of the cost.
+        active: (1,) bool, whether to do anything; if not, all results are unspecified.
+        lowered: of a copy.
+        shape: how to run; by default `sweep_shape`.
+    """
+    n, m = (len(side) for side in log_masses)
+    device, lanes = potential.device, triton.next_power_of_2(m)
+    shape = shape or sweep_shape((n, m), place.dtype, device)
+    parts = min(n, shape.programs)
+    tops, totals, f = torch.empty((3, n), dtype=torch.float32, device=device).unbind()
+    partial = torch.empty((parts, lanes), dtype=torch.float32, device=device)
+    # Pointers that are not read.
+    copy = lowered or Lowered(f, f)
+    switch = active.view(torch.int8)
+    constants = {**place.constants, "LOWERED": lowered is not None, "LANES": lanes}
+    matrix_sweep_kernel[(parts,)](
+        place.numbers, *copy, potential, log_masses[1], weights, epsilon, switch,
+        tops, totals, f, partial, **constants,
+        ROWS=shape.rows, STAGES=shape.stages, BLOCK=BLOCK, num_warps=shape.warps,
+    )  # fmt: skip
+    columns = swept_columns(place, lowered, log_masses, potential, f, epsilon, active, partial)
+    return Swept(f, columns)
+
+
+def row_weights(masses: Tensor) -> Tensor:
+    """Masses of rows (n,) as a sweep takes them, float32."""
+    raised: Tensor = masses * RAISED.value
+    return raised.float()
+
+
+@lru_cache
+def sweep_shape(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Shape:
+    """How a sweep over (n, m) costs runs."""
+    n, m = size
+    lanes, programs, shared = triton.next_power_of_2(m), 132, SHARED
+    if device.type == "cuda":
+        card: Any = torch.cuda.get_device_properties(device)
+        programs, shared = card.multi_processor_count, card.shared_memory_per_block_optin
+    # As many entries at once as registers hold, and no more rows than a program has.
+    rows = max(1, min(MOST_COLUMNS // 2 // lanes, triton.next_power_of_2(triton.cdiv(n, programs))))
+    warps = max(1, min(16, rows * lanes // 512))
+    room = (shared - REDUCTIONS) // (rows * lanes * dtype.itemsize)
+    return Shape(rows, warps, max(1, min(3, room + 1)), programs)

@@ -1,0 +1,156 @@
+"""A cost matrix that stays where it is, as a pool of one problem without self terms.
+
+Kernels read its address and its sizes from the device's memory, so that recordings made for one
+matrix serve the next of its type, in the room that they were made for. Rows of this problem are
+contiguous in memory: of a matrix whose columns are, it is the transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from otdd_flash.kernels.matrix.facts import matrix_row_facts
+from otdd_flash.kernels.matrix.place import Place, numbers_of
+from otdd_flash.kernels.matrix.rough import rough_copy
+from otdd_flash.kernels.matrix.sums import matrix_sums
+from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
+from otdd_flash.kernels.matrix.swept_columns import Lowered, fill_absent
+from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
+from otdd_flash.operators.pooled_segments import PooledSegments
+from otdd_flash.operators.pooled_term import UNKNOWN
+from otdd_flash.operators.score_pool import Pool, Room
+from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
+
+
+class MatrixPool(Pool):
+    """What there is of the matrix, without it.
+
+    Inputs, to be filled first: `masses` and `cross_magnitudes`, 0 where there is no point,
+    `of_costs`, the mean, the lowest and the highest cost, and what `place` holds.
+
+    Args:
+        room: for n and m points.
+        numbers: (4,) int64, where to find the matrix, of `Place`.
+
+    Attributes:
+        place: of the matrix.
+        log_masses: (N,) and (M,) float64, natural logarithms.
+        weights: (N,) float32, of `row_weights`.
+        rough: of a copy in float16, where `copy` has made one.
+        lowered: what makes the matrix of it.
+    """
+
+    def __init__(self, room: Room, numbers: Tensor) -> None:
+        super().__init__(room)
+        self.place = Place(numbers, room.dtype, room.aligned)
+        logs = self.zeros(room.points)[0]
+        self.log_masses = logs[: room.n], logs[room.n :]
+        self.weights, shifts = torch.zeros((2, room.n), device=room.device).unbind()
+        self.rough = Place(torch.zeros_like(numbers), torch.float16, True)
+        self.lowered = Lowered(shifts, torch.ones((), device=room.device))
+
+    def copy(self, size: tuple[int, int], unit: float) -> Tensor:
+        """Make the copy that `rough` is the place of; whoever asks for it holds it.
+
+        Args:
+            size: n and m.
+            unit: of `rough_unit`.
+        """
+        self.lowered.unit.fill_(unit)
+        copy = rough_copy(self.place, size, self.lowered.unit, self.lowered.shifts)
+        self.rough.numbers.copy_(torch.tensor(numbers_of(copy)))
+        return copy
+
+    def prepare(self, *, own: bool) -> None:
+        """What is made of masses."""
+        assert not own
+        for logs, side in zip(self.log_masses, self.sides, strict=True):
+            torch.log(side, out=logs)
+        self.weights.copy_(row_weights(self.sides[0]))
+        for known, number in zip(self.cross, self.of_costs, strict=True):
+            known.copy_(number)
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Masses (N,) and (M,)."""
+        return self.masses[0, : self.room.n], self.masses[0, self.room.n :]
+
+
+class PooledMatrix(PooledSegments):
+    """The matrix as the only segment; an evaluation is one read of it.
+
+    Args:
+        pool: of it.
+        tables: as of all segments.
+
+    Attributes:
+        roughly: whether the copy is read instead.
+    """
+
+    def __init__(self, pool: MatrixPool, tables: Sequence[Tensor]) -> None:
+        super().__init__(pool, tables, symmetric=False)
+        self._matrix, self.roughly = pool, False
+
+    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of an evaluation."""
+        pool, vectors, g = self._matrix, self.vectors, self.vectors.columns.candidate
+        place, lowered = (pool.rough, pool.lowered) if self.roughly else (pool.place, None)
+        swept = matrix_sweep(
+            place, pool.log_masses, pool.weights, g, epsilon, active, lowered=lowered
+        )
+        vectors.take(swept.f, epsilon, active)
+        return vectors.evaluate(swept.columns, epsilon, active)
+
+    def updated(self, epsilon: Tensor) -> Tensor:
+        """T'(T(g)) (M,) of the potentials that were kept last, in columns without mass too."""
+        updated = super().updated(epsilon)
+        fill_absent(
+            self._matrix.place, self._matrix.log_masses, self.vectors.rows, epsilon, updated
+        )
+        return updated
+
+
+class MatrixTerm:
+    """The term of the matrix, as certificates see it; tensors have a leading dimension 1.
+
+    Args:
+        pool: as `prepare` left it.
+    """
+
+    dtype: torch.dtype = torch.float32
+    costs: CostFacts = UNKNOWN
+
+    def __init__(self, pool: MatrixPool) -> None:
+        self._pool, room = pool, pool.room
+        self.a, self.b = (pool.masses[:, side] for side in room.sides)
+        x, y = (pool.cross_magnitudes[:, side] for side in room.sides)
+        self._magnitudes = x, y
+
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+    ) -> Marginals:
+        """Row and column sums of the plan of f (1, N) and g (1, M), in float64 throughout."""
+        f, g = present(self.a, f), present(self.b, g)
+        level = torch.as_tensor(epsilon, dtype=torch.float64, device=f.device)
+        given = (f[0], g[0]), (self.a[0], self.b[0])
+        rows, columns = matrix_sums(self._pool.place, *given, level, LEAST_EXPONENT)
+        sums = self._where_mass(self.a, rows), self._where_mass(self.b, columns)
+        exact = torch.zeros_like(self.a), torch.zeros_like(self.b)
+        return measured(sums, (f, g), self._magnitudes, exact, 0.0)
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (1, N) for masses q (1, M), float64: one read."""
+        facts = matrix_row_facts(self._pool.place, self.a.shape[1], masses[0])
+        return torch.where(self.a > 0, facts.products, 0)
+
+    def own_costs(self) -> Tensor:
+        """Of a cloud with itself, which this is not."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _where_mass(masses: Tensor, sums: Tensor) -> Tensor:
+        """Sums (1, N) times masses; where there is no point they are unspecified."""
+        return torch.where(masses > 0, masses * sums, 0)

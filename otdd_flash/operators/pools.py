@@ -1,0 +1,32 @@
+"""What a pool is made of: scores that are stored, or a cost matrix that is given."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from otdd_flash.operators.base import Certifiable
+from otdd_flash.operators.matrix_pool import MatrixPool, MatrixTerm, PooledMatrix
+from otdd_flash.operators.pooled_segments import PooledSegments, ScoredSegments
+from otdd_flash.operators.pooled_term import PooledTerm
+from otdd_flash.operators.score_pool import Pool, Room, ScorePool
+
+
+def pool_of(room: Room, place: Tensor) -> Pool:
+    """A pool with this room; `place` (4,) int64 is where to find costs that are given."""
+    return ScorePool(room) if room.dim else MatrixPool(room, place)
+
+
+def cross_segments(pool: Pool, tables: tuple[Tensor, Tensor]) -> PooledSegments:
+    """The cross terms of a pool."""
+    if isinstance(pool, MatrixPool):
+        return PooledMatrix(pool, tables)
+    assert isinstance(pool, ScorePool)
+    return ScoredSegments(pool, tables, symmetric=False)
+
+
+def term_of(pool: Pool, name: str) -> Certifiable:
+    """A term of a pool."""
+    if isinstance(pool, MatrixPool):
+        return MatrixTerm(pool)
+    assert isinstance(pool, ScorePool)
+    return PooledTerm(pool, name)

@@ -1,0 +1,337 @@
+"""Cost matrices, solved in recordings that read them where they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS
+from otdd_flash.operators import memory
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.matrix_pool import MatrixPool, MatrixTerm
+from otdd_flash.solver.matrix import problem
+from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.small import forget, matrix_route, pooled_solve
+from otdd_flash.solver.small.exchanged import GivenCosts
+from otdd_flash.solver.small.pooled_solve import PooledSolve
+from otdd_flash.solver.term.result import TransportTerm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def drawn(n: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Costs of either sign, and masses with one of 0."""
+    draw = torch.Generator().manual_seed(seed)
+    costs = torch.randn(n, m, generator=draw)
+    a, b = (torch.rand(size, generator=draw) + 0.1 for size in (n, m))
+    a[n // 2] = 0.0
+    return costs, a / a.sum(), b / b.sum()
+
+
+def solved(
+    costs: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float, **other: object
+) -> TransportTerm | None:
+    given = MatrixProblem.prepare(costs.to(DEVICE), a, b, IN_TRITON)
+    return matrix_route.solve_recorded_matrix(given, epsilon, Converged(), **other)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("kind", ["float32", "float16", "transposed", "strided", "negative"])
+@pytest.mark.parametrize(("n", "m"), [(18, 13), (5, 33)])
+def test_terms_are_proved(kind: str, n: int, m: int) -> None:
+    costs, a, b = drawn(n, m)
+    costs = {
+        "float32": lambda: costs,
+        "float16": lambda: costs.half(),
+        "transposed": lambda: costs.T.contiguous().T,
+        "strided": lambda: costs.repeat_interleave(2, 1)[:, ::2],
+        "negative": lambda: costs - 10,
+    }[kind]()
+    term = solved(costs, a, b, 0.2)
+    assert term is not None
+    assert term.converged
+    exact, rows = costs.double(), a > 0
+    masses = a.double()[rows] / a.double().sum(), b.double() / b.double().sum()
+    truth, *_ = reference.entropic_transport(exact[rows], *masses, 0.2)
+    low, high = term.bounds
+    assert low <= truth <= high
+    assert high - low < 3e-3 * (1 + abs(truth))
+    plan = reference.plan(exact[rows], *masses, term.f.cpu()[rows], term.g.cpu(), 0.2)
+    errors = (plan.sum(1) - masses[0]).abs().sum(), (plan.sum(0) - masses[1]).abs().sum()
+    assert float(max(errors)) <= term.marginal_error + 1e-9
+
+
+def test_a_room_serves_another_matrix_of_its_size() -> None:
+    first, again = (solved(*drawn(18, 13), 0.3) for _ in range(2))
+    assert first is not None
+    assert again is not None
+    other = solved(*drawn(20, 15, seed=1), 0.3)
+    assert other is not None
+    assert abs(other.value - first.value) > 1e-3
+    back = solved(*drawn(18, 13), 0.3)
+    assert back is not None
+    assert back.bounds == first.bounds == again.bounds
+
+
+def test_what_recordings_read_of_a_matrix() -> None:
+    """Every number that a certificate is made of, in a room with more points than there are."""
+    costs, a, b = drawn(18, 13)
+    prepared = MatrixProblem.prepare(costs.to(DEVICE), a, b, IN_TRITON)
+    room, facts = matrix_route.matrix_room(prepared.operator.lines), prepared.facts
+    assert (room.n, room.m) == (32, 16)
+    held = costs.to(DEVICE)
+    given = GivenCosts(held, (prepared.a, prepared.b), facts.magnitudes)
+    pool = MatrixPool(room, torch.tensor(given.place, device=DEVICE))
+    given.fill(pool, uniform=False)
+    pool.of_costs.copy_(torch.tensor([facts.mean, *facts.range], dtype=torch.float64))
+    pool.prepare(own=False)
+    mean, lowest, highest = (float(number) for number in pool.cross)
+    exact, rows = costs.double(), a > 0
+    assert mean == pytest.approx(float(prepared.a.cpu() @ exact @ prepared.b.cpu()), rel=1e-6)
+    assert (lowest, highest) == (float(exact[rows].min()), float(exact[rows].max()))
+    of_x, of_y = pool.cross_magnitudes[0, :18].cpu(), pool.cross_magnitudes[0, 32:45].cpu()
+    assert bool((exact.abs() <= of_x[:, None] + of_y)[rows].all())
+    assert float(pool.masses.sum()) == pytest.approx(2, rel=1e-12)
+    term = MatrixTerm(pool)
+    f, g = (
+        torch.full((1, size), math.nan, dtype=torch.float64, device=DEVICE) for size in (32, 16)
+    )
+    f[0, :18], g[0, :13] = 0.1, 0.2
+    sums = term.marginals(f, g, 0.5)
+    plan = prepared.a.cpu()[:, None] * ((0.3 - exact) / 0.5).exp() * prepared.b.cpu()
+    for found, expected in ((sums.rows, plan.sum(1)), (sums.columns, plan.sum(0))):
+        torch.testing.assert_close(found[0, : len(expected)].cpu(), expected, rtol=1e-12, atol=0)
+        assert float(found[0, len(expected) :].abs().sum()) == 0
+    q = torch.zeros_like(g)
+    q[0, :13] = torch.linspace(0, 1, 13)
+    products = term.expected_costs(q)[0].cpu()
+    expected = torch.where(rows, exact @ q[0, :13].cpu(), 0)
+    torch.testing.assert_close(products[:18], expected, rtol=1e-12, atol=1e-15)
+    assert float(products[18:].abs().sum()) == 0
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("turned", [False, True])
+def test_potentials_of_points_without_mass(turned: bool) -> None:
+    """Sweeps leave them out; a solution has the softmin."""
+    costs, a, b = drawn(18, 40)
+    b[[3, 20, 39]] = 0.0
+    b /= b.sum()
+    given = costs.T.contiguous().T if turned else costs
+    term = solved(given, a, b, 0.2)
+    assert term is not None
+    rows, f, exact = a > 0, term.f.cpu().double(), costs.double()
+    back = reference.softmin_rows(exact[rows].T, a.double()[rows] / a.double().sum(), f[rows], 0.2)
+    torch.testing.assert_close(term.g.cpu().double()[b == 0], back[b == 0], rtol=0, atol=1e-3)
+    columns, g = b > 0, term.g.cpu().double()
+    there = reference.softmin_rows(exact[:, columns], b.double()[columns], g[columns], 0.2)
+    torch.testing.assert_close(f[a == 0], there[a == 0], rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_the_transpose_swaps_potentials(layout: str) -> None:
+    costs, a, b = drawn(18, 13)
+    one = solved(costs, a, b, 0.2)
+    transposed = costs.T if layout == "rows" else costs.T.contiguous()
+    other = solved(transposed, b, a, 0.2)
+    assert one is not None
+    assert other is not None
+    assert (len(other.f), len(other.g)) == (13, 18)
+    plan = reference.plan(costs.double(), a.double(), b.double(), one.f.cpu(), one.g.cpu(), 0.2)
+    same = reference.plan(costs.double(), a.double(), b.double(), other.g.cpu(), other.f.cpu(), 0.2)
+    assert float((plan - same).abs().sum()) < 3e-3
+    # Of the same memory, by the same steps.
+    assert layout == "columns" or torch.equal(one.f, other.g)
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_start_is_taken(turned: bool) -> None:
+    costs, a, b = drawn(18, 13)
+    costs = costs.T.contiguous().T if turned else costs
+    first = solved(costs, a, b, 0.1)
+    assert first is not None
+    again = solved(costs, a, b, 0.1, start={"xy": first.g})
+    assert again is not None
+    assert again.iterations < first.iterations
+
+
+@pytest.fixture
+def roughly(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Copies pay for any matrix; tolerances of the iterations that are taken on them."""
+    taken: list[float] = []
+    whole = PooledSolve.iterate_roughly
+
+    def counted(solve: PooledSolve, unit: float, tolerance: float) -> None:
+        taken.append(tolerance)
+        whole(solve, unit, tolerance)
+        assert not solve._segments[0].roughly  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(matrix_route, "LEAST_COPIED", 0)
+    monkeypatch.setattr(pooled_solve, "FIRST_REPLAYS", 1)
+    monkeypatch.setattr(pooled_solve, "LONG", 8)
+    monkeypatch.setattr(PooledSolve, "iterate_roughly", counted)
+    return taken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_long_solve_reads_a_copy_and_ends_on_the_costs(
+    turned: bool, roughly: list[float]
+) -> None:
+    x, y = (torch.linspace(0, 1, size, dtype=torch.float64) for size in (30, 41))
+    costs = (x[:, None] - 0.8 * y).abs().float()
+    costs = costs.T.contiguous().T if turned else costs
+    draw = torch.Generator().manual_seed(3)
+    a, b = (torch.rand(size, generator=draw) + 0.1 for size in (30, 41))
+    a, b = a / a.sum(), b / b.sum()
+    term, again = solved(costs, a, b, 0.004), solved(costs, a, b, 0.004)
+    assert len(roughly) == 2
+    masses = a.double() / a.double().sum(), b.double() / b.double().sum()
+    truth, *_ = reference.entropic_transport(costs.double(), *masses, 0.004)
+    for found in (term, again):
+        assert found is not None
+        assert found.converged
+        assert found.bounds[0] <= truth <= found.bounds[1]
+        plan = reference.plan(costs.double(), *masses, found.f.cpu(), found.g.cpu(), 0.004)
+        errors = [float((plan.sum(1 - k) - masses[k]).abs().sum()) for k in range(2)]
+        assert max(errors) <= found.marginal_error + 1e-9
+        assert found.marginal_error <= 1e-3
+
+
+def test_when_a_copy_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs in float32 that exceed a cache, at an epsilon that their rounding hardly changes."""
+    costs = torch.rand(40, 50, generator=torch.Generator().manual_seed(0))
+    costs[0, :2] = torch.tensor([0.0, 1.0])
+
+    def asked(given: Tensor, epsilon: float, **options: Any) -> matrix_route.Roughly | None:
+        compute = replace(IN_TRITON, **options)
+        made = MatrixProblem.prepare(given.to(DEVICE), None, None, compute)
+        return matrix_route._roughly(made, made.operator.lines, epsilon)
+
+    edge = 2.0**-9
+    assert asked(costs, 1.0) is None
+    monkeypatch.setattr(matrix_route, "LEAST_COPIED", costs.numel() * 4)
+    assert asked(costs, edge) == (2.0**-14, 2.0**-9)
+    assert asked(costs, edge * 0.999) is None
+    assert asked(1000 * costs, 1000 * edge) is not None
+    assert asked(costs[1:], edge) is None
+    assert asked(costs, 1.0, precision="high") is None
+    assert asked(torch.zeros(40, 50), 1.0) is None
+    monkeypatch.setattr(matrix_route, "LEAST_COPIED", 0)
+    assert asked(costs.half(), 1.0) is None
+    assert asked(costs, edge) is not None
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    assert asked(costs, 1.0, memory_budget=costs.numel() * 2 - 1) is None
+    assert asked(costs, 1.0, memory_budget=costs.numel() * 2) is not None
+
+
+def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forbidden pairs, goals and rows that are too long for a sweep."""
+    costs, a, b = drawn(8, 9)
+    forbidding = costs.clone()
+    forbidding[0, 0] = torch.inf
+    small, forbidden, wide, tall = (
+        MatrixProblem.prepare(*given, IN_TRITON)
+        for given in (
+            (costs, a, b),
+            (forbidding, a, b),
+            (torch.zeros(2, MOST_COLUMNS + 1), None, None),
+            (torch.zeros(MOST_COLUMNS + 1, 2), None, None),
+        )
+    )
+    # What is known of costs, before they are said to be elsewhere.
+    known = [bool(given.facts.forbidden) for given in (small, forbidden, wide, tall)]
+    assert known == [False, True, False, False]
+    for given in (small, forbidden, wide, tall):
+        assert given.operator.a is not None
+    assert not matrix_route.is_recorded_matrix(small, Converged()) or DEVICE == "cuda"
+    monkeypatch.setattr(MatrixProblem, "device", torch.device("cuda"))
+    assert matrix_route.is_recorded_matrix(small, Converged())
+    assert not matrix_route.is_recorded_matrix(small, Converged(bound_width=0.1))
+    assert not matrix_route.is_recorded_matrix(small, Converged(max_seconds=1.0))
+    assert not matrix_route.is_recorded_matrix(forbidden, Converged())
+    assert not matrix_route.is_recorded_matrix(wide, Converged())
+    assert matrix_route.is_recorded_matrix(tall, Converged())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [64, 256, 1000, 3000])
+@pytest.mark.parametrize("epsilon", [0.1, 0.01, 0.001])
+def test_as_solved_in_passes(n: int, epsilon: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(0, 1, n, dtype=torch.float64, device="cuda")
+    costs = (x[:, None] - x).square().float()
+    a, b = (torch.exp(-(((x - c) / 0.08) ** 2) / 2) + 1e-9 for c in (0.3, 0.7))
+    a, b = a / a.sum(), b / b.sum()
+    mine = otdd.matrix_transport(costs, a, b, epsilon=epsilon)
+    monkeypatch.setattr(problem, "is_recorded_matrix", lambda *given: False)
+    other = otdd.matrix_transport(costs, a, b, epsilon=epsilon)
+    assert mine.converged
+    assert other.converged
+    assert mine.bounds[0] <= other.bounds[1]
+    assert other.bounds[0] <= mine.bounds[1]
+    truth = otdd.matrix_transport(costs.double(), a, b, epsilon=epsilon)
+    assert mine.bounds[0] <= truth.bounds[1]
+    assert truth.bounds[0] <= mine.bounds[1]
+    assert abs(mine.transport_cost - truth.transport_cost) <= 1e-2 * abs(truth.transport_cost)
+
+
+@pytest.mark.gpu
+def test_a_copy_takes_half_of_the_costs_and_changes_no_bound(
+    monkeypatch: pytest.MonkeyPatch, roughly: list[float]
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    n = 4200
+    x, y = (torch.rand(n, 2, generator=draw).cuda() for _ in range(2))
+    costs = torch.cdist(x, 0.7 * y, p=1.0)
+    costs /= costs.max()
+    otdd.matrix_transport(costs, epsilon=0.003)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = otdd.matrix_transport(costs, epsilon=0.003)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * n * n + 200 * 2 * n + (64 << 20)
+    assert len(roughly) == 2
+    assert found.converged
+    assert found.marginal_error <= found.tolerance
+    monkeypatch.setattr(matrix_route, "LEAST_COPIED", 1 << 60)
+    plain = otdd.matrix_transport(costs, epsilon=0.003)
+    assert len(roughly) == 2
+    exact = otdd.matrix_transport(costs.double(), epsilon=0.003)
+    for one in (found, plain):
+        assert one.bounds[0] <= exact.bounds[1]
+        assert exact.bounds[0] <= one.bounds[1]
+        assert one.value == pytest.approx(exact.value, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [3000, 9000])
+def test_recordings_read_whatever_matrix_is_given(n: int) -> None:
+    """The next solve of a size is of other costs elsewhere, and of a part of a wider matrix."""
+    draw = torch.Generator().manual_seed(n)
+    wide = torch.rand(n, n + 64, generator=draw).cuda()
+    parts = [wide[:, :n], wide[:, 32 : n + 32], wide[:, 64:].contiguous(), wide[:, :n].T]
+    for costs in (*parts, *parts):
+        found = otdd.matrix_transport(costs, epsilon=0.05)
+        plan = found.plan()
+        assert found.converged
+        assert float((plan.sum(1) - 1 / n).abs().sum()) <= 2 * found.tolerance
+        value = float((plan * costs).sum())
+        assert found.transport_cost == pytest.approx(value, rel=1e-3)
