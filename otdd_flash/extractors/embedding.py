@@ -29,6 +29,9 @@ from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.ranks import Ranks
 from otdd_flash.samples import LabeledSamples
 
+# Batches that each of several processes extracts before what they found is written to a file.
+BATCHES_OF_A_ROUND = 64
+
 SUITABLE = {
     "image": "pixels, timm, torchvision or callable",
     "text": "text or callable",
@@ -66,7 +69,7 @@ def embed(
         progress: called with (inputs done, n).
         group: what `otdd.led` gives: processes of which each extracts some of the batches, by a
             network, by a function that all find by its name, or of pixels of images in files. Other
-            extractors run here alone, and so does one that writes to `features_path`.
+            extractors run here alone. What they extract is written to `features_path` here.
 
     Returns:
         Samples with features (n, d).
@@ -83,10 +86,21 @@ def embed(
     key = _cache_key(dataset, extractor, where, autocast) if kept else ""
     stored = cache.get(key)
     gather = partial(_gather, dataset.name)
+    settings: dict[str, Any] = {"batch_size": batch_size, "device": where, "autocast": autocast}
+    settings["num_workers"] = num_workers
+    shared = group if group is not None and is_dealt(extractor, dataset.inputs) else None
+
+    def of_ranks(ranks: Ranks, inputs: Any, told: Callable[[int, int], None] | None) -> Tensor:
+        ways = Ways(_blocks, gather, partial(_require_same_shape, name=dataset.name))
+        return features_of_ranks(ranks, inputs, extractor, ways, settings, told)
 
     def blocks_from(first: int) -> Iterator[Tensor]:
         rest = _from(dataset.inputs, first)
-        return _blocks(rest, extractor, batch_size, where, autocast, num_workers)
+        if shared is None:
+            return _blocks(rest, extractor, **settings)
+        # What is lost by an interruption is a round at the most.
+        count = shared.size * BATCHES_OF_A_ROUND * batch_size
+        return (of_ranks(shared, part, None) for part in _parts(rest, count))
 
     if stored is None:
         if features_path is not None:
@@ -94,11 +108,8 @@ def embed(
             store = FeatureStore(features_path, f"{key} batch_size={batch_size}", len(dataset))
             store.write(blocks_from, progress)
             features = store.features
-        elif group is not None and is_dealt(extractor, dataset.inputs):
-            settings = {"batch_size": batch_size, "device": where, "autocast": autocast}
-            settings["num_workers"] = num_workers
-            ways = Ways(_blocks, gather, partial(_require_same_shape, name=dataset.name))
-            features = features_of_ranks(group, dataset.inputs, extractor, ways, settings, progress)
+        elif shared is not None:
+            features = of_ranks(shared, dataset.inputs, progress)
         else:
             features = gather(blocks_from(0), len(dataset), progress)
         if autocast is not None and not bool(torch.isfinite(features).all()):
@@ -156,6 +167,17 @@ def _from(inputs: Any, first: int) -> Any:
     if first > 0 and isinstance(inputs, LazyItems):
         return inputs.take(np.arange(first, len(inputs)))
     return inputs[first:] if first > 0 else inputs
+
+
+def _parts(inputs: Any, count: int) -> Iterator[Any]:
+    """The inputs, so many at a time, still unread."""
+    for first in range(0, len(inputs), count):
+        rest = _from(inputs, first)
+        yield (
+            rest.take(np.arange(min(count, len(rest))))
+            if isinstance(rest, LazyItems)
+            else (rest[:count])
+        )
 
 
 def _blocks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import otdd_flash as otdd
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import InputError
+from otdd_flash.extractors import embedding, feature_store
 from otdd_flash.extractors.network import Network
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -105,6 +107,47 @@ def test_ranks_read_their_own_files(tmp_path: Path) -> None:
     (found, own), (_, others) = pool(2).run(of_folder, str(tmp_path))
     assert torch.equal(found, alone)
     assert sorted((len(own), len(others))) == [1, 2]
+
+
+def written(path: str, stop_after: int | None) -> Tensor:
+    """Features in a file, by rounds of one batch a rank; perhaps interrupted in between."""
+    BATCHES.clear()
+
+    def told(done: int, _: int) -> None:
+        if stop_after is not None and done >= stop_after:
+            raise InputError("interrupted")
+
+    with pytest.MonkeyPatch.context() as short:
+        short.setattr(embedding, "BATCHES_OF_A_ROUND", 1)
+        short.setattr(feature_store, "NOTED_BYTES", 1)
+        samples = otdd.led(
+            lambda ranks: otdd.embed(
+                images(13),
+                network(16),
+                batch_size=2,
+                device="cpu",
+                features_path=path,
+                progress=told,
+                group=ranks,
+            )
+        )
+    return samples.features[:]
+
+
+def test_what_ranks_extract_is_written_to_a_file_and_gone_on_with(tmp_path: Path) -> None:
+    alone = otdd.embed(images(13), network(16), batch_size=2, device="cpu").features
+    path = str(tmp_path / "features.npy")
+    assert all(isinstance(each, InputError) for each in pool(2).run(written, path, 8))
+    before = json.loads((tmp_path / "features.npy.json").read_text())["rows"]
+    for features in pool(2).run(written, path, None):
+        assert torch.equal(features, alone)
+    batches = [batch for each in pool(2).run(batches_of) for batch in each]
+    assert before == 8
+    assert sum(batches) == 13 - before
+
+
+def batches_of() -> list[int]:
+    return list(BATCHES)
 
 
 def refused_on_one(black: int) -> Any:
