@@ -196,8 +196,12 @@ def sweep_shape(size: tuple[int, int], dtype: torch.dtype, device: torch.device)
     if device.type == "cuda":
         card: Any = torch.cuda.get_device_properties(device)
         programs, shared = card.multi_processor_count, card.shared_memory_per_block_optin
-    # As many entries at once as registers hold, and no more rows than a program has.
-    rows = max(1, min(MOST_COLUMNS // 2 // lanes, triton.next_power_of_2(triton.cdiv(n, programs))))
-    warps = max(1, min(16, rows * lanes // 512))
+    of_program = triton.cdiv(n, programs)
+    # 8,192 entries at once, 32 a thread, and two rows where registers hold them.
+    rows = min(MOST_COLUMNS // lanes, max(2, MOST_COLUMNS // 2 // lanes))
+    rows = min(rows, triton.next_power_of_2(of_program))
+    warps = max(4, min(16, rows * lanes // 1024))
     room = (shared - REDUCTIONS) // (rows * lanes * dtype.itemsize)
-    return Shape(rows, warps, max(1, min(3, room + 1)), programs)
+    # What is read in one step has no next one on its way.
+    stages = max(1, min(3, room + 1, triton.cdiv(of_program, rows)))
+    return Shape(rows, warps, stages, programs)
