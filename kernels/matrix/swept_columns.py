@@ -8,8 +8,6 @@ Memory: 12 bytes per column.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -29,18 +27,6 @@ STRIP, PARTS, ROWS = 32, 64, 64
 WARPS = 4
 
 
-class Lowered(NamedTuple):
-    """What makes C of a copy of it, of `rough`.
-
-    Attributes:
-        shifts: (n,) float32, in units of the cost.
-        unit: () float32, a power of two.
-    """
-
-    shifts: Tensor
-    unit: Tensor
-
-
 @triton.jit
 def load_bias(potential_ptr, log_masses_ptr, epsilon, offsets, mask):
     """u, float64: potentials and masses as one number, -inf where there is no mass."""
@@ -52,15 +38,12 @@ def load_bias(potential_ptr, log_masses_ptr, epsilon, offsets, mask):
 @triton.jit
 def sum_strip(
     place_ptr,
-    shifts_ptr,
-    unit_ptr,
     f_ptr,
     row_log_masses_ptr,
     epsilon_ptr,
     o_column,
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    LOWERED: tl.constexpr,
     ROWS: tl.constexpr,
     STRIP: tl.constexpr,
 ):
@@ -68,18 +51,15 @@ def sum_strip(
     costs_ptr, stride, n, m = load_place(place_ptr, TYPE, ALIGNED)
     epsilon = tl.load(epsilon_ptr)
     scale, rest = load_factor(epsilon_ptr)
-    unit = tl.load(unit_ptr) if LOWERED else 1.0
     highest = tl.full((STRIP,), LOWEST, tl.float32)
     sums = tl.zeros((STRIP,), tl.float32)
     for row in range(0, n, ROWS):
         o_row = row + tl.arange(0, ROWS)
         m_row = o_row < n
         bias = load_bias(f_ptr, row_log_masses_ptr, epsilon, o_row, m_row)
-        if LOWERED:
-            bias -= tl.load(shifts_ptr + o_row, mask=m_row, other=0.0).to(tl.float64)
         p_tile = (costs_ptr + o_row.to(tl.int64) * stride)[:, None] + o_column[None, :]
         costs = tl.load(p_tile, mask=m_row[:, None] & (o_column < m)[None, :], other=0.0)
-        scores = bias.to(tl.float32)[:, None] - costs.to(tl.float32) * unit  # (ROWS, STRIP)
+        scores = bias.to(tl.float32)[:, None] - costs.to(tl.float32)  # (ROWS, STRIP)
         highest, sums = add_scores(scores, highest, sums, scale, rest, 0)
     return highest, tl.maximum(sums.to(tl.float64), NOTHING)
 
@@ -88,8 +68,6 @@ def sum_strip(
 @triton.jit
 def matrix_swept_kernel(
     place_ptr,  # (4,) int64, of C (n, m)
-    shifts_ptr,  # (n,) float32, read if LOWERED
-    unit_ptr,  # () float32, read if LOWERED
     potential_ptr,  # (m,) float32
     log_masses_ptr,  # (m,) float64
     f_ptr,  # (n,) float32
@@ -102,7 +80,6 @@ def matrix_swept_kernel(
     parts,
     TYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    LOWERED: tl.constexpr,
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -133,8 +110,8 @@ def matrix_swept_kernel(
     short = m_column & m_mass & (total < 1.0)
     if tl.max(short.to(tl.int32), 0) > 0:
         strip_highest, strip_sums = sum_strip(
-            place_ptr, shifts_ptr, unit_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr, o_column,
-            TYPE, ALIGNED, LOWERED, ROWS, STRIP,
+            place_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr, o_column,
+            TYPE, ALIGNED, ROWS, STRIP,
         )  # fmt: skip
         highest = tl.where(short, strip_highest, highest)
         sums = tl.where(short, strip_sums, sums)
@@ -163,8 +140,8 @@ def matrix_absent_kernel(
     absent = logs == -float("inf")
     if tl.max(absent.to(tl.int32), 0) > 0:
         highest, sums = sum_strip(
-            place_ptr, f_ptr, f_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr, o_column,
-            TYPE, ALIGNED, False, ROWS, STRIP,
+            place_ptr, f_ptr, row_log_masses_ptr, epsilon_ptr, o_column,
+            TYPE, ALIGNED, ROWS, STRIP,
         )  # fmt: skip
         softmin = -tl.load(epsilon_ptr) * LN_2 * (highest.to(tl.float64) + tl.log2(sums))
         tl.store(updated_ptr + o_column, softmin.to(tl.float32), mask=absent)
@@ -172,7 +149,6 @@ def matrix_absent_kernel(
 
 def swept_columns(
     place: Place,
-    lowered: Lowered | None,
     log_masses: tuple[Tensor, Tensor],
     potential: Tensor,
     f: Tensor,
@@ -184,7 +160,6 @@ def swept_columns(
 
     Args:
         place: as of the sweep, and all that follows.
-        lowered: likewise.
         log_masses: likewise.
         potential: likewise, g (m,).
         f: (n,) float32, that it found.
@@ -198,10 +173,9 @@ def swept_columns(
     )
     parts, lanes = partial.shape
     matrix_swept_kernel[(triton.cdiv(len(potential), STRIP),)](
-        place.numbers, *(lowered or Lowered(f, f)), potential, log_masses[1], f, log_masses[0],
-        epsilon, active.view(torch.int8), partial, *columns, parts, **place.constants,
-        LOWERED=lowered is not None, LANES=lanes, PARTS=PARTS, ROWS=ROWS, STRIP=STRIP,
-        num_warps=WARPS,
+        place.numbers, potential, log_masses[1], f, log_masses[0], epsilon,
+        active.view(torch.int8), partial, *columns, parts, **place.constants,
+        LANES=lanes, PARTS=PARTS, ROWS=ROWS, STRIP=STRIP, num_warps=WARPS,
     )  # fmt: skip
     return columns
 

@@ -145,18 +145,6 @@ class QuasiNewtonKernels:
         numbers[:, 0] = start.iterations
         self._begin(start, settings[0], settings[3])
 
-    def aim_at(self, settings: Tensor) -> None:
-        """Go on to another goal, settings (7,) on the device."""
-        self._settings.copy_(settings)
-
-    def resume(self, settings: Tensor) -> None:
-        """As `restart`, at a goal of settings (7,), without asking the device anything."""
-        self.aim_at(settings)
-        taken = self._state.numbers[:, 0].clone()
-        level = torch.zeros_like(taken) + settings[0]
-        self._begin(Start(Levels.descending(level), taken), settings[0], settings[3])
-        self._state.active.fill_(True)
-
     def keep(self, order: Tensor) -> None:
         """Go on with some segments."""
         self._costs = self._costs[order]

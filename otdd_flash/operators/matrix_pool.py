@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
-from otdd_flash.kernels.matrix.place import Place, numbers_of
-from otdd_flash.kernels.matrix.rough import rough_copy
+from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
-from otdd_flash.kernels.matrix.swept_columns import Lowered, fill_absent
+from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
 from otdd_flash.operators.pooled_segments import PooledSegments
 from otdd_flash.operators.pooled_term import UNKNOWN
@@ -39,8 +38,6 @@ class MatrixPool(Pool):
         place: of the matrix.
         log_masses: (N,) and (M,) float64, natural logarithms.
         weights: (N,) float32, of `row_weights`.
-        rough: of a copy in float16, where `copy` has made one.
-        lowered: what makes the matrix of it.
     """
 
     def __init__(self, room: Room, numbers: Tensor) -> None:
@@ -48,21 +45,7 @@ class MatrixPool(Pool):
         self.place = Place(numbers, room.dtype, room.aligned)
         logs = self.zeros(room.points)[0]
         self.log_masses = logs[: room.n], logs[room.n :]
-        self.weights, shifts = torch.zeros((2, room.n), device=room.device).unbind()
-        self.rough = Place(torch.zeros_like(numbers), torch.float16, True)
-        self.lowered = Lowered(shifts, torch.ones((), device=room.device))
-
-    def copy(self, size: tuple[int, int], unit: float) -> Tensor:
-        """Make the copy that `rough` is the place of; whoever asks for it holds it.
-
-        Args:
-            size: n and m.
-            unit: of `rough_unit`.
-        """
-        self.lowered.unit.fill_(unit)
-        copy = rough_copy(self.place, size, self.lowered.unit, self.lowered.shifts)
-        self.rough.numbers.copy_(torch.tensor(numbers_of(copy)))
-        return copy
+        self.weights = torch.zeros(room.n, dtype=torch.float32, device=room.device)
 
     def prepare(self, *, own: bool) -> None:
         """What is made of masses."""
@@ -85,21 +68,17 @@ class PooledMatrix(PooledSegments):
     Args:
         pool: of it.
         tables: as of all segments.
-
-    Attributes:
-        roughly: whether the copy is read instead.
     """
 
     def __init__(self, pool: MatrixPool, tables: Sequence[Tensor]) -> None:
         super().__init__(pool, tables, symmetric=False)
-        self._matrix, self.roughly = pool, False
+        self._matrix = pool
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of an evaluation."""
-        pool, vectors, g = self._matrix, self.vectors, self.vectors.columns.candidate
-        place, lowered = (pool.rough, pool.lowered) if self.roughly else (pool.place, None)
+        pool, vectors = self._matrix, self.vectors
         swept = matrix_sweep(
-            place, pool.log_masses, pool.weights, g, epsilon, active, lowered=lowered
+            pool.place, pool.log_masses, pool.weights, vectors.columns.candidate, epsilon, active
         )
         vectors.take(swept.f, epsilon, active)
         return vectors.evaluate(swept.columns, epsilon, active)

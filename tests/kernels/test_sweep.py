@@ -14,7 +14,7 @@ from torch import Tensor
 from otdd_flash.kernels.epsilon import LN_2
 from otdd_flash.kernels.matrix.place import Place, is_aligned
 from otdd_flash.kernels.matrix.sweep import Shape, matrix_sweep, row_weights, sweep_shape
-from otdd_flash.kernels.matrix.swept_columns import Lowered, fill_absent
+from otdd_flash.kernels.matrix.swept_columns import fill_absent
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -78,7 +78,6 @@ def swept(
     epsilon: float,
     *,
     costs: Tensor | None = None,
-    lowered: Lowered | None = None,
     active: bool = True,
     shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -93,7 +92,6 @@ def swept(
         given.g,
         level,
         torch.full((1,), active, device=DEVICE),
-        lowered,
         shape or few,
     )
     updated = -epsilon * LN_2.value * (sums.highest.double() + sums.sums.log2())
@@ -172,18 +170,6 @@ def test_the_same_bits_every_time() -> None:
     given = case(130, 70)
     for one, two in zip(swept(given, 0.01), swept(given, 0.01), strict=True):
         assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("largest", [1.0, 1000.0])
-def test_a_lowered_copy_stands_for_its_costs(largest: float) -> None:
-    """C = unit C' + shifts, exactly, whatever C' is."""
-    given = case(33, 70, largest=largest, closed=True)
-    unit, shifts = 2.0**-7 * largest, given.costs.amin(1)
-    copy = ((given.costs - shifts[:, None]) / unit).half()
-    meant = given._replace(costs=copy.double() * unit + shifts[:, None].double())
-    lowered = Lowered(shifts, torch.tensor(unit, device=DEVICE))
-    check(meant, 0.05, swept(given, 0.05, costs=copy, lowered=lowered))
-    assert float((copy.double() * unit + shifts[:, None] - given.costs)[copy < 9].abs().max()) > 0
 
 
 @pytest.mark.parametrize("absent", [[], [3], [3, 64, 69]])

@@ -21,7 +21,6 @@ from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.kernels.stored.plan import signed_plan
-from otdd_flash.operators.matrix_pool import MatrixPool, PooledMatrix
 from otdd_flash.operators.pooled_segments import PooledSegments, ScoredSegments, tables_of
 from otdd_flash.operators.pools import cross_segments, pool_of, term_of
 from otdd_flash.operators.score_pool import Pool, Room, ScorePool
@@ -48,9 +47,6 @@ STEPS = 4
 # Replays after which a first solve asks how far it is.
 FIRST_REPLAYS = 3
 
-# Iterations of a solve from which on the next of its size is one for a copy in float16.
-LONG = 16
-
 # Entries of plans that are held at once.
 ENTRIES = 1 << 25
 
@@ -61,9 +57,6 @@ class PooledSolve:
     Args:
         room: for the points of a batch.
         debias: whether there are self terms.
-
-    Attributes:
-        long: whether the last solve took `LONG` iterations.
     """
 
     def __init__(self, room: Room, *, debias: bool) -> None:
@@ -96,10 +89,10 @@ class PooledSolve:
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
-        self._beginning, self._iterating, self._roughly, self._ending, *self._pulling = (
-            Recorded(recordings) for _ in range(6)
+        self._beginning, self._iterating, self._ending, *self._pulling = (
+            Recorded(recordings) for _ in range(5)
         )
-        self._replays, self.long = FIRST_REPLAYS, False
+        self._replays = FIRST_REPLAYS
         self._evidence: list[PlanEvidence] = []
         self._found = self._numbers[:0]
         self._potentials = self._starts[0]
@@ -171,31 +164,6 @@ class PooledSolve:
         """Some iterations."""
         run_branches(self.room.device, *(partial(_repeat, rule) for rule in self._rules))
 
-    def iterate_roughly(self, unit: float, tolerance: float) -> None:
-        """Iterate on a copy of the given matrix in float16, until a tolerance or the end.
-
-        Iterations on the matrix itself have to follow.
-
-        Args:
-            unit: of the copy, of `rough_unit`.
-            tolerance: marginal error to reach, no lower than that of the goal.
-        """
-        (segments, *_), (rule, *_) = self._segments, self._rules
-        assert isinstance(self.pool, MatrixPool)
-        assert isinstance(segments, PooledMatrix)
-        # Held until the end of what reads it: PyTorch gives its memory to what is launched later.
-        copy = self.pool.copy(self._sizes, unit)  # noqa: F841
-        settings = self._inputs.cross.clone()
-        settings[1:3].clamp_min_(tolerance)
-        settings[4] = 1.0
-        rule.aim_at(settings)
-        segments.roughly = True
-        while bool(rule.active.any()):
-            self._roughly.run(self._iterate)
-        segments.roughly = False
-        rule.resume(self._inputs.cross)
-        self._replays = 1
-
     def read(self) -> Read:
         """Certify, and ask the device."""
         self._ending.run(self._certify)
@@ -204,7 +172,7 @@ class PooledSolve:
         read = Read(done, found[1:].view(self.room.problems, -1), self._evidence)
         most = max(int(term.iterations.max()) for term in read.terms())
         # A replay in which nothing is active takes less time than to certify in vain.
-        self._replays, self.long = (-(-most // STEPS) + 1 if done else 1), most >= LONG
+        self._replays = -(-most // STEPS) + 1 if done else 1
         return read
 
     def _certify(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -20,18 +19,6 @@ from otdd_flash.solver.term.plan_evidence import PlanEvidence
 from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
 from otdd_flash.solver.term_solves import Potentials
-
-
-class Roughly(NamedTuple):
-    """How to iterate on a copy in float16.
-
-    Attributes:
-        unit: of `kernels.matrix.rough`.
-        tolerance: marginal error to reach.
-    """
-
-    unit: float
-    tolerance: float
 
 
 def facts_of(read: TermRead) -> CostFacts:
@@ -76,21 +63,14 @@ class SingleSolve:
         of_costs: tuple[float, float, float],
         start: Potentials | None,
         progress: Progress | None,
-        roughly: Roughly | None = None,
     ) -> dict[str, TransportTerm] | None:
-        """Its terms; None where one of them needs another solve.
-
-        Where it takes long, iterations are `roughly` those of a copy meanwhile.
-        """
+        """Its terms; None where one of them needs another solve."""
         # A certificate finds a little more than the iterations: it lowers g for rounding.
         goal = goal_of(self._options, self._epsilon, AIM)
         starts = {name: g[None] for name, g in (start or {}).items()}
         self._solve.begin(batch, of_costs, goal, starts)
         found, done = None, False
         while found is None or not done:
-            if roughly is not None and (self._solve.long or found is not None):
-                self._solve.iterate_roughly(*roughly)
-                roughly = None
             self._solve.iterate()
             found = self._solve.read()
             if not self._reachable(found, progress):
