@@ -118,14 +118,37 @@ def test_datasets_are_opened_as_they_were_saved(tmp_path: Path) -> None:
     for found in (otdd.features_file(folder), otdd.features_file(given, key="features")):
         assert len(found.file.matrix.pieces) == 3
         assert torch.equal(found, expected)
-    for other in (given.select(range(N - 1)), given.shuffle(seed=0)):
-        with pytest.raises(
-            InputError,
-            match="is a selection of the rows in its files, or has them in another order",
-        ):
-            otdd.features_file(other)
     with pytest.raises(InputError, match="the dataset lies in memory"):
         otdd.features_file(datasets.Dataset.from_dict({"x": [[1.0]]}))
+
+
+def test_datasets_that_differ_from_their_files_are_refused(tmp_path: Path) -> None:
+    given = datasets.load_from_disk(str(saved(tmp_path / "saved")))
+    number = given.add_column("number", list(range(N)))
+    double = given.map(lambda row: {"other": [2 * value for value in row["features"]]})
+    for kept in (
+        number,
+        number.remove_columns("number"),
+        double.select_columns("features"),
+        datasets.concatenate_datasets([given.select_columns("features")] * 2),
+        # A slice of whole files.
+        given.select(range(24, 47)),
+    ):
+        features = otdd.features_file(kept, key="features" if kept is double else None)
+        assert torch.equal(features, torch.tensor(kept["features"][:]))
+    row = {"features": [9.0] * DIM}
+    swapped = double.rename_columns({"other": "features", "features": "other"})
+    for other in (
+        given.select(range(N - 1)),
+        given.shuffle(seed=0),
+        # As many rows as there are in the files.
+        given.select(range(N - 1)).add_item(row),
+        given.rename_column("features", "renamed"),
+        swapped,
+    ):
+        key = "features" if other is swapped else None
+        with pytest.raises(InputError, match="the dataset is not what its files hold, but a sel"):
+            otdd.features_file(other, key=key)
 
 
 @pytest.mark.parametrize("kind", ["arrow", "folder"])
