@@ -24,6 +24,11 @@ TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64():
 # are; whether all rows are there is counted.
 HARMLESS = {"replace_schema_metadata", "drop", "remove_column", "select", "slice"}
 
+# Of numbers that are not in a file as they are in memory.
+NOT_AS_IT_IS = (
+    "compressed or not aligned; write it with the options that datasets takes, which do neither"
+)
+
 # What the file format begins with, and what ends a stream that was written to its end.
 FILE_MAGIC, STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -109,7 +114,7 @@ def _of_files(files: list[Path], key: str | None) -> Matrix:
             # Those of pyarrow, too, are long.
             says = error.strerror or str(error).splitlines()[0]
             raise InputError(f"cannot read {path}: {says}") from None
-        except (pa.ArrowInvalid, ValueError) as error:
+        except (pa.ArrowException, ValueError) as error:
             says = str(error).splitlines()[0]
             raise InputError(f"{path} is no Arrow file, or a damaged one ({says})") from None
     if kind is None or kind[0] == 0:
@@ -120,7 +125,7 @@ def _of_files(files: list[Path], key: str | None) -> Matrix:
 def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch.dtype], Piece]]:
     """Each batch of rows: its first row in the file, its kind and where it is."""
     content: Any = np.memmap(path, np.uint8, "r")
-    start, row = content.ctypes.data, 0
+    row = 0
     for batch in _batches(path, content):
         name = _column(path, batch.schema, key)
         if not batch.num_rows:
@@ -140,25 +145,33 @@ def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch
             raise InputError(
                 f"{where} holds nulls, the first in row {row + first}; leave those rows out"
             )
-        offset = values.buffers()[1].address + values.offset * dtype.itemsize - start
-        if not 0 <= offset < len(content) or offset % dtype.itemsize:
-            raise InputError(
-                f"{where} is compressed or not aligned; write it with the options that datasets "
-                "takes, which do neither"
-            )
+        offset = _offset(where, content, values, batch.num_rows * length * dtype.itemsize)
+        if offset % dtype.itemsize:
+            raise InputError(f"{where} is {NOT_AS_IT_IS}")
         yield row, (length, dtype), Piece(path, offset, batch.num_rows)
         row += batch.num_rows
 
 
+def _offset(where: str, content: Any, values: Any, size: int) -> int:
+    """Where in a file the numbers of a batch begin, which take so many bytes."""
+    buffer, first = values.buffers()[1], values.offset * values.type.byte_width
+    if len(values) * values.type.byte_width != size or first + size > buffer.size:
+        raise InputError(f"{where} is damaged: it lacks some of its numbers; write it again")
+    offset = int(buffer.address) + first - int(content.ctypes.data)
+    if not 0 <= offset <= len(content) - size:
+        raise InputError(f"{where} is {NOT_AS_IT_IS}")
+    return offset
+
+
 def _batches(path: Path, content: Any) -> Iterator[Any]:
-    source = pa.py_buffer(content)
+    source = pa.BufferReader(pa.py_buffer(content))
     if content[: len(FILE_MAGIC)].tobytes() == FILE_MAGIC:
         reader = pa.ipc.open_file(source)
         yield from (reader.get_batch(place) for place in range(reader.num_record_batches))
         return
     reader = pa.ipc.open_stream(source)
     yield from reader
-    if content[-len(STREAM_END) :].tobytes() != STREAM_END:
+    if source.tell() < len(content) or content[-len(STREAM_END) :].tobytes() != STREAM_END:
         raise InputError(f"{path} is truncated: the end of its stream is missing; write it again")
 
 

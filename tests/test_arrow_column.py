@@ -236,6 +236,30 @@ def test_damage_is_told_in_a_sentence(tmp_path: Path) -> None:
         assert str(told.value).count("features are") <= 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_damage_leads_beyond_a_file(kind: str, tmp_path: Path) -> None:
+    """A bit flipped in what says where the numbers are: their length, type, place or end."""
+    good = written(tmp_path / "good.arrow", [column(points()[:5], kind), column(points(), kind)])
+    content = good.read_bytes()
+    (first, _), refused = otdd.features_file(good).file.matrix.pieces, 0
+    for place in range(first.offset):
+        for bit in (0x01, 0x80):
+            # Mapped files are not written over.
+            path = tmp_path / f"{place}.{bit}.arrow"
+            path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+            try:
+                matrix = otdd.features_file(path, key="features").file.matrix
+            except InputError:
+                refused += 1
+                continue
+            finally:
+                path.unlink()
+            assert matrix.shape[0] == N + 5
+            for piece in matrix.pieces:
+                assert piece.offset + piece.rows * matrix.row_bytes <= len(content)
+    assert refused > first.offset // 2
+
+
 def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None:
     folder = saved(tmp_path / "saved")
     features = otdd.features_file(folder)
