@@ -154,10 +154,11 @@ def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch
 
 def _offset(where: str, content: Any, values: Any, size: int) -> int:
     """Where in a file the numbers of a batch begin, which take so many bytes."""
-    buffer, first = values.buffers()[1], values.offset * values.type.byte_width
-    if len(values) * values.type.byte_width != size or first + size > buffer.size:
+    width: int = values.type.byte_width
+    buffer, first = values.buffers()[1], values.offset * width
+    if len(values) * width != size or first + size > buffer.size:
         raise InputError(f"{where} is damaged: it lacks some of its numbers; write it again")
-    offset = int(buffer.address) + first - int(content.ctypes.data)
+    offset: int = buffer.address + first - content.ctypes.data
     if not 0 <= offset <= len(content) - size:
         raise InputError(f"{where} is {NOT_AS_IT_IS}")
     return offset

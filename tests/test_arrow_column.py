@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.feature_file import FileFeatures, ScatteredFeatures
+from otdd_flash.feature_tensors import FileFeatures, ScatteredFeatures
 from otdd_flash.operators import blocked, request
 
 N, DIM = 70, 3
@@ -85,6 +86,34 @@ def test_one_batch_is_mapped_and_several_are_read(
     assert samples.features is several
     assert samples.fingerprint == otdd.LabeledSamples(one, None, ()).fingerprint
     assert torch.equal(samples.take(torch.tensor([5, 2])).features, one[[5, 2]].to(one.dtype))
+
+
+def test_pieces_answer_as_a_tensor_does_and_cannot_be_changed(tmp_path: Path) -> None:
+    whole = torch.from_numpy(points())
+    parts = [column(part) for part in np.split(points(), (20, 55))]
+    features = otdd.features_file(written(tmp_path / "x.arrow", parts))
+    square, place = torch.tensor([[0, 69], [20, 3]]), torch.tensor(54)
+    for use in (
+        lambda x: x[square],
+        lambda x: x[place],
+        lambda x: x[-3],
+        lambda x: x[:, torch.tensor([2, 0])],
+        lambda x: x[torch.arange(N) % 2 == 0],
+        lambda x: x.flip(0),
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: copy.deepcopy(x)[18:22],
+        lambda x: torch.empty(N, DIM).copy_(x),
+    ):
+        assert torch.equal(use(features), use(whole))
+    for change in (
+        lambda: features.add_(1),
+        lambda: features.__isub__(whole),
+        lambda: torch.add(whole, 1, out=features),
+        lambda: features.detach().zero_(),
+        lambda: features.__setitem__(0, 0.0),
+    ):
+        with pytest.raises(InputError, match="features in files cannot be changed in place"):
+            change()
 
 
 def test_what_is_read_is_what_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

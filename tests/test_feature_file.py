@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from safetensors.torch import save_file
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.feature_file import FileFeatures
+from otdd_flash.feature_tensors import FileFeatures
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -104,6 +106,24 @@ def test_damaged_headers_are_refused_in_a_sentence(tmp_path: Path) -> None:
             continue
         with pytest.raises(InputError, match=says):
             otdd.features_file(damaged)
+
+
+def test_features_that_were_changed_in_place_are_refused(tmp_path: Path) -> None:
+    """They would be read as they were from the file, and as they are from memory."""
+    features = otdd.features_file(written(tmp_path, "npy"))
+    samples = otdd.LabeledSamples(features, None, ())
+    copied = copy.deepcopy(features)
+    features -= features.mean(0)
+    for use in (
+        lambda: otdd.LabeledSamples(features, None, ()),
+        lambda: otdd.dataset_distance(samples, points(), labels="none", compute="cpu"),
+        lambda: pickle.dumps(features),
+        lambda: copy.deepcopy(features),
+    ):
+        with pytest.raises(InputError, match="features in files cannot be changed in place"):
+            use()
+    assert torch.equal(copied, points())
+    assert otdd.LabeledSamples(copied, None, ()).features is copied
 
 
 def test_labels_of_another_length_are_refused(tmp_path: Path) -> None:
