@@ -20,6 +20,15 @@ from otdd_flash.feature_layout import Matrix, Piece
 
 TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64(): torch.float64}
 
+# What `datasets` may do to a table that leaves the order of rows and the names of columns as they
+# are; whether all rows are there is counted.
+HARMLESS = {"replace_schema_metadata", "drop", "remove_column", "select", "slice"}
+
+# Of numbers that are not in a file as they are in memory.
+NOT_AS_IT_IS = (
+    "compressed or not aligned; write it with the options that datasets takes, which do neither"
+)
+
 # What the file format begins with, and what ends a stream that was written to its end.
 FILE_MAGIC, STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -28,22 +37,34 @@ def matrix_of_dataset(dataset: Any, key: str | None) -> Matrix:
     """A column of a `datasets.Dataset` that lies in files as it is.
 
     Raises:
-        InputError: it lies in memory, or is a selection of what is in its files.
+        InputError: it lies in memory, or is not what its files hold.
     """
-    chosen = dataset._indices is not None
-    files = [] if chosen else [Path(entry["filename"]) for entry in dataset.cache_files]
-    if not chosen and not files:
+    key = _column("the dataset", dataset.data.schema, key)
+    # Row by row of its table: the parts that have the column.
+    blocks = getattr(dataset.data, "blocks", [[dataset.data]])
+    parts = [part for row in blocks for part in row if key in part.schema.names]
+    if not any(hasattr(part, "path") for part in parts):
         raise InputError(
             "the dataset lies in memory; save it with save_to_disk and give its folder, or give "
             "its column as an array"
         )
-    found = None if chosen else _of_files(files, key)
+    whole = dataset._indices is None and all(_is_as_in_its_file(part) for part in parts)
+    found = _of_files([Path(part.path) for part in parts], key) if whole else None
     if found is None or len(dataset) != found.shape[0]:
         raise InputError(
-            "the dataset is a selection of the rows in its files, or has them in another order; "
-            "save it with save_to_disk and give its folder"
+            "the dataset is not what its files hold, but a selection or another order of their "
+            "rows, or has renamed columns or rows in memory; save it with save_to_disk and give "
+            "its folder"
         )
     return found
+
+
+def _is_as_in_its_file(part: Any) -> bool:
+    """Whether a part of a dataset's table has rows of a file in order, under the names there.
+
+    Its `replays` are what `datasets` did to the table of the file.
+    """
+    return hasattr(part, "path") and all(name in HARMLESS for name, *_ in part.replays)
 
 
 def matrix_of_arrow(path: Path, key: str | None) -> Matrix:
@@ -93,7 +114,7 @@ def _of_files(files: list[Path], key: str | None) -> Matrix:
             # Those of pyarrow, too, are long.
             says = error.strerror or str(error).splitlines()[0]
             raise InputError(f"cannot read {path}: {says}") from None
-        except (pa.ArrowInvalid, ValueError) as error:
+        except (pa.ArrowException, ValueError) as error:
             says = str(error).splitlines()[0]
             raise InputError(f"{path} is no Arrow file, or a damaged one ({says})") from None
     if kind is None or kind[0] == 0:
@@ -104,7 +125,7 @@ def _of_files(files: list[Path], key: str | None) -> Matrix:
 def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch.dtype], Piece]]:
     """Each batch of rows: its first row in the file, its kind and where it is."""
     content: Any = np.memmap(path, np.uint8, "r")
-    start, row = content.ctypes.data, 0
+    row = 0
     for batch in _batches(path, content):
         name = _column(path, batch.schema, key)
         if not batch.num_rows:
@@ -124,38 +145,47 @@ def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch
             raise InputError(
                 f"{where} holds nulls, the first in row {row + first}; leave those rows out"
             )
-        offset = values.buffers()[1].address + values.offset * dtype.itemsize - start
-        if not 0 <= offset < len(content) or offset % dtype.itemsize:
-            raise InputError(
-                f"{where} is compressed or not aligned; write it with the options that datasets "
-                "takes, which do neither"
-            )
+        offset = _offset(where, content, values, batch.num_rows * length * dtype.itemsize)
+        if offset % dtype.itemsize:
+            raise InputError(f"{where} is {NOT_AS_IT_IS}")
         yield row, (length, dtype), Piece(path, offset, batch.num_rows)
         row += batch.num_rows
 
 
+def _offset(where: str, content: Any, values: Any, size: int) -> int:
+    """Where in a file the numbers of a batch begin, which take so many bytes."""
+    width: int = values.type.byte_width
+    buffer, first = values.buffers()[1], values.offset * width
+    if len(values) * width != size or first + size > buffer.size:
+        raise InputError(f"{where} is damaged: it lacks some of its numbers; write it again")
+    offset: int = buffer.address + first - content.ctypes.data
+    if not 0 <= offset <= len(content) - size:
+        raise InputError(f"{where} is {NOT_AS_IT_IS}")
+    return offset
+
+
 def _batches(path: Path, content: Any) -> Iterator[Any]:
-    source = pa.py_buffer(content)
+    source = pa.BufferReader(pa.py_buffer(content))
     if content[: len(FILE_MAGIC)].tobytes() == FILE_MAGIC:
         reader = pa.ipc.open_file(source)
         yield from (reader.get_batch(place) for place in range(reader.num_record_batches))
         return
     reader = pa.ipc.open_stream(source)
     yield from reader
-    if content[-len(STREAM_END) :].tobytes() != STREAM_END:
+    if source.tell() < len(content) or content[-len(STREAM_END) :].tobytes() != STREAM_END:
         raise InputError(f"{path} is truncated: the end of its stream is missing; write it again")
 
 
-def _column(path: Path, schema: Any, key: str | None) -> str:
+def _column(holder: Path | str, schema: Any, key: str | None) -> str:
     """The column that was asked for, or the only one of lists."""
     if key is not None:
         if key not in schema.names:
-            raise InputError(f"{path} has no {key!r}; it holds {', '.join(schema.names)}")
+            raise InputError(f"{holder} has no {key!r}; it holds {', '.join(schema.names)}")
         return key
     lists = [field.name for field in schema if _is_list(field.type)]
     if len(lists) != 1:
         names = ", ".join(schema.names) or "nothing"
-        raise InputError(f"{path} holds {names}; say which column with key=")
+        raise InputError(f"{holder} holds {names}; say which column with key=")
     return str(lists[0])
 
 

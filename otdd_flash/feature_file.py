@@ -1,32 +1,23 @@
-"""Features that stay in files: a matrix that looks like a tensor and is read as it is used.
+"""Files that hold a matrix of features: where its rows are, read and mapped, and never others.
 
-A .npy array, a matrix of a .safetensors file or a column of Arrow files. One that lies in one piece
-is mapped into memory, so that any operation on the tensor reads what it touches. A column in record
-batches has no address of its own: rows that are taken from it are read, its largest entry is found
-block by block, and any other operation reads all of it. Long passes read blocks of rows from the
-files themselves (`FeatureFile.read`). A file that is shorter than it says, or that changes while it
-is open, is an error in one sentence.
+Long passes read blocks of rows (`read`), few rows of any place come from memory that the files are
+mapped into (`take`). A file that is shorter than it says, or that changes while it is open, is an
+error in one sentence.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
-from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.feature_layout import Matrix, Piece, matrix_of
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 # Bytes that are read at once where a matrix is looked through.
 BLOCK_BYTES = 1 << 24
@@ -93,15 +84,6 @@ class FeatureFile:
                 )
             self._stamps[path] = found
         return self
-
-    @property
-    def features(self) -> Tensor:
-        """(n, d), as `features_file` gives them."""
-        if len(self.matrix.pieces) > 1:
-            return ScatteredFeatures.of(self)
-        features = self.mapped().as_subclass(FileFeatures)
-        features.file = self
-        return features
 
     def check(self) -> None:
         """Refuse files that are others than when they were opened.
@@ -185,96 +167,3 @@ class FeatureFile:
         out = torch.empty(shape, dtype=self.matrix.dtype)
         self.read(rows, out)
         return out
-
-
-class FileFeatures(Tensor):
-    """A matrix that knows its files; what operations make of it are plain tensors.
-
-    Attributes:
-        file: where it is.
-    """
-
-    file: FeatureFile
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Other processes read the files."""
-        return _reopened, (self.file,)
-
-
-class ScatteredFeatures(FileFeatures):
-    """A matrix in several pieces, which are read when an operation needs them."""
-
-    @staticmethod
-    def of(file: FeatureFile) -> ScatteredFeatures:
-        """A tensor without memory of its own."""
-        make: Any = Tensor._make_wrapper_subclass
-        found: ScatteredFeatures = make(
-            ScatteredFeatures, file.matrix.shape, dtype=file.matrix.dtype, device="cpu"
-        )
-        found.file = file
-        return found
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"ScatteredFeatures({self.file.matrix.shape}, {self.file.matrix.dtype})"
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """All of it, read."""
-        return self.file.rows(slice(0, self.shape[0])).numpy(force=force)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Rows that are taken, and the largest entry, without reading all of it."""
-        one = args[0]
-        aten = torch.ops.aten
-        if isinstance(one, ScatteredFeatures):
-            file, count = one.file, one.file.matrix.shape[0]
-            match function, args[1:]:
-                case aten.detach.default | aten.alias.default, _:
-                    return ScatteredFeatures.of(file)
-                case aten.slice.Tensor, (0, start, stop, *step) if step in ([], [1]):
-                    start, stop, _ = slice(start, stop).indices(count)
-                    return file.rows(slice(start, max(start, stop)))
-                case aten.index.Tensor, ([Tensor() as rows],) if rows.dtype == torch.int64:
-                    rows = torch.where(rows < 0, rows + count, rows).cpu()
-                    return file.take(rows, torch.empty(len(rows), one.shape[1], dtype=one.dtype))
-                case aten.linalg_vector_norm.default, (math.inf,):
-                    norms = [function(file.rows(rows), math.inf) for rows in file.blocks()]
-                    return torch.stack(norms).amax()
-
-        def read(given: Any) -> Any:
-            whole = isinstance(given, ScatteredFeatures)
-            return given.file.rows(slice(0, given.shape[0])) if whole else given
-
-        args, kwargs = torch.utils._pytree.tree_map(read, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-
-@takes(arguments.FEATURES_FILE)
-def features_file(path: str | os.PathLike[str] | Dataset, *, key: str | None = None) -> Tensor:
-    """Features (n, d) in files, to be given wherever features are, that are not read at once.
-
-    Args:
-        path: a .npy or .safetensors file with a matrix of floating-point numbers; an .arrow file or
-            a folder of `Dataset.save_to_disk` with a column of lists of one length; or a
-            `datasets.Dataset` that lies in such files.
-        key: the name of the matrix in a .safetensors file, or of the column; needed if there are
-            several.
-
-    Returns:
-        (n, d), mapped into memory or read as it is used. Distances stream it to the device in
-        blocks of rows where it does not fit there.
-
-    Raises:
-        InputError: there is no such file or matrix, it is truncated or damaged, or its type is
-            another.
-    """
-    given = Path(path).expanduser() if isinstance(path, str | os.PathLike) else path
-    return FeatureFile(given, key).features
-
-
-def _reopened(file: FeatureFile) -> Tensor:
-    return file.reopened().features

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +101,7 @@ def _of_npy(path: Path, stream: Any) -> Matrix:
         version = np.lib.format.read_magic(stream)
         read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
         shape, by_columns, dtype = read[version[0]](stream)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, SyntaxError, TokenError) as error:
         raise InputError(f"{path} is no .npy file, or a damaged one ({error})") from None
     if dtype.str not in NUMPY_TYPES or (by_columns and len(shape) == 2 and 1 not in shape):
         order = " by columns" if by_columns else ""
@@ -116,10 +118,7 @@ def _of_safetensors(path: Path, stream: Any, key: str | None) -> Matrix:
             raise ValueError(f"a header of {length} bytes")
         header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        entries = {
-            name: (entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-            for name, entry in header.items()
-        }
+        entries = {name: _Entry.of(entry) for name, entry in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is no .safetensors file, or a damaged one ({error})") from None
     names = ", ".join(sorted(entries))
@@ -127,10 +126,33 @@ def _of_safetensors(path: Path, stream: Any, key: str | None) -> Matrix:
         raise InputError(f"{path} holds {names or 'nothing'}; say which matrix with key=")
     if key is not None and key not in entries:
         raise InputError(f"{path} has no {key!r}; it holds {names}")
-    dtype, shape, offset = entries[key or names]
+    dtype, shape, first, end = entries[key or names]
     if dtype not in TYPES:
         raise InputError(f"{path} holds {dtype}; features are read from {', '.join(TYPES)}")
-    return _checked(path, shape, TYPES[dtype], offset)
+    if end - first != math.prod(shape) * TYPES[dtype].itemsize:
+        raise InputError(
+            f"{path} is damaged: its header gives {end - first} bytes to numbers of shape "
+            f"{shape}; write it again"
+        )
+    return _checked(path, shape, TYPES[dtype], 8 + length + first)
+
+
+class _Entry(NamedTuple):
+    """What the header of a .safetensors file says of a tensor; its bytes count from the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    end: int
+
+    @classmethod
+    def of(cls, entry: Any) -> _Entry:
+        """That of JSON, or one of the errors of wrong types and values."""
+        shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
+        numbers = *shape, first, end
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"the numbers {numbers}")
+        return cls(str(entry["dtype"]), shape, first, end)
 
 
 def _checked(path: Path, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Matrix:

@@ -16,7 +16,7 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields, shown, takes
 from otdd_flash.errors import InputError, prefixed
-from otdd_flash.feature_file import FileFeatures
+from otdd_flash.feature_tensors import FileFeatures
 from otdd_flash.fingerprint import fingerprint
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 
@@ -207,7 +207,7 @@ def check_squares(*sides: LabeledSamples) -> None:
     different = list(dict.fromkeys(sides))
     for side in different:
         if isinstance(side.features, FileFeatures):
-            side.features.file.check()
+            side.features.check()
     found = [largest_entry(side.features) for side in different]
     together = len({number.device for number in found}) == 1
     # Of one device, the host waits once.
@@ -226,7 +226,7 @@ def check_squares(*sides: LabeledSamples) -> None:
 def _as_features(values: Any) -> Tensor:
     features = real_tensor("features", values)
     if isinstance(features, FileFeatures):
-        features.file.check()
+        features.check()
     elif features.dtype not in (torch.float32, torch.float64):
         features = features.to(torch.float32)
     if features.ndim != 2:

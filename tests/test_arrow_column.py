@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.feature_file import FileFeatures, ScatteredFeatures
+from otdd_flash.feature_tensors import FileFeatures, ScatteredFeatures
 from otdd_flash.operators import blocked, request
 
 N, DIM = 70, 3
@@ -87,6 +88,34 @@ def test_one_batch_is_mapped_and_several_are_read(
     assert torch.equal(samples.take(torch.tensor([5, 2])).features, one[[5, 2]].to(one.dtype))
 
 
+def test_pieces_answer_as_a_tensor_does_and_cannot_be_changed(tmp_path: Path) -> None:
+    whole = torch.from_numpy(points())
+    parts = [column(part) for part in np.split(points(), (20, 55))]
+    features = otdd.features_file(written(tmp_path / "x.arrow", parts))
+    square, place = torch.tensor([[0, 69], [20, 3]]), torch.tensor(54)
+    for use in (
+        lambda x: x[square],
+        lambda x: x[place],
+        lambda x: x[-3],
+        lambda x: x[:, torch.tensor([2, 0])],
+        lambda x: x[torch.arange(N) % 2 == 0],
+        lambda x: x.flip(0),
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: copy.deepcopy(x)[18:22],
+        lambda x: torch.empty(N, DIM).copy_(x),
+    ):
+        assert torch.equal(use(features), use(whole))
+    for change in (
+        lambda: features.add_(1),
+        lambda: features.__isub__(whole),
+        lambda: torch.add(whole, 1, out=features),
+        lambda: features.detach().zero_(),
+        lambda: features.__setitem__(0, 0.0),
+    ):
+        with pytest.raises(InputError, match="features in files cannot be changed in place"):
+            change()
+
+
 def test_what_is_read_is_what_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = points()
     parts = [column(part) for part in np.split(whole, 7)]
@@ -118,14 +147,37 @@ def test_datasets_are_opened_as_they_were_saved(tmp_path: Path) -> None:
     for found in (otdd.features_file(folder), otdd.features_file(given, key="features")):
         assert len(found.file.matrix.pieces) == 3
         assert torch.equal(found, expected)
-    for other in (given.select(range(N - 1)), given.shuffle(seed=0)):
-        with pytest.raises(
-            InputError,
-            match="is a selection of the rows in its files, or has them in another order",
-        ):
-            otdd.features_file(other)
     with pytest.raises(InputError, match="the dataset lies in memory"):
         otdd.features_file(datasets.Dataset.from_dict({"x": [[1.0]]}))
+
+
+def test_datasets_that_differ_from_their_files_are_refused(tmp_path: Path) -> None:
+    given = datasets.load_from_disk(str(saved(tmp_path / "saved")))
+    number = given.add_column("number", list(range(N)))
+    double = given.map(lambda row: {"other": [2 * value for value in row["features"]]})
+    for kept in (
+        number,
+        number.remove_columns("number"),
+        double.select_columns("features"),
+        datasets.concatenate_datasets([given.select_columns("features")] * 2),
+        # A slice of whole files.
+        given.select(range(24, 47)),
+    ):
+        features = otdd.features_file(kept, key="features" if kept is double else None)
+        assert torch.equal(features, torch.tensor(kept["features"][:]))
+    row = {"features": [9.0] * DIM}
+    swapped = double.rename_columns({"other": "features", "features": "other"})
+    for other in (
+        given.select(range(N - 1)),
+        given.shuffle(seed=0),
+        # As many rows as there are in the files.
+        given.select(range(N - 1)).add_item(row),
+        given.rename_column("features", "renamed"),
+        swapped,
+    ):
+        key = "features" if other is swapped else None
+        with pytest.raises(InputError, match="the dataset is not what its files hold, but a sel"):
+            otdd.features_file(other, key=key)
 
 
 @pytest.mark.parametrize("kind", ["arrow", "folder"])
@@ -211,6 +263,30 @@ def test_damage_is_told_in_a_sentence(tmp_path: Path) -> None:
         # One sentence, that no other wraps.
         assert "\n" not in str(told.value)
         assert str(told.value).count("features are") <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_damage_leads_beyond_a_file(kind: str, tmp_path: Path) -> None:
+    """A bit flipped in what says where the numbers are: their length, type, place or end."""
+    good = written(tmp_path / "good.arrow", [column(points()[:5], kind), column(points(), kind)])
+    content = good.read_bytes()
+    (first, _), refused = otdd.features_file(good).file.matrix.pieces, 0
+    for place in range(first.offset):
+        for bit in (0x01, 0x80):
+            # Mapped files are not written over.
+            path = tmp_path / f"{place}.{bit}.arrow"
+            path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+            try:
+                matrix = otdd.features_file(path, key="features").file.matrix
+            except InputError:
+                refused += 1
+                continue
+            finally:
+                path.unlink()
+            assert matrix.shape[0] == N + 5
+            for piece in matrix.pieces:
+                assert piece.offset + piece.rows * matrix.row_bytes <= len(content)
+    assert refused > first.offset // 2
 
 
 def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None:

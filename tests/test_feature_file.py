@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from safetensors.torch import save_file
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.feature_file import FileFeatures
+from otdd_flash.feature_tensors import FileFeatures
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -72,6 +75,55 @@ def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None
     ):
         with pytest.raises(InputError, match="changed while it was in use"):
             use()
+
+
+def test_damaged_headers_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = written(tmp_path, "npy")
+    content = path.read_bytes()
+    (unclosed := tmp_path / "unclosed.npy").write_bytes(content.replace(b"}", b" ", 1))
+    with pytest.raises(InputError, match=r"is no \.npy file, or a damaged one"):
+        otdd.features_file(unclosed)
+    good = {"dtype": "F32", "shape": [7, 3], "data_offsets": [0, 84]}
+    for place, (change, says) in enumerate(
+        (
+            ({}, None),
+            ({"shape": [-7, 3]}, "or a damaged one"),
+            ({"shape": [7.0, 3]}, "or a damaged one"),
+            ({"shape": ["7", 3]}, "or a damaged one"),
+            ({"data_offsets": [-8, 76]}, "or a damaged one"),
+            ({"data_offsets": [0]}, "or a damaged one"),
+            ({"dtype": ["F32"]}, "holds .*; features are read from"),
+            ({"shape": [3, 3]}, "gives 84 bytes to numbers of shape"),
+            ({"dtype": "F16"}, "gives 84 bytes to numbers of shape"),
+        )
+    ):
+        header = json.dumps({"x": good | change}).encode()
+        header += b" " * (-len(header) % 8)
+        damaged = tmp_path / f"{place}.safetensors"
+        damaged.write_bytes(len(header).to_bytes(8, "little") + header + bytes(84))
+        if says is None:
+            assert otdd.features_file(damaged).shape == (7, 3)
+            continue
+        with pytest.raises(InputError, match=says):
+            otdd.features_file(damaged)
+
+
+def test_features_that_were_changed_in_place_are_refused(tmp_path: Path) -> None:
+    """They would be read as they were from the file, and as they are from memory."""
+    features = otdd.features_file(written(tmp_path, "npy"))
+    samples = otdd.LabeledSamples(features, None, ())
+    copied = copy.deepcopy(features)
+    features -= features.mean(0)
+    for use in (
+        lambda: otdd.LabeledSamples(features, None, ()),
+        lambda: otdd.dataset_distance(samples, points(), labels="none", compute="cpu"),
+        lambda: pickle.dumps(features),
+        lambda: copy.deepcopy(features),
+    ):
+        with pytest.raises(InputError, match="features in files cannot be changed in place"):
+            use()
+    assert torch.equal(copied, points())
+    assert otdd.LabeledSamples(copied, None, ()).features is copied
 
 
 def test_labels_of_another_length_are_refused(tmp_path: Path) -> None:

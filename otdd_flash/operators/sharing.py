@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.feature_file import FeatureFile, FileFeatures
+from otdd_flash.feature_file import FeatureFile
+from otdd_flash.feature_tensors import FileFeatures, features_of
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import (
     ComputeOptions,
@@ -163,7 +164,7 @@ def _hold_cloud(
     def made() -> LabeledSamples | None:
         if ranks.rank == 0:
             return None
-        there = features if isinstance(features, Tensor) else features.reopened().features
+        there = features if isinstance(features, Tensor) else features_of(features.reopened())
         return LabeledSamples(there, labels, class_names, weights)
 
     cloud = ranks.together(made)

@@ -15,6 +15,7 @@ from rank_pool import pool
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.feature_file import FeatureFile
+from otdd_flash.feature_tensors import features_of
 from otdd_flash.operators import blocked, request
 from otdd_flash.ranks import Ranks
 from otdd_flash.solver.problem import Problem
@@ -179,7 +180,7 @@ def test_a_file_that_one_rank_lacks_is_refused_on_every_rank(tmp_path: Path) -> 
 
 def test_another_process_finds_the_same_file_or_says_so(tmp_path: Path) -> None:
     features: Any = datasets(written(tmp_path))[0].features
-    assert torch.equal(features.file.reopened().features, features)
+    assert torch.equal(features_of(features.file.reopened()), features)
     content = tmp_path / "x.npy"
     os.utime(content, (1, 1))
     with pytest.raises(InputError, match="is another file for another process"):
