@@ -197,10 +197,11 @@ def sweep_shape(size: tuple[int, int], dtype: torch.dtype, device: torch.device)
         card: Any = torch.cuda.get_device_properties(device)
         programs, shared = card.multi_processor_count, card.shared_memory_per_block_optin
     of_program = triton.cdiv(n, programs)
-    # 8,192 entries at once, 32 a thread, and two rows where registers hold them.
+    # 8,192 entries at once, 32 a thread, 16 of those to be converted, and two rows where registers
+    # hold them.
     rows = min(MOST_COLUMNS // lanes, max(2, MOST_COLUMNS // 2 // lanes))
     rows = min(rows, triton.next_power_of_2(of_program))
-    warps = max(4, min(16, rows * lanes // 1024))
+    warps = max(4, min(16, rows * lanes // (256 * dtype.itemsize)))
     room = (shared - REDUCTIONS) // (rows * lanes * dtype.itemsize)
     # What is read in one step has no next one on its way.
     stages = max(1, min(3, room + 1, triton.cdiv(of_program, rows)))
