@@ -38,7 +38,7 @@ import otdd_flash as otdd
 from experiments.batched_peers import liger
 from experiments.environment import RESULTS
 from experiments.rows import Rows
-from experiments.timing import extra_mib, milliseconds
+from experiments.timing import extra_mib, graphed, milliseconds
 from otdd_flash.batched.adjoint import plan_gradient
 
 SIZES, ENTRIES, POSTED = (4, 8, 16, 32, 64, 128), 1 << 24, (16, 65_536)
@@ -159,17 +159,6 @@ class Work:
         gradient = jax.jit(jax.vmap(jax.grad(loss)))
         given = [jax.numpy.asarray(part.cpu().numpy()) for part in (self.logits, self.cotangents)]
         return lambda: from_dlpack(gradient(*given).block_until_ready())
-
-
-def graphed(call: Backward) -> float:
-    """Milliseconds a call, ten of them in one CUDA graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            call()
-    return milliseconds(graph.replay) / 10
 
 
 def timed(call: Backward, device: str) -> float:

@@ -55,3 +55,14 @@ def cublas_tflops(products: int = 1) -> float:
             a @ b
 
     return products * 2 * 8192**3 / milliseconds(run) / 1e9
+
+
+def graphed(call: Callable[[], object]) -> float:
+    """Milliseconds a call, ten of them in one CUDA graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            call()
+    return milliseconds(graph.replay) / 10
