@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ LEARNING_RATE = 0.03
 LEAST_EIGENVALUE, STEPS_PER_CHECK = 1e-3, 10
 ARMIJO, HALVINGS = 0.1, 10
 SMALL_GRADIENT, PATIENCE = 5e-3, 3
+# Above this gradient norm Adam makes do with gradients of solves that end early.
+LARGE_GRADIENT = 10 * SMALL_GRADIENT
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,13 @@ class Rules:
         max_steps: after which it ends.
         first_step: the length of a Newton step that is tried first, then halved; None: Adam alone,
             and no eigenvalue is measured.
+        adam_tolerance: L1 marginal error of solves between Adam's steps, where no eigenvalue is
+            measured next; None: that of all others.
     """
 
     max_steps: int = 500
     first_step: float | None = 10.0
+    adam_tolerance: float | None = None
 
 
 @dataclass
@@ -102,7 +108,7 @@ class Descent:
             if self.trace.ended_by_gradient or step == self._rules.max_steps:
                 self.trace.modes += "."
                 return
-            self.point = self._newton_step(step) or self._adam_step()
+            self.point = self._newton_step(step) or self._adam_step(step)
 
     def _newton_step(self, step: int) -> Point | None:
         """The next point by Newton's method, or None where it is Adam's turn."""
@@ -115,6 +121,10 @@ class Descent:
         self.trace.iterations.append(spectrum.iterations)
         self.trace.residual.append(spectrum.residual)
         self.trace.check_seconds.append(spectrum.seconds)
+        sys.stderr.write(
+            f"step {step}, {self.trace.seconds[-1]:.1f} s: loss {self.point.loss:.5f}, "
+            f"gradient {self.point.gradient_norm:.2e}, eigenvalue {spectrum.smallest:.4f}\n"
+        )
         found = None
         if spectrum.smallest >= LEAST_EIGENVALUE:
             if not self._newton:
@@ -144,9 +154,15 @@ class Descent:
                 return found
         return None
 
-    def _adam_step(self) -> Point:
+    def _adam_step(self, step: int) -> Point:
         self.trace.modes += "a"
-        return self._loss.at(self._adam.step(self.point.gradient), near=self.point)
+        checked = (step + 1) % STEPS_PER_CHECK == 0
+        exact = checked or self.point.gradient_norm <= LARGE_GRADIENT
+        return self._loss.at(
+            self._adam.step(self.point.gradient),
+            near=self.point,
+            tolerance=None if exact else self._rules.adam_tolerance,
+        )
 
     def _note(self) -> None:
         self.trace.loss.append(self.point.loss)

@@ -185,18 +185,23 @@ class Loss:
         """What losses are compared up to, relative."""
         return ROUNDINGS[self.compute.precision != "double"]
 
-    def at(self, w: Tensor, near: Point | None = None) -> Point:
+    def at(self, w: Tensor, near: Point | None = None, tolerance: float | None = None) -> Point:
         """The point at w; a solve starts from the potential of one that is near.
+
+        It ends at a tolerance, that of the options for None.
 
         Where rounding alone exceeds the tolerance, the solve goes as far as rounding allows.
 
         Raises:
             InputError: w is so large that rounding allows next to nothing.
         """
+        options = self.options
+        if tolerance is not None:
+            options = replace(options, tolerance=tolerance)
         try:
-            return self._at(w, near, self.options)
+            return self._at(w, near, options)
         except otdd.InputError:
-            return self._at(w, near, replace(self.options, tolerance=None))
+            return self._at(w, near, replace(options, tolerance=None))
 
     def surely_above(self, w: Tensor, limit: float, near: Point) -> bool:
         """Whether the loss at w exceeds a limit, by the lower bound of a short solve.
