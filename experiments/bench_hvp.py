@@ -26,11 +26,11 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,12 @@ RELATIVE_EPSILON, TOLERANCE, WORST = 0.1, 1e-4, 0.01
 CALLS, WARM_UPS, DIRECTIONS, PEER_ITERATIONS = 5, 2, 25, 10
 LARGEST_IN_DOUBLE = 10_000
 COST = GroundCost(1.0, 1.0)
+
+
+METHODS = (
+    "product", "again", "debiased", "directions", "end_to_end", "end_to_end_biased",
+    "flash_sinkhorn", "flash_sinkhorn_default", "flash_sinkhorn_end_to_end",
+)  # fmt: skip
 
 
 class Work:
@@ -144,54 +150,50 @@ def timed(call: Callable[[], Any], device: str) -> tuple[float, float | None, An
     return statistics.median(times[WARM_UPS:]), peak, found
 
 
-def bench(n: int, d: int, device: str, methods: Sequence[str]) -> dict[str, Any]:
-    """One row."""
-    work = Work(n, d, device)
-    truths = {debias: work.truth(debias=debias) for debias in (False, True)}
-    one = work.v[None].double()
-    # The first of them is the one whose product is known.
-    many = torch.cat((one, work.directions[1:].double()))
-    kept = work.curvature("fast", TOLERANCE, debias=False)
-    calls: dict[str, tuple[Callable[[], Any], bool]] = {
-        "product": (
-            lambda: work.curvature("fast", TOLERANCE, debias=False).along(one, None).x[0],
-            False,
-        ),
-        "again": (lambda: kept.along(one, None).x[0], False),
-        "debiased": (
-            lambda: work.curvature("fast", TOLERANCE, debias=True).along(one, None).x[0],
-            True,
-        ),
-        "directions": (
-            lambda: work.curvature("fast", TOLERANCE, debias=False).along(many, None).x[0],
-            False,
-        ),
-        "end_to_end": (lambda: work.hessian().product(work.v).values, True),
-        "end_to_end_biased": (
-            lambda: work.hessian(debias=False).product(work.v).values,
-            False,
-        ),
-        "flash_sinkhorn": (lambda: work.theirs(cg_rtol=TOLERANCE, cg_atol=0.0, tau2=0.0), False),
-        "flash_sinkhorn_default": (lambda: work.theirs(), False),
-        "flash_sinkhorn_end_to_end": (work.theirs_end_to_end, False),
-    }
-    row: dict[str, Any] = {"n": n, "d": d, "epsilon": work.epsilon, "device": device}
-    for name, (call, debias) in calls.items():
-        if methods and name not in methods:
-            continue
-        try:
-            milliseconds, peak, found = timed(call, device)
-        # A peer may fail in any way, and the other entries are still wanted.
-        except Exception as error:
-            row[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-            continue
-        off = float((found.double() - truths[debias]).norm() / truths[debias].norm())
-        entry: dict[str, Any] = {"relative_error": off}
-        if off <= WORST:
-            entry |= {"ms": milliseconds, "peak_mib": peak}
-        row[name] = entry
-        sys.stderr.write(f"{n} x {d}, {name}: {entry}\n")
-    return row
+class Products:
+    """What computes a product of some work: name -> call, and whether it is debiased."""
+
+    def __init__(self, work: Work) -> None:
+        one = work.v[None].double()
+        # The first of them is the one whose product is known.
+        many = torch.cat((one, work.directions[1:].double()))
+
+        def along(directions: Tensor, *, debias: bool) -> Tensor:
+            return work.curvature("fast", TOLERANCE, debias=debias).along(directions, None).x[0]
+
+        self._kept: DivergenceCurvature | None = None
+
+        def again() -> Tensor:
+            if self._kept is None:
+                self._kept = work.curvature("fast", TOLERANCE, debias=False)
+            return self._kept.along(one, None).x[0]
+
+        self.calls: dict[str, tuple[Callable[[], Tensor], bool]] = {
+            "product": (lambda: along(one, debias=False), False),
+            "again": (again, False),
+            "debiased": (lambda: along(one, debias=True), True),
+            "directions": (lambda: along(many, debias=False), False),
+            "end_to_end": (lambda: work.hessian().product(work.v).values, True),
+            "end_to_end_biased": (lambda: work.hessian(debias=False).product(work.v).values, False),
+            "flash_sinkhorn": (
+                lambda: work.theirs(cg_rtol=TOLERANCE, cg_atol=0.0, tau2=0.0),
+                False,
+            ),
+            "flash_sinkhorn_default": (lambda: work.theirs(), False),
+            "flash_sinkhorn_end_to_end": (work.theirs_end_to_end, False),
+        }
+
+
+def bench(call: Callable[[], Tensor], truth: Tensor, device: str) -> dict[str, Any]:
+    """The entries of one row."""
+    try:
+        milliseconds, peak, found = timed(call, device)
+    # A peer may fail in any way, and the other rows are still wanted.
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+    off = float((found.double() - truth).norm() / truth.norm())
+    right = {"ms": milliseconds, "peak_mib": peak} if off <= WORST else {}
+    return {"relative_error": off, **right}
 
 
 def main() -> None:
@@ -200,18 +202,29 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--dimensions", type=int, nargs="+", default=DIMENSIONS)
-    parser.add_argument("--methods", nargs="+", default=[], help="entries of a row, all by default")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="forget rows that are there")
     given = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
-    packages = ("torch", "triton", "flash-sinkhorn")
-    name = f"bench_hvp_{given.device}"
-    rows = Rows(name, ("n", "d"), *packages, folder=given.output, again=given.again)
-    for n in given.sizes:
-        for d in given.dimensions:
-            if not rows.has(n=n, d=d):
-                rows.add(bench(n, d, given.device, given.methods))
+    rows = Rows(
+        f"bench_hvp_{given.device}",
+        ("method", "n", "d"),
+        *("torch", "triton", "flash-sinkhorn"),
+        folder=given.output,
+        again=given.again,
+    )
+    for n, d in product(given.sizes, given.dimensions):
+        left = [name for name in given.methods if not rows.has(method=name, n=n, d=d)]
+        if not left:
+            continue
+        work = Work(n, d, given.device)
+        calls = Products(work).calls
+        truths = {debias: work.truth(debias=debias) for debias in {calls[name][1] for name in left}}
+        for name in left:
+            call, debias = calls[name]
+            row = {"method": name, "n": n, "d": d, "epsilon": work.epsilon}
+            rows.add({**row, "device": given.device, **bench(call, truths[debias], given.device)})
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ n = m Gaussian points in 64 dimensions, uniform masses, the cost ||x - y||^2 / 2
 to its mean. Medians of three calls after one, by the host's clock until all is there, of fewer
 where calls take long:
 
-- map_forward, map_backward: `transport_map`, to 1e-3, and its gradient by x, to 1e-5;
-- potentials_forward, potentials_backward: `sinkhorn_potentials`, likewise;
+- map: `transport_map`, to 1e-3, and its gradient by x, to 1e-5;
+- potentials: `sinkhorn_potentials`, likewise;
 - ott_jax: potentials and gradient by x, from `PointCloud` with `ImplicitDiff`, together;
 - flash_sinkhorn: the same by `implicit_grad_x`, after 200 iterations.
 
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ SIZES, EPSILONS, DIM, SHIFT = (1_000, 5_000, 10_000, 50_000), (0.1, 0.01, 0.001)
 CALLS, WARM_UPS, LARGEST_IN_DOUBLE, WORST = 3, 1, 1_000, 0.01
 # Seconds of calls after which no other one begins.
 LONG = 10.0
+METHODS = "map", "potentials", "ott_jax", "flash_sinkhorn"
 # Of flash-sinkhorn, which takes no tolerance.
 ITERATIONS = 200
 
@@ -50,7 +51,7 @@ class Work:
         draw = torch.Generator().manual_seed(0)
         x, y, of_map = (torch.randn(n, d, generator=draw).to(device) for _ in range(3))
         self.x, self.y = x, y + SHIFT
-        self.epsilon = relative * (d + d * SHIFT**2 / 2)
+        self.epsilon, self.device = relative * (d + d * SHIFT**2 / 2), device
         self.cotangents = {"map": of_map, "potentials": torch.randn(n, generator=draw).to(device)}
 
     def forward(self, name: str, x: Tensor, **settings: Any) -> Tensor:
@@ -128,31 +129,33 @@ def timed(call: Callable[[], Tensor], device: str) -> tuple[float, float | None,
     return statistics.median(times[WARM_UPS:]), peak, found
 
 
-def bench(n: int, d: int, relative: float, device: str) -> dict[str, Any]:
-    """One row."""
-    work = Work(n, d, relative, device)
-    row: dict[str, Any] = {"n": n, "d": d, "relative_epsilon": relative, "device": device}
-    for name in ("map", "potentials"):
-        x = work.x.clone().requires_grad_()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            forward, _, result = timed(partial(work.forward, name, x), device)
-            backward, peak, found = timed(partial(work.backward, name, x, result), device)
-        entry: dict[str, Any] = {"forward_ms": forward, "backward_ms": backward, "peak_mib": peak}
-        entry["warnings"] = sorted({str(one.message) for one in caught})
-        if n <= LARGEST_IN_DOUBLE:
-            truth = work.truth(name)
-            entry["relative_error"] = float((found.double() - truth).norm() / truth.norm())
-        row[name] = entry
-    for name, call in (("ott_jax", work.ott_jax), ("flash_sinkhorn", work.flash_sinkhorn)):
-        try:
-            milliseconds, _, theirs = timed(call, device)
-            off = float((theirs.to(found) - found).norm() / found.norm())
-            row[name] = {"difference": off} | ({"ms": milliseconds} if off <= WORST else {})
-        # A peer may fail in any way, and the other entries are still wanted.
-        except Exception as error:
-            row[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-        sys.stderr.write(f"{n} x {d}, {name}: {row[name]}\n")
+def bench(work: Work, method: str) -> dict[str, Any]:
+    """The entries of one row."""
+    if method in ("map", "potentials"):
+        return ours(work, method)
+    x = work.x.clone().requires_grad_()
+    reference = work.backward("potentials", x, work.forward("potentials", x))
+    try:
+        milliseconds, _, found = timed(getattr(work, method), work.device)
+    # A peer may fail in any way, and the other rows are still wanted.
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+    off = float((found.to(reference) - reference).norm() / reference.norm())
+    return {"difference": off, **({"ms": milliseconds} if off <= WORST else {})}
+
+
+def ours(work: Work, name: str) -> dict[str, Any]:
+    """Of the map, or of the potentials."""
+    x = work.x.clone().requires_grad_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        forward, _, result = timed(partial(work.forward, name, x), work.device)
+        backward, peak, found = timed(partial(work.backward, name, x, result), work.device)
+    row: dict[str, Any] = {"forward_ms": forward, "backward_ms": backward, "peak_mib": peak}
+    row["warnings"] = sorted({str(one.message) for one in caught})
+    if len(work.x) <= LARGEST_IN_DOUBLE:
+        truth = work.truth(name)
+        row["relative_error"] = float((found.double() - truth).norm() / truth.norm())
     return row
 
 
@@ -163,20 +166,24 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--dimension", type=int, default=DIM)
     parser.add_argument("--epsilons", type=float, nargs="+", default=EPSILONS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="forget rows that are there")
     given = parser.parse_args()
     rows = Rows(
         f"bench_map_gradient_{given.device}",
-        ("n", "d", "relative_epsilon"),
+        ("method", "n", "d", "relative_epsilon"),
         *("torch", "triton", "ott-jax", "jax", "flash-sinkhorn"),
         folder=given.output,
         again=given.again,
     )
-    for n in given.sizes:
-        for relative in given.epsilons:
-            if not rows.has(n=n, d=given.dimension, relative_epsilon=relative):
-                rows.add(bench(n, given.dimension, relative, given.device))
+    for n, relative in product(given.sizes, given.epsilons):
+        known = {"n": n, "d": given.dimension, "relative_epsilon": relative}
+        left = [name for name in given.methods if not rows.has(method=name, **known)]
+        if left:
+            work = Work(n, given.dimension, relative, given.device)
+        for name in left:
+            rows.add({"method": name, **known, "device": given.device, **bench(work, name)})
 
 
 if __name__ == "__main__":
