@@ -99,6 +99,18 @@ def _quicker_interpreter() -> None:
     interpreter._patch_lang = patch_once
 
 
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated holds NaN until it is written."""
+    empty = torch.empty
+
+    def filled(*args: object, **kwargs: object) -> torch.Tensor:
+        found = empty(*args, **kwargs)
+        return found.fill_(torch.nan) if found.dtype.is_floating_point else found
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
 @pytest.fixture(scope="session")
 def real_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with MNIST, FashionMNIST and USPS as uncompressed IDX files under NAME/raw.

@@ -18,6 +18,8 @@ from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.segments.softmin import segmented_softmin
 from otdd_flash.operators.kernel_vectors import whole_layout
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = [(1, 1), (33, 70), *slow([(7, 2100), (260, 63), (40, 4100)])]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -36,18 +38,6 @@ def case(n: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
             side[len(side) // 3] = 0
     a, b = (side / side.sum() for side in masses)
     return costs.to(DEVICE), a.to(DEVICE), b.to(DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated holds NaN until it is written."""
-    empty = torch.empty
-
-    def filled(*args: object, **kwargs: object) -> Tensor:
-        found = empty(*args, **kwargs)
-        return found.fill_(math.nan) if found.dtype.is_floating_point else found
-
-    monkeypatch.setattr(torch, "empty", filled)
 
 
 @pytest.mark.parametrize("programs", [1, 64])

@@ -16,6 +16,8 @@ from otdd_flash.kernels.matrix.place import Place, is_aligned
 from otdd_flash.kernels.matrix.sweep import Shape, matrix_sweep, row_weights, sweep_shape
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SIZES = [(1, 1), (33, 70), (200, 3), *slow([(130, 260), (1, 300), (300, 1), (7, 2100)])]
@@ -36,18 +38,6 @@ class Case(NamedTuple):
         return float(
             self.costs[self.costs < math.inf].abs().max() + self.g.nan_to_num(0).abs().max()
         )
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated holds NaN until it is written."""
-    empty = torch.empty
-
-    def filled(*args: object, **kwargs: object) -> Tensor:
-        found = empty(*args, **kwargs)
-        return found.fill_(math.nan) if found.dtype.is_floating_point else found
-
-    monkeypatch.setattr(torch, "empty", filled)
 
 
 def case(
