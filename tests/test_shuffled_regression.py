@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 import otdd_flash as otdd
 from experiments.regression.descent import Descent, Rules
-from experiments.regression.problem import Data, Loss, start, synthetic_cells
+from experiments.regression.problem import Data, Loss, Point, start, synthetic_cells
 
 DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
 
@@ -55,3 +56,25 @@ def test_adam_alone_measures_no_eigenvalue() -> None:
     descent.run()
     assert descent.trace.modes == 12 * "a" + "."
     assert descent.trace.checks == []
+
+
+def test_solves_end_early_only_where_no_eigenvalue_is_measured_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float | None] = []
+    real = Loss.at
+
+    def at(
+        loss: Loss, w: Tensor, near: Point | None = None, tolerance: float | None = None
+    ) -> Point:
+        asked.append(tolerance)
+        return real(loss, w, near, tolerance)
+
+    monkeypatch.setattr(Loss, "at", at)
+    rules = Rules(12, adam_tolerance=1e-2)
+    descent = Descent(small_loss(30, 1e-4), start(0), rules)
+    descent.run()
+    assert descent.trace.modes == 12 * "a" + "."
+    # The start, and steps 1 to 12, of which the tenth is measured.
+    assert asked == [None, *9 * [1e-2], None, 1e-2, 1e-2]
+    assert 1e-4 < descent.trace.marginal_error <= 1e-2
