@@ -2,9 +2,9 @@
 
     2^t = 2^k 2^r,    k = round(t),    |r| <= 1/2
 
-with 2^r as a polynomial of degree 11 that interpolates it at Chebyshev's points. It is off by 2^-55
-of itself, and by 2^-52 with the roundings of its evaluation: 0.35 is the largest sum below the
-last, and that of the sum before, of 0.7, counts half.
+with 2^r as a polynomial of degree 11 that interpolates it at Chebyshev's points. The polynomial is
+off by 2^-55 of itself, and by 2^-52 with the roundings of Horner's rule: its last step rounds the
+result, and what earlier steps round is multiplied by r, at most 1/2.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Next to it float64 has whole numbers alone, as its lowest bits.
+# Next to it float64 holds whole numbers only: adding it rounds t to k, which is in the lowest bits.
 WHOLE = tl.constexpr(1.5 * 2.0**52)
 
 

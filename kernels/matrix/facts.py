@@ -1,8 +1,8 @@
-"""What one read of a cost matrix tells of its rows.
+"""Facts of the rows of a cost matrix, by one read of it.
 
-Of the finite entries of a row: the lowest and the highest between points with mass, the largest
-|C_ij| of all, and sum_j C_ij q_j for numbers q, in float64. And whether an entry is NaN or -inf,
-or forbidden, +inf.
+Of the finite entries of a row: the lowest and the highest in columns with mass, the largest |C_ij|
+in all columns, and sum_j C_ij q_j for masses q, in float64. And whether any entry is NaN or -inf,
+which is no cost, or +inf, a forbidden pair.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def matrix_facts_kernel(
         masses = tl.load(masses_ptr + o_column, mask=m_column, other=0.0)
         m_tile = m_row[:, None] & m_column[None, :]
         costs = tl.load(p_row[:, None] + o_column[None, :], mask=m_tile, other=0.0).to(tl.float32)
-        # NaN compares as neither.
+        # A comparison with NaN is false.
         wrong = tl.where(costs > -float("inf"), 0, 1)
         flags = flags | wrong | tl.where(costs == float("inf"), 2, 0)
         finite = (costs > -float("inf")) & (costs < float("inf"))
@@ -80,7 +80,7 @@ def matrix_facts_kernel(
         highest = tl.maximum(highest, tl.where(counted, costs, -float("inf")))
         extreme = tl.maximum(extreme, tl.where(finite, tl.abs(costs), 0.0))
         products += tl.where(finite, costs, 0.0).to(tl.float64) * masses[None, :]
-    # A larger flag hides no smaller one.
+    # One maximum for each bit: that of both as a number would lose the 1 of a row with a 2.
     wrong, closed = tl.max(flags & 1, 1), tl.max(flags & 2, 1)
     tl.store(lowest_ptr + o_row, tl.min(lowest, 1), mask=m_row)
     tl.store(highest_ptr + o_row, tl.max(highest, 1), mask=m_row)

@@ -2,11 +2,12 @@
 
     r_i = sum_j b_j e_ij,    c_j = sum_i a_i e_ij,    e_ij = exp((f_i + g_j - C_ij) / epsilon)
 
-Every entry is computed once and counts in both sums. Potentials of points without mass are not
-looked at. An exponent below `least` counts as it, a forbidden pair as nothing.
+Every entry is computed once and counts in both sums. Potentials of points without mass may be
+anything. An exponent below `least` is raised to it, and a forbidden pair, of cost +inf, adds
+nothing.
 
-Exponents are of base 2: potentials are multiplied by log2(e) / epsilon, added, and a cost times it
-is taken away, in float64. That is four roundings, of numbers as large as these, and twice that of
+Exponents are of base 2: potentials and cost are multiplied by log2(e) / epsilon, then added and
+subtracted, in float64. That is four roundings of numbers as large as these, besides twice that of
 the factor.
 
 Memory: 8 bytes per row and strip of columns, and per column and group of rows.
@@ -72,10 +73,10 @@ def matrix_sums_kernel(
         f = tl.where(a > 0, f * scale, ABSENT)
         p_tile = (costs_ptr + o_row.to(tl.int64) * stride)[:, None] + o_column[None, :]
         costs = tl.load(p_tile, mask=m_row[:, None] & m_column[None, :], other=float("inf"))
-        open = costs.to(tl.float32) < float("inf")
+        allowed = costs.to(tl.float32) < float("inf")
         exponents = (f[:, None] + g[None, :]) - costs.to(tl.float64) * scale
         entries = exact_power_of_two(tl.maximum(exponents, LEAST * LOG2_E))
-        entries = tl.where(open, entries, 0.0)
+        entries = tl.where(allowed, entries, 0.0)
         sums += tl.sum(a[:, None] * entries, 0)
         o_out = tl.program_id(0).to(tl.int64) * row_stride + o_row
         tl.store(rows_ptr + o_out, tl.sum(b[None, :] * entries, 1), mask=m_row)

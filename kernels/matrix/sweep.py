@@ -8,9 +8,10 @@ c_j is the sum of a column of the plan of f and g: with f exact, the exponential
 their sum, are that row of the plan. So an entry is exponentiated once and counts in both sums, and
 no maximum over a column is needed, as c_j is at most 1.
 
-A program owns contiguous rows. It holds a number of every column: u_j, and the sum c_j of its rows.
-It reads a few whole rows at once, while the next are on their way to shared memory, and keeps them
-in registers until their maxima and sums are known. `swept_columns` adds up the programs.
+A program owns contiguous rows. It holds two numbers of every column: u_j, and the part of c_j that
+is of its rows. It reads a few whole rows at once, while the next are on their way to shared memory,
+and keeps them in registers until their maxima and sums are known. `swept_columns` adds up the parts
+of all programs.
 
 u is computed in float64 and rounded once; x is rounded like a cost. Differences x - t are small
 where they count, and so are the roundings of their products with log2(e) / epsilon.
@@ -51,8 +52,9 @@ MOST_COLUMNS = 1 << 14
 # Rows of a program that become potentials at once.
 BLOCK = 128
 
-# Bytes of shared memory of an H200, and what sums across a program take of it.
-SHARED, REDUCTIONS = 232_448, 1024
+# Multiprocessors of an H200, bytes of shared memory that a program may have, and how many of these
+# its sums across warps take.
+PROCESSORS, SHARED, REDUCTIONS = 132, 232_448, 1024
 
 
 class Shape(NamedTuple):
@@ -190,19 +192,22 @@ def row_weights(masses: Tensor) -> Tensor:
 
 @lru_cache
 def sweep_shape(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Shape:
-    """How a sweep over (n, m) costs runs."""
+    """How a sweep over costs (n, m) runs, as was measured to be the fastest on an H200.
+
+    On a GPU its own multiprocessors and shared memory count.
+    """
     n, m = size
-    lanes, programs, shared = triton.next_power_of_2(m), 132, SHARED
+    lanes, programs, shared = triton.next_power_of_2(m), PROCESSORS, SHARED
     if device.type == "cuda":
         card: Any = torch.cuda.get_device_properties(device)
         programs, shared = card.multi_processor_count, card.shared_memory_per_block_optin
     of_program = triton.cdiv(n, programs)
-    # 8,192 entries at once, 32 a thread, 16 of those to be converted, and two rows where registers
-    # hold them.
+    # 8,192 entries at once, or two rows where registers hold two: 32 entries a thread, 16 of types
+    # that it converts.
     rows = min(MOST_COLUMNS // lanes, max(2, MOST_COLUMNS // 2 // lanes))
     rows = min(rows, triton.next_power_of_2(of_program))
     warps = max(4, min(16, rows * lanes // (256 * dtype.itemsize)))
     room = (shared - REDUCTIONS) // (rows * lanes * dtype.itemsize)
-    # What is read in one step has no next one on its way.
+    # Rows that are all read at once need no shared memory for the next ones.
     stages = max(1, min(3, room + 1, triton.cdiv(of_program, rows)))
     return Shape(rows, warps, stages, programs)

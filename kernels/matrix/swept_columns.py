@@ -1,7 +1,10 @@
-"""Potentials of columns after a sweep: the sums of its programs, and of columns that it lost.
+"""Potentials of columns after a sweep, from the sums c_j that its programs have found.
 
-`sweep` says what they are. A column whose sum is below 2^-100, of which rows may have lost a part,
-is summed once more over all rows, below its own maximum; one without mass only if it is asked for.
+    T'(f)_j = u_j - epsilon log c_j,    c_j = sum_i a_i exp((f_i + u_j - C_ij) / epsilon)
+
+`sweep` derives them. Where c_j is below 2^-100, a sweep may have lost a part of it: such a column
+is summed once more over all rows, below its own maximum. A column without mass is left at 0, and
+`fill_absent` sums it when it is asked for.
 
 Memory: 12 bytes per column.
 """
@@ -93,7 +96,7 @@ def matrix_swept_kernel(
     for part in range(0, parts, PARTS):
         o_part = part + tl.arange(0, PARTS)
         p_part = partial_ptr + o_part[:, None] * LANES + o_column[None, :]
-        # Zeros where there is no column.
+        # A sweep stores all lanes, 0 where there is no column.
         m_part = (o_part < parts)[:, None] & (o_column < LANES)[None, :]
         added = tl.load(p_part, mask=m_part, other=0.0)
         total += tl.sum(added.to(tl.float64), 0)
@@ -102,11 +105,11 @@ def matrix_swept_kernel(
     bias = load_bias(potential_ptr, log_masses_ptr, epsilon, o_column, m_column).to(tl.float32)
     m_mass = bias > -float("inf")
     factor = tl.full((), LOG2_E, tl.float64) / epsilon
-    # Where there is no mass a potential of 0.
+    # Without mass the potential is 0.
     logit = tl.where(m_mass, -bias.to(tl.float64) * factor, 0.0)
     highest = logit.to(tl.float32)
     sums = tl.where(m_mass, total / RAISED, 1.0) * tl.exp2(logit - highest.to(tl.float64))
-    # What rows may have lost is 2^-26 of it at the most.
+    # The sweep may have lost 2^-26 of any other sum at the most.
     short = m_column & m_mass & (total < 1.0)
     if tl.max(short.to(tl.int32), 0) > 0:
         strip_highest, strip_sums = sum_strip(
@@ -159,13 +162,13 @@ def swept_columns(
     """What T'(f) (m,) is made of, in one part.
 
     Args:
-        place: as of the sweep, and all that follows.
-        log_masses: likewise.
-        potential: likewise, g (m,).
-        f: (n,) float32, that it found.
-        epsilon: as of the sweep.
-        active: likewise.
-        partial: (parts, lanes) float32, sums times `RAISED` of its programs.
+        place: of C (n, m).
+        log_masses: (n,) and (m,) float64, log a and log b, or longer ones, as all that follows.
+        potential: (m,) float32, g; not read where there is no mass.
+        f: (n,) float32, T(g), as the sweep has found it.
+        epsilon: (1,) float64, in units of the cost.
+        active: (1,) bool, whether the sweep did anything; if not, results are unspecified.
+        partial: (parts, lanes) float32, the c_j of the rows of each program, times `RAISED`.
     """
     columns = Sums(
         torch.empty(len(potential), dtype=torch.float32, device=f.device),

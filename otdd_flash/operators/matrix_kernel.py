@@ -1,8 +1,9 @@
 """A cost matrix in memory whose passes run in Triton kernels on a GPU.
 
-Half-steps, sums of plans and the facts of the matrix read it once each, along whichever of its
-axes is contiguous. What is left, products with the plan and what is asked once, is that of the
-matrix in PyTorch.
+A half-step, the sums of a plan and the facts of the matrix read it once each, along whichever of
+its axes is contiguous. Where rows are, and have at most `MOST_COLUMNS` entries, one read serves
+both half-steps of an iteration. Products with the plan run in PyTorch. `matrix_pool` is of a matrix
+that is solved in kept CUDA graphs.
 """
 
 from __future__ import annotations
@@ -138,9 +139,10 @@ class MatrixKernelOperator:
 
     @property
     def sweeps(self) -> bool:
-        """Whether one read serves both half-steps.
+        """Whether one read of the matrix serves both half-steps.
 
-        It needs all of f's row before T'(f) can count it, so rows have to be contiguous.
+        T'(f) needs f, and f_i needs the whole row i: rows have to be contiguous, and short enough
+        for registers to hold one until f_i is known.
         """
         return not self.turned and self.lines.shape[1] <= MOST_COLUMNS
 
@@ -154,7 +156,7 @@ class MatrixKernelOperator:
         """
         return matrix_sweep(self.place, self._log_masses, self._weights, g, epsilon, active)
 
-    def complete(self, f: Tensor, epsilon: float, updated: Tensor) -> None:
+    def fill_absent(self, f: Tensor, epsilon: float, updated: Tensor) -> None:
         """Give columns without mass their T'(f), which sweeps leave out.
 
         Args:
@@ -199,7 +201,7 @@ class MatrixKernelOperator:
 class MatrixSegment(KernelSegment):
     """A matrix as the only problem of the engine, which merges the sums of its passes itself.
 
-    Where the operator sweeps, an evaluation is one read of it.
+    An evaluation is one read of the matrix where the operator `sweeps`, else two.
     """
 
     operator: MatrixKernelOperator
@@ -218,7 +220,7 @@ class MatrixSegment(KernelSegment):
         """T'(T(g)) (m,) of the g that was kept last, in columns without mass too."""
         updated = super().updated
         if self._sweeps:
-            self.operator.complete(self._vectors.rows, self._epsilon, updated)
+            self.operator.fill_absent(self._vectors.rows, self._epsilon, updated)
         return updated
 
     @property

@@ -1,8 +1,8 @@
-"""A cost matrix that stays where it is, as a pool of one problem without self terms.
+"""A given cost matrix as a pool of one problem without self terms, for `solver.small`.
 
-Kernels read its address and its sizes from the device's memory, so that recordings made for one
-matrix serve the next of its type, in the room that they were made for. Rows of this problem are
-contiguous in memory: of a matrix whose columns are, it is the transpose.
+The matrix is not copied: kernels read its address and its sizes from the device's memory. So the
+CUDA graphs that were recorded for one matrix serve every other of its type that fits the room. Rows
+are contiguous in memory: where columns of the given matrix are, its transpose is solved.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
 
 
 class MatrixPool(Pool):
-    """What there is of the matrix, without it.
+    """Masses of a given matrix C (n, m), what is known of its costs, and where it is.
 
     Inputs, to be filled first: `masses` and `cross_magnitudes`, 0 where there is no point,
-    `of_costs`, the mean, the lowest and the highest cost, and what `place` holds.
+    `of_costs`, the mean, the lowest and the highest cost, and the numbers of `place`.
 
     Args:
-        room: for n and m points.
-        numbers: (4,) int64, where to find the matrix, of `Place`.
+        room: for N >= n and M >= m points.
+        numbers: (4,) int64 on the device, of a `Place`.
 
     Attributes:
-        place: of the matrix.
+        place: where the matrix is.
         log_masses: (N,) and (M,) float64, natural logarithms.
         weights: (N,) float32, of `row_weights`.
     """
@@ -48,7 +48,7 @@ class MatrixPool(Pool):
         self.weights = torch.zeros(room.n, dtype=torch.float32, device=room.device)
 
     def prepare(self, *, own: bool) -> None:
-        """What is made of masses."""
+        """Logarithms and weights of the masses, and `cross` of `of_costs`."""
         assert not own
         for logs, side in zip(self.log_masses, self.sides, strict=True):
             torch.log(side, out=logs)
@@ -63,11 +63,11 @@ class MatrixPool(Pool):
 
 
 class PooledMatrix(PooledSegments):
-    """The matrix as the only segment; an evaluation is one read of it.
+    """The matrix as the only segment of the engine; an evaluation is one read of it.
 
     Args:
-        pool: of it.
-        tables: as of all segments.
+        pool: that holds it.
+        tables: of `tables_of`, for rows and for columns.
     """
 
     def __init__(self, pool: MatrixPool, tables: Sequence[Tensor]) -> None:
@@ -93,10 +93,10 @@ class PooledMatrix(PooledSegments):
 
 
 class MatrixTerm:
-    """The term of the matrix, as certificates see it; tensors have a leading dimension 1.
+    """The cross term of the matrix, as certificates need it; tensors have a leading dimension 1.
 
     Args:
-        pool: as `prepare` left it.
+        pool: after `prepare`.
     """
 
     dtype: torch.dtype = torch.float32
@@ -126,10 +126,10 @@ class MatrixTerm:
         return torch.where(self.a > 0, facts.products, 0)
 
     def own_costs(self) -> Tensor:
-        """Of a cloud with itself, which this is not."""
+        """Not there: a matrix between two sides has no diagonal."""
         raise NotImplementedError
 
     @staticmethod
     def _where_mass(masses: Tensor, sums: Tensor) -> Tensor:
-        """Sums (1, N) times masses; where there is no point they are unspecified."""
+        """Masses (1, N) times sums, which are unspecified where there is no point."""
         return torch.where(masses > 0, masses * sums, 0)

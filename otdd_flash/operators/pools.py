@@ -1,4 +1,4 @@
-"""What a pool is made of: scores that are stored, or a cost matrix that is given."""
+"""The parts of a small solve, by what its pool holds: stored scores, or a given cost matrix."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from otdd_flash.operators.score_pool import Pool, Room, ScorePool
 
 
 def pool_of(room: Room, place: Tensor) -> Pool:
-    """A pool with this room; `place` (4,) int64 is where to find costs that are given."""
+    """A pool with this room.
+
+    Args:
+        room: of a given matrix where `room.dim` is 0, else of points.
+        place: (4,) int64 on the device, of the `Place` of a given matrix; else not read.
+    """
     return ScorePool(room) if room.dim else MatrixPool(room, place)
 
 
 def cross_segments(pool: Pool, tables: tuple[Tensor, Tensor]) -> PooledSegments:
-    """The cross terms of a pool."""
+    """The cross terms of a pool, for iterations."""
     if isinstance(pool, MatrixPool):
         return PooledMatrix(pool, tables)
     assert isinstance(pool, ScorePool)
@@ -25,7 +30,7 @@ def cross_segments(pool: Pool, tables: tuple[Tensor, Tensor]) -> PooledSegments:
 
 
 def term_of(pool: Pool, name: str) -> Certifiable:
-    """A term of a pool."""
+    """The term "xy", "xx" or "yy" of a pool, for certificates."""
     if isinstance(pool, MatrixPool):
         return MatrixTerm(pool)
     assert isinstance(pool, ScorePool)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import NamedTuple
 
 import pytest
 import reference
 import torch
+import triton
 from tiers import slow
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LN_2
+from otdd_flash.kernels.matrix import sweep
 from otdd_flash.kernels.matrix.place import Place, is_aligned
 from otdd_flash.kernels.matrix.sweep import Shape, matrix_sweep, row_weights, sweep_shape
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
@@ -181,6 +184,34 @@ def test_nothing_is_done_where_nothing_is_active() -> None:
     f, updated = swept(given, 0.05, active=False)
     assert bool(f.isnan().all())
     assert bool(updated.isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "warps", "stages"),
+    [(16_384, 1, 16, 3), (8192, 2, 16, 3), (4096, 2, 8, 3), (1024, 8, 8, 1), (512, 4, 4, 1)],
+)
+def test_shapes_are_those_that_were_measured_to_be_the_fastest(
+    n: int, rows: int, warps: int, stages: int
+) -> None:
+    """Of square matrices in float32, on an H200."""
+    found = sweep_shape((n, n), torch.float32, torch.device("cpu"))
+    assert found == Shape(rows, warps, stages, 132)
+
+
+@pytest.mark.parametrize("shared", [101_376, 166_912, 232_448])
+def test_any_shape_fits_registers_and_shared_memory(
+    shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "SHARED", shared)
+    sizes = [1, 7, 64, 500, 1024, 3000, 8192, 16_384]
+    for n, m, dtype in product([*sizes, 1_000_000], sizes, DTYPES):
+        rows, warps, stages, _ = sweep_shape.__wrapped__((n, m), dtype, torch.device("cpu"))
+        entries = rows * triton.next_power_of_2(m)
+        assert entries <= 32 * 32 * warps
+        assert 4 <= warps <= 16
+        assert (stages - 1) * entries * dtype.itemsize <= shared - 1024
+        assert stages in (1, 2, 3)
+        assert rows < 2 * max(1, -(-n // 132))
 
 
 @pytest.mark.gpu

@@ -120,7 +120,7 @@ class Batch(NamedTuple):
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Its scores are made, not given."""
+        """No matrix is given: the pool makes its scores."""
         return 0, 0, 0, 0
 
     @property
@@ -145,12 +145,12 @@ class GivenCosts(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """N and m."""
+        """Rows and columns, n and m."""
         return self.costs.shape[0], self.costs.shape[1]
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Where the costs are."""
+        """The numbers of the costs' `Place`."""
         return numbers_of(self.costs)
 
     def fill(self, pool: Pool, *, uniform: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a cost matrix that is given is solved for in recordings, and how."""
+"""Whether a given cost matrix is solved in kept CUDA graphs, and its term from there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def is_recorded_matrix(problem: MatrixProblem, options: Converged) -> bool:
-    """Whether costs that are given are solved for in recordings, where they are."""
+    """Whether a matrix is solved in recordings that read it where it is.
+
+    Not with self costs, forbidden pairs, a width to reach or a time limit, and not where a sweep
+    cannot hold a row.
+    """
     if problem.self_costs is not None:
         return False
     if options.bound_width is not None or options.max_seconds is not None:
@@ -34,7 +38,7 @@ def is_recorded_matrix(problem: MatrixProblem, options: Converged) -> bool:
 
 
 def matrix_room(lines: Tensor) -> Room:
-    """A room for costs whose rows are contiguous."""
+    """A room for costs (n, m) whose rows are contiguous."""
     n, m = (padded(size) for size in lines.shape)
     return Room(1, n, m, 0, 1, lines.dtype, lines.device, is_aligned(lines))
 
@@ -54,16 +58,15 @@ def solve_recorded_matrix(
     start: Potentials | None = None,
     progress: Progress | None = None,
 ) -> TransportTerm | None:
-    """The term of costs that are given, or None where it needs another solve.
+    """The cross term of a given matrix, or None where it needs another solve.
 
-    Where columns of the costs are contiguous the transpose is solved, as an iteration reads whole
-    rows.
+    An iteration reads whole contiguous rows: where columns are contiguous the transpose is solved.
 
     Args:
         problem: for which `is_recorded_matrix` holds.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
-        start: potentials to start from, by term.
+        start: {"xy": g (m,)} to start from, or nothing.
         progress: as for `solve_small`.
 
     Raises:

@@ -1,10 +1,11 @@
-"""Small divergences: three terms side by side on stored scores, launched from recordings.
+"""Small divergences on stored scores, and given matrices of any size, solved in recordings.
 
 Below some thousand points a side the work of a solve takes less time than to launch its kernels one
 by one. So three CUDA graphs hold it all: one prepares scores and potentials, one takes some
 iterations of all terms, the cross term beside the self terms, and one certifies. They read sizes,
-weights and epsilon from the device's memory and serve every problem that fits the room. The device
-is asked once: how far iterations are, and what the certificate has measured.
+weights, epsilon and the address of a given matrix from the device's memory and serve every problem
+that fits the room. The device is asked once: how far iterations are, and what the certificate has
+measured.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class PooledSolve:
 
         Args:
             batch: no more problems and points than there is room for.
-            of_costs: numbers that the pool takes.
+            of_costs: what the host knows of the costs, as the pool takes it.
             goal: of all terms.
             starts: column potentials (B, .) to start from, by term.
         """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -18,9 +16,6 @@ from otdd_flash.solver.small.kept_solves import is_kept, kept
 from otdd_flash.solver.small.single import SingleSolve
 from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term_solves import Potentials, Pulled, Solved
-
-if TYPE_CHECKING:
-    pass
 
 # Scores of a cross term up to which storing them pays, and products of coordinates on cards that
 # compute as fast in float64 as in float32, and on others.
