@@ -77,7 +77,10 @@ class Heartbeat(threading.Thread):
     def stop(self) -> None:
         """End as meant."""
         self._ended.set()
-        self.join()
+        # A store may be silent without being gone, where torchrun is stopped; nobody hears then.
+        self.join(self._limit)
+        if self.is_alive():
+            return
         with suppress(RuntimeError):
             self._store.set(_key(self._rank), LEFT)
 
@@ -98,9 +101,9 @@ class Heartbeat(threading.Thread):
 
     def _listen(self) -> None:
         for rank in self._watched:
-            if not self._store.check([_key(rank)]):
-                continue
-            heard = self._store.get(_key(rank)).decode()
+            # All have met before they beat, so that one may have been stopped before its first.
+            there = self._store.check([_key(rank)])
+            heard = self._store.get(_key(rank)).decode() if there else ""
             if heard != self._heard.get(rank) or heard == LEFT:
                 self._heard[rank], self._missed[rank] = heard, 0
                 continue
@@ -126,9 +129,10 @@ class Heartbeat(threading.Thread):
 
     def _neighbour(self, rank: int) -> int | None:
         """The process of a rank that the same torchrun has started; None for others."""
-        _, process, group = self._heard[rank].split() if self._heard[rank] != LEFT else ("",) * 3
-        same = process and group == os.environ.get("GROUP_RANK")
-        return int(process) if same else None
+        match self._heard[rank].split():
+            case _, process, group if group == os.environ.get("GROUP_RANK"):
+                return int(process)
+        return None
 
 
 @contextmanager

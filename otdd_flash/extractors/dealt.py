@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from otdd_flash.data.lazy_items import LazyItems
+from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.imported_function import ImportedFunction
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues
 from otdd_flash.importing import user_code
 from otdd_flash.ranks import Ranks, restored, saved
+
+# Rows of the first batch that ranks compare, and how far rounding on other devices may take them
+# apart, as a share of their norm.
+COMPARED, ROUNDING = 16, 1e-2
 
 # blocks(inputs, extractor, **settings): features of batch after batch, (b, ...).
 Blocks = Callable[..., Iterator[Tensor]]
@@ -73,15 +78,22 @@ def features_of_ranks(
         ways: how.
         settings: of `ways.blocks`; on a GPU every rank takes its own.
         progress: called with (inputs done, n), by what rank 0 has done.
+
+    Raises:
+        InputError: on every rank, where one cannot extract its inputs, or where a function gives
+            ranks other features of the same ones.
     """
     count, size = len(inputs), settings["batch_size"]
     batches = -(-count // size)
     rows = [ranks.share(batches, rank) for rank in range(ranks.size)]
     parts = [_rows(inputs, slice(part.start * size, part.stop * size)) for part in rows]
+    # A function may draw or read what only this process has, and would silently be another there.
+    compare = isinstance(extractor, ImportedFunction) and batches > 1
+    first = _rows(inputs, slice(0, size if compare else 0))
     # Its own part needs no copy.
-    contents = [b"", *(saved((part, extractor)) for part in parts[1:])]
+    contents = [b"", *(saved((part, first, extractor)) for part in parts[1:])]
     number = ranks.number()
-    ranks.held[number] = contents, parts[0], extractor
+    ranks.held[number] = contents, (parts[0], first, extractor)
     ranks.heard = progress and (lambda done: progress(min(done * ranks.size, count), count))
     found = ranks.order(_extract, number, ways, settings)
     assert found is not None
@@ -97,15 +109,16 @@ def _rows(inputs: Any, rows: slice) -> Any:
 
 
 def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) -> Tensor | None:
-    contents, inputs, extractor = ranks.held.pop(number, (None, None, None))
+    contents, given = ranks.held.pop(number, (None, None))
     content = ranks.handed_out(contents)
 
-    def received() -> tuple[Any, Any]:
+    def received() -> tuple[Any, Any, Extractor]:
         # What it names is imported, which a user's module may refuse.
         with user_code("a function that rank 0 uses", doing="is not to be had here:"):
-            return (inputs, extractor) if contents is not None else restored(content)
+            found: tuple[Any, Any, Extractor] = given or restored(content)
+            return found
 
-    inputs, extractor = ranks.together(received)
+    inputs, first, extractor = ranks.together(received)
     settings = {**settings, "device": ranks.device_of(settings["device"])}
     shapes: list[torch.Size] = []
 
@@ -114,17 +127,36 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
             shapes.append(block.shape[1:])
             yield block
 
-    def own() -> Tensor:
+    def extracted(some: Any, told: Callable[[int, int], None] | None) -> Tensor:
+        return ways.gather(seen(ways.blocks(some, extractor, **settings)), len(some), told)
+
+    def own() -> tuple[Tensor | None, Tensor]:
         if len(inputs) == 0:
-            return torch.empty(0, 0)
+            return None, torch.empty(0, 0)
         heard = ranks.heard
         told = None if heard is None else lambda done, _: heard(done)
-        blocks = ways.blocks(inputs, extractor, **settings)
-        return ways.gather(seen(blocks), len(inputs), told)
+        # First, so that a function that remembers its first batch has the same one everywhere.
+        compared = extracted(first, None)[:COMPARED] if len(first) else None
+        return compared, extracted(inputs, told)
 
-    features = ranks.together(own)
+    compared, features = ranks.together(own)
     # As where one process has all: the first block says of what shape and type the others are.
     said = [each for each in ranks.said((shapes[:1], features.dtype)) if each[0]]
     for (shape,), _ in said:
         ways.check(said[0][0][0], shape)
+    if isinstance(extractor, ImportedFunction):
+        _check_alike(ranks.said(compared), extractor)
     return ranks.brought_together(features.to(said[0][1]) if len(features) else features)
+
+
+def _check_alike(compared: list[Tensor | None], extractor: ImportedFunction) -> None:
+    """Refuse a function that is another one on some rank; None is of a rank that does nothing."""
+    known = [(rank, part.double()) for rank, part in enumerate(compared) if part is not None]
+    for rank, part in known[1:]:
+        one, other = (each.nan_to_num() for each in (known[0][1], part))
+        if (one - other).norm() > ROUNDING * one.norm():
+            raise InputError(
+                f"extractor {extractor.name} gives other features on rank {rank} than on rank "
+                f"{known[0][0]} for the same inputs; draw what is random in it from a seed, set "
+                "what it depends on where its module is imported, or start one process"
+            )

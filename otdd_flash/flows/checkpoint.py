@@ -30,6 +30,8 @@ from otdd_flash.tensor_file import DamagedFileError
 from otdd_flash.version import __version__
 
 MANIFEST, FOLDER = "checkpoint.json", "checkpoint"
+# What earlier versions wrote.
+EARLIER = "checkpoint.pt"
 # Of a manifest, before it takes its place.
 NEXT = "manifest.partial"
 
@@ -117,6 +119,11 @@ class Checkpoints:
         """
         path = self.folder / MANIFEST
         if not path.exists():
+            if (earlier := self.folder / EARLIER).exists():
+                raise InputError(
+                    f"flow.resume=true, but {earlier} is of an earlier version of otdd_flash and "
+                    f"can only be gone on from by that; {START_AGAIN}"
+                )
             raise InputError(
                 f"flow.resume=true, but there is no {path}; give the folder of the run to go on "
                 "with as hydra.run.dir=FOLDER, or leave flow.resume out"
@@ -145,9 +152,9 @@ class Checkpoints:
             return state
 
     def _state(self, manifest: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        shards = [Shard(**shard) for shard in manifest["shards"]]
-        tensors, rows = read_shards(self.folder / FOLDER, shards)
         try:
+            shards = [Shard(**shard) for shard in manifest["shards"]]
+            tensors, rows = read_shards(self.folder / FOLDER, shards)
             return {**put_together(tensors, device), "rows": rows}
         except (LookupError, TypeError, ValueError) as error:
             version = manifest["versions"]["otdd_flash"]

@@ -90,11 +90,15 @@ def read_shards(folder: Path, shards: Sequence[Shard]) -> tuple[dict[str, Tensor
 
     Raises:
         DamagedFileError: a file is not what was written; the message names it.
+        LookupError, ValueError: these are no shards of one checkpoint.
     """
     tensors: dict[str, Tensor] = {}
     parts: dict[str, dict[str, list[tuple[list[int], Tensor]]]] = {}
     for shard in shards:
-        for name, tensor in _read(folder / shard.file, shard).items():
+        path = folder / shard.file
+        if path.parent != folder:
+            raise ValueError(f"{shard.file} is of another folder")
+        for name, tensor in _read(path, shard).items():
             if not name.startswith(f"{ROWS}."):
                 tensors[name] = tensor
                 continue
@@ -122,5 +126,11 @@ def _read(path: Path, shard: Shard) -> dict[str, Tensor]:
 
 
 def _joined(found: list[tuple[list[int], Tensor]]) -> Tensor:
-    """Parts in the order of their rows."""
-    return torch.cat([part for _, part in sorted(found, key=lambda each: each[0])])
+    """Parts in the order of their rows, each of which is in one."""
+    found = sorted(found, key=lambda each: each[0])
+    end = 0
+    for (first, last), part in found:
+        if first != end or last != first + len(part):
+            raise ValueError(f"rows {first} to {last} do not follow {end}")
+        end = last
+    return torch.cat([part for _, part in found])

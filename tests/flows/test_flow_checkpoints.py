@@ -365,6 +365,46 @@ def test_a_harmed_shard_is_said_and_the_checkpoint_before_taken(
         flow(SOURCE, TARGET, checkpoints=again, **LOOSE)
 
 
+def moved_out(folder: Path, manifest: dict[str, Any], to: str) -> None:
+    (shard,) = manifest["shards"]
+    outside = folder / "checkpoint" / to
+    outside.parent.mkdir(exist_ok=True)
+    (folder / "checkpoint" / shard["file"]).rename(outside)
+    shard["file"] = to
+
+
+# Manifests with a checksum of their own that no run has written, or another version.
+FORGED: dict[str, Any] = {
+    "outside": lambda folder, manifest: moved_out(folder, manifest, "../x.safetensors"),
+    "absolute": lambda folder, manifest: moved_out(folder, manifest, f"{folder}/x.safetensors"),
+    "deeper": lambda folder, manifest: moved_out(folder, manifest, "deeper/x.safetensors"),
+    "no shards": lambda folder, manifest: manifest.pop("shards"),
+    "other keys": lambda folder, manifest: manifest["shards"][0].update(kind="half"),
+    "no rows": lambda folder, manifest: manifest["shards"][0].update(rows={}),
+    "rows twice": lambda folder, manifest: manifest.update(shards=2 * manifest["shards"]),
+    "rows left out": lambda folder, manifest: manifest["shards"][0]["rows"].update(points=[2, 11]),
+    "other rows": lambda folder, manifest: manifest["shards"][0]["rows"].update(points=[0, 8]),
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_manifest_of_another_form_is_a_clear_error(forged: str, tmp_path: Path) -> None:
+    flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **ONE_STEP)
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    manifest = again._manifest()
+    assert manifest is not None
+    FORGED[forged](tmp_path, manifest)
+    again._put_in_place(manifest)
+    with pytest.raises(InputError, match=r"whose states are others; leave flow.resume out"):
+        flow(SOURCE, TARGET, checkpoints=again, **ONE_STEP)
+
+
+def test_a_checkpoint_of_an_earlier_form_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.pt").touch()
+    with pytest.raises(InputError, match=r"but .*checkpoint.pt is of an earlier version"):
+        flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, resume=True), **ONE_STEP)
+
+
 def test_a_checkpoint_of_other_settings_takes_the_place_of_none(tmp_path: Path) -> None:
     folder = otdd.Checkpoints(tmp_path)
     folder.save({"step": 8}, {"seed": 0})

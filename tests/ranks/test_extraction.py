@@ -189,7 +189,7 @@ def given(path: str, kind: str, batch_size: int = 3) -> tuple[Any, list[int]]:
         case "local":
             extractor = otdd.extractors.from_callable(lambda batch: mean_and_size(batch))
         case _:
-            extractor = otdd.extractors.from_callable(refused)
+            extractor = otdd.extractors.from_callable(globals()[kind])
 
     def work(ranks: Any) -> Tensor:
         return otdd.embed(
@@ -212,6 +212,47 @@ def refused(batch: list[Any]) -> Any:
     return mean_and_size(batch)
 
 
+DRAWN: list[Tensor] = []
+
+
+def drawn(batch: list[Any]) -> Any:
+    """Random weights, of each process its own."""
+    if not DRAWN:
+        seed = torch.distributed.get_rank()
+        DRAWN.append(torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)))
+    return mean_and_size(batch) @ DRAWN[0].numpy()
+
+
+FITTED: list[Any] = []
+
+
+def fitted(batch: list[Any]) -> Any:
+    """Remembers its first batch."""
+    values = mean_and_size(batch)
+    if not FITTED:
+        FITTED.append(values.mean(0))
+    return values - FITTED[0]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_function_that_is_another_one_on_another_rank_is_refused(
+    size: int, tmp_path: Path
+) -> None:
+    """Two batches, so that of three ranks the first has none."""
+    folder_of(tmp_path, 3)
+    for answer in pool(size).run(given, str(tmp_path), "drawn"):
+        assert isinstance(answer, InputError)
+        ranks = f"on rank {size - 1} than on rank {size - 2} for the same inputs; draw"
+        assert f"extractor test_extraction.drawn gives other features {ranks}" in str(answer)
+
+
+def test_a_function_that_remembers_its_first_batch_is_that_of_one_process(tmp_path: Path) -> None:
+    folder_of(tmp_path, 5)
+    alone, _ = given(str(tmp_path), "fitted")
+    for features, _ in pool(2).run(given, str(tmp_path), "fitted"):
+        assert torch.equal(features, alone)
+
+
 @pytest.mark.parametrize("kind", ["pixels", "function", "local"])
 def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: Path) -> None:
     folder_of(tmp_path, 5)
@@ -220,8 +261,9 @@ def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: P
     for features, _ in answers:
         assert features.dtype == alone.dtype
         assert torch.equal(features, alone)
-    # Four batches; a function without a name of its own is called by rank 0 alone.
-    calls = {"pixels": [0, 0], "function": [2, 2], "local": [4, 0]}
+    # Four batches, and the first once more where functions are compared; a function without a name
+    # of its own is called by rank 0 alone.
+    calls = {"pixels": [0, 0], "function": [3, 3], "local": [4, 0]}
     assert [len(called) for _, called in answers] == calls[kind]
 
 

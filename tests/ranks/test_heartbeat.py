@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ def waited(condition: Any) -> bool:
 
 
 def heard(watched: Watched, *ranks: int) -> bool:
-    return waited(lambda: all(rank in watched._heard for rank in ranks))
+    return waited(lambda: all(watched._heard.get(rank) for rank in ranks))
 
 
 def test_ranks_that_beat_or_have_left_are_not_missed() -> None:
@@ -88,6 +89,40 @@ def test_a_process_of_another_machine_is_left_alone(monkeypatch: pytest.MonkeyPa
     with beating(second):
         assert waited(lambda: second.lost)
     assert second.lost == [("rank 0", None)]
+
+
+def test_a_rank_that_is_stopped_before_its_first_beat_is_missed_too() -> None:
+    first = Watched(HashStore(), 0, 2)
+    with beating(first):
+        assert waited(lambda: first.lost)
+    assert first.lost == [("rank 1", None)]
+
+
+class Silent:
+    """A store that does not answer, as that of a torchrun that is stopped."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def set(self, *_: object) -> None:
+        self.asked.set()
+        self.answers.wait()
+
+    def check(self, *_: object) -> bool:
+        return False
+
+
+def test_a_silent_store_does_not_keep_a_process_that_is_done() -> None:
+    store = Silent()
+    alone = Watched(store, 0, 2)
+    alone.start()
+    assert store.asked.wait(20)
+    ending = threading.Thread(target=alone.stop, daemon=True)
+    ending.start()
+    ending.join(10 * LIMIT)
+    left = not ending.is_alive()
+    store.answers.set()
+    assert left
 
 
 class Broken:
