@@ -12,8 +12,8 @@ import json
 import os
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files import cannot_write, reach_disk
 from otdd_flash.flows.nest import put_together, taken_apart
 from otdd_flash.flows.shard import Shard, Write, read_shards, write_alone
+from otdd_flash.locks import lock, unlock
 from otdd_flash.tensor_file import DamagedFileError
 from otdd_flash.version import __version__
 
-MANIFEST, FOLDER = "checkpoint.json", "checkpoint"
+MANIFEST, FOLDER, LOCK_FILE = "checkpoint.json", "checkpoint", ".lock"
 # What earlier versions wrote.
 EARLIER = "checkpoint.pt"
 # Of a manifest, before it takes its place.
@@ -64,6 +65,29 @@ class Checkpoints:
         object.__setattr__(self, "folder", Path(self.folder))
         if self.every < 1:
             raise InputError(f"flow.checkpoint_every must be positive, got {self.every}")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other flows from writing here: each removes what its own manifest does not name.
+
+        Raises:
+            InputError: another flow writes here, or nothing can be written.
+        """
+        place = self.folder / FOLDER / LOCK_FILE
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = lock(place)
+        except OSError as error:
+            raise cannot_write(self.folder / MANIFEST, error) from error
+        if descriptor is None:
+            raise InputError(
+                f"another flow that has not ended keeps its checkpoints in {self.folder}; give "
+                "each a folder of its own, or wait"
+            )
+        try:
+            yield
+        finally:
+            unlock(place, descriptor)
 
     def save(
         self,

@@ -12,6 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -137,10 +138,12 @@ def gradient_flow(
         Recorder(_followed(points, flow.seed), MOMENTS),
         options,
     )
-    if flow.checkpoints is not None and flow.checkpoints.resume:
-        _go_on(loop, flow.checkpoints, options, device)
+    checkpoints = flow.checkpoints
+    if checkpoints is not None and checkpoints.resume:
+        _go_on(loop, checkpoints, options, device)
     prepared = time.perf_counter()
-    loop.run()
+    with nullcontext() if checkpoints is None else checkpoints.held():
+        loop.run()
     result = FlowResult(
         points.to("cpu"),
         goal.to("cpu"),

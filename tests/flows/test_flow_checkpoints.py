@@ -399,6 +399,22 @@ def test_a_manifest_of_another_form_is_a_clear_error(forged: str, tmp_path: Path
         flow(SOURCE, TARGET, checkpoints=again, **ONE_STEP)
 
 
+def test_two_flows_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """Each would remove what the other has just written."""
+    refusals: list[str] = []
+
+    def another(_: StepRecord) -> None:
+        with pytest.raises(InputError, match=r"another flow that has not ended") as refusal:
+            flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **ONE_STEP)
+        refusals.append(str(refusal.value))
+
+    folder = otdd.Checkpoints(tmp_path)
+    flow(SOURCE, TARGET, checkpoints=folder, progress=another, **ONE_STEP)
+    assert len(refusals) == 2
+    flow(SOURCE, TARGET, checkpoints=folder, **ONE_STEP)
+    assert not (tmp_path / "checkpoint" / ".lock").exists()
+
+
 def test_a_checkpoint_of_an_earlier_form_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.pt").touch()
     with pytest.raises(InputError, match=r"but .*checkpoint.pt is of an earlier version"):
