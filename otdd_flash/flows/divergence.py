@@ -195,11 +195,15 @@ class TargetDivergence:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave, on whichever device."""
+        device, term = self._setting.request.device, state["yy"]
         self._potentials, self._earlier = (
-            {key: u.to(self._setting.request.device) for key, u in state[when].items()}
-            for when in ("last", "earlier")
+            {key: u.to(device) for key, u in state[when].items()} for when in ("last", "earlier")
         )
-        self._self_term = state["yy"]
+        if term is not None:
+            # A self term has one potential.
+            potential = term.g.to(device)
+            term = replace(term, f=potential, g=potential)
+        self._self_term = term
 
     def _start(self) -> dict[str, Tensor]:
         last, earlier = self._potentials, self._earlier

@@ -7,6 +7,7 @@ import os
 import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from small_flows import CASES, CPU, blobs, flow
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.flows import nest
+from otdd_flash.flows.divergence import TargetDivergence
 from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
+from otdd_flash.solver.problem import Problem
 from otdd_flash.tensor_file import save_tensors
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
@@ -468,3 +471,14 @@ def test_lists_and_tuples_of_a_box_are_one_setting(tmp_path: Path) -> None:
     for box, resume in (([-9.0, 9.0], False), ((-9.0, 9.0), True)):
         checkpoints = otdd.Checkpoints(tmp_path, resume=resume)
         flow(SOURCE, TARGET, stepping=Stepping(0.1, box=box), checkpoints=checkpoints, **ONE_STEP)
+
+
+def test_potentials_go_on_where_the_flow_does() -> None:
+    device = torch.device("meta")
+    found = object.__new__(TargetDivergence)
+    found._setting = SimpleNamespace(request=SimpleNamespace(device=device))
+    problem = Problem.between(torch.rand(5, 2), torch.rand(4, 2), 0.1)
+    yy = problem.solve(otdd.Converged()).yy
+    found.restore({"last": {"xy": torch.ones(4)}, "earlier": {}, "yy": yy})
+    assert {u.device for u in found._start().values()} == {device}
+    assert found._known()["yy"].f is found._known()["yy"].g

@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 from otdd_flash.commands import heartbeat
 from otdd_flash.commands.heartbeat import Heartbeat
 
-INTERVAL, LIMIT = 0.02, 0.3
+INTERVAL, LIMIT = 0.02, 0.5
 
 
 class Watched(Heartbeat):
