@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 # In the store of torchrun, which outlasts its restarts: that a run was refused, and its directory.
 REFUSED, DIRECTORY = "otdd_flash/refused", "otdd_flash/directory"
+
+# Seconds by which processes that torchrun starts at once may differ at the most, about.
+STARTING = 10.0
 
 _leading: Ranks | None = None
 _heartbeat: Heartbeat | None = None
@@ -244,9 +248,14 @@ def _leave() -> None:
 
 def _end_where_refused_before() -> None:
     """Leave where torchrun starts again what cannot be met."""
-    if _restarts() == 0 or not _store().check([REFUSED]):
+    if _restarts() == 0 or not (store := _store()).check([REFUSED]):
         return
     _end_as_meant()
+    # Together, as torchrun ends those that still start when the first has left.
+    here, until = f"{REFUSED} {_restarts()}", time.monotonic() + STARTING
+    store.add(here, 1)
+    while store.add(here, 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < until:
+        time.sleep(0.05)
     if os.environ["RANK"] == "0":
         from otdd_flash.commands.messages import say_error
 
