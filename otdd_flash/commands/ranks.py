@@ -7,6 +7,7 @@ with its exit code.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from otdd_flash.errors import LostRankError
     from otdd_flash.ranks import Ranks
 
-# In the store of torchrun, which outlasts its restarts: that a run was refused, and its directory.
-REFUSED, DIRECTORY = "otdd_flash/refused", "otdd_flash/directory"
+# In the store of torchrun, which outlasts its restarts: that a run was refused, its directory, and
+# which checkpoint of an earlier run it found there.
+REFUSED, DIRECTORY, FOUND = "otdd_flash/refused", "otdd_flash/directory", "otdd_flash/found"
+NONE = "none"
 
 # Seconds by which processes that torchrun starts at once may differ at the most, about.
 STARTING = 10.0
@@ -93,8 +96,12 @@ def named(error: LostRankError) -> LostRankError:
 
 def remember(directory: Path) -> None:
     """Keep the run directory, so that a restart of these processes goes on there."""
-    if leading() is not None:
-        _store().set(DIRECTORY, str(directory.resolve()))
+    if leading() is None:
+        return
+    store = _store()
+    store.set(DIRECTORY, str(directory.resolve()))
+    if not store.check([FOUND]):
+        store.set(FOUND, _checkpoint(directory))
 
 
 def _restarts() -> int:
@@ -105,15 +112,25 @@ def _go_on_after_restart() -> None:
     """Where torchrun has started the processes again, work where they worked before."""
     if _restarts() == 0 or not (store := _store()).check([DIRECTORY]):
         return
-    from otdd_flash.commands.claims import CHECKPOINT
-
     directory = store.get(DIRECTORY).decode()
     given = {argument.partition("=")[0] for argument in sys.argv[1:]}
     if "hydra.run.dir" not in given:
         quoted = directory.replace("\\", "\\\\").replace("'", "\\'")
         sys.argv.append(f"hydra.run.dir='{quoted}'")
-    if (Path(directory) / CHECKPOINT).exists() and "flow.resume" not in given:
+    # One that an earlier run left is not of this flow.
+    kept = _checkpoint(Path(directory))
+    if kept not in (NONE, store.get(FOUND).decode()) and "flow.resume" not in given:
         sys.argv.append("flow.resume=true")
+
+
+def _checkpoint(directory: Path) -> str:
+    """What tells the checkpoint in a directory from others."""
+    from otdd_flash.commands.claims import CHECKPOINT
+
+    try:
+        return hashlib.sha256((directory / CHECKPOINT).read_bytes()).hexdigest()
+    except OSError:
+        return NONE
 
 
 def _dismiss(ranks: Ranks, code: int) -> None:

@@ -1,6 +1,9 @@
-"""What several processes are refused before any work, on hardware that is not here."""
+"""What several processes are refused before any work, and where they go on after a restart."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,3 +41,28 @@ def test_more_processes_than_gpus_are_told_once(
     assert (expected in " ".join(said.split())) == (rank == "0")
     # A restart does not try again.
     assert store.check([ranks.REFUSED]) == (rank == "0")
+
+
+@pytest.mark.parametrize("earlier", [b"of another run", None])
+def test_a_restart_goes_on_from_the_checkpoint_of_its_own_run_alone(
+    earlier: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overwrite=true, what an earlier run left in the directory may have other settings."""
+    store, checkpoint = HashStore(), tmp_path / "checkpoint.json"
+    monkeypatch.setattr(ranks, "_store", lambda: store)
+    monkeypatch.setattr(ranks, "leading", object)
+    if earlier is not None:
+        checkpoint.write_bytes(earlier)
+
+    def arguments_after(restarts: int) -> list[str]:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        monkeypatch.setattr(sys, "argv", ["flow", "overwrite=true"])
+        ranks._go_on_after_restart()
+        ranks.remember(tmp_path)
+        return sys.argv[2:]
+
+    directory = f"hydra.run.dir='{tmp_path}'"
+    assert arguments_after(0) == []
+    assert arguments_after(1) == [directory]
+    checkpoint.write_bytes(b"of this run")
+    assert arguments_after(2) == arguments_after(3) == [directory, "flow.resume=true"]
