@@ -52,7 +52,8 @@ def is_dealt(extractor: Extractor, inputs: Any) -> bool:
     if isinstance(extractor, ImportedFunction):
         try:
             pickle.dumps(extractor)
-        except (pickle.PicklingError, AttributeError, TypeError):
+        except Exception:
+            # Objects of a user's refuse this in ways of their own.
             return False
         return True
     from_files = isinstance(extractor, PixelValues) and isinstance(inputs, LazyItems)

@@ -25,7 +25,7 @@ from otdd_flash.checks import check_fields
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files import cannot_write, reach_disk
 from otdd_flash.flows.nest import put_together, taken_apart
-from otdd_flash.flows.shard import Shard, Write, read_shards, write_alone
+from otdd_flash.flows.shard import NAMES, Shard, Write, read_shards, write_alone
 from otdd_flash.locks import lock, unlock
 from otdd_flash.tensor_file import DamagedFileError
 from otdd_flash.version import __version__
@@ -33,8 +33,8 @@ from otdd_flash.version import __version__
 MANIFEST, FOLDER, LOCK_FILE = "checkpoint.json", "checkpoint", ".lock"
 # What earlier versions wrote.
 EARLIER = "checkpoint.pt"
-# Of a manifest, before it takes its place.
-NEXT = "manifest.partial"
+# Of a manifest, before it takes its place: beside it, as the folder may be on another disk.
+NEXT = "checkpoint.json.partial"
 
 # Parameters of a choice, which only another choice lacks: that has a key of its own.
 PARAMETERS = ("labels.", "solver.")
@@ -217,14 +217,15 @@ class Checkpoints:
             for each in (manifest, (manifest or {}).get("before"))
             for shard in (each["shards"] if each else ())
         }
-        with suppress(OSError):
-            for path in (self.folder / FOLDER).iterdir():
-                if path.name == NEXT or (path.match("step-*") and path.name not in named):
+        for path in (self.folder / NEXT, *(self.folder / FOLDER).glob(NAMES)):
+            if path.name not in named:
+                # Another's folder may have such a name.
+                with suppress(OSError):
                     path.unlink(missing_ok=True)
 
     def _put_in_place(self, manifest: dict[str, Any]) -> None:
         content = {**manifest, "checksum": _checksum(manifest)}
-        coming = self.folder / FOLDER / NEXT
+        coming = self.folder / NEXT
         coming.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         reach_disk(coming)
         os.replace(coming, self.folder / MANIFEST)

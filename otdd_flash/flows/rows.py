@@ -122,6 +122,14 @@ class Rows:
         state = {place: held for place, held in enumerate(kept.values()) if held}
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        # That has given numbers, such as NAdam's product, the type of the rows.
+        for name, parameter in self._parameters.items():
+            held = self._optimizer.state[parameter]
+            held |= {
+                key: held[key].to(part.dtype)
+                for key, part in others.get(name, {}).items()
+                if isinstance(part, Tensor)
+            }
 
     def others(self) -> dict[str, dict[str, Any]]:
         """What the optimiser keeps that is of no row, such as its count of steps, by variable."""

@@ -13,9 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.errors import InputError
 from otdd_flash.files import cannot_write, reach_disk
 from otdd_flash.tensor_file import DamagedFileError, read_tensors, save_tensors
 
+# What the names of files are like, step-STEP.WRITE.rank-RANK.rows-FIRST-LAST.safetensors.
+NAMES = "step-*.*.rows-*-*.safetensors"
 # The first part of the names of tensors that hold rows.
 ROWS = "rows"
 # What is kept of the rows of a variable beside their momenta and the like: where they are.
@@ -55,15 +58,20 @@ def write_shard(
     """Write some tensors and the rows that a process owns, and make them reach the disk.
 
     Args:
-        folder: is there.
+        folder: where, made by rank 0.
         name: what the file's name begins with.
         tensors: what is of no row, by name.
         rows: of every variable, those that are owned.
         parts: what is kept of them, (rows, ...).
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: the file cannot be written, or this process does not see the folder.
     """
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder}, which rank 0 has made, is not there; give a hydra.run.dir that all "
+            "machines share"
+        )
     owned = {variable: [part.start, part.stop] for variable, part in (rows or {}).items()}
     first, last = owned.get("points", (0, 0))
     path = folder / f"{name}.rows-{first}-{last}.safetensors"

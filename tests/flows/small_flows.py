@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,3 +131,13 @@ def _root(spread: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(spread.T @ spread)
     root: Tensor = vectors * values.clamp_min(0).sqrt() @ vectors.T
     return root
+
+
+def names(folder: Path) -> list[str]:
+    """Files of a folder, and in its folders."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def shards(folder: Path, step: int) -> list[Path]:
+    """Files of the checkpoint of a step."""
+    return sorted((folder / "checkpoint").glob(f"step-{step}.*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,17 @@ from small_flows import DOUBLE, blobs, digits, flow, mode_of, rough_flow
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.flows.divergence import Batch
+from otdd_flash.flows.nest import put_together, taken_apart
+from otdd_flash.flows.shard import read_shards
 from otdd_flash.flows.stepper import Stepper
 from otdd_flash.flows.stepping import Stepping, generator, optimizers
 
+# Of optimisers that keep more with them than without.
+MORE: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9},
+    "adam": {"amsgrad": True},
+    "rmsprop": {"momentum": 0.5, "centered": True},
+}
 ZEROS = torch.zeros(4, 3, dtype=torch.float64)
 ONES = torch.ones(4, 3, dtype=torch.float64)
 
@@ -47,6 +56,35 @@ def test_schedules_have_their_values_and_steps_follow_them(
     torch.testing.assert_close(walk(stepping, 4), -sum(sizes) * ONES)
     history = rough_flow(blobs(9), blobs(9, seed=1), steps=4, stepping=stepping).history
     assert [record.step_size for record in history] == pytest.approx([*sizes, 0.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_every_optimiser_goes_on_from_a_file_to_the_last_bit(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    draw = torch.Generator().manual_seed(3)
+    start = torch.randn(4, 3, generator=draw, dtype=dtype)
+    against = torch.randn(9, 4, 3, generator=draw, dtype=dtype)
+    stepping = Stepping(0.1, name, optimizer_options=MORE.get(name, {}))
+
+    def stepper(points: torch.Tensor) -> Stepper:
+        return Stepper({"points": points}, stepping, 9, 0.0)
+
+    def move(stepper: Stepper, steps: range) -> None:
+        for step in steps:
+            stepper.step({"points": against[step]}, step, generator(0, step, 1))
+
+    whole, resumed = start.clone(), start.clone()
+    first = stepper(whole)
+    move(first, range(4))
+    taken = taken_apart(first.others())
+    tensors, rows = read_shards(tmp_path, first.write(tmp_path, "step-4", taken))
+    again = stepper(resumed)
+    again.restore(rows, put_together(tensors, torch.device("cpu")))
+    for each in (first, again):
+        move(each, range(4, 9))
+    assert torch.equal(resumed, whole)
 
 
 @pytest.mark.parametrize("name", sorted(optimizers()))

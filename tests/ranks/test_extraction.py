@@ -212,6 +212,17 @@ def refused(batch: list[Any]) -> Any:
     return mean_and_size(batch)
 
 
+class Kept:
+    """A user's object that no other process can have."""
+
+    def __call__(self, batch: list[Any]) -> Any:
+        return mean_and_size(batch)
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("this stays here")
+
+
+kept = Kept()
 DRAWN: list[Tensor] = []
 
 
@@ -253,7 +264,7 @@ def test_a_function_that_remembers_its_first_batch_is_that_of_one_process(tmp_pa
         assert torch.equal(features, alone)
 
 
-@pytest.mark.parametrize("kind", ["pixels", "function", "local"])
+@pytest.mark.parametrize("kind", ["pixels", "function", "local", "kept"])
 def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: Path) -> None:
     folder_of(tmp_path, 5)
     alone, _ = given(str(tmp_path), kind)
@@ -261,9 +272,9 @@ def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: P
     for features, _ in answers:
         assert features.dtype == alone.dtype
         assert torch.equal(features, alone)
-    # Four batches, and the first once more where functions are compared; a function without a name
-    # of its own is called by rank 0 alone.
-    calls = {"pixels": [0, 0], "function": [3, 3], "local": [4, 0]}
+    # Four batches, and the first once more where functions are compared; a function that others
+    # cannot have is called by rank 0 alone.
+    calls = {"pixels": [0, 0], "function": [3, 3], "local": [4, 0], "kept": [4, 0]}
     assert [len(called) for _, called in answers] == calls[kind]
 
 

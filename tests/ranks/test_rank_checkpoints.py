@@ -205,14 +205,15 @@ def test_a_disk_that_is_full_for_one_rank_is_heard_of_on_all(tmp_path: Path) -> 
     assert flow(str(tmp_path), -1, "momentum")[2] == 2
 
 
-def elsewhere(folder: str) -> Any:
-    """Ranks whose folders are not one."""
+def elsewhere(folder: str, made: bool) -> Any:
+    """Ranks whose folders are not one; another run may have made that of the second."""
     real = shard.write_shard
 
     def write(place: Path, *arguments: Any) -> Any:
         if torch.distributed.get_rank() == 1:
             place = place.parent / "of another machine"
-            place.mkdir(exist_ok=True)
+            if made:
+                place.mkdir(exist_ok=True)
         return real(place, *arguments)
 
     from otdd_flash.flows import rows
@@ -224,10 +225,11 @@ def elsewhere(folder: str) -> Any:
         rows.write_shard = real
 
 
-def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
-    for answer in pool(2).run(elsewhere, str(tmp_path)):
-        assert isinstance(answer, InputError), answer
-        assert "is not seen by rank 0; give a hydra.run.dir that all machines share" in str(answer)
+@pytest.mark.parametrize("made", [True, False])
+def test_a_folder_that_ranks_do_not_share_is_refused(made: bool, tmp_path: Path) -> None:
+    (said,) = {str(answer) for answer in pool(2).run(elsewhere, str(tmp_path), made)}
+    who = "is not seen by rank 0" if made else "which rank 0 has made, is not there"
+    assert f"{who}; give a hydra.run.dir that all machines share" in said
 
 
 def killed(folder: str) -> Any:
