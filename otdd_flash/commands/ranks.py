@@ -99,9 +99,9 @@ def remember(directory: Path) -> None:
     if leading() is None:
         return
     store = _store()
-    store.set(DIRECTORY, str(directory.resolve()))
     if not store.check([FOUND]):
         store.set(FOUND, _checkpoint(directory))
+    store.set(DIRECTORY, str(directory.resolve()))
 
 
 def _restarts() -> int:
