@@ -52,8 +52,8 @@ class Tile(NamedTuple):
 
     Attributes:
         sides: both.
-        operator: the cost between them, of masses that sum to 1 on each side.
-        masses: of the rows and of the columns, in the whole.
+        operator: the cost between them, of masses that sum to 1 on each side that has any.
+        masses: of the rows and of the columns, in the whole; 0 where all of a block's are.
         diagonal: they are one block, and other pairs come once.
     """
 
@@ -101,7 +101,9 @@ class Joined:
         self._epsilon, self._logs = epsilon, torch.full_like(like, -torch.inf)
 
     def add(self, rows: slice | Tensor, found: Tensor, mass: float) -> None:
-        """Take the softmin (k,) of some rows over a block of so much mass."""
+        """Take the softmin (k,) of some rows over a block of so much mass, if it has any."""
+        if mass == 0:
+            return
         logs = torch.log(torch.tensor(mass, dtype=torch.float64)) - found.double() / self._epsilon
         self._logs[rows] = torch.logaddexp(self._logs[rows], logs)
 

@@ -271,6 +271,9 @@ class BlockedOperator:
         for _, stripe in groupby(tiles, lambda tile: id(tile.sides[own].block)):
             out: Applied | None = None
             for tile in stripe:
+                if tile.masses[other] == 0:
+                    # It adds nothing, and rows of this tile alone have no plan.
+                    continue
                 found = tile.operator.apply_plan(
                     f[tile.rows],
                     g[tile.columns],
@@ -316,6 +319,6 @@ def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:
 
 
 def _normalised(masses: Tensor) -> tuple[Tensor, float]:
-    """Masses over their sum, and the sum; where that is 0 as they are, and 1."""
-    mass = float(masses.sum()) or 1.0
-    return masses / mass, mass
+    """Masses over their sum, if that is not 0, and the sum."""
+    mass = float(masses.sum())
+    return masses / (mass or 1.0), mass

@@ -124,6 +124,40 @@ def test_every_operation_is_that_of_the_dense_cost(
     same(applied.values, (plan * (left @ right.T)) @ values.double())
 
 
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [("torch", "double"), ("torch", "high"), ("triton", "high")],
+)
+def test_a_block_without_mass_adds_nothing(backend: str, precision: str, tmp_path: Path) -> None:
+    """The first block of rows, far below the others' potentials."""
+    draw = torch.Generator().manual_seed(0)
+    points = torch.randn(70, DIM, generator=draw)
+    np.save(tmp_path / "x.npy", points.numpy())
+    weights = (torch.arange(70) >= 64).double()
+    source = otdd.LabeledSamples(otdd.features_file(tmp_path / "x.npy"), None, (), weights)
+    np.save(tmp_path / "y.npy", points[:1].numpy())
+    target = otdd.LabeledSamples(otdd.features_file(tmp_path / "y.npy"), None, ())
+    compute = ComputeOptions(str(HERE), backend, precision, memory_budget=1)
+    prepared = Request.prepare((source, target), GroundCost(), compute)
+    found = build_operator(prepared.inputs(CROSS, torch.zeros(1, 1).double().to(HERE)))
+    assert isinstance(found, BlockedOperator)
+    cost = torch.cdist(points.double(), points[:1].double()).square() / 2
+    values = torch.randn(70, 2, generator=draw)
+    expected = (weights / 6) @ values.double()
+    near = {"rtol": 1e-2 if precision == "high" else 1e-9, "atol": 1e-6}
+    # What stands for the logarithm of no mass is rounded up or down.
+    for small in (3e-4, 3e-4 * 9 / 7, 3e-4 * 12 / 7, 3e-4 * 13 / 7):
+        g = torch.tensor([200 * small]).to(HERE, found.dtype)
+        f = (cost[:, 0].to(HERE) - g).to(found.dtype)
+        applied = found.apply_plan(f, g, small, values.to(HERE), transposed=True)
+        torch.testing.assert_close(applied.values[0].double().cpu(), expected, **near)
+        torch.testing.assert_close(applied.masses.cpu(), torch.ones(1).double(), **near)
+    softmin = found.softmin_columns(f, small)
+    torch.testing.assert_close(softmin.double(), g.double(), rtol=0, atol=1e-5)
+    sums = found.marginals(f, g, small)
+    torch.testing.assert_close(sums.columns.cpu(), torch.ones(1).double(), **near)
+
+
 @pytest.mark.parametrize(("backend", "precision"), BACKENDS)
 def test_errors_of_sums_hold_and_are_not_much_wider(
     backend: str, precision: str, tmp_path: Path
