@@ -152,13 +152,19 @@ class LabeledSamples:
         labels = None if self.labels is None else self.labels.to(place)
         return replace(self, features=features, labels=labels)
 
+    def _features_of(self, rows: Tensor) -> Tensor:
+        # A part of a mapped file that is not there any more would end the process.
+        if isinstance(self.features, FileFeatures):
+            self.features.check()
+        return self.features[rows]
+
     @takes(arguments.TAKE)
     def take(self, rows: Tensor, *, subset_hash: str | None = None) -> LabeledSamples:
         """The samples at the given row indices; weights are renormalised."""
         return replace(
             self,
             subset_hash=subset_hash,
-            features=self.features[rows],
+            features=self._features_of(rows),
             labels=None if self.labels is None else self.labels[rows],
             weights=None if self.weights is None else self.weights[rows],
         )
@@ -180,7 +186,7 @@ class LabeledSamples:
         return replace(
             self,
             subset_hash=None,
-            features=self.features[rows],
+            features=self._features_of(rows),
             labels=labels[rows],
             class_names=tuple(self.class_names[c] for c in keep),
             weights=None if self.weights is None else self.weights[rows],

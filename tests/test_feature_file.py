@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,11 +68,16 @@ def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None
     path = written(tmp_path, "npy")
     features = otdd.features_file(path)
     samples = otdd.LabeledSamples(features, None, ())
+    labelled = otdd.LabeledSamples(features, torch.arange(70) % 2, ("a", "b"))
     np.save(path, points().numpy() + 1)
     os.utime(path, (1, 1))
     for use in (
         lambda: otdd.LabeledSamples(features, None, ()),
         lambda: otdd.dataset_distance(samples, samples, labels="none", compute="cpu"),
+        lambda: otdd.sinkhorn_loss(features, points(), epsilon=1.0),
+        lambda: samples.take(torch.tensor([0])),
+        lambda: replace(samples, labels=torch.arange(70) % 2, class_names=("a", "b")),
+        lambda: labelled.keep_classes([1]),
     ):
         with pytest.raises(InputError, match="changed while it was in use"):
             use()
