@@ -122,5 +122,5 @@ def _clouds(samples: LabeledSamples, masses: Tensor) -> list[ClassCloud]:
     for c, name in enumerate(samples.class_names):
         rows = ((samples.labels == c) & (masses.detach() > 0)).nonzero().squeeze(1)
         weights = masses[rows]
-        clouds.append(ClassCloud(name, samples.features[rows], weights / weights.sum()))
+        clouds.append(ClassCloud(name, samples.points_of(rows), weights / weights.sum()))
     return clouds

@@ -152,13 +152,26 @@ class LabeledSamples:
         labels = None if self.labels is None else self.labels.to(place)
         return replace(self, features=features, labels=labels)
 
+    def points_of(self, rows: slice | Tensor) -> Tensor:
+        """Features (k, d) of some rows, in memory, in float32 or float64.
+
+        Raises:
+            InputError: they are in a file that changed.
+        """
+        features = self.features
+        if not isinstance(features, FileFeatures):
+            return features[rows]
+        # A part of a mapped file that is not there any more would end the process.
+        features.check()
+        return features[rows].to(torch.promote_types(features.dtype, torch.float32))
+
     @takes(arguments.TAKE)
     def take(self, rows: Tensor, *, subset_hash: str | None = None) -> LabeledSamples:
         """The samples at the given row indices; weights are renormalised."""
         return replace(
             self,
             subset_hash=subset_hash,
-            features=self.features[rows],
+            features=self.points_of(rows),
             labels=None if self.labels is None else self.labels[rows],
             weights=None if self.weights is None else self.weights[rows],
         )
@@ -180,7 +193,7 @@ class LabeledSamples:
         return replace(
             self,
             subset_hash=None,
-            features=self.features[rows],
+            features=self.points_of(rows),
             labels=labels[rows],
             class_names=tuple(self.class_names[c] for c in keep),
             weights=None if self.weights is None else self.weights[rows],

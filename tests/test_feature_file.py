@@ -6,7 +6,9 @@ import copy
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,14 +69,42 @@ def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None
     path = written(tmp_path, "npy")
     features = otdd.features_file(path)
     samples = otdd.LabeledSamples(features, None, ())
+    labelled = otdd.LabeledSamples(features, torch.arange(70) % 2, ("a", "b"))
     np.save(path, points().numpy() + 1)
     os.utime(path, (1, 1))
     for use in (
         lambda: otdd.LabeledSamples(features, None, ()),
         lambda: otdd.dataset_distance(samples, samples, labels="none", compute="cpu"),
+        lambda: otdd.sinkhorn_loss(features, points(), epsilon=1.0),
+        lambda: samples.take(torch.tensor([0])),
+        lambda: replace(samples, labels=torch.arange(70) % 2, class_names=("a", "b")),
+        lambda: labelled.keep_classes([1]),
     ):
         with pytest.raises(InputError, match="changed while it was in use"):
             use()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_of_files_are_those_numbers_in_float32(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Particles would be rounded at every step, and class distances of bfloat16 have no number."""
+    path = written(tmp_path, "safetensors", dtype)
+    labels, names = torch.arange(70) % 3, ("a", "b", "c")
+    target = otdd.LabeledSamples(points() + 1, labels, names)
+
+    def found(features: torch.Tensor) -> list[torch.Tensor]:
+        samples = otdd.LabeledSamples(features, labels, names)
+        settings: dict[str, Any] = {"epsilon": 0.5, "compute": "cpu"}
+        moves = otdd.Flow(2, stepping=otdd.Stepping(0.1))
+        flow = otdd.gradient_flow(samples, target, moves, **settings)
+        result = otdd.dataset_distance(samples, target, labels="exact", **settings)
+        loss = otdd.sinkhorn_loss(features, target.features, **settings)
+        return [flow.samples.features, torch.tensor(result.value), loss]
+
+    features = otdd.features_file(path, key="features")
+    for one, other in zip(found(features), found(features[:]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_damaged_headers_are_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.feature_tensors import FileFeatures
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.flow import Callbacks, Flow, LoopOptions
@@ -113,6 +114,9 @@ def gradient_flow(
     check_comparable(source, target)
     device = resolve_device(compute.device)
     points = drop_small_classes(source, min_class_size).to(device)
+    if isinstance(points.features, FileFeatures):
+        # Particles move in memory, and not in the half type that a file may have.
+        points = replace(points, features=points.points_of(slice(None)))
     goal = drop_small_classes(target, min_class_size)
     # The target may stay where it is, if nothing is asked of its points but passes.
     streams = isinstance(flow.space, FeatureSpace) and flow.mode in STREAMING_MODES

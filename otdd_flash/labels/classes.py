@@ -94,7 +94,7 @@ def split_classes(samples: LabeledSamples) -> list[ClassCloud]:
                 f"class {name} has no sample of positive weight, so it has no distance to other "
                 "classes; min_class_size=1 drops it"
             )
-        clouds.append(ClassCloud(name, samples.features[rows], _normalised(weights)))
+        clouds.append(ClassCloud(name, samples.points_of(rows), _normalised(weights)))
     return clouds
 
 

@@ -45,13 +45,33 @@ class Arrived(NamedTuple):
 
 
 @dataclass(eq=False)
+class _Turn:
+    """A block's turn on a GPU, in events; on a processor there are none.
+
+    Attributes:
+        begins: passes are done with all blocks before it.
+        copied: it is there.
+    """
+
+    begins: torch.cuda.Event | None
+    copied: torch.cuda.Event | None = None
+
+    def waited(self) -> float:
+        """Seconds that the GPU waited for the block, which is there by now."""
+        if self.begins is None or self.copied is None:
+            return 0.0
+        milliseconds: float = self.begins.elapsed_time(self.copied)
+        return max(0.0, milliseconds / 1000)
+
+
+@dataclass(eq=False)
 class Tally:
     """What was read, for all clouds of a comparison.
 
     Attributes:
         moved: bytes so far.
         reading: seconds that it took, beside passes.
-        waited: seconds that passes waited for it.
+        waited: seconds that passes waited for it, on a GPU but for the last block of each pass.
         held: bytes of packed blocks that host memory held at once.
         copied: bytes that came from there.
     """
@@ -114,9 +134,14 @@ class HostPoints:
         # For rows and for columns, of which the cost of a cloud with itself streams both from here.
         self._reader = ThreadPoolExecutor(2)
 
+    @property
+    def are_there(self) -> bool:
+        """Whether the device has them already, such as particles that move."""
+        return self.features.device.type != "cpu"
+
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
         """Some points (k, d) on the device."""
-        host = rows if isinstance(rows, slice) else rows.to(self.features.device)
+        host = rows if isinstance(rows, slice) else rows.cpu()
         (points,) = self.stream([Block(rows, host)])
         return points
 
@@ -133,21 +158,42 @@ class HostPoints:
     ) -> Iterator[Tensor]:
         """The points of one block after the other, on the device, the next on its way.
 
-        `arrive` gives something else of a block in their place.
+        `arrive` gives something else of a block in their place. The host tells a GPU what to do
+        faster than it is done, so a block comes when the one before the last has been used: there
+        are never more than a few.
         """
+        if self.are_there:
+            # Read where passes run and in their order, as they were written.
+            for block in blocks:
+                rows = block.rows if self._chosen is None else self._chosen[block.host]
+                yield self.features.detach()[rows]
+            return
         arrive = arrive or self.arrive
+        last, turn = None, _Turn(self._told())
         ahead = self._reader.submit(arrive, blocks[0])
         for following in (*blocks[1:], None):
             start = time.perf_counter()
-            points, copied = ahead.result()
-            self.streaming.tally.waited += time.perf_counter() - start
+            points, turn.copied = ahead.result()
+            if self._stream is None:
+                self.streaming.tally.waited += time.perf_counter() - start
             if following is not None:
-                ahead = self._reader.submit(arrive, following)
-            if copied is not None:
+                ahead = self._reader.submit(self._arrive_in_turn, last, turn, arrive, following)
+            if turn.copied is not None:
                 current = torch.cuda.current_stream(self.device)
-                current.wait_event(copied)
+                current.wait_event(turn.copied)
                 points.record_stream(current)
             yield points
+            last, turn = turn, _Turn(self._told())
+
+    def _arrive_in_turn(
+        self, last: _Turn | None, turn: _Turn, arrive: Callable[[Block], Arrived], block: Block
+    ) -> Arrived:
+        """What arrives once the turn of the block before it has begun."""
+        if turn.begins is not None:
+            turn.begins.synchronize()
+            if last is not None:
+                self.streaming.tally.waited += last.waited()
+        return arrive(block)
 
     @torch.no_grad()
     def arrive(self, block: Block) -> Arrived:
@@ -155,12 +201,10 @@ class HostPoints:
         start, rows = time.perf_counter(), block.host
         if self._chosen is not None:
             rows = self._chosen[rows]
-        if self.features.is_cuda:
-            # Such as particles, which are written on this stream.
-            return Arrived(self.features[rows], self._event(torch.cuda.current_stream(self.device)))
         read = self._read(rows)
+        took = time.perf_counter() - start
         self.streaming.tally.moved += read.nbytes
-        self.streaming.tally.reading += time.perf_counter() - start
+        self.streaming.tally.reading += took
         if self._stream is None:
             return Arrived(read.to(self.device), None)
         with self.copying():
@@ -187,9 +231,14 @@ class HostPoints:
         if self._stream is not None:
             there.record_stream(self._stream)
 
+    def _told(self) -> torch.cuda.Event | None:
+        """That passes have done what they have been told so far."""
+        on_gpu = self._stream is not None
+        return self._event(torch.cuda.current_stream(self.device)) if on_gpu else None
+
     def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """That all on a stream so far is done."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """That all on a stream so far is done, and when; whoever waits for it lets others run."""
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 

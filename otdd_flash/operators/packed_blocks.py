@@ -116,7 +116,9 @@ class PackedBlocks:
             yield There(block, there, packed)
 
     def _hold(self, source: HostPoints, block: Block, packed: PackedPoints) -> None:
-        """Copy a packed block to the host, if there is room."""
+        """Copy a packed block to the host, if there is room and it does not change."""
+        if source.are_there:
+            return
         flat = packed.coordinates.view(torch.uint8).flatten()
         pieces = self._slabs.take(flat.numel(), pinned=source.is_cuda)
         if pieces is None:

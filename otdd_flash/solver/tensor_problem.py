@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError, prefixed
+from otdd_flash.feature_tensors import FileFeatures
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
@@ -50,7 +51,8 @@ def problem_of_tensors(
 def type_of(problem: Problem) -> torch.dtype:
     """Float64 if a cloud is, and else float32: of the number that a loss returns."""
     x, y = (side.features.dtype for side in problem.request.given)
-    return torch.promote_types(x, y)
+    # Files may hold half types, which points in memory have left.
+    return torch.promote_types(torch.promote_types(x, y), torch.float32)
 
 
 def _check_one_device(x: Tensor, y: Tensor) -> None:
@@ -85,6 +87,8 @@ def _samples(
     """One side; `called` names the arguments of its points and of its masses."""
     names = tuple(map(str, range(classes)))
     weights = None if masses is None else masses.detach()
+    if isinstance(points, FileFeatures):
+        points.check()
     points = points.detach().contiguous()
     try:
         samples = LabeledSamples(points, labels, names, weights, name=called[0])
