@@ -3,7 +3,8 @@
 torchrun ends all processes when one ends. It does not see one that is stopped or whose machine is
 gone, for which the others would wait. So a thread of every process counts up a key in torchrun's
 store. Rank 0 watches all keys and the others that of rank 0; whoever misses a rank ends, and
-torchrun the rest.
+torchrun the rest. A call of a store whose machine is gone does not return for long, so a second
+thread watches the first.
 
 The limit is long, because the thread needs Python's interpreter: a rank that computes lets it go,
 but one call of a library may keep it for many seconds. A watcher measures the limit in beats of its
@@ -31,14 +32,19 @@ INTERVAL, LIMIT = 2.0, 45.0
 # Seconds that a process which has closed its connections may take to be gone.
 GOING = 1.0
 
+# Seconds that a store which answers may take.
+ANSWER = 5.0
+
 # In place of a count: the process has ended as meant.
 LEFT = "left"
 # Letters of Linux for processes that have ended, and none for those that nobody waits for.
 ENDED = ("Z", "X", "")
+# Letters for those that are stopped, as a torchrun is by Ctrl-Z; its processes go on.
+STOPPED = ("T", "t")
 
 
 class Heartbeat(threading.Thread):
-    """Beats for this process and watches others.
+    """Beats for this process and watches others, in a thread that this one watches.
 
     Args:
         store: of the processes.
@@ -55,34 +61,26 @@ class Heartbeat(threading.Thread):
         # What was heard of a rank, and for how many beats it has been that.
         self._heard: dict[int, str] = {}
         self._missed: dict[int, int] = {}
+        # For how many beats the store has not answered.
         self._unheard = 0
         self._ended = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
 
     def run(self) -> None:
-        """Beat and watch until stopped."""
-        count = 0
+        """Watch the store until stopped."""
+        self._beats.start()
         while not self._ended.wait(self._interval):
-            count += 1
-            try:
-                # With what the ranks that the same torchrun has started may know it by.
-                beat = f"{count} {os.getpid()} {os.environ.get('GROUP_RANK')}"
-                self._store.set(_key(self._rank), beat)
-                self._listen()
-                self._unheard = 0
-            except RuntimeError:
+            if _state(os.getppid()) not in STOPPED:
                 self._unheard += 1
-                if self._unheard * self._interval >= self._limit:
-                    self._end("the store of torchrun")
+            if self._unheard * self._interval >= self._limit:
+                self._end("the store of torchrun")
 
     def stop(self) -> None:
         """End as meant."""
         self._ended.set()
-        # A store may be silent without being gone, where torchrun is stopped; nobody hears then.
-        self.join(self._limit)
-        if self.is_alive():
-            return
-        with suppress(RuntimeError):
-            self._store.set(_key(self._rank), LEFT)
+        self.join()
+        # Nobody hears of it where the store does not answer.
+        self._beats.join(ANSWER)
 
     def gone(self) -> int | None:
         """A rank whose process has ended, of those on this machine; None if none has."""
@@ -97,7 +95,24 @@ class Heartbeat(threading.Thread):
 
     def first(self) -> bool:
         """Whether no other process has been told so before: it is then for this one to speak."""
-        return self._store.add("spoken", 1) == 1
+        try:
+            return self._store.add("spoken", 1) == 1
+        except RuntimeError:
+            # Nobody can tell.
+            return True
+
+    def _beat(self) -> None:
+        """Beat, and listen to the others, until stopped or the connection breaks for good."""
+        with suppress(RuntimeError):
+            count = 0
+            while not self._ended.wait(self._interval):
+                count += 1
+                # With what the ranks that the same torchrun has started may know it by.
+                beat = f"{count} {os.getpid()} {os.environ.get('GROUP_RANK')}"
+                self._store.set(_key(self._rank), beat)
+                self._listen()
+                self._unheard = 0
+            self._store.set(_key(self._rank), LEFT)
 
     def _listen(self) -> None:
         for rank in self._watched:
@@ -109,18 +124,17 @@ class Heartbeat(threading.Thread):
                 continue
             self._missed[rank] += 1
             if self._missed[rank] * self._interval >= self._limit:
-                self._end(f"rank {rank}", self._neighbour(rank))
+                self._end(f"rank {rank}", self._neighbour(rank), speaks=self.first())
 
-    def _end(self, who: str, process: int | None = None) -> None:
+    def _end(self, who: str, process: int | None = None, *, speaks: bool = True) -> None:
         """Leave at once, as the main thread may wait for the lost rank, and say why."""
         from otdd_flash.commands.messages import say_error
 
-        with suppress(RuntimeError):
-            if self._unheard or self.first():
-                say_error(
-                    f"{who} has not answered for {self._limit:g} s: it is stopped, or its machine "
-                    "is gone; all processes end"
-                )
+        if speaks:
+            say_error(
+                f"{who} has not answered for {self._limit:g} s: it is stopped, or its machine is "
+                "gone; all processes end"
+            )
         if process is not None:
             # What is stopped hears no other signal, and torchrun would wait for it.
             with suppress(OSError):

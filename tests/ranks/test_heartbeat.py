@@ -30,7 +30,7 @@ class Watched(Heartbeat):
         super().__init__(store, rank, size, INTERVAL, LIMIT)
         self.lost: list[tuple[str, int | None]] = []
 
-    def _end(self, who: str, process: int | None = None) -> None:
+    def _end(self, who: str, process: int | None = None, *, speaks: bool = True) -> None:
         self.lost.append((who, process))
         self._ended.set()
 
@@ -98,45 +98,66 @@ def test_a_rank_that_is_stopped_before_its_first_beat_is_missed_too() -> None:
     assert first.lost == [("rank 1", None)]
 
 
-class Silent:
-    """A store that does not answer, as that of a torchrun that is stopped."""
-
-    def __init__(self) -> None:
-        self.asked, self.answers = threading.Event(), threading.Event()
-
-    def set(self, *_: object) -> None:
-        self.asked.set()
-        self.answers.wait()
-
-    def check(self, *_: object) -> bool:
-        return False
-
-
-def test_a_silent_store_does_not_keep_a_process_that_is_done() -> None:
-    store = Silent()
-    alone = Watched(store, 0, 2)
-    alone.start()
-    assert store.asked.wait(20)
-    ending = threading.Thread(target=alone.stop, daemon=True)
-    ending.start()
-    ending.join(10 * LIMIT)
-    left = not ending.is_alive()
-    store.answers.set()
-    assert left
-
-
 class Broken:
-    """A store that is gone."""
+    """A store whose process has ended."""
+
+    calls = 0
 
     def set(self, *_: object) -> None:
+        self.calls += 1
         raise torch.distributed.DistNetworkError("Connection reset by peer")
 
+    def add(self, *_: object) -> None:
+        self.set()
 
-def test_a_store_that_is_gone_is_missed_too() -> None:
-    alone = Watched(Broken(), 0, 2)
+
+class Silent(Broken):
+    """A store that does not answer, as where its machine is gone."""
+
+    def set(self, *_: object) -> None:
+        self.calls += 1
+        threading.Event().wait()
+
+
+@pytest.mark.parametrize("kind", [Broken, Silent])
+def test_a_store_that_is_gone_is_missed_too(
+    kind: type[Broken], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "ANSWER", LIMIT)
+    store = kind()
+    alone = Watched(store, 0, 2)
     with beating(alone):
         assert waited(lambda: alone.lost)
     assert alone.lost == [("the store of torchrun", None)]
+    # Every call of a broken store prints a page of frames of C++.
+    assert store.calls == 1
+
+
+def test_a_silent_store_does_not_keep_a_process_that_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat, "ANSWER", LIMIT)
+    store = Silent()
+    alone = Watched(store, 0, 2)
+    alone.start()
+    assert waited(lambda: store.calls)
+    ending = threading.Thread(target=alone.stop, daemon=True)
+    ending.start()
+    ending.join(10 * LIMIT)
+    assert not ending.is_alive()
+
+
+def test_a_torchrun_that_is_stopped_by_hand_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "ANSWER", LIMIT)
+    monkeypatch.setattr(heartbeat, "_state", lambda process: "T" if process == os.getppid() else "")
+    alone = Watched(Silent(), 0, 2)
+    with beating(alone):
+        time.sleep(2 * LIMIT)
+    assert alone.lost == []
+
+
+def test_who_cannot_ask_the_store_speaks() -> None:
+    assert Watched(Broken(), 0, 2).first()
 
 
 def test_a_watcher_that_slept_misses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
