@@ -224,6 +224,7 @@ def test_a_lost_rank_is_named_and_all_end(number: int, kind: str, tmp_path: Path
     said = torchrun.ended(process)
     assert time.monotonic() - started < 15
     assert process.returncode == 1
+    assert -signal.SIGKILL in torchrun.exit_codes(said)
     word = "has not answered for 3 s" if kind == "STOP" else "has ended"
     assert said.count(f"rank {number} {word}") == 1, said
     assert said.count("error: ") == 1, said

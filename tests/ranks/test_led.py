@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,8 @@ import torch
 from rank_pool import RankPool, pool
 
 import otdd_flash as otdd
-from otdd_flash.errors import LostRankError
+from otdd_flash import ranks
+from otdd_flash.errors import InputError, LostRankError
 from otdd_flash.labels.classes import pool as pool_classes
 from otdd_flash.labels.dealt import dealt
 from otdd_flash.labels.metrics import Sinkhorn
@@ -114,35 +114,6 @@ def test_led_work_is_that_of_one_process(work: Any) -> None:
     for value, copy, alone in zip(found, other, expected, strict=True):
         assert torch.equal(value, copy)
         assert torch.allclose(value, alone, rtol=1e-6, atol=1e-7)
-
-
-def noisy_flow(folder: str, stop: int | None, resume: bool) -> torch.Tensor:
-    """Where a flow with noise and minibatches ends, or is interrupted before a step."""
-    left = iter(range(stop or 100))
-
-    def work(ranks: Ranks) -> torch.Tensor:
-        compute = otdd.ComputeOptions("cpu", precision="double", group=ranks)
-        flow = otdd.Flow(
-            5,
-            stepping=otdd.Stepping(0.2, "adam", noise=0.1, minibatch=20),
-            checkpoints=otdd.Checkpoints(Path(folder), every=1, resume=resume),
-        )
-        callbacks = otdd.Callbacks(stop=lambda: next(left, None) is None)
-        return otdd.gradient_flow(
-            *sides(), flow, epsilon=EPSILON, compute=compute, callbacks=callbacks
-        ).samples.features
-
-    return otdd.led(work)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_flow_goes_on_with_as_many_ranks_or_others(size: int, tmp_path: Path) -> None:
-    whole, _ = pool(2).run(noisy_flow, str(tmp_path / "whole"), None, False)
-    pool(2).run(noisy_flow, str(tmp_path / "part"), 3, False)
-    found = pool(size).run(noisy_flow, str(tmp_path / "part"), None, True)[0]
-    if size == 2:
-        assert torch.equal(found, whole)
-    assert torch.allclose(found, whole, rtol=1e-5, atol=1e-6)
 
 
 def rows_of_passes() -> list[int]:
@@ -395,3 +366,17 @@ def test_a_process_that_ends_is_missed() -> None:
         own.close()
     assert isinstance(answer, LostRankError)
     assert "another process of compute.group has ended" in str(answer)
+
+
+def of_another_version() -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        if torch.distributed.get_rank() == 1:
+            patched.setattr(ranks, "__version__", "0.0.9")
+        return otdd.led(lambda _: "led")
+
+
+def test_processes_of_other_versions_are_refused() -> None:
+    for answer in pool(2).run(of_another_version):
+        assert isinstance(answer, InputError), answer
+        assert "ranks disagree on versions: rank 0 has" in str(answer)
+        assert "'otdd_flash': '0.0.9'" in str(answer)

@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "stepping": Stepping(0.1, "rmsprop", box=(-2.0, 2.5)),
         "functionals": [{"name": "entropy", "weight": 0.01}],
     },
-    "minibatch": {"stepping": Stepping(0.1, noise=0.1, minibatch=7), "mode": "augmented"},
+    "minibatch": {"stepping": Stepping(0.1, "adam", noise=0.1, minibatch=7), "mode": "augmented"},
 }
 
 
@@ -108,9 +108,9 @@ def test_a_flow_goes_on_with_other_numbers_of_ranks(way: str, tmp_path: Path) ->
 
 
 def test_as_many_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
-    whole = pool(2).run(led, str(tmp_path / "whole"), -1, "momentum")
-    pool(2).run(led, str(tmp_path / "run"), 3, "momentum")
-    resumed = pool(2).run(led, str(tmp_path / "run"), -1, "momentum")
+    whole = pool(2).run(led, str(tmp_path / "whole"), -1, "minibatch")
+    pool(2).run(led, str(tmp_path / "run"), 3, "minibatch")
+    resumed = pool(2).run(led, str(tmp_path / "run"), -1, "minibatch")
     assert resumed[0][2] == 3
     for one, other in zip(whole, resumed, strict=True):
         assert torch.equal(one[0], other[0])

@@ -130,9 +130,7 @@ def test_what_is_refused_is_said_once_and_not_tried_again() -> None:
 
 
 def test_a_multirun_is_of_one_process(tmp_path: Path) -> None:
-    options = ("--max-restarts", "1")
-    jobs = ("--multirun", *SMALL, "epsilon=0.1,0.2")
-    said = ended(start("distance", *jobs, options=options, cwd=tmp_path))
+    said = ended(start("distance", "--multirun", *SMALL, "epsilon=0.1,0.2", cwd=tmp_path))
     assert said.count("a multirun is of one process") == 1, said
     assert exit_codes(said) == [2, 2]
     assert list(tmp_path.iterdir()) == []
@@ -140,29 +138,19 @@ def test_a_multirun_is_of_one_process(tmp_path: Path) -> None:
 
 UNLIKE = """
 import os, sys
-import otdd_flash.ranks
 if os.environ["RANK"] == "1":
-    {change}
+    sys.argv.append("seed=1")
 from otdd_flash.distance import main, run_command
 run_command(main)
 """
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("otdd_flash.ranks.__version__ = '0.0.9'", "ranks disagree on versions: rank 0 has"),
-        ("sys.argv.append('seed=1')", "ranks disagree on the arguments: rank 0 has"),
-    ],
-)
-def test_processes_that_are_not_alike_are_refused(
-    change: str, expected: str, tmp_path: Path
-) -> None:
+def test_processes_of_other_arguments_are_refused(tmp_path: Path) -> None:
     script = tmp_path / "unlike.py"
-    script.write_text(UNLIKE.format(change=change))
+    script.write_text(UNLIKE)
     options = ("--max-restarts", "1")
     said = ended(start(str(script), *SMALL, options=options, cwd=tmp_path))
-    assert said.count(expected) == 1, said
+    assert said.count("ranks disagree on the arguments: rank 0 has") == 1, said
     assert said.count("it is not tried again") == 1, said
     assert exit_codes(said) == [2, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["unlike.py"]
@@ -171,18 +159,6 @@ def test_processes_that_are_not_alike_are_refused(
 def test_studies_are_shared_otherwise() -> None:
     said = ended(start("study"))
     assert said.count("study.shard=1/4") == 1
-
-
-def test_a_lost_rank_ends_all(tmp_path: Path) -> None:
-    process = start("flow", *SMALL, "flow.steps=100000", f"hydra.run.dir={tmp_path / 'run'}")
-    lost = rank(process, 1)
-    wait_for_steps(process)
-    os.kill(lost, signal.SIGKILL)
-    said = ended(process)
-    # Rank 0 hears of it at its next pass, if torchrun has not ended it before.
-    assert process.returncode == 1
-    assert -signal.SIGKILL in exit_codes(said)
-    assert not (tmp_path / "run" / "result.json").exists()
 
 
 def test_an_interrupted_flow_goes_on_with_other_ranks(tmp_path: Path) -> None:
