@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -225,9 +226,13 @@ def test_a_lost_rank_is_named_and_all_end(number: int, kind: str, tmp_path: Path
     assert time.monotonic() - started < 15
     assert process.returncode == 1
     assert -signal.SIGKILL in torchrun.exit_codes(said)
-    word = "has not answered for 3 s" if kind == "STOP" else "has ended"
-    assert said.count(f"rank {number} {word}") == 1, said
-    assert said.count("error: ") == 1, said
+    if kind == "STOP":
+        assert said.count(f"rank {number} has not answered for 3 s") == 1, said
+        assert said.count("error: ") == 1, said
+    else:
+        # torchrun may end the other before that has said it, and names the rank in its report.
+        assert re.search(rf"rank +: {number} .*\n.*exitcode +: -9 ", said), said
+        assert said.count("error: ") == said.count(f"rank {number} has ended") <= 1, said
     assert not (run / "result.json").exists()
 
 
