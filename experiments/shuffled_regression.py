@@ -9,6 +9,8 @@ eigenvalue of the Hessian by W (25 x 25), measured every ten steps by a product 
 is at least 0.001; then Newton's method with Armijo's rule, and Adam again should the eigenvalue
 fall. It ends when the gradient is below 0.005 three times in a row.
 
+A solve starts from the potential of the last one, moved on as it changed on the last step: that
+took 3.8 times fewer iterations over 40 steps of Adam with 2,000 cells at epsilon 0.1, to 1e-3.
 Between Adam's steps solves may end earlier (`--adam-tolerance`), but for the last steps and where
 an eigenvalue is measured next: cells are some 64 deviations away, a solve of all of them takes 100
 to 200 iterations to 1e-3, and 2,000 of them took 2.2 times as few to 1e-2.

@@ -78,3 +78,22 @@ def test_solves_end_early_only_where_no_eigenvalue_is_measured_next(
     # The start, and steps 1 to 12, of which the tenth is measured.
     assert asked == [None, *9 * [1e-2], None, 1e-2, 1e-2]
     assert 1e-4 < descent.trace.marginal_error <= 1e-2
+
+
+def test_a_solve_starts_from_a_potential_that_goes_on_as_it_went() -> None:
+    loss, w = small_loss(40, 1e-10), start(0)
+    step = 0.001 * start(1)
+    before = loss.at(w)
+    here = loss.at(w + step, near=before)
+    there = loss.at(w + 2 * step, near=here)
+
+    def off(guess: Tensor) -> float:
+        """How far it is from the potential, up to a constant."""
+        return float((guess - there.potential).std())
+
+    assert off(here.potential_at(there.w)) < 0.05 * off(here.potential)
+    # A first solve has nothing to go on from, and a step across the last one has no part of it.
+    assert torch.equal(before.potential_at(w + step), before.potential)
+    across = torch.zeros_like(step)
+    across[0, 0], across[0, 1] = step[0, 1], -step[0, 0]
+    assert torch.allclose(here.potential_at(here.w + across), here.potential)

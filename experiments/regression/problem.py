@@ -21,6 +21,8 @@ SHORT = 30
 # What two losses nearby are compared up to, relative: of solves in double precision, and others.
 # Between steps of 1e-4 those of 40,000 cells scatter by half of the latter.
 ROUNDINGS = 1e-7, 1e-5
+# Times the last step, up to which a potential is extrapolated.
+FARTHEST = 2.0
 DATA_SEED, FIRST_START_SEED = 0, 1
 
 
@@ -117,14 +119,18 @@ class Point:
         w: the weights (5, 5).
         loss: L(w).
         gradient: of L by w (5, 5).
-        potential: g of the solve, on the device, to start another one from.
+        potential: g of the solve (n,), on the device.
     """
 
-    def __init__(self, w: Tensor, x: Tensor, hessian: otdd.SinkhornHessian) -> None:
+    def __init__(
+        self, w: Tensor, x: Tensor, hessian: otdd.SinkhornHessian, near: Point | None
+    ) -> None:
         self._x, self._hessian = x, hessian
         self.w, self.loss = w, hessian.value
         self.gradient = (x.T @ hessian.gradient).cpu().double()
         self.potential = hessian.divergence.xy.g
+        self._last_step = None if near is None else w - near.w
+        self._last_change = None if near is None else self.potential - near.potential
 
     @property
     def gradient_norm(self) -> float:
@@ -140,6 +146,17 @@ class Point:
     def marginal_error(self) -> float:
         """Of the solve."""
         return self._hessian.divergence.marginal_error
+
+    def potential_at(self, w: Tensor) -> Tensor:
+        """A guess of g at other weights: it goes on changing as it did on the last step.
+
+        g + t (g - g_before), where t is how far the new step goes along the last one, in units of
+        that one.
+        """
+        if self._last_step is None or self._last_change is None:
+            return self.potential
+        along = ((w - self.w) * self._last_step).sum() / self._last_step.square().sum()
+        return self.potential + float(along.clamp(-FARTHEST, FARTHEST)) * self._last_change
 
     def hessian(self) -> tuple[Tensor, otdd.HessianProduct]:
         """H (25, 25) by the entries of w, row by row, and the product that it is made of.
@@ -186,7 +203,7 @@ class Loss:
         return ROUNDINGS[self.compute.precision != "double"]
 
     def at(self, w: Tensor, near: Point | None = None, tolerance: float | None = None) -> Point:
-        """The point at w; a solve starts from the potential of one that is near.
+        """The point at w; a solve starts from what a point nearby says of its potential.
 
         It ends at a tolerance, that of the options for None.
 
@@ -224,9 +241,9 @@ class Loss:
             epsilon=self.epsilon,
             lambda_x=1.0,
             debias=False,
-            start=None if near is None else {"xy": near.potential},
+            start=None if near is None else {"xy": near.potential_at(w)},
             options=options,
             cg=self.cg,
             compute=self.compute,
         )
-        return Point(w, self.data.x, hessian)
+        return Point(w, self.data.x, hessian, near)
