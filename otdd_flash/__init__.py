@@ -191,14 +191,6 @@ _HOMES = {
 }
 _MODULES = ("extractors", "labels")
 
-# What took the place of earlier names.
-_MOVED = {
-    "LabelMetric": "every method is a type of its own, such as otdd.labels.Gaussian(diagonal=True) "
-    "or otdd.labels.Sinkhorn(epsilon=0.5)",
-    "SolverOptions": "solver= and options= take otdd.Converged(tolerance=1e-4), with bound_width=, "
-    "max_iterations=, max_seconds=, require_convergence=, or otdd.GeomlossSchedule(scaling=0.5)",
-}
-
 
 if not TYPE_CHECKING:
     # Hidden from type checkers, to which it would make every name one of this module.
@@ -206,10 +198,6 @@ if not TYPE_CHECKING:
         """Import what is used for the first time."""
         if name in _MODULES:
             return import_module(f"otdd_flash.{name}")
-        if name in _MOVED:
-            # No AttributeError, of which `from otdd_flash import NAME` would tell nothing.
-            error = import_module("otdd_flash.errors").InputError
-            raise error(f"there is no otdd_flash.{name} any more: {_MOVED[name]}")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_HOMES[name]), name)
@@ -219,4 +207,4 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

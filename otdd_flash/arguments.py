@@ -304,8 +304,8 @@ CALLBACKS: Declaration = {
     "class_progress": optional(function),
     "stop": optional(function),
 }
-# Where earlier arguments went.
-GRADIENT_FLOW_MOVED = {
+# Keywords that one may expect of it, and where they are.
+GRADIENT_FLOW_ELSEWHERE = {
     **{key: f"flow=otdd.Flow({key}=...)" for key in (*FLOW, "space")},
     **{key: f"callbacks=otdd.Callbacks({key}=...)" for key in CALLBACKS},
     **{key: f"cost=otdd.GroundCost({key}=...)" for key in ("lambda_x", "lambda_y")},

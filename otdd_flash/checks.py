@@ -30,14 +30,14 @@ LONGEST_SHOWN = 60
 
 
 def takes(
-    declaration: Declaration, prefix: str = "", moved: Mapping[str, str] | None = None
+    declaration: Declaration, prefix: str = "", elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Check the arguments of a function, those left to their defaults excepted.
 
     Args:
         declaration: checks by parameter; further keywords go on as they are.
         prefix: what messages put before a parameter's name, such as `extractor.`.
-        moved: earlier parameters, and what to write in their place.
+        elsewhere: keywords that are fields of an options argument, and how they are written there.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -48,12 +48,11 @@ def takes(
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
-                earlier = [name for name in kwargs if name in (moved or {})]
-                if moved and earlier:
-                    now = f"write {moved[earlier[0]]}"
-                    raise InputError(
-                        f"{function.__name__} takes no {earlier[0]} any more: {now}"
-                    ) from None
+                for name in kwargs:
+                    if elsewhere and name in elsewhere:
+                        raise InputError(
+                            f"{function.__name__} takes no {name}: write {elsewhere[name]}"
+                        ) from None
                 # Too many arguments, or too few: Python's own words name the function as well.
                 return function(*args, **kwargs)
             for name, value in bound.arguments.items():

@@ -403,8 +403,8 @@ def test_missing_and_unknown_arguments_are_told_in_pythons_words() -> None:
         ("stop", r"callbacks=otdd\.Callbacks\(stop="),
     ],
 )
-def test_an_argument_that_moved_says_where_to(argument: str, place: str) -> None:
-    message = rf"^gradient_flow takes no {argument} any more: write {place}"
+def test_an_argument_of_an_option_says_where_to_write_it(argument: str, place: str) -> None:
+    message = rf"^gradient_flow takes no {argument}: write {place}"
     with pytest.raises(InputError, match=message):
         otdd.gradient_flow(ONE, TWO, **{argument: 1})
 
@@ -412,7 +412,7 @@ def test_an_argument_that_moved_says_where_to(argument: str, place: str) -> None
 def test_a_flow_takes_few_arguments() -> None:
     parameters = inspect.signature(otdd.gradient_flow).parameters
     assert len(parameters) <= 12
-    assert not parameters.keys() & arguments.GRADIENT_FLOW_MOVED.keys()
+    assert not parameters.keys() & arguments.GRADIENT_FLOW_ELSEWHERE.keys()
 
 
 def test_long_values_are_shown_in_short() -> None:

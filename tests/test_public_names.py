@@ -44,26 +44,12 @@ def test_names_that_type_checkers_see_are_those_that_are_imported_on_use():
         assert homes.pop(module) == "otdd_flash"
     assert homes == otdd_flash._HOMES
     assert {*homes, "extractors", "labels", "__version__"} == {*otdd_flash.__all__}
-    assert {*otdd_flash.__all__} <= {*dir(otdd_flash)}
+    assert {*otdd_flash.__all__} == {*dir(otdd_flash)}
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'otdd_flash' has no attribute 'distence'"):
         _ = otdd_flash.distence
-
-
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("LabelMetric", r"otdd\.labels\.Gaussian"),
-        ("SolverOptions", r"otdd\.Converged.*otdd\.GeomlossSchedule"),
-    ],
-)
-def test_a_name_that_moved_says_where_to(name, place):
-    with pytest.raises(otdd_flash.InputError, match=rf"no otdd_flash\.{name} any more: .*{place}"):
-        getattr(otdd_flash, name)
-    with pytest.raises(otdd_flash.InputError, match=place):
-        exec(f"from otdd_flash import {name}")
 
 
 def test_no_function_hides_a_module_of_its_name():

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 FOLLOWED, MOMENTS = 200, 32
 
 
-@takes(arguments.GRADIENT_FLOW, moved=arguments.GRADIENT_FLOW_MOVED)
+@takes(arguments.GRADIENT_FLOW, elsewhere=arguments.GRADIENT_FLOW_ELSEWHERE)
 def gradient_flow(
     source: Samples,
     target: Samples,
