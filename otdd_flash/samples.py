@@ -243,7 +243,10 @@ def _as_features(values: Any) -> Tensor:
     elif features.dtype not in (torch.float32, torch.float64):
         features = features.to(torch.float32)
     if features.ndim != 2:
-        raise InputError(f"features must be a matrix (n, d), got shape {tuple(features.shape)}")
+        raise InputError(
+            f"features must be a matrix (n, d), got shape {tuple(features.shape)}; "
+            "flatten each row, as by features.reshape(len(features), -1)"
+        )
     if features.shape[0] == 0 or features.shape[1] == 0:
         raise InputError(f"the dataset is empty: features have shape {tuple(features.shape)}")
     if not math.isfinite(float(largest_entry(features))):
