@@ -21,6 +21,7 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.result_files import COMPUTE_AGAIN, SUMMARY_FILE
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import convergence_text
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term.result import largest_tolerance
 from otdd_flash.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
@@ -51,7 +52,7 @@ class ComparedPair(NamedTuple):
     converged: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PairwiseResult:
     """The distances between K datasets, each with each.
 
@@ -78,6 +79,14 @@ class PairwiseResult:
     epsilon: float = field(kw_only=True)
     tolerance: float = field(kw_only=True)
     details: Mapping[str, Any] = field(kw_only=True)
+
+    def __repr__(self) -> str:
+        """How many datasets, at which epsilon; `pairs()` lists distances."""
+        converged = convergence_text(bool(self.converged.all()))
+        return (
+            f"PairwiseResult({len(self.names)} datasets: {', '.join(self.names)}; "
+            f"epsilon={self.epsilon:.6g}, {converged})"
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,7 +27,10 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """
     values = raw_values(labels)
     if values.ndim != 1:
-        raise InputError(f"labels must be one-dimensional, got shape {values.shape}")
+        raise InputError(
+            f"labels must be one-dimensional, got shape {values.shape}; "
+            "of one-hot labels take labels.argmax(axis=1)"
+        )
     if (missing := missing_labels(values)).any():
         raise InputError(
             f"{missing_rows(missing)}; leave those rows out of features and labels, or label them"

@@ -24,6 +24,7 @@ from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.operators.request import Request
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import convergence_text, interval_text
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import SIDES, Problem
@@ -34,7 +35,7 @@ from otdd_flash.version import __version__
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DistanceResult:
     """The distance between two datasets and everything needed to use and to check it.
 
@@ -66,6 +67,14 @@ class DistanceResult:
     request: Request | None = field(default=None, kw_only=True, repr=False)
     shared: Shared = field(default=ALONE, kw_only=True)
     streamed: Mapping[str, Any] | None = field(default=None, kw_only=True)
+
+    def __repr__(self) -> str:
+        """The distance, its bounds and what was compared, in one line."""
+        return (
+            f"DistanceResult({interval_text(self.value, self.bounds)}, "
+            f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
+            f"{self.source!r} to {self.target!r}, class distances {self.method})"
+        )
 
     @property
     def value(self) -> float:

@@ -24,7 +24,7 @@ from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LabeledSamples:
     """A weighted, labelled point cloud.
 
@@ -65,6 +65,12 @@ class LabeledSamples:
             weights, total = _as_masses(self.weights, n)
             object.__setattr__(self, "weights", weights.to(features.device))
             object.__setattr__(self, "mass", min(max(self.mass * total, LEAST_MASS), MOST_MASS))
+
+    def __repr__(self) -> str:
+        """Its name and sizes; tensors are asked for by name."""
+        rows, columns = self.features.shape
+        classes = "no labels" if self.labels is None else f"{len(self.class_names)} classes"
+        return f"LabeledSamples({self.name!r}, {rows} x {columns}, {classes})"
 
     @classmethod
     def of(cls, given: Samples, name: str = "samples") -> LabeledSamples:
@@ -243,7 +249,10 @@ def _as_features(values: Any) -> Tensor:
     elif features.dtype not in (torch.float32, torch.float64):
         features = features.to(torch.float32)
     if features.ndim != 2:
-        raise InputError(f"features must be a matrix (n, d), got shape {tuple(features.shape)}")
+        raise InputError(
+            f"features must be a matrix (n, d), got shape {tuple(features.shape)}; "
+            "flatten each row, as by features.reshape(len(features), -1)"
+        )
     if features.shape[0] == 0 or features.shape[1] == 0:
         raise InputError(f"the dataset is empty: features have shape {tuple(features.shape)}")
     if not math.isfinite(float(largest_entry(features))):

@@ -25,7 +25,7 @@ from otdd_flash.samples import LabeledSamples
 MAPS = ("entropic", "nearest", "residual")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FlowResult:
     """A dataset that was moved towards another.
 
@@ -59,6 +59,14 @@ class FlowResult:
     ran_on: str
     stopped_by: str
     seconds: Mapping[str, float]
+
+    def __repr__(self) -> str:
+        """The distances before and after, and what moved, in one line."""
+        return (
+            f"FlowResult({self.before.divergence:.7g} to {self.after.divergence:.7g}, "
+            f"mode={self.mode}, {len(self.history) - 1} steps, stopped by {self.stopped_by}, "
+            f"{self.source!r} to {self.target!r})"
+        )
 
     @property
     def mode(self) -> str:

@@ -19,6 +19,7 @@ from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import real_tensor
+from otdd_flash.shown import convergence_text, interval_text
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
 
@@ -29,7 +30,7 @@ KEPT = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MatrixTransport:
     """OT_epsilon for a cost matrix C (n, m), with the proof of its accuracy.
 
@@ -47,6 +48,14 @@ class MatrixTransport:
     seconds: float
     short_rows: Tensor
     _problem: MatrixProblem = field(repr=False)
+
+    def __repr__(self) -> str:
+        """The value, its bounds and the size of the matrix, in one line."""
+        return (
+            f"MatrixTransport({interval_text(self.value, self.bounds)}, "
+            f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
+            f"{len(self.f)} x {len(self.g)})"
+        )
 
     @property
     def f(self) -> Tensor:
