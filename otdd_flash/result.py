@@ -17,12 +17,12 @@ from otdd_flash.checks import takes
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
+from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator, refined
 from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.operators.request import Request
-from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence

@@ -26,6 +26,8 @@ from otdd_flash.dataset_files import ImageShape
 from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable
+from otdd_flash.files.json_file import write_json
+from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.flow import Callbacks, Flow
 from otdd_flash.flows.result import FlowResult
@@ -33,13 +35,11 @@ from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.integrations.tracking import check_tracker
-from otdd_flash.json_file import write_json
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.distance.console import interval
 from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.report.flow.console import flow_table
 from otdd_flash.report.flow.writing import write_flow_report
-from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 
 logger = logging.getLogger("otdd_flash.flow")
 

@@ -24,8 +24,9 @@ from otdd_flash.commands.settings import (
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.commands.tracked import track_distance
 from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.files.json_file import write_json
+from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.integrations.tracking import check_tracker
-from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances, Given, NoLabels
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
@@ -35,7 +36,6 @@ from otdd_flash.report.distance.nearest_classes import nearest_table
 from otdd_flash.report.distance.writing import write_report
 from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.result import DistanceResult
-from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.solver.schedules.converged import Converged
 
 logger = logging.getLogger("otdd_flash.distance")

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from otdd_flash import arguments
-from otdd_flash.cache import TensorCache
 from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.lazy_items import LazyItems
@@ -25,6 +24,7 @@ from otdd_flash.extractors.feature_store import FeatureStore
 from otdd_flash.extractors.input_hash import inputs_hash
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
+from otdd_flash.files.cache import TensorCache
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.ranks import Ranks
 from otdd_flash.samples import LabeledSamples

@@ -14,6 +14,7 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError
+from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.history import StepRecord
@@ -22,7 +23,6 @@ from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import TO_THE_END, Stepping
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.solver.term.result import Progress
-from otdd_flash.tensor_file import content_hash
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,11 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
+from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels, metric_of
 from otdd_flash.labels.metrics.given import measures_nothing
-from otdd_flash.labels.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
 from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances

@@ -14,7 +14,7 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.errors import InputError
-from otdd_flash.labels.npz_file import read_arrays, write_arrays
+from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.samples import real_tensor
 from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
 
