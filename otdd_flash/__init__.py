@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from otdd_flash.data.registry import load
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
-    from otdd_flash.feature_tensors import features_file
+    from otdd_flash.features.file_features import features_file
     from otdd_flash.flows.checkpoint import Checkpoints
     from otdd_flash.flows.flow import Callbacks, Flow
     from otdd_flash.flows.result import FlowResult
@@ -170,7 +170,7 @@ _HOMES = {
     "dataset_distance": "otdd_flash.otdd",
     "doubly_stochastic": "otdd_flash.batched.doubly_stochastic",
     "embed": "otdd_flash.extractors",
-    "features_file": "otdd_flash.feature_tensors",
+    "features_file": "otdd_flash.features.file_features",
     "gradient_flow": "otdd_flash.flows.run",
     "load": "otdd_flash.data.registry",
     "matrix_loss": "otdd_flash.solver.matrix.loss",

@@ -16,7 +16,7 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields, shown, takes
 from otdd_flash.errors import InputError, prefixed
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 

@@ -24,7 +24,7 @@ from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.flow import Callbacks, Flow, LoopOptions

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.feature_file import FeatureFile
-from otdd_flash.feature_tensors import FileFeatures, features_of
+from otdd_flash.features.feature_file import FeatureFile
+from otdd_flash.features.file_features import FileFeatures, features_of
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import (
     ComputeOptions,

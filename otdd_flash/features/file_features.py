@@ -22,7 +22,7 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
-from otdd_flash.feature_file import FeatureFile
+from otdd_flash.features.feature_file import FeatureFile
 
 if TYPE_CHECKING:
     from datasets import Dataset
