@@ -22,7 +22,7 @@ from otdd_flash.commands.settings import (
 )
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.commands.tracked import track_flow
-from otdd_flash.dataset_files import ImageShape
+from otdd_flash.data.writing import ImageShape
 from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable

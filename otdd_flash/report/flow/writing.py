@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from otdd_flash.dataset_files import (
+from otdd_flash.data.writing import (
     ImageShape,
     check_image_shape,
     write_hugging_face,

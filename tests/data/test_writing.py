@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from otdd_flash.data import load
-from otdd_flash.dataset_files import eight_bit_images, write_hugging_face, write_npz
+from otdd_flash.data.writing import eight_bit_images, write_hugging_face, write_npz
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, pixels
 from otdd_flash.files.atomic import replacing_folder
