@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.classes import pool
 from otdd_flash.labels.dealt import dealt
 from otdd_flash.labels.pairs import all_pairs
-from otdd_flash.ranks import Ranks
 
 
 class Sizes(NamedTuple):

@@ -15,6 +15,8 @@ from dataclasses import replace
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
+from otdd_flash.distributed.exchange import ALONE
+from otdd_flash.distributed.ranks import shared_since
 from otdd_flash.labels import (
     ClassDistances,
     Given,
@@ -29,7 +31,6 @@ from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
-from otdd_flash.ranks import shared_since
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.shards import takes_shards
@@ -39,7 +40,6 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import epsilon_given_as
 from otdd_flash.solver.term.result import Progress
-from otdd_flash.transport import ALONE
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from itertools import combinations
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
+from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.labels import (
     JointClassDistances,
@@ -32,7 +33,6 @@ from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.pairwise_result import PairwiseResult, gather
-from otdd_flash.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.samples import Samples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem

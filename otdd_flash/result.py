@@ -16,6 +16,7 @@ from otdd_flash import arguments
 from otdd_flash.checks import takes
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
+from otdd_flash.distributed.exchange import ALONE, Shared
 from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.labels import ClassDistances
@@ -28,7 +29,6 @@ from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.transport import ALONE, Shared
 from otdd_flash.version import __version__
 
 T = TypeVar("T")

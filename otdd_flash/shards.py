@@ -9,9 +9,9 @@ from functools import wraps
 from hashlib import sha256
 from typing import Any, ParamSpec, TypeVar
 
+from otdd_flash.distributed.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.samples import LEAST_MASS, MOST_MASS, LabeledSamples, Samples
 
 P = ParamSpec("P")

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from otdd_flash.data.lazy_items import LazyItems
+from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.imported_function import ImportedFunction
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues
 from otdd_flash.importing import user_code
-from otdd_flash.ranks import Ranks, restored, saved
 
 # Rows of the first batch that ranks compare, and how far rounding on other devices may take them
 # apart, as a share of their norm.

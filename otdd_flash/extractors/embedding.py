@@ -17,6 +17,7 @@ from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.dealt import Ways, features_of_ranks, is_dealt
@@ -26,7 +27,6 @@ from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
 from otdd_flash.files.cache import TensorCache
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
-from otdd_flash.ranks import Ranks
 from otdd_flash.samples import LabeledSamples
 
 # Batches that each of several processes extracts before what they found is written to a file.

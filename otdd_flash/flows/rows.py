@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.flows.shard import VALUE, Shard, write_shard
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.ranks import Ranks
 
 
 class Rows:

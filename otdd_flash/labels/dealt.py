@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels
 from otdd_flash.labels.metrics.base import Measured
 from otdd_flash.labels.pairs import PairDistances, Progress
-from otdd_flash.ranks import Ranks
 
 
 def dealt(metric: LabelMetric, ranks: object) -> LabelMetric:

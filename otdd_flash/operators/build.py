@@ -12,6 +12,7 @@ from torch import Tensor
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields
 from otdd_flash.devices import check_triton, is_amd
+from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
@@ -27,7 +28,6 @@ from otdd_flash.operators.memory import (
 )
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.ranks import Ranks, ranks_of
 from otdd_flash.samples import LabeledSamples
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otdd_flash.ranks import Ranks
+from otdd_flash.distributed.ranks import Ranks
 
 Rows = slice | Tensor
 

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.owned import Owned, Rows
 from otdd_flash.operators.self_share import SelfShare, merged
-from otdd_flash.ranks import Ranks
 
 if TYPE_CHECKING:
     from otdd_flash.operators.block_tiles import BlockOperator

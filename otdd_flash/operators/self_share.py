@@ -29,8 +29,8 @@ from otdd_flash.operators.tiled import LN_2, LOG2_E, LOG2_NOTHING, TiledOperator
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from otdd_flash.distributed.ranks import Ranks
     from otdd_flash.operators.labelled_cost import LabelledCost
-    from otdd_flash.ranks import Ranks
 
 
 class SelfShare(Protocol):

@@ -30,9 +30,9 @@ import numpy as np
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
+from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import LabelMetric
-from otdd_flash.ranks import Ranks, restored, saved
 from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.sampling.comparison import Comparison, drawable
 from otdd_flash.sampling.draws import least_rows, subsample

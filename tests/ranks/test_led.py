@@ -11,13 +11,13 @@ import torch
 from rank_pool import RankPool, pool
 
 import otdd_flash as otdd
-from otdd_flash import ranks
+from otdd_flash.distributed import ranks
+from otdd_flash.distributed.ranks import Ranks, balanced
 from otdd_flash.errors import InputError, LostRankError
 from otdd_flash.labels.classes import pool as pool_classes
 from otdd_flash.labels.dealt import dealt
 from otdd_flash.labels.metrics import Sinkhorn
 from otdd_flash.labels.pairs import all_pairs
-from otdd_flash.ranks import Ranks, balanced
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")

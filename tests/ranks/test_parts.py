@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.parts import Part, Parts, mean_error
-from otdd_flash.ranks import Ranks
 
 
 class TwoRanks:

@@ -47,7 +47,7 @@ class Shared(NamedTuple):
 ALONE = Shared(1, 0)
 
 
-class Transport:
+class Exchange:
     """One process of a group, and what it exchanges with the others.
 
     Args:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
+from otdd_flash.distributed.exchange import ALONE, Exchange, Shared, others_heard
 from otdd_flash.errors import ConvergenceError, InputError, LostRankError
-from otdd_flash.transport import ALONE, Shared, Transport, others_heard
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _Sent(NamedTuple):
     dtype: torch.dtype
 
 
-class Ranks(Transport):
+class Ranks(Exchange):
     """One process's view of a group that rank 0 leads.
 
     Args:
