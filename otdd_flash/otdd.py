@@ -13,7 +13,7 @@ import os
 import time
 from dataclasses import replace
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import DATASET_DISTANCE
 from otdd_flash.checks import takes
 from otdd_flash.distributed.exchange import ALONE
 from otdd_flash.distributed.ranks import shared_since
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 @takes_shards("source", "target")
-@takes(arguments.DATASET_DISTANCE)
+@takes(DATASET_DISTANCE)
 def dataset_distance(
     source: Samples,
     target: Samples,

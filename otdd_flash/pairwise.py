@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import PAIRWISE_DISTANCES
 from otdd_flash.checks import takes
 from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
@@ -42,7 +42,7 @@ from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.term.epsilon import epsilon_given_as
 
 
-@takes(arguments.PAIRWISE_DISTANCES)
+@takes(PAIRWISE_DISTANCES)
 def pairwise_distances(
     datasets: Sequence[Samples],
     *,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import LOAD_RESULT
 from otdd_flash.checks import takes
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
@@ -211,7 +211,7 @@ class DistanceResult:
         return path
 
     @classmethod
-    @takes(arguments.LOAD_RESULT)
+    @takes(LOAD_RESULT)
     def load(cls, path: str | Path, compute: Compute | None = None) -> DistanceResult:
         """Read what `save` wrote.
 

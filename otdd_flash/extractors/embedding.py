@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.datasets import EMBED
 from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.lazy_items import LazyItems
@@ -39,7 +39,7 @@ SUITABLE = {
 }
 
 
-@takes(arguments.EMBED)
+@takes(EMBED)
 def embed(
     dataset: LabeledDataset,
     extractor: Extractor,

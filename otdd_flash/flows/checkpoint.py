@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from otdd_flash import arguments
+from otdd_flash.arguments.flows import CHECKPOINTS
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files.atomic import cannot_write, reach_disk
@@ -61,7 +61,7 @@ class Checkpoints:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.CHECKPOINTS)
+        check_fields(self, CHECKPOINTS)
         object.__setattr__(self, "folder", Path(self.folder))
         if self.every < 1:
             raise InputError(f"flow.checkpoint_every must be positive, got {self.every}")

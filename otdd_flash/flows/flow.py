@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.flows import CALLBACKS, FLOW
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
@@ -62,7 +62,7 @@ class Flow:
     checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.FLOW, "flow.")
+        check_fields(self, FLOW, "flow.")
         check_mode(self.mode)
         if self.steps < 1:
             raise InputError(f"flow.steps must be positive, got {self.steps}")
@@ -119,7 +119,7 @@ class Callbacks:
     stop: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.CALLBACKS)
+        check_fields(self, CALLBACKS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.flows import GRADIENT_FLOW, GRADIENT_FLOW_ELSEWHERE
 from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 FOLLOWED, MOMENTS = 200, 32
 
 
-@takes(arguments.GRADIENT_FLOW, elsewhere=arguments.GRADIENT_FLOW_ELSEWHERE)
+@takes(GRADIENT_FLOW, elsewhere=GRADIENT_FLOW_ELSEWHERE)
 def gradient_flow(
     source: Samples,
     target: Samples,

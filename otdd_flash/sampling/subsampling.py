@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import SUBSAMPLE_INTERVAL
 from otdd_flash.checks import takes
 from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.errors import DataNotice, InputError
@@ -76,7 +76,7 @@ class SubsampleInterval:
         return asdict(self)
 
 
-@takes(arguments.SUBSAMPLE_INTERVAL)
+@takes(SUBSAMPLE_INTERVAL)
 def subsample_interval(
     source: Samples,
     target: Samples,

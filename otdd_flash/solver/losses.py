@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import SINKHORN_LOSSES
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
@@ -28,7 +28,7 @@ Clouds = Tensor | Sequence[Tensor]
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
-@takes(arguments.SINKHORN_LOSSES)
+@takes(SINKHORN_LOSSES)
 def sinkhorn_losses(
     x: Clouds,
     y: Clouds,

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import APPLY_PLAN, LOAD_MATRIX
+from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import shown, takes
 from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import read_result, write_result
@@ -115,7 +116,7 @@ class MatrixTransport:
         problem = self._problem
         return problem.tiles.scaled_plan(self.term.f, self.term.g, self.epsilon, problem.dtype)
 
-    @takes(arguments.APPLY_PLAN)
+    @takes(APPLY_PLAN)
     def apply(self, values: Any) -> Tensor:
         """P V (n, k) for V (m, k), or (n,) for (m,); of the type of the potentials.
 
@@ -124,7 +125,7 @@ class MatrixTransport:
         """
         return self._applied(values, transposed=False)
 
-    @takes(arguments.APPLY_PLAN)
+    @takes(APPLY_PLAN)
     def apply_transposed(self, values: Any) -> Tensor:
         """P^T U (m, k) for U (n, k), or (m,) for (n,).
 
@@ -143,7 +144,7 @@ class MatrixTransport:
             total += float(tiles.a[rows] @ paid)
         return total
 
-    @takes(arguments.FILE)
+    @takes(FILE)
     def save(self, path: str | Path) -> None:
         """Write result.json and result.safetensors: potentials, masses and numbers, not the costs.
 
@@ -166,7 +167,7 @@ class MatrixTransport:
         write_result(Path(path), summary, {**tensors, "short_rows": self.short_rows})
 
     @classmethod
-    @takes(arguments.LOAD_MATRIX)
+    @takes(LOAD_MATRIX)
     def load(
         cls, path: str | Path, costs: Costs, *, compute: Compute | None = None
     ) -> MatrixTransport:
