@@ -26,7 +26,7 @@ from otdd_flash.labels import (
     metric_of,
     notice_single_samples,
 )
-from otdd_flash.labels.dealt import dealt
+from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
@@ -125,7 +125,7 @@ def dataset_distance(
         x,
         y,
         # Points that stream are where one process has them.
-        dealt(metric, None if request.streaming else compute.group),
+        measured_by_ranks(metric, None if request.streaming else compute.group),
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,

@@ -110,7 +110,7 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
     weights = None
     if shard.weights is not None:
         # In units of the heaviest shard, so that their sum is finite.
-        heaviest = max(ranks.said(shard.mass))
+        heaviest = max(ranks.all_gathered_objects(shard.mass))
         weights = ranks.concatenated(shard.weights * (shard.mass / heaviest))
     return replace(
         shard, features=features, labels=labels, weights=weights, subset_hash=None, mass=1.0

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# progress(units of work done, their total).
+Progress = Callable[[int, int], None]
+
 
 class _Sent(NamedTuple):
     """In place of a tensor in an order, which follows it."""
@@ -48,7 +51,8 @@ class Ranks(Exchange):
         held: what this process keeps for orders to come, by the leader's numbers.
         numbers: the leader's, of objects that ranks hold as long as it does.
         ring_numbers: likewise, of those of which every rank holds a part.
-        heard: what the leader is told of its own part of an order; no part of the order.
+        progress: called as progress(done, total) with what is done of this rank's own part of an
+            order; the leader's alone.
 
     Raises:
         InputError: there is no such group, or this process is not in it.
@@ -59,7 +63,7 @@ class Ranks(Exchange):
         self.held: dict[int, Any] = {}
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.ring_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.heard: Callable[[int], None] | None = None
+        self.progress: Progress | None = None
         self._numbers = count()
         self._dropped: list[int] = []
         self._dismissed = False
@@ -133,6 +137,11 @@ class Ranks(Exchange):
             )
         self._send(function, arguments)
         return function(self, *arguments)
+
+    def report_to(self, progress: Progress | None, total: int) -> None:
+        """Have progress(done, total) called in orders to come, as if all ranks were as far."""
+        size = self.size
+        self.progress = progress and (lambda done, _: progress(min(done * size, total), total))
 
     def number(self) -> int:
         """A new number for something that ranks hold."""

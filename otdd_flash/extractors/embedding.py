@@ -20,7 +20,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
-from otdd_flash.extractors.dealt import Ways, features_of_ranks, is_dealt
+from otdd_flash.extractors.by_ranks import Ways, features_of_ranks, is_shared
 from otdd_flash.extractors.feature_store import FeatureStore
 from otdd_flash.extractors.input_hash import inputs_hash
 from otdd_flash.extractors.network import Network
@@ -88,7 +88,7 @@ def embed(
     gather = partial(_gather, dataset.name)
     settings: dict[str, Any] = {"batch_size": batch_size, "device": where, "autocast": autocast}
     settings["num_workers"] = num_workers
-    shared = group if group is not None and is_dealt(extractor, dataset.inputs) else None
+    shared = group if group is not None and is_shared(extractor, dataset.inputs) else None
 
     def of_ranks(ranks: Ranks, inputs: Any, told: Callable[[int, int], None] | None) -> Tensor:
         ways = Ways(_blocks, gather, partial(_require_same_shape, name=dataset.name))

@@ -100,7 +100,7 @@ class Rows:
         def own() -> Shard:
             return write_shard(folder, name, self.beside, shares, self._kept(of_rows=True))
 
-        return [own()] if ranks is None else ranks.said(ranks.together(own))
+        return [own()] if ranks is None else ranks.all_gathered_objects(ranks.together(own))
 
     def restore(
         self, names: Sequence[tuple[str, str]], others: Mapping[str, Any], *tensors: Tensor

@@ -41,7 +41,7 @@ from otdd_flash.labels import (
     metric_of,
     notice_single_samples,
 )
-from otdd_flash.labels.dealt import dealt
+from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
@@ -128,7 +128,7 @@ def gradient_flow(
     # Class distances are measured where both are.
     start, end = request.given[0].to(request.home), request.given[1]
     told = callbacks.class_progress
-    shared = dealt(metric, compute.group)
+    shared = measured_by_ranks(metric, compute.group)
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
     if epsilon_relative is not None:
         epsilon = relative_epsilon(epsilon_relative, request.inputs(SIDES["xy"], table.xy))

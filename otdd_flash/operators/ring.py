@@ -41,7 +41,7 @@ ROUNDINGS = 8
 
 
 class Shard(NamedTuple):
-    """The points (k, d) of this rank, and how those of all are dealt."""
+    """The points (k, d) of this rank, and how those of all are divided."""
 
     points: Tensor
     owned: Owned

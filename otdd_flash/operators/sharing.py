@@ -83,7 +83,7 @@ def _least_room(ranks: Ranks, compute: ComputeOptions, device: torch.device) -> 
     if room is None:
         device = ranks.device_of(device)
         room = free_memory(device) // (1 if device.type == "cuda" else ranks.size)
-    return min(ranks.said(room))
+    return min(ranks.all_gathered_objects(room))
 
 
 def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
