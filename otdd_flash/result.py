@@ -22,13 +22,12 @@ from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator, refined
 from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs, build_operator
-from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import SIDES, Problem
-from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.version import __version__
 
 T = TypeVar("T")
@@ -325,33 +324,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             name=summary[side],
             subset_hash=summary["subset_hash"][side],
         )
-    terms = {
-        name: TransportTerm(
-            tensors[f"{name}.f"],
-            tensors[f"{name}.g"],
-            summary["epsilon"],
-            term["value"],
-            (term["bounds"][0], term["bounds"][1]),
-            term["marginal_error"],
-            term["tolerance"],
-            term["iterations"],
-            term["passes"],
-            term["converged"],
-            term["stopped_by"],
-        )
-        for name, term in summary["terms"].items()
-    }
-    divergence = Divergence(
-        terms["xy"],
-        terms.get("xx"),
-        terms.get("yy"),
-        summary["backend"],
-        summary["device"],
-        summary["passes"],
-        identical=summary["identical"],
-        schedule=summary.get("schedule", "converged"),
-        offset=Offset(*summary.get("offset", NO_OFFSET)),
-    )
+    potentials = {name: (tensors[f"{name}.f"], tensors[f"{name}.g"]) for name in summary["terms"]}
     # Earlier versions kept two of them.
     asked = summary.get("compute") or {key: summary[key] for key in ("precision", "memory_budget")}
     return DistanceResult(
@@ -365,7 +338,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             lower=tensors.get("W.lower"),
             upper=tensors.get("W.upper"),
         ),
-        divergence,
+        Divergence.from_summary(summary, potentials),
         GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost) if f.name in summary}),
         ComputeOptions(**asked),
         method=summary["labels"],

@@ -23,12 +23,6 @@ from otdd_flash.samples import real_tensor
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
 
-# Numbers of a term that a file keeps.
-KEPT = (
-    *("epsilon", "value", "marginal_error", "tolerance"),
-    *("iterations", "passes", "converged", "stopped_by"),
-)
-
 
 @dataclass(frozen=True, eq=False)
 class MatrixTransport:
@@ -154,8 +148,8 @@ class MatrixTransport:
         problem = self._problem
         shape = list(problem.source.shape)
         summary = {
-            **{key: getattr(self.term, key) for key in KEPT},
-            "bounds": list(self.bounds),
+            "epsilon": self.epsilon,
+            **self.term.summary(),
             "seconds": self.seconds,
             "costs": {
                 "shape": shape,
@@ -183,11 +177,8 @@ class MatrixTransport:
         """
 
         def restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> _Saved:
-            low, high = summary["bounds"]
-            numbers = {key: summary[key] for key in KEPT}
-            term = TransportTerm(tensors["f"], tensors["g"], bounds=(low, high), **numbers)
             return _Saved(
-                term,
+                TransportTerm.from_summary(tensors["f"], tensors["g"], summary["epsilon"], summary),
                 (tensors["a"], tensors["b"]),
                 tensors["short_rows"],
                 summary["seconds"],
