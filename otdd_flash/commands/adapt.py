@@ -13,11 +13,10 @@ from rich.console import Console
 from otdd_flash.commands.interrupts import interrupts_noted
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import (
+    ComparisonSettings,
     DatasetPairSettings,
     FlowNode,
-    LabelSettings,
     ReportSettings,
-    SolverSettings,
     parse,
 )
 from otdd_flash.commands.sides import Sides, prepare_sides
@@ -35,7 +34,6 @@ from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.integrations.tracking import check_tracker
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.distance.console import interval
 from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.report.flow.console import flow_table
@@ -48,18 +46,10 @@ PIXEL_BOX = (0.0, 1.0)
 
 
 @dataclass
-class FlowSettings(DatasetPairSettings):
+class FlowSettings(ComparisonSettings, DatasetPairSettings):
     """What conf/flow.yaml holds."""
 
-    labels: LabelSettings
     flow: FlowNode
-    lambda_x: float
-    lambda_y: float
-    ground: str
-    epsilon: float
-    epsilon_relative: float | None
-    min_class_size: int | None
-    solver: SolverSettings
     report: ReportSettings
     save_result: bool
 
@@ -78,10 +68,9 @@ def adapt(config: DictConfig, directory: Path) -> None:
     settings.report.check()
     check_tracker(settings.log)
     moves = _flow(settings, directory)
-    # What has been computed is written before a failure to converge is one.
-    solver = replace(settings.solver.options(), require_convergence=False)
+    solver = settings.solver.deferred()
     compute = settings.compute_options()
-    cost = GroundCost(settings.lambda_x, settings.lambda_y, settings.ground)
+    cost = settings.cost()
     if settings.labels.full:
         raise InputError(
             "labels.full=true has no meaning in a flow, whose classes are where its particles are; "
