@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.data.lazy_items import LazyItems
-from otdd_flash.distributed.ranks import Ranks, restored, saved
+from otdd_flash.distributed.ranks import Progress, Ranks, restored, saved
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.imported_function import ImportedFunction
@@ -26,7 +26,7 @@ COMPARED, ROUNDING = 16, 1e-2
 # blocks(inputs, extractor, **settings): features of batch after batch, (b, ...).
 Blocks = Callable[..., Iterator[Tensor]]
 # gather(blocks, count, progress): one matrix (count, d) of blocks of features.
-Gather = Callable[[Iterator[Tensor], int, Callable[[int, int], None] | None], Tensor]
+Gather = Callable[[Iterator[Tensor], int, Progress | None], Tensor]
 
 
 class Ways(NamedTuple):
@@ -66,7 +66,7 @@ def features_of_ranks(
     extractor: Extractor,
     ways: Ways,
     settings: dict[str, Any],
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> Tensor:
     """Features (n, d) of all inputs, of which every rank extracts some.
 
@@ -128,8 +128,8 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
             shapes.append(block.shape[1:])
             yield block
 
-    def extracted(some: Any, told: Callable[[int, int], None] | None) -> Tensor:
-        return ways.gather(seen(ways.blocks(some, extractor, **settings)), len(some), told)
+    def extracted(some: Any, progress: Progress | None) -> Tensor:
+        return ways.gather(seen(ways.blocks(some, extractor, **settings)), len(some), progress)
 
     def own() -> tuple[Tensor | None, Tensor]:
         if len(inputs) == 0:
