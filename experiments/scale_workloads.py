@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.labels import ClassDistances
+from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.classes import pool
-from otdd_flash.labels.dealt import dealt
 from otdd_flash.labels.pairs import all_pairs
-from otdd_flash.ranks import Ranks
 
 
 class Sizes(NamedTuple):
@@ -117,7 +117,7 @@ def class_table(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> 
         named = [otdd.LabeledSamples(side.features, labels, side.class_names) for side in sides]
         together, _ = pool(named)
         pairs = all_pairs(len(together))
-        shared = dealt(metric, ranks)
+        shared = measured_by_ranks(metric, ranks)
         return lambda: shared.measure(together, pairs)
 
     measure(min(20, sizes.classes))()

@@ -39,7 +39,7 @@ from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import parse
 from otdd_flash.commands.study import StudySettings, study_of
 from otdd_flash.commands.tasks import load_tasks
-from otdd_flash.json_file import write_json
+from otdd_flash.files.json_file import write_json
 from otdd_flash.report.study.pictures import draw_gains_against_measures
 from otdd_flash.report.study.writing import write_study_report
 from otdd_flash.study.measures import MEASURES

@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from otdd_flash.batched.plans import sinkhorn_plans
     from otdd_flash.batched.small_plans import SmallPlans
     from otdd_flash.data.registry import load
+    from otdd_flash.distributed.ranks import led
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
     from otdd_flash.extractors import embed
-    from otdd_flash.feature_tensors import features_file
+    from otdd_flash.features.file_features import features_file
     from otdd_flash.flows.checkpoint import Checkpoints
     from otdd_flash.flows.flow import Callbacks, Flow
     from otdd_flash.flows.result import FlowResult
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import pairwise_distances
     from otdd_flash.pairwise_result import PairwiseResult
-    from otdd_flash.ranks import led
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
@@ -157,7 +157,7 @@ _HOMES = {
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
     "PairwiseResult": "otdd_flash.pairwise_result",
-    "led": "otdd_flash.ranks",
+    "led": "otdd_flash.distributed.ranks",
     "Stepping": "otdd_flash.flows.stepping",
     "Study": "otdd_flash.study.study",
     "StudyResult": "otdd_flash.study.result",
@@ -170,7 +170,7 @@ _HOMES = {
     "dataset_distance": "otdd_flash.otdd",
     "doubly_stochastic": "otdd_flash.batched.doubly_stochastic",
     "embed": "otdd_flash.extractors",
-    "features_file": "otdd_flash.feature_tensors",
+    "features_file": "otdd_flash.features.file_features",
     "gradient_flow": "otdd_flash.flows.run",
     "load": "otdd_flash.data.registry",
     "matrix_loss": "otdd_flash.solver.matrix.loss",

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 
 # Bytes of features that are looked at together, and the modulus.
 BLOCK_BYTES = 1 << 24

@@ -13,8 +13,10 @@ import os
 import time
 from dataclasses import replace
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import DATASET_DISTANCE
 from otdd_flash.checks import takes
+from otdd_flash.distributed.exchange import ALONE
+from otdd_flash.distributed.ranks import shared_since
 from otdd_flash.labels import (
     ClassDistances,
     Given,
@@ -24,12 +26,11 @@ from otdd_flash.labels import (
     metric_of,
     notice_single_samples,
 )
-from otdd_flash.labels.dealt import dealt
+from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
-from otdd_flash.ranks import shared_since
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.shards import takes_shards
@@ -39,13 +40,12 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import epsilon_given_as
 from otdd_flash.solver.term.result import Progress
-from otdd_flash.transport import ALONE
 
 logger = logging.getLogger(__name__)
 
 
 @takes_shards("source", "target")
-@takes(arguments.DATASET_DISTANCE)
+@takes(DATASET_DISTANCE)
 def dataset_distance(
     source: Samples,
     target: Samples,
@@ -125,7 +125,7 @@ def dataset_distance(
         x,
         y,
         # Points that stream are where one process has them.
-        dealt(metric, None if request.streaming else compute.group),
+        measured_by_ranks(metric, None if request.streaming else compute.group),
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import PAIRWISE_DISTANCES
 from otdd_flash.checks import takes
+from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.labels import (
     JointClassDistances,
@@ -25,14 +26,13 @@ from otdd_flash.labels import (
     metric_of,
     notice_single_samples,
 )
-from otdd_flash.labels.dealt import dealt
+from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.many import as_datasets, measure_all
 from otdd_flash.labels.pairs import Progress
 from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.pairwise_result import PairwiseResult, gather
-from otdd_flash.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.samples import Samples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
@@ -42,7 +42,7 @@ from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.term.epsilon import epsilon_given_as
 
 
-@takes(arguments.PAIRWISE_DISTANCES)
+@takes(PAIRWISE_DISTANCES)
 def pairwise_distances(
     datasets: Sequence[Samples],
     *,
@@ -111,7 +111,7 @@ def pairwise_distances(
 
     started = time.perf_counter()
     if class_distances is None:
-        measure = dealt(metric, None if request.streaming else compute.group)
+        measure = measured_by_ranks(metric, None if request.streaming else compute.group)
         table = measure_all(request.seen, measure, cache_dir=cache_dir, progress=class_progress)
     else:
         table = class_distances.named_for(sides)
@@ -184,7 +184,7 @@ class _Solves:
         return self.found
 
     def _solved(self, pairs: Sequence[Pair]) -> Iterator[Divergence | None]:
-        """The terms of pairs, by this process or dealt to ranks, the longest first."""
+        """The terms of pairs, by this process or divided among ranks, the longest first."""
         if (ranks := ranks_of(self.request.compute.group)) is None:
             yield from (self.term(*pair) for pair in pairs)
             return
@@ -193,7 +193,7 @@ class _Solves:
             [sizes[i] * sizes[j] / (2 if i == j else 1) for i, j in pairs], ranks.size
         )
         content = saved((self.request, self.table, self.epsilon, self.options))
-        yield from ranks.order(_solve_dealt, content, pairs, owners)
+        yield from ranks.order(_solve_owned, content, pairs, owners)
 
     def term(self, i: int, j: int) -> Divergence | None:
         """A self term, or a cross term alone; None of equal datasets."""
@@ -224,7 +224,7 @@ class _Solves:
         return f"{'; '.join(shown)}{more}"
 
 
-def _solve_dealt(
+def _solve_owned(
     ranks: Ranks, content: bytes, pairs: Sequence[Pair], owners: Sequence[int]
 ) -> list[Divergence | None]:
     """The terms of all pairs, of which each rank solves its own by itself."""
@@ -233,6 +233,6 @@ def _solve_dealt(
     own = [place for place, owner in enumerate(owners) if owner == ranks.rank]
     found = ranks.together(lambda: {place: solves.term(*pairs[place]) for place in own})
     together: dict[int, Divergence | None] = {}
-    for others in ranks.said(saved(found)):
+    for others in ranks.all_gathered_objects(saved(found)):
         together |= restored(others)
     return [together[place] for place in range(len(pairs))]

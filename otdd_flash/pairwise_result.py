@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.json_file import write_json
+from otdd_flash.files.json_file import write_json
+from otdd_flash.files.result_files import COMPUTE_AGAIN, SUMMARY_FILE
+from otdd_flash.files.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
 from otdd_flash.labels import JointClassDistances
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
-from otdd_flash.result_files import COMPUTE_AGAIN, SUMMARY_FILE
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import convergence_text
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term.result import largest_tolerance
-from otdd_flash.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
 
 TABLE_FILE = "class_distances.npz"
 MATRICES = ("values", "lower", "upper", "marginal_errors")

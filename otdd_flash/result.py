@@ -12,24 +12,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import LOAD_RESULT
 from otdd_flash.checks import takes
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
+from otdd_flash.distributed.exchange import ALONE, Shared
 from otdd_flash.errors import InputError
+from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator, refined
 from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs, build_operator
-from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
-from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import convergence_text, interval_text
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import SIDES, Problem
-from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.transport import ALONE, Shared
 from otdd_flash.version import __version__
 
 T = TypeVar("T")
@@ -220,7 +219,7 @@ class DistanceResult:
         return path
 
     @classmethod
-    @takes(arguments.LOAD_RESULT)
+    @takes(LOAD_RESULT)
     def load(cls, path: str | Path, compute: Compute | None = None) -> DistanceResult:
         """Read what `save` wrote.
 
@@ -334,33 +333,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             name=summary[side],
             subset_hash=summary["subset_hash"][side],
         )
-    terms = {
-        name: TransportTerm(
-            tensors[f"{name}.f"],
-            tensors[f"{name}.g"],
-            summary["epsilon"],
-            term["value"],
-            (term["bounds"][0], term["bounds"][1]),
-            term["marginal_error"],
-            term["tolerance"],
-            term["iterations"],
-            term["passes"],
-            term["converged"],
-            term["stopped_by"],
-        )
-        for name, term in summary["terms"].items()
-    }
-    divergence = Divergence(
-        terms["xy"],
-        terms.get("xx"),
-        terms.get("yy"),
-        summary["backend"],
-        summary["device"],
-        summary["passes"],
-        identical=summary["identical"],
-        schedule=summary.get("schedule", "converged"),
-        offset=Offset(*summary.get("offset", NO_OFFSET)),
-    )
+    potentials = {name: (tensors[f"{name}.f"], tensors[f"{name}.g"]) for name in summary["terms"]}
     # Earlier versions kept two of them.
     asked = summary.get("compute") or {key: summary[key] for key in ("precision", "memory_budget")}
     return DistanceResult(
@@ -374,7 +347,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             lower=tensors.get("W.lower"),
             upper=tensors.get("W.upper"),
         ),
-        divergence,
+        Divergence.from_summary(summary, potentials),
         GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost) if f.name in summary}),
         ComputeOptions(**asked),
         method=summary["labels"],

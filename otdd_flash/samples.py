@@ -13,10 +13,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments import values
+from otdd_flash.arguments.datasets import KEEP_CLASSES, LABELED_SAMPLES, TAKE
 from otdd_flash.checks import check_fields, shown, takes
 from otdd_flash.errors import InputError, prefixed
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 
@@ -54,7 +55,7 @@ class LabeledSamples:
     def __post_init__(self) -> None:
         if self.labels is None:
             object.__setattr__(self, "class_names", ())
-        check_fields(self, arguments.LABELED_SAMPLES)
+        check_fields(self, LABELED_SAMPLES)
         features = _as_features(self.features)
         n = features.shape[0]
         object.__setattr__(self, "features", features)
@@ -77,7 +78,7 @@ class LabeledSamples:
         """Samples as they are, or from arrays or tensors: (features, labels), or features alone.
 
         Args:
-            given: what an entry point was called with, of a type that `arguments.samples` accepts.
+            given: what an entry point was called with, of a type that `values.samples` accepts.
             name: of the argument, for messages; samples that are made here are called so as well.
 
         Raises:
@@ -145,7 +146,7 @@ class LabeledSamples:
         """
         return fingerprint(self.features, self.labels, self.weights, self.class_names)
 
-    @takes({"device": arguments.device})
+    @takes({"device": values.device})
     def to(self, device: torch.device | str) -> LabeledSamples:
         """The same samples on a device; these ones if they are there, as of a tensor."""
         try:
@@ -171,7 +172,7 @@ class LabeledSamples:
         features.check()
         return features[rows].to(torch.promote_types(features.dtype, torch.float32))
 
-    @takes(arguments.TAKE)
+    @takes(TAKE)
     def take(self, rows: Tensor, *, subset_hash: str | None = None) -> LabeledSamples:
         """The samples at the given row indices; weights are renormalised."""
         return replace(
@@ -182,7 +183,7 @@ class LabeledSamples:
             weights=None if self.weights is None else self.weights[rows],
         )
 
-    @takes(arguments.KEEP_CLASSES)
+    @takes(KEEP_CLASSES)
     def keep_classes(self, keep: Sequence[int]) -> LabeledSamples:
         """Only the samples of these classes, which are renumbered in the order given."""
         if self.labels is None:

@@ -9,9 +9,9 @@ from functools import wraps
 from hashlib import sha256
 from typing import Any, ParamSpec, TypeVar
 
+from otdd_flash.distributed.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.samples import LEAST_MASS, MOST_MASS, LabeledSamples, Samples
 
 P = ParamSpec("P")
@@ -110,7 +110,7 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
     weights = None
     if shard.weights is not None:
         # In units of the heaviest shard, so that their sum is finite.
-        heaviest = max(ranks.said(shard.mass))
+        heaviest = max(ranks.all_gathered_objects(shard.mass))
         weights = ranks.concatenated(shard.weights * (shard.mass / heaviest))
     return replace(
         shard, features=features, labels=labels, weights=weights, subset_hash=None, mass=1.0

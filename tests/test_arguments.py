@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import pkgutil
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,8 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash import arguments, checks
+from otdd_flash.arguments import values
+from otdd_flash.arguments.flows import GRADIENT_FLOW_ELSEWHERE
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import reduce_pca, standardize
 
@@ -371,16 +374,19 @@ def test_integers_of_any_library_are_integers() -> None:
 
 
 def test_classes_that_declarations_name_are_there() -> None:
-    named = [name for name in vars(arguments) if name.endswith("_CLASS")]
+    named = [name for name in vars(values) if name.endswith("_CLASS")]
     assert len(named) > 5
     for name in named:
-        module, _, kind = getattr(arguments, name).rpartition(".")
+        module, _, kind = getattr(values, name).rpartition(".")
         found = getattr(importlib.import_module(module), kind)
-        assert f"{found.__module__}.{found.__qualname__}" == getattr(arguments, name)
+        assert f"{found.__module__}.{found.__qualname__}" == getattr(values, name)
 
 
 def test_declarations_import_no_torch() -> None:
-    script = "import sys, otdd_flash.arguments; print('torch' in sys.modules)"
+    modules = [name for _, name, _ in pkgutil.iter_modules(arguments.__path__)]
+    assert len(modules) > 4
+    script = f"import sys; from otdd_flash.arguments import {', '.join(modules)}"
+    script += "; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 
@@ -412,7 +418,7 @@ def test_an_argument_of_an_option_says_where_to_write_it(argument: str, place: s
 def test_a_flow_takes_few_arguments() -> None:
     parameters = inspect.signature(otdd.gradient_flow).parameters
     assert len(parameters) <= 12
-    assert not parameters.keys() & arguments.GRADIENT_FLOW_ELSEWHERE.keys()
+    assert not parameters.keys() & GRADIENT_FLOW_ELSEWHERE.keys()
 
 
 def test_long_values_are_shown_in_short() -> None:

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors.checkpoint import load_checkpoint
+from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.maps.residual import ResidualMap
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.tensor_file import content_hash
 
 FLIPS = 200
 

@@ -12,14 +12,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import otdd_flash.result_files
+import otdd_flash.files.result_files
 from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.labels import Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
-from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -376,7 +376,7 @@ def test_an_interrupted_save_leaves_one_whole_result(stage, tmp_path, monkeypatc
     if stage == "tensors":
         monkeypatch.setattr("safetensors.torch.save_file", interrupt)
     else:
-        monkeypatch.setattr(otdd_flash.result_files, "write_json", interrupt)
+        monkeypatch.setattr(otdd_flash.files.result_files, "write_json", interrupt)
     with pytest.raises(KeyboardInterrupt):
         new.save(tmp_path)
     loaded, expected = DistanceResult.load(tmp_path), old if stage == "tensors" else new

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import DOUBLY_STOCHASTIC
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.checking import (
     MOST_UNROLLED,
@@ -21,7 +21,7 @@ from otdd_flash.operators.build import Compute
 ITERATIONS = 20
 
 
-@takes(arguments.DOUBLY_STOCHASTIC)
+@takes(DOUBLY_STOCHASTIC)
 def doubly_stochastic(
     logits: Tensor,
     *,

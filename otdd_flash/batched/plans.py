@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import SINKHORN_PLANS
 from otdd_flash.batched import checking
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.small_plans import SmallPlans, Solved
@@ -17,7 +17,7 @@ from otdd_flash.operators.build import Compute
 SUM_SLACK = 1e-4
 
 
-@takes(arguments.SINKHORN_PLANS)
+@takes(SINKHORN_PLANS)
 def sinkhorn_plans(
     costs: Tensor,
     a: Tensor | None = None,

@@ -13,19 +13,20 @@ from rich.console import Console
 from otdd_flash.commands.interrupts import interrupts_noted
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import (
+    ComparisonSettings,
     DatasetPairSettings,
     FlowNode,
-    LabelSettings,
     ReportSettings,
-    SolverSettings,
     parse,
 )
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.commands.tracked import track_flow
-from otdd_flash.dataset_files import ImageShape
+from otdd_flash.data.writing import ImageShape
 from otdd_flash.errors import ConvergenceError, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable
+from otdd_flash.files.json_file import write_json
+from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.flow import Callbacks, Flow
 from otdd_flash.flows.result import FlowResult
@@ -33,13 +34,10 @@ from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.integrations.tracking import check_tracker
-from otdd_flash.json_file import write_json
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.distance.console import interval
 from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.report.flow.console import flow_table
 from otdd_flash.report.flow.writing import write_flow_report
-from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 
 logger = logging.getLogger("otdd_flash.flow")
 
@@ -48,18 +46,10 @@ PIXEL_BOX = (0.0, 1.0)
 
 
 @dataclass
-class FlowSettings(DatasetPairSettings):
+class FlowSettings(ComparisonSettings, DatasetPairSettings):
     """What conf/flow.yaml holds."""
 
-    labels: LabelSettings
     flow: FlowNode
-    lambda_x: float
-    lambda_y: float
-    ground: str
-    epsilon: float
-    epsilon_relative: float | None
-    min_class_size: int | None
-    solver: SolverSettings
     report: ReportSettings
     save_result: bool
 
@@ -78,10 +68,9 @@ def adapt(config: DictConfig, directory: Path) -> None:
     settings.report.check()
     check_tracker(settings.log)
     moves = _flow(settings, directory)
-    # What has been computed is written before a failure to converge is one.
-    solver = replace(settings.solver.options(), require_convergence=False)
+    solver = settings.solver.deferred()
     compute = settings.compute_options()
-    cost = GroundCost(settings.lambda_x, settings.lambda_y, settings.ground)
+    cost = settings.cost()
     if settings.labels.full:
         raise InputError(
             "labels.full=true has no meaning in a flow, whose classes are where its particles are; "

@@ -14,20 +14,19 @@ from rich.console import Console
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.sampling import check_request, check_sampling, measure_sampling
 from otdd_flash.commands.settings import (
+    ComparisonSettings,
     DatasetPairSettings,
-    LabelSettings,
     ReportSettings,
     SamplingSettings,
-    SolverSettings,
     parse,
 )
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.commands.tracked import track_distance
 from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.files.json_file import write_json
+from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.integrations.tracking import check_tracker
-from otdd_flash.json_file import write_json
 from otdd_flash.labels import ClassDistances, Given, NoLabels
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance.console import interval, summary_table
 from otdd_flash.report.distance.contributions import write_contributions
@@ -35,25 +34,16 @@ from otdd_flash.report.distance.nearest_classes import nearest_table
 from otdd_flash.report.distance.writing import write_report
 from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.result import DistanceResult
-from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.solver.schedules.converged import Converged
 
 logger = logging.getLogger("otdd_flash.distance")
 
 
 @dataclass
-class DistanceSettings(SamplingSettings, DatasetPairSettings):
+class DistanceSettings(ComparisonSettings, SamplingSettings, DatasetPairSettings):
     """What conf/distance.yaml holds."""
 
-    labels: LabelSettings
-    lambda_x: float
-    lambda_y: float
-    ground: str
-    epsilon: float
-    epsilon_relative: float | None
     debias: bool
-    min_class_size: int | None
-    solver: SolverSettings
     report: ReportSettings
     save_result: bool
     contributions: bool
@@ -63,11 +53,10 @@ def compare(config: DictConfig, directory: Path) -> None:
     """Compute one distance and write everything about it into `directory`."""
     settings = parse(config, DistanceSettings)
     # Built before anything is read: a bad setting should not cost the time of loading.
-    # What has been computed is written before a failure to converge is one.
-    solver = replace(settings.solver.options(), require_convergence=False)
+    solver = settings.solver.deferred()
     metric = settings.labels.metric(solver.asked_tolerance)
     compute_options = settings.compute_options()
-    GroundCost(settings.lambda_x, settings.lambda_y, settings.ground).check_labels(metric.name)
+    settings.cost().check_labels(metric.name)
     settings.report.check()
     check_tracker(settings.log)
     check_request(settings)

@@ -1,8 +1,8 @@
 """Commands that `torchrun` starts in several processes: rank 0 runs them, the others serve.
 
 Rank 0 is the command as it is in one process: it reads, prints, writes and hears Ctrl-C. The others
-wait for its orders (`otdd_flash.ranks`), print nothing but what is wrong with themselves, and end
-with its exit code.
+wait for its orders (`otdd_flash.distributed.ranks`), print nothing but what is wrong with
+themselves, and end with its exit code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from otdd_flash.commands.heartbeat import Heartbeat
+    from otdd_flash.distributed.ranks import Ranks
     from otdd_flash.errors import LostRankError
-    from otdd_flash.ranks import Ranks
 
 # In the store of torchrun, which outlasts its restarts: that a run was refused, its directory, and
 # which checkpoint of an earlier run it found there.
@@ -205,9 +205,9 @@ def _joined() -> Ranks:
     """This process in the group of all, on a GPU of its own if there are any."""
     import torch
 
+    from otdd_flash.distributed.exchange import PATIENCE
+    from otdd_flash.distributed.ranks import Ranks, check_versions
     from otdd_flash.errors import InputError
-    from otdd_flash.ranks import Ranks, check_versions
-    from otdd_flash.transport import PATIENCE
 
     cards = torch.cuda.device_count()
     # As in `device=cpu`, for which there need not be a card each.

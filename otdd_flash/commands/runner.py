@@ -15,8 +15,8 @@ from otdd_flash.commands.messages import messages, say_error, shown
 from otdd_flash.commands.outcome import ERROR_FILE, may_replace, may_share
 from otdd_flash.commands.ranks import named
 from otdd_flash.errors import ConvergenceError, IncompleteError, InputError, LostRankError
+from otdd_flash.files.json_file import write_json
 from otdd_flash.importing import user_traceback
-from otdd_flash.json_file import write_json
 
 Work = Callable[[DictConfig, Path], None]
 

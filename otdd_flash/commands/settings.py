@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +13,7 @@ from otdd_flash.commands.ranks import leading
 from otdd_flash.errors import InputError, choose
 from otdd_flash.labels import LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.class_order import ORDERS
 from otdd_flash.report.figures.drawing import CONTENTS
 from otdd_flash.solver.schedules import SCHEDULES
@@ -91,6 +92,31 @@ class SolverSettings:
                     "take another choice of solver"
                 )
         return kind(**{key: getattr(self, key) for key in own})
+
+    def deferred(self) -> Schedule:
+        """The same without `require_convergence`.
+
+        Commands write what has been computed before they raise what that asks for.
+        """
+        return replace(self.options(), require_convergence=False)
+
+
+@dataclass
+class ComparisonSettings:
+    """What is compared and how it is solved, the same for all commands."""
+
+    labels: LabelSettings
+    lambda_x: float
+    lambda_y: float
+    ground: str
+    epsilon: float
+    epsilon_relative: float | None
+    min_class_size: int | None
+    solver: SolverSettings
+
+    def cost(self) -> GroundCost:
+        """The ground cost, for the library."""
+        return GroundCost(self.lambda_x, self.lambda_y, self.ground)
 
 
 @dataclass

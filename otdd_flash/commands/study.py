@@ -15,18 +15,11 @@ from otdd_flash.commands.exit_codes import BAD_INPUT, DEFECT, NOT_CONVERGED
 from otdd_flash.commands.interrupts import interrupts_noted
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
-from otdd_flash.commands.settings import (
-    LabelSettings,
-    ReportSettings,
-    SamplingSettings,
-    SolverSettings,
-    parse,
-)
+from otdd_flash.commands.settings import ComparisonSettings, ReportSettings, SamplingSettings, parse
 from otdd_flash.commands.tasks import LoadedTasks, StudyInputs, TaskSettings, load_tasks
 from otdd_flash.commands.tracked import track_study
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.integrations.tracking import check_tracker
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.study.console import study_table
 from otdd_flash.report.study.writing import FILES, write_study_report
 from otdd_flash.study.folder import STUDY_FILE
@@ -65,7 +58,7 @@ class TransferNode:
 
 
 @dataclass
-class StudySettings(SamplingSettings, StudyInputs):
+class StudySettings(ComparisonSettings, SamplingSettings, StudyInputs):
     """What conf/study.yaml holds."""
 
     tasks: TaskSettings
@@ -73,14 +66,6 @@ class StudySettings(SamplingSettings, StudyInputs):
     measures: list[str] | None
     transfer: TransferNode | None
     projections: int
-    labels: LabelSettings
-    lambda_x: float
-    lambda_y: float
-    ground: str
-    epsilon: float
-    epsilon_relative: float | None
-    min_class_size: int | None
-    solver: SolverSettings
     report: ReportSettings
 
 
@@ -149,7 +134,7 @@ def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:
         epsilon=settings.epsilon,
         epsilon_relative=settings.epsilon_relative,
         labels=settings.labels.metric(options.asked_tolerance),
-        cost=GroundCost(settings.lambda_x, settings.lambda_y, settings.ground),
+        cost=settings.cost(),
         min_class_size=settings.min_class_size,
         solver=options,
         compute=settings.compute_options(),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from otdd_flash import arguments
+from otdd_flash.arguments.datasets import LOAD, SOURCE_OPTIONS
 from otdd_flash.checks import takes
 from otdd_flash.data.arrays import read_arrays
 from otdd_flash.data.blobs import read_blobs
@@ -37,7 +37,7 @@ SOURCES: dict[str, Callable[..., LabeledDataset]] = {
 }
 
 
-@takes(arguments.LOAD)
+@takes(LOAD)
 def load(
     name: str,
     root: str | Path | None = None,
@@ -105,7 +105,7 @@ def known_options(name: str) -> tuple[str, ...]:
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a source, all of them known and of their types."""
-    declared = arguments.SOURCE_OPTIONS[name]
+    declared = SOURCE_OPTIONS[name]
     return {
         option: declared[choose(f"option of {name}", option, known_options(name))](
             f"{option} of {name}", value

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from otdd_flash.errors import InputError
-from otdd_flash.tensor_file import DamagedFileError
-from otdd_flash.torch_file import load_torch_file
+from otdd_flash.files.tensor_file import DamagedFileError
+from otdd_flash.files.torch_file import load_torch_file
 
 # How training scripts wrap the weights: under a key, or with a prefix on every name.
 WRAPPERS = ("state_dict", "model")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -12,21 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
-from otdd_flash.cache import TensorCache
+from otdd_flash.arguments.datasets import EMBED
 from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
+from otdd_flash.distributed.ranks import Progress, Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
-from otdd_flash.extractors.dealt import Ways, features_of_ranks, is_dealt
+from otdd_flash.extractors.by_ranks import Ways, features_of_ranks, is_shared
 from otdd_flash.extractors.feature_store import FeatureStore
 from otdd_flash.extractors.input_hash import inputs_hash
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
+from otdd_flash.files.cache import TensorCache
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
-from otdd_flash.ranks import Ranks
 from otdd_flash.samples import LabeledSamples
 
 # Batches that each of several processes extracts before what they found is written to a file.
@@ -39,7 +40,7 @@ SUITABLE = {
 }
 
 
-@takes(arguments.EMBED)
+@takes(EMBED)
 def embed(
     dataset: LabeledDataset,
     extractor: Extractor,
@@ -50,7 +51,7 @@ def embed(
     cache_dir: str | os.PathLike[str] | None = None,
     features_path: str | os.PathLike[str] | None = None,
     num_workers: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     group: Ranks | None = None,
 ) -> LabeledSamples:
     """Extract the features of every input.
@@ -85,42 +86,27 @@ def embed(
     kept = cache.active or features_path is not None
     key = _cache_key(dataset, extractor, where, autocast) if kept else ""
     stored = cache.get(key)
-    gather = partial(_gather, dataset.name)
-    settings: dict[str, Any] = {"batch_size": batch_size, "device": where, "autocast": autocast}
-    settings["num_workers"] = num_workers
-    shared = group if group is not None and is_dealt(extractor, dataset.inputs) else None
-
-    def of_ranks(ranks: Ranks, inputs: Any, told: Callable[[int, int], None] | None) -> Tensor:
-        ways = Ways(_blocks, gather, partial(_require_same_shape, name=dataset.name))
-        return features_of_ranks(ranks, inputs, extractor, ways, settings, told)
-
-    def blocks_from(first: int) -> Iterator[Tensor]:
-        rest = _from(dataset.inputs, first)
-        if shared is None:
-            return _blocks(rest, extractor, **settings)
-        # What is lost by an interruption is a round at the most.
-        count = shared.size * BATCHES_OF_A_ROUND * batch_size
-        return (of_ranks(shared, part, None) for part in _parts(rest, count))
-
-    if stored is None:
+    if stored is not None:
+        features = stored["features"]
+        if progress is not None:
+            progress(len(dataset), len(dataset))
+    else:
+        settings: dict[str, Any] = {"batch_size": batch_size, "device": where, "autocast": autocast}
+        settings["num_workers"] = num_workers
+        ranks = group if group is not None and is_shared(extractor, dataset.inputs) else None
+        extraction = _Extraction(dataset, extractor, settings, ranks)
         if features_path is not None:
             # Batches of another size may round otherwise, and begin elsewhere.
             store = FeatureStore(features_path, f"{key} batch_size={batch_size}", len(dataset))
-            store.write(blocks_from, progress)
+            store.write(extraction.blocks, progress)
             features = store.features
-        elif shared is not None:
-            features = of_ranks(shared, dataset.inputs, progress)
         else:
-            features = gather(blocks_from(0), len(dataset), progress)
+            features = extraction.features(progress)
         if autocast is not None and not bool(torch.isfinite(features).all()):
             raise InputError(
                 f"the features of {dataset.name} overflow {autocast}; use mixed_precision=false"
             )
         cache.put(key, {"features": features}, {"dataset": dataset.name})
-    else:
-        features = stored["features"]
-        if progress is not None:
-            progress(len(dataset), len(dataset))
     return LabeledSamples(
         features,
         None if dataset.labels is None else torch.from_numpy(dataset.labels),
@@ -129,6 +115,45 @@ def embed(
         name=dataset.name,
         subset_hash=dataset.subset_hash,
     )
+
+
+@dataclass(frozen=True)
+class _Extraction:
+    """The features of one dataset, extracted by this process, or by several.
+
+    Attributes:
+        dataset: of n inputs.
+        extractor: what extracts.
+        settings: of `_blocks`.
+        ranks: the processes that share the work; None is this one alone.
+    """
+
+    dataset: LabeledDataset
+    extractor: Extractor
+    settings: dict[str, Any]
+    ranks: Ranks | None
+
+    def features(self, progress: Progress | None) -> Tensor:
+        """All of them, (n, d)."""
+        inputs = self.dataset.inputs
+        if self.ranks is not None:
+            return self._of_ranks(self.ranks, inputs, progress)
+        blocks = _blocks(inputs, self.extractor, **self.settings)
+        return _gather(self.dataset.name, blocks, len(inputs), progress)
+
+    def blocks(self, first: int) -> Iterator[Tensor]:
+        """Features (b, ...) of batch after batch, from one input on."""
+        rest = _from(self.dataset.inputs, first)
+        if (ranks := self.ranks) is None:
+            return _blocks(rest, self.extractor, **self.settings)
+        # What is lost by an interruption is a round at the most.
+        count = ranks.size * BATCHES_OF_A_ROUND * self.settings["batch_size"]
+        return (self._of_ranks(ranks, part, None) for part in _parts(rest, count))
+
+    def _of_ranks(self, ranks: Ranks, inputs: Any, progress: Progress | None) -> Tensor:
+        name = self.dataset.name
+        ways = Ways(_blocks, partial(_gather, name), partial(_require_same_shape, name=name))
+        return features_of_ranks(ranks, inputs, self.extractor, ways, self.settings, progress)
 
 
 def _check(dataset: LabeledDataset, extractor: Extractor) -> None:
@@ -214,7 +239,7 @@ def _gather(
     name: str,
     blocks: Iterator[Tensor],
     count: int,
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> Tensor:
     """Fill one matrix (n, d) block by block: a list of blocks would need the memory twice."""
     done = 0

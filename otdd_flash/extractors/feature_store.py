@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.feature_tensors import features_file
-from otdd_flash.json_file import write_json
+from otdd_flash.features.file_features import features_file
+from otdd_flash.files.json_file import write_json
 
 # Bytes after which what was written is made to reach the disk, and noted.
 NOTED_BYTES = 1 << 26

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from otdd_flash.errors import InputError
-from otdd_flash.tensor_file import content_hash
+from otdd_flash.files.tensor_file import content_hash
 
 
 @dataclass(frozen=True, eq=False)

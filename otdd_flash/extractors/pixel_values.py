@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from otdd_flash import arguments
+from otdd_flash.arguments.datasets import EXTRACTORS
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.images import image_array, unit_images
@@ -67,7 +67,7 @@ class PixelValues:
         return self.images(batch).flatten(1)
 
 
-@takes(arguments.EXTRACTORS["pixels"], prefix="extractor.")
+@takes(EXTRACTORS["pixels"], prefix="extractor.")
 def pixels(size: int | None = None, grayscale: bool = False) -> PixelValues:
     """Images as vectors of pixel values in [0, 1].
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from otdd_flash import arguments
+from otdd_flash.arguments.datasets import REDUCE_PCA
 from otdd_flash.checks import takes
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 
 
-@takes(arguments.REDUCE_PCA)
+@takes(REDUCE_PCA)
 def reduce_pca(
     source: Samples, target: Samples, k: int, seed: int
 ) -> tuple[LabeledSamples, LabeledSamples]:

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from otdd_flash import arguments
+from otdd_flash.arguments.datasets import EXTRACTORS
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.network import Network
 from otdd_flash.offline import ALLOW, network
 
 
-@takes(arguments.EXTRACTORS["text"], prefix="extractor.")
+@takes(EXTRACTORS["text"], prefix="extractor.")
 def text(model: str, download: bool = False) -> Network:
     """A sentence-transformers model as an extractor of one vector per text (b, d).
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.datasets import STANDARDIZE
 from otdd_flash.checks import takes
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.samples import LabeledSamples, Samples
@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 4096
 HUGE = 1e100
 
 
-@takes(arguments.STANDARDIZE)
+@takes(STANDARDIZE)
 def standardize(source: Samples, target: Samples) -> tuple[LabeledSamples, LabeledSamples]:
     """Shift and scale every feature to mean 0 and deviation 1 over the n + m rows of both sides.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from otdd_flash import arguments
+from otdd_flash.arguments.datasets import EXTRACTORS
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.checkpoint import load_checkpoint
@@ -20,7 +20,7 @@ from otdd_flash.extractors.random_weights import notice_random_features, seeded_
 from otdd_flash.offline import ALLOW, network
 
 
-@takes(arguments.EXTRACTORS["timm"], prefix="extractor.")
+@takes(EXTRACTORS["timm"], prefix="extractor.")
 def timm(
     model: str,
     pretrained: bool = False,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from otdd_flash import arguments
+from otdd_flash.arguments.datasets import EXTRACTORS
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.checkpoint import load_checkpoint
@@ -20,7 +20,7 @@ from otdd_flash.offline import ALLOW, network
 CLASSES = 1000
 
 
-@takes(arguments.EXTRACTORS["torchvision"], prefix="extractor.")
+@takes(EXTRACTORS["torchvision"], prefix="extractor.")
 def torchvision(
     model: str,
     weights: str | None = None,

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from otdd_flash import arguments
+from otdd_flash.arguments.flows import CHECKPOINTS
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.files import cannot_write, reach_disk
+from otdd_flash.files.atomic import cannot_write, reach_disk
+from otdd_flash.files.locks import lock, unlock
+from otdd_flash.files.tensor_file import DamagedFileError
 from otdd_flash.flows.nest import put_together, taken_apart
 from otdd_flash.flows.shard import NAMES, Shard, Write, read_shards, write_alone
-from otdd_flash.locks import lock, unlock
-from otdd_flash.tensor_file import DamagedFileError
 from otdd_flash.version import __version__
 
 MANIFEST, FOLDER, LOCK_FILE = "checkpoint.json", "checkpoint", ".lock"
@@ -61,7 +61,7 @@ class Checkpoints:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.CHECKPOINTS)
+        check_fields(self, CHECKPOINTS)
         object.__setattr__(self, "folder", Path(self.folder))
         if self.every < 1:
             raise InputError(f"flow.checkpoint_every must be positive, got {self.every}")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.labels import ClassDistances, Given, LabelMetric
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import class_indices
@@ -28,7 +29,6 @@ from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term_gradient import Gradient, Needs
-from otdd_flash.tensor_file import content_hash
 
 
 @dataclass(frozen=True, eq=False)

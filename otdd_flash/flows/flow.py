@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.flows import CALLBACKS, FLOW
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError
+from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.history import StepRecord
@@ -22,7 +23,6 @@ from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import TO_THE_END, Stepping
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.solver.term.result import Progress
-from otdd_flash.tensor_file import content_hash
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class Flow:
     checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.FLOW, "flow.")
+        check_fields(self, FLOW, "flow.")
         check_mode(self.mode)
         if self.steps < 1:
             raise InputError(f"flow.steps must be positive, got {self.steps}")
@@ -119,7 +119,7 @@ class Callbacks:
     stop: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.CALLBACKS)
+        check_fields(self, CALLBACKS)
 
 
 @dataclass(frozen=True, eq=False)

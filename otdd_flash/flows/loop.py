@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.evaluation import Evaluator, Found, Overshot
@@ -22,7 +23,6 @@ from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
 from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.stepper import Stepper
 from otdd_flash.flows.stepping import Draw, generator
-from otdd_flash.ranks import ranks_of
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError, choose
+from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
 from otdd_flash.flows.maps.entropic import VelocityField
@@ -19,7 +20,6 @@ from otdd_flash.labels.many import class_names
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
-from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
 
 MAPS = ("entropic", "nearest", "residual")

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.flows.shard import VALUE, Shard, write_shard
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.ranks import Ranks
 
 
 class Rows:
@@ -100,7 +100,7 @@ class Rows:
         def own() -> Shard:
             return write_shard(folder, name, self.beside, shares, self._kept(of_rows=True))
 
-        return [own()] if ranks is None else ranks.said(ranks.together(own))
+        return [own()] if ranks is None else ranks.all_gathered_objects(ranks.together(own))
 
     def restore(
         self, names: Sequence[tuple[str, str]], others: Mapping[str, Any], *tensors: Tensor

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.flows import GRADIENT_FLOW, GRADIENT_FLOW_ELSEWHERE
 from otdd_flash.checks import takes
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.flow import Callbacks, Flow, LoopOptions
@@ -41,7 +41,7 @@ from otdd_flash.labels import (
     metric_of,
     notice_single_samples,
 )
-from otdd_flash.labels.dealt import dealt
+from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 FOLLOWED, MOMENTS = 200, 32
 
 
-@takes(arguments.GRADIENT_FLOW, elsewhere=arguments.GRADIENT_FLOW_ELSEWHERE)
+@takes(GRADIENT_FLOW, elsewhere=GRADIENT_FLOW_ELSEWHERE)
 def gradient_flow(
     source: Samples,
     target: Samples,
@@ -128,7 +128,7 @@ def gradient_flow(
     # Class distances are measured where both are.
     start, end = request.given[0].to(request.home), request.given[1]
     told = callbacks.class_progress
-    shared = dealt(metric, compute.group)
+    shared = measured_by_ranks(metric, compute.group)
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
     if epsilon_relative is not None:
         epsilon = relative_epsilon(epsilon_relative, request.inputs(SIDES["xy"], table.xy))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.files import cannot_write, reach_disk
-from otdd_flash.tensor_file import DamagedFileError, read_tensors, save_tensors
+from otdd_flash.files.atomic import cannot_write, reach_disk
+from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
 
 # What the names of files are like, step-STEP.WRITE.rank-RANK.rows-FIRST-LAST.safetensors.
 NAMES = "step-*.*.rows-*-*.safetensors"

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.rows import Rows
 from otdd_flash.flows.shard import VALUE, Parts, Shard
 from otdd_flash.flows.stepping import Stepping, normal_like
-from otdd_flash.ranks import Ranks
 
 
 class Stepper:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.flows import STEPPING
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError, choose
 
@@ -63,7 +63,7 @@ class Stepping:
     minibatch: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.STEPPING, "flow.")
+        check_fields(self, STEPPING, "flow.")
         if not 0 < self.step_size < math.inf:
             raise InputError(
                 f"flow.step_size must be positive and finite, got {self.step_size}; 0.1 moves a "

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
+from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
-from otdd_flash.tensor_file import content_hash
 
 
 @dataclass(frozen=True, eq=False)

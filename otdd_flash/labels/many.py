@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import BETWEEN, CLASS_DISTANCES
+from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
+from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels, metric_of
 from otdd_flash.labels.metrics.given import measures_nothing
-from otdd_flash.labels.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
 from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
@@ -53,7 +54,7 @@ class JointClassDistances:
         """K + 1 row numbers: dataset k has the rows offsets[k] to offsets[k + 1]."""
         return (0, *accumulate(len(names) for names in self.class_names))
 
-    @takes(arguments.BETWEEN)
+    @takes(BETWEEN)
     def between(self, first: int, second: int) -> ClassDistances:
         """The table of two of the datasets, by their places in the list.
 
@@ -104,7 +105,7 @@ class JointClassDistances:
         )
         return _joint(datasets, self.full[rows][:, rows], *bounds)
 
-    @takes(arguments.FILE)
+    @takes(FILE)
     def save(self, path: str | Path) -> None:
         """Write an npz with keys full, offsets, datasets, class_names and, where known, bounds.
 
@@ -122,7 +123,7 @@ class JointClassDistances:
         write_arrays(path, {key: part for key, part in parts.items() if part is not None})
 
     @classmethod
-    @takes(arguments.FILE)
+    @takes(FILE)
     def load(cls, path: str | Path) -> JointClassDistances:
         """Read what `save` wrote.
 
@@ -154,7 +155,7 @@ class JointClassDistances:
         return cls(full, datasets, groups, lower, upper)
 
 
-@takes(arguments.CLASS_DISTANCES)
+@takes(CLASS_DISTANCES)
 def class_distances(
     datasets: Sequence[Samples],
     labels: str | LabelMetric = "gaussian",

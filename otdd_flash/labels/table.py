@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import CLASS_DISTANCES_FIELDS, FROM_FULL
+from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.errors import InputError
-from otdd_flash.labels.npz_file import read_arrays, write_arrays
+from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.samples import real_tensor
 from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
 
@@ -69,7 +70,7 @@ class ClassDistances:
     upper: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.CLASS_DISTANCES_FIELDS)
+        check_fields(self, CLASS_DISTANCES_FIELDS)
         for key in ("xx", "xy", "yy"):
             object.__setattr__(self, key, _as_block(key, getattr(self, key)))
         _check_shapes(self.xx, self.xy, self.yy)
@@ -84,7 +85,7 @@ class ClassDistances:
                 object.__setattr__(self, key, _as_bounds(key, getattr(self, key), self.full))
 
     @classmethod
-    @takes(arguments.FROM_FULL)
+    @takes(FROM_FULL)
     def from_full(
         cls,
         full: Tensor,
@@ -161,7 +162,7 @@ class ClassDistances:
                 )
         return replace(self, names_x=tuple(names_x), names_y=tuple(names_y))
 
-    @takes(arguments.FILE)
+    @takes(FILE)
     def save(self, path: str | Path) -> None:
         """Write an npz with keys xx, xy, yy and, where known, names and bounds.
 
@@ -172,7 +173,7 @@ class ClassDistances:
         write_arrays(path, {key: value for key, value in parts.items() if value is not None})
 
     @classmethod
-    @takes(arguments.FILE)
+    @takes(FILE)
     def load(cls, path: str | Path) -> ClassDistances:
         """Read what `save` wrote, or any npz with arrays xx, xy and yy.
 

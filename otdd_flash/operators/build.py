@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import COMPUTE_OPTIONS
 from otdd_flash.checks import check_fields
 from otdd_flash.devices import check_triton, is_amd
+from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
@@ -27,7 +28,6 @@ from otdd_flash.operators.memory import (
 )
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.ranks import Ranks, ranks_of
 from otdd_flash.samples import LabeledSamples
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class ComputeOptions:
         return self.settings | {"group": None}
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.COMPUTE_OPTIONS)
+        check_fields(self, COMPUTE_OPTIONS)
         stated_budget(self.memory_budget)
         if self.group is not None and self.device.startswith("cuda:"):
             raise InputError(

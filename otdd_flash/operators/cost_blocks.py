@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import COST_BLOCKS
+from otdd_flash.arguments.transport import COST_BLOCKS
 from otdd_flash.checks import check_fields, shown
 from otdd_flash.errors import InputError, UserCodeError
 

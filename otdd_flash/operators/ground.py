@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import GROUND_COST
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, in_float64, squared_norms
@@ -64,7 +64,7 @@ class GroundCost:
     ground: str = "sqeuclidean"
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.GROUND_COST)
+        check_fields(self, GROUND_COST)
         if self.lambda_x == self.lambda_y == 0:
             raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
 

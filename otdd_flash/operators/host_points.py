@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 
 # Share of the time that passes wait, from which on reading is what takes the time.
 LIMIT = 0.1

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.passes.half_step import bias_of, repair
 from otdd_flash.kernels.passes.merge_ranges import LARGEST_SUM
@@ -23,7 +24,6 @@ from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_plans import single
 from otdd_flash.operators.self_share import folded
-from otdd_flash.ranks import Ranks
 
 
 class KernelSelf(NamedTuple):

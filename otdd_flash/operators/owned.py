@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otdd_flash.ranks import Ranks
+from otdd_flash.distributed.ranks import Ranks
 
 Rows = slice | Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """How the points of one side are dealt to ranks.
+    """How the points of one side are divided among ranks.
 
     Attributes:
         count: of the points.
@@ -59,4 +59,4 @@ class Owned:
             share = partial[ranks.share(self.count, rank)]
             sent[rank, : len(share)] = share
         own = ranks.share(self.count)
-        return ranks.exchanged(sent)[:, : own.stop - own.start]
+        return ranks.all_to_all(sent)[:, : own.stop - own.start]

@@ -6,7 +6,7 @@ Rank r owns rows R_r and columns C_r. Of the cost between two clouds it holds tw
 
 each an operator like any other: f = softmin_rows(g) is computed by the P_r and gathered, g =
 softmin_columns(f) by the Q_r. Column sums of a plan are sums over the P_r, added in float64 in the
-order of the ranks. Points are dealt out in the order of their classes, so that few classes are cut.
+order of the ranks. Points are divided in the order of their classes, so that few classes are cut.
 
 Of a cloud with itself every rank has some of the pairs (`self_share`): what is found for rows of
 others travels to their owner, who merges it in the order of the ranks. P_r is made for products
@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.owned import Owned, Rows
 from otdd_flash.operators.self_share import SelfShare, merged
-from otdd_flash.ranks import Ranks
 
 if TYPE_CHECKING:
     from otdd_flash.operators.block_tiles import BlockOperator
@@ -62,11 +62,11 @@ class Parts:
 
     Attributes:
         cost: the whole; without its points if these are in a ring.
-        sides: how rows, and columns, are dealt to ranks.
+        sides: how rows, and columns, are divided among ranks.
         first: the cost of the first row and column, which tells how parts run; on all ranks.
         rows: P_r.
         columns: Q_r; None of a cloud with itself.
-        share: of a cloud with itself, if it is dealt by pairs.
+        share: of a cloud with itself, if its pairs are divided.
         later: makes P_r when it is asked for first.
     """
 
@@ -116,7 +116,7 @@ class Parts:
         return cls(cost, sides, first, part(rows, EVERY), theirs)
 
     def by(self, ranks: Ranks, *, columns: bool) -> tuple[Part | None, Owned]:
-        """The part by rows or by columns, and how those are dealt."""
+        """The part by rows or by columns, and how those are divided."""
         if self.later is not None:
             make, self.later = self.later, None
             self.rows = ranks.together(make)
@@ -137,7 +137,7 @@ class Parts:
 
 
 def sides_of(cost: LabelledCost) -> tuple[Owned, Owned]:
-    """How the rows, and the columns, of a cost are dealt."""
+    """How the rows, and the columns, of a cost are divided among ranks."""
     x, y = cost.labels
     rows = Owned.by_class(x)
     return rows, rows if cost.symmetric else Owned.by_class(y)
@@ -169,7 +169,8 @@ def mean_error(ranks: Ranks, number: int) -> float:
             operator, mass = parts.rows
             (rows, of_columns), rounding = errors_of(operator)
             of_rows = mass * float(operator.a @ rows)
-        largest = ranks.each(torch.cat((of_columns, of_columns.new_tensor([rounding])))).amax(0)
+        own = torch.cat((of_columns, of_columns.new_tensor([rounding])))
+        largest = ranks.all_gathered(own).amax(0)
         total = float(ranks.summed(of_columns.new_tensor(of_rows)))
         total += float(parts.cost.b @ largest[:-1] + largest[-1])
     return total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT)
@@ -236,7 +237,7 @@ def marginals(
         columns, column_errors = part.mass * found.columns, found.column_errors
         numbers = found.cost_rounding, found.relative_error, found.lost
     sums, row_errors = owned.gathered(ranks, rows).unbind(1)
-    total, most_errors = ranks.summed(columns), ranks.each(column_errors).amax(0)
+    total, most_errors = ranks.summed(columns), ranks.all_gathered(column_errors).amax(0)
     return _together(ranks, (sums, total), (row_errors, most_errors), numbers)
 
 
@@ -266,7 +267,7 @@ def _together(
     numbers: tuple[float, float, float],
 ) -> Marginals:
     """Sums of all ranks, and the most that any of them may be off."""
-    every = ranks.each(sums[0].new_tensor(numbers)).amax(0)
+    every = ranks.all_gathered(sums[0].new_tensor(numbers)).amax(0)
     cost_rounding, relative_error, lost = every.tolist()
     rows = sums[0].contiguous()
     return Marginals(

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.dimensions import check_same_dimension
+from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import InputError
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes, points_of
 from otdd_flash.operators.footprint import CostSize
 from otdd_flash.operators.ground import GroundCost
@@ -31,7 +32,6 @@ from otdd_flash.operators.memory import (
     stated_budget,
     within_memory,
 )
-from otdd_flash.ranks import ranks_of
 from otdd_flash.samples import LabeledSamples, check_squares
 
 T = TypeVar("T")

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import (
     Applied,
     CostFacts,
@@ -34,14 +35,13 @@ from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.owned import Owned, Rows
 from otdd_flash.operators.parts import Build, Part, Parts, errors_of, normalised, sides_of
 from otdd_flash.operators.self_share import merged
-from otdd_flash.ranks import Ranks
 
 # Roundings of a mass that is divided by its shard's and multiplied again.
 ROUNDINGS = 8
 
 
 class Shard(NamedTuple):
-    """The points (k, d) of this rank, and how those of all are dealt."""
+    """The points (k, d) of this rank, and how those of all are divided."""
 
     points: Tensor
     owned: Owned

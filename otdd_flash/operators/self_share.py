@@ -29,8 +29,8 @@ from otdd_flash.operators.tiled import LN_2, LOG2_E, LOG2_NOTHING, TiledOperator
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from otdd_flash.distributed.ranks import Ranks
     from otdd_flash.operators.labelled_cost import LabelledCost
-    from otdd_flash.ranks import Ranks
 
 
 class SelfShare(Protocol):
@@ -180,7 +180,7 @@ class TiledSelfShare:
             for where, wrong in zip((rows, columns), operator.accurate_errors, strict=True):
                 errors[where] = torch.maximum(errors[where], wrong)
             rounding = max(rounding, operator.cost_rounding)
-        every = ranks.each(torch.cat((errors, errors.new_tensor([rounding])))).amax(0)
+        every = ranks.all_gathered(torch.cat((errors, errors.new_tensor([rounding])))).amax(0)
         facts = CostFacts(torch.float64, cost.mean_cost, *cost.cost_range, error=0.0)
         return float(every[-1]) * facts.magnitude + 2 * float(cost.a @ every[:-1])
 

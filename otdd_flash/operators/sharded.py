@@ -10,6 +10,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import parts
 from otdd_flash.operators.base import (
     Applied,
@@ -22,7 +23,6 @@ from otdd_flash.operators.base import (
 from otdd_flash.operators.host_points import HostPoints
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.parts import Build, Parts
-from otdd_flash.ranks import Ranks
 
 
 class ShardedOperator:

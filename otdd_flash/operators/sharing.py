@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.feature_file import FeatureFile
-from otdd_flash.feature_tensors import FileFeatures, features_of
+from otdd_flash.distributed.ranks import Ranks, restored, saved
+from otdd_flash.features.feature_file import FeatureFile
+from otdd_flash.features.file_features import FileFeatures, features_of
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import (
     ComputeOptions,
@@ -31,7 +32,6 @@ from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.self_share import SelfShare, TiledSelfShare, folded
 from otdd_flash.operators.sharded import ShardedOperator
 from otdd_flash.operators.tiled import TiledOperator
-from otdd_flash.ranks import Ranks, restored, saved
 from otdd_flash.samples import LabeledSamples
 
 # What a process holds of one cost: a part by rows and one by columns, or two squares and two
@@ -83,7 +83,7 @@ def _least_room(ranks: Ranks, compute: ComputeOptions, device: torch.device) -> 
     if room is None:
         device = ranks.device_of(device)
         room = free_memory(device) // (1 if device.type == "cuda" else ranks.size)
-    return min(ranks.said(room))
+    return min(ranks.all_gathered_objects(room))
 
 
 def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:

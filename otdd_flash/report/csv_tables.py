@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from otdd_flash.files import write_text
+from otdd_flash.files.atomic import write_text
 
 SUMMARY_COLUMNS = (
     "job",

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
 from otdd_flash.labels import (
     ClassDistances,
@@ -22,7 +23,6 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.ranks import ranks_of
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.solver.divergence import Divergence

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import NOISE_FLOOR
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.labels import LabelMetric
@@ -60,7 +60,7 @@ class NoiseFloor:
         return asdict(self)
 
 
-@takes(arguments.NOISE_FLOOR)
+@takes(NOISE_FLOOR)
 def noise_floor(
     source: Samples,
     target: Samples,

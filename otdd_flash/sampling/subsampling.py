@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import SUBSAMPLE_INTERVAL
 from otdd_flash.checks import takes
+from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import LabelMetric
-from otdd_flash.ranks import Ranks, restored, saved
 from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.sampling.comparison import Comparison, drawable
 from otdd_flash.sampling.draws import least_rows, subsample
@@ -76,7 +76,7 @@ class SubsampleInterval:
         return asdict(self)
 
 
-@takes(arguments.SUBSAMPLE_INTERVAL)
+@takes(SUBSAMPLE_INTERVAL)
 def subsample_interval(
     source: Samples,
     target: Samples,
@@ -132,7 +132,7 @@ def subsample_interval(
     if ranks is None:
         values = _values(comparison, sizes, range(count), seed, progress)
     else:
-        ranks.heard = progress and (lambda done: progress(min(done * ranks.size, count), count))
+        ranks.report_to(progress, count)
         values, comparison.unconverged = ranks.order(
             _values_of_ranks, saved(comparison), sizes, count, seed
         )
@@ -169,11 +169,9 @@ def _values_of_ranks(
 
     def own() -> list[float]:
         wanted = range(ranks.rank, count, ranks.size)
-        heard = ranks.heard
-        told = None if heard is None else lambda done, _: heard(done)
-        return _values(comparison, sizes, wanted, seed, told) if len(wanted) else []
+        return _values(comparison, sizes, wanted, seed, ranks.progress) if len(wanted) else []
 
-    everyone = ranks.said((ranks.together(own), saved(comparison.unconverged)))
+    everyone = ranks.all_gathered_objects((ranks.together(own), saved(comparison.unconverged)))
     values = [0.0] * count
     for rank, (found, _) in enumerate(everyone):
         values[rank :: ranks.size] = found

@@ -14,7 +14,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.comparisons import SLICED_DISTANCES
 from otdd_flash.checks import takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.dimensions import check_same_dimension
@@ -34,7 +34,7 @@ WORK_BYTES = 2**29
 BUFFERS = 6
 
 
-@takes(arguments.SLICED_DISTANCES)
+@takes(SLICED_DISTANCES)
 def sliced_distances(
     datasets: Sequence[Samples],
     *,

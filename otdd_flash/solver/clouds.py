@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import SINKHORN, SINKHORN_DIVERGENCE
 from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
@@ -17,7 +17,7 @@ from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term_solves import Potentials
 
 
-@takes(arguments.SINKHORN)
+@takes(SINKHORN)
 def sinkhorn(
     source: Samples,
     target: Samples,
@@ -66,7 +66,7 @@ def sinkhorn(
     return problem.cross_term(divergence)
 
 
-@takes(arguments.SINKHORN_DIVERGENCE)
+@takes(SINKHORN_DIVERGENCE)
 def sinkhorn_divergence(
     source: Samples,
     target: Samples,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.ground import NO_OFFSET, Offset
@@ -145,6 +147,28 @@ class Divergence:
     @property
     def _self_terms(self) -> tuple[TransportTerm, ...]:
         return tuple(term for term in (self.xx, self.yy) if term is not None)
+
+    @classmethod
+    def from_summary(
+        cls, summary: Mapping[str, Any], potentials: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> Divergence:
+        """The divergence whose `summary` this is, with its `epsilon`; potentials (f, g) by term."""
+        terms = {
+            name: TransportTerm.from_summary(*potentials[name], summary["epsilon"], term)
+            for name, term in summary["terms"].items()
+        }
+        return cls(
+            terms["xy"],
+            terms.get("xx"),
+            terms.get("yy"),
+            summary["backend"],
+            summary["device"],
+            summary["passes"],
+            identical=summary["identical"],
+            # Earlier versions knew one schedule, and no offset.
+            schedule=summary.get("schedule", "converged"),
+            offset=Offset(*summary.get("offset", NO_OFFSET)),
+        )
 
     def summary(self) -> dict[str, Any]:
         """What result.json says of the solve."""

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import SINKHORN_HESSIAN
 from otdd_flash.checks import shown, takes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.base import Operator
@@ -27,7 +27,7 @@ from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_solves import Potentials
 
 
-@takes(arguments.SINKHORN_HESSIAN)
+@takes(SINKHORN_HESSIAN)
 def sinkhorn_hessian(
     x: Tensor,
     y: Tensor,

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import SINKHORN_LOSS
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
@@ -24,7 +24,7 @@ from otdd_flash.solver.term_gradient import Gradient, Input, Needs
 from otdd_flash.solver.term_solves import Potentials
 
 
-@takes(arguments.SINKHORN_LOSS)
+@takes(SINKHORN_LOSS)
 def sinkhorn_loss(
     x: Tensor,
     y: Tensor,

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import SINKHORN_LOSSES
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
@@ -28,7 +28,7 @@ Clouds = Tensor | Sequence[Tensor]
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
-@takes(arguments.SINKHORN_LOSSES)
+@takes(SINKHORN_LOSSES)
 def sinkhorn_losses(
     x: Clouds,
     y: Clouds,
@@ -126,27 +126,50 @@ def sinkhorn_losses(
         class_totals or (1, 1),
         None if class_table is None else class_table.detach().to(clouds[0].device),
     )
-    weights = float(lambda_x), float(lambda_y)
-    wanted = [k for k in (0, 1) if torch.is_grad_enabled() and clouds[k].requires_grad]
     admitted = _admitted(batch, zip(x, y, strict=True))
-    # As samples normalise them, once their sums are admitted.
-    of_x, of_y = (
-        None if part is None else part / part.sum(1, keepdim=True) for part in batch.masses
-    )
-    batch = batch._replace(masses=(of_x, of_y))
-    with torch.no_grad():
-        solved = solve_batch(batch, weights, epsilon, options, debias=debias, wanted=wanted)
-    losses = solved.values.to(clouds[0])
-    if wanted:
-        moved = (clouds[k] for k in wanted)
-        losses = cast(Tensor, KnownGradient.apply(losses, solved.gradients, None, *moved))
-    rest = (~(solved.proved & admitted)).nonzero().flatten().tolist()
+    weights = float(lambda_x), float(lambda_y)
+    losses, proved = _side_by_side(batch, clouds, weights, epsilon, options, debias=debias)
+    rest = (~(proved & admitted)).nonzero().flatten().tolist()
     if not rest:
         return losses
     parts = list(losses.unbind())
     for k in rest:
         parts[k] = one(k)
     return torch.stack(parts)
+
+
+def _side_by_side(
+    batch: Batch,
+    clouds: tuple[Tensor, Tensor],
+    weights: tuple[float, float],
+    epsilon: float,
+    options: Converged,
+    *,
+    debias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Losses (B,) of all pairs, for autograd, and on the host which of them (B,) are proved.
+
+    Args:
+        batch: the pairs, their masses as given.
+        clouds: (B, n, d) and (B, m, d), of which gradients may be asked.
+        weights: lambda_x and lambda_y.
+        epsilon: regularisation, in units of the cost.
+        options: when to stop.
+        debias: False leaves self terms out.
+    """
+    # As samples normalise them.
+    of_x, of_y = (
+        None if part is None else part / part.sum(1, keepdim=True) for part in batch.masses
+    )
+    batch = batch._replace(masses=(of_x, of_y))
+    wanted = [k for k in (0, 1) if torch.is_grad_enabled() and clouds[k].requires_grad]
+    with torch.no_grad():
+        solved = solve_batch(batch, weights, epsilon, options, debias=debias, wanted=wanted)
+    losses = solved.values.to(clouds[0])
+    if wanted:
+        moved = (clouds[k] for k in wanted)
+        losses = cast(Tensor, KnownGradient.apply(losses, solved.gradients, None, *moved))
+    return losses, solved.proved
 
 
 def _asks_for_gradient(given: Any) -> bool:

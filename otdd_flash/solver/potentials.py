@@ -22,7 +22,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import SINKHORN_POTENTIALS
 from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
@@ -43,7 +43,7 @@ from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.term_solves import Potentials
 
 
-@takes(arguments.SINKHORN_POTENTIALS)
+@takes(SINKHORN_POTENTIALS)
 def sinkhorn_potentials(
     x: Tensor,
     y: Tensor,

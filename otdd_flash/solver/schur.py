@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import CG_OPTIONS
+from otdd_flash.arguments.transport import CG_OPTIONS
 from otdd_flash.checks import check_fields
 from otdd_flash.operators.plan import Products
 from otdd_flash.solver.conjugate_gradients import Metric, System, conjugate_gradients, inverse

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError, prefixed
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples

@@ -27,7 +27,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import TRANSPORT_MAP
 from otdd_flash.checks import shown, takes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
@@ -52,7 +52,7 @@ from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
 from otdd_flash.solver.term_solves import Potentials
 
 
-@takes(arguments.TRANSPORT_MAP)
+@takes(TRANSPORT_MAP)
 def transport_map(
     x: Tensor,
     y: Tensor,

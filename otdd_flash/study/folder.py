@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from otdd_flash.errors import InputError
-from otdd_flash.json_file import write_json
-from otdd_flash.locks import lock, unlock
+from otdd_flash.files.json_file import write_json
+from otdd_flash.files.locks import lock, unlock
 
 STUDY_FILE = "study.json"
 LOCK_FILE = ".study.lock"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from otdd_flash import arguments
+from otdd_flash.arguments.studies import RUN_STUDY, STUDY
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
@@ -96,7 +96,7 @@ class Study:
     cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.STUDY)
+        check_fields(self, STUDY)
         if self.measures is None:
             object.__setattr__(self, "measures", _all_measures(transfer=self.transfer is not None))
         measures_named(self.measures or (), transfer=self.transfer is not None)
@@ -114,7 +114,7 @@ class Study:
             )
         cost.check_labels(metric.name)
 
-    @takes(arguments.RUN_STUDY)
+    @takes(RUN_STUDY)
     def run(
         self,
         folder: str | os.PathLike[str],

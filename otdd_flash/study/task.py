@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from otdd_flash.arguments import samples
+from otdd_flash.arguments.values import samples
 from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.labels import drop_small_classes
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, Samples

@@ -12,9 +12,9 @@ from pathlib import Path
 import hydra.core.utils
 import pytest
 
-from otdd_flash import locks
 from otdd_flash.commands.claims import LOCK_FILE, claim, release_all
 from otdd_flash.errors import InputError
+from otdd_flash.files import locks
 
 KEEP = "overwrite=false"
 

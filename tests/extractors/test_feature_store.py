@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import embed, feature_store, identity
 from otdd_flash.extractors.network import Network
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 
 
 class Failing:

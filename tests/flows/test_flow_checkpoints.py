@@ -14,13 +14,13 @@ from small_flows import CASES, CPU, blobs, flow, shards
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.files.tensor_file import save_tensors
 from otdd_flash.flows.divergence import TargetDivergence
 from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.solver.problem import Problem
-from otdd_flash.tensor_file import save_tensors
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
 # Loose solves: where a solve starts then shows in where it ends.

@@ -11,13 +11,13 @@ import torch
 from rank_pool import RankPool, pool
 
 import otdd_flash as otdd
-from otdd_flash import ranks
+from otdd_flash.distributed import ranks
+from otdd_flash.distributed.ranks import Ranks, balanced
 from otdd_flash.errors import InputError, LostRankError
+from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.classes import pool as pool_classes
-from otdd_flash.labels.dealt import dealt
 from otdd_flash.labels.metrics import Sinkhorn
 from otdd_flash.labels.pairs import all_pairs
-from otdd_flash.ranks import Ranks, balanced
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -266,7 +266,7 @@ def dealt_pairs() -> tuple[Any, list[int]]:
     counts: list[int] = []
 
     def work(ranks: Ranks) -> Any:
-        metric = dealt(otdd.labels.Sinkhorn(epsilon=0.2, tolerance=1e-9), ranks)
+        metric = measured_by_ranks(otdd.labels.Sinkhorn(epsilon=0.2, tolerance=1e-9), ranks)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             clouds, _ = pool_classes(sides())

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.parts import Part, Parts, mean_error
-from otdd_flash.ranks import Ranks
 
 
 class TwoRanks:
@@ -21,7 +21,7 @@ class TwoRanks:
     def __init__(self, parts: Any, each: list[float], summed: float) -> None:
         self.held, self._each, self._summed = {0: parts}, each, summed
 
-    def each(self, mine: Tensor) -> Tensor:
+    def all_gathered(self, mine: Tensor) -> Tensor:
         return torch.stack((mine, mine.new_tensor(self._each)))
 
     def summed(self, mine: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.flows import checkpoint, shard
 from otdd_flash.flows.stepper import Stepper
 from otdd_flash.flows.stepping import Stepping, generator, optimizers
-from otdd_flash.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

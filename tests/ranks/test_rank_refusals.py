@@ -10,8 +10,8 @@ import torch
 from torch.distributed import HashStore
 
 from otdd_flash.commands import exit_codes, ranks
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
-from otdd_flash.ranks import Ranks
 
 
 def test_nccl_moves_no_tensors_of_the_host() -> None:

@@ -11,10 +11,10 @@ from rank_pool import pool
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import sharing
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.ring import RingPart, Shard
-from otdd_flash.ranks import Ranks
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -12,13 +12,13 @@ from rank_pool import pool
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.kernels.passes import symmetric_step
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.self_share import TiledSelfShare, folded, merged
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.ranks import Ranks
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -11,11 +11,11 @@ import torch
 from rank_pool import pool
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks, led
 from otdd_flash.operators import sharing
 from otdd_flash.operators.build import ComputeOptions, labelled_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.lattice import lattice_of
-from otdd_flash.ranks import Ranks, led
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem
 

@@ -10,7 +10,7 @@ import torch
 from rank_pool import pool
 
 import otdd_flash as otdd
-from otdd_flash.ranks import Ranks
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.solver.term import iteration
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -13,11 +13,11 @@ import torch
 from rank_pool import pool
 
 import otdd_flash as otdd
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
-from otdd_flash.feature_file import FeatureFile
-from otdd_flash.feature_tensors import features_of
+from otdd_flash.features.feature_file import FeatureFile
+from otdd_flash.features.file_features import features_of
 from otdd_flash.operators import blocked, request
-from otdd_flash.ranks import Ranks
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")

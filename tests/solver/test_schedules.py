@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.arguments import count
+from otdd_flash.arguments.values import count
 from otdd_flash.checks import Declaration
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.operators.base import Operator, refined

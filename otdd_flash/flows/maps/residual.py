@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
+from otdd_flash.files.tensor_file import (
+    DamagedFileError,
+    read_tensors,
+    warn_unchecked,
+    write_tensors,
+)
 from otdd_flash.flows.maps.base import check_dimension, check_same_particles, class_indices
 from otdd_flash.flows.maps.training import Examples, build_network, draw_weights, train
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.tensor_file import DamagedFileError, read_tensors, warn_unchecked, write_tensors
 
 # Points that go through the network together.
 ROWS_AT_ONCE = 16384

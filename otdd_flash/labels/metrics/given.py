@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from otdd_flash.arguments import TABLE_CLASS
+from otdd_flash.arguments.values import TABLE_CLASS
 from otdd_flash.checks import Declaration, instance, optional
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud

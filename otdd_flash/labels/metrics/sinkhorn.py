@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import positive
+from otdd_flash.arguments.values import positive
 from otdd_flash.checks import Declaration, optional
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud

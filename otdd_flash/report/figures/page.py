@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.files import replacing
+from otdd_flash.files.atomic import replacing
 from otdd_flash.report.figures.fonts import families, without_glyph_warnings
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from otdd_flash.dataset_files import ImageShape, eight_bit_images
-from otdd_flash.files import replacing
+from otdd_flash.data.writing import ImageShape, eight_bit_images
+from otdd_flash.files.atomic import replacing
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.report.flow.particles import evenly, evenly_over_classes
 

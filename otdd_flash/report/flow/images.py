@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.dataset_files import ImageShape, eight_bit_images
+from otdd_flash.data.writing import ImageShape, eight_bit_images
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.report.figures.page import (
     INK,

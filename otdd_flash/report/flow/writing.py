@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from otdd_flash.dataset_files import (
+from otdd_flash.data.writing import (
     ImageShape,
     check_image_shape,
     write_hugging_face,
     write_npz,
 )
 from otdd_flash.errors import choose
+from otdd_flash.files.npz_file import write_arrays
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.flows.result import FlowResult
-from otdd_flash.labels.npz_file import write_arrays
 from otdd_flash.report.figures.drawing import CONTENTS, Report, Writers, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
 from otdd_flash.report.flow.animation import write_animation

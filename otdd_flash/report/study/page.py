@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from otdd_flash.files import write_text
+from otdd_flash.files.atomic import write_text
 from otdd_flash.report.study.sentences import findings_sentences
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import StudyResult, TransferredPair

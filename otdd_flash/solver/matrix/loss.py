@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import MATRIX_LOSS
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
@@ -40,7 +40,7 @@ MASSES = {"a": ("xy", "xx"), "b": ("xy", "yy")}
 SHARES = {"xy": 1.0, "xx": -0.5, "yy": -0.5}
 
 
-@takes(arguments.MATRIX_LOSS)
+@takes(MATRIX_LOSS)
 def matrix_loss(
     costs: Tensor | CostBlocks,
     a: Tensor | None = None,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import MATRIX_PLAN
 from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import MatrixOperator
@@ -34,7 +34,7 @@ from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_solves import Potentials
 
 
-@takes(arguments.MATRIX_PLAN)
+@takes(MATRIX_PLAN)
 def matrix_plan(
     costs: Tensor,
     a: Tensor | None = None,

@@ -12,22 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import APPLY_PLAN, LOAD_MATRIX
+from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import shown, takes
 from otdd_flash.errors import InputError
+from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
-from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import real_tensor
 from otdd_flash.shown import convergence_text, interval_text
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
-
-# Numbers of a term that a file keeps.
-KEPT = (
-    *("epsilon", "value", "marginal_error", "tolerance"),
-    *("iterations", "passes", "converged", "stopped_by"),
-)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,7 +119,7 @@ class MatrixTransport:
         problem = self._problem
         return problem.tiles.scaled_plan(self.term.f, self.term.g, self.epsilon, problem.dtype)
 
-    @takes(arguments.APPLY_PLAN)
+    @takes(APPLY_PLAN)
     def apply(self, values: Any) -> Tensor:
         """P V (n, k) for V (m, k), or (n,) for (m,); of the type of the potentials.
 
@@ -133,7 +128,7 @@ class MatrixTransport:
         """
         return self._applied(values, transposed=False)
 
-    @takes(arguments.APPLY_PLAN)
+    @takes(APPLY_PLAN)
     def apply_transposed(self, values: Any) -> Tensor:
         """P^T U (m, k) for U (n, k), or (m,) for (n,).
 
@@ -152,7 +147,7 @@ class MatrixTransport:
             total += float(tiles.a[rows] @ paid)
         return total
 
-    @takes(arguments.FILE)
+    @takes(FILE)
     def save(self, path: str | Path) -> None:
         """Write result.json and result.safetensors: potentials, masses and numbers, not the costs.
 
@@ -162,8 +157,8 @@ class MatrixTransport:
         problem = self._problem
         shape = list(problem.source.shape)
         summary = {
-            **{key: getattr(self.term, key) for key in KEPT},
-            "bounds": list(self.bounds),
+            "epsilon": self.epsilon,
+            **self.term.summary(),
             "seconds": self.seconds,
             "costs": {
                 "shape": shape,
@@ -175,7 +170,7 @@ class MatrixTransport:
         write_result(Path(path), summary, {**tensors, "short_rows": self.short_rows})
 
     @classmethod
-    @takes(arguments.LOAD_MATRIX)
+    @takes(LOAD_MATRIX)
     def load(
         cls, path: str | Path, costs: Costs, *, compute: Compute | None = None
     ) -> MatrixTransport:
@@ -191,11 +186,8 @@ class MatrixTransport:
         """
 
         def restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> _Saved:
-            low, high = summary["bounds"]
-            numbers = {key: summary[key] for key in KEPT}
-            term = TransportTerm(tensors["f"], tensors["g"], bounds=(low, high), **numbers)
             return _Saved(
-                term,
+                TransportTerm.from_summary(tensors["f"], tensors["g"], summary["epsilon"], summary),
                 (tensors["a"], tensors["b"]),
                 tensors["short_rows"],
                 summary["seconds"],

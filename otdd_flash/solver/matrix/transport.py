@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import MATRIX_TRANSPORT
 from otdd_flash.checks import takes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.build import Compute
@@ -28,7 +28,7 @@ from otdd_flash.solver.term_solves import Potentials, Solved
 INFEASIBLE_ITERATIONS, NAMED = 1, 5
 
 
-@takes(arguments.MATRIX_TRANSPORT)
+@takes(MATRIX_TRANSPORT)
 def matrix_transport(
     costs: Costs,
     a: Any = None,

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from otdd_flash.arguments import marginal_error
+from otdd_flash.arguments.values import marginal_error
 from otdd_flash.checks import Declaration, check_fields, flag, optional
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.term.result import Progress, TransportTerm

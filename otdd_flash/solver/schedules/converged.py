@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from otdd_flash.arguments import count, positive
+from otdd_flash.arguments.values import count, positive
 from otdd_flash.checks import Declaration, optional
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.schedules.base import Schedule

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import positive, share
+from otdd_flash.arguments.values import positive, share
 from otdd_flash.checks import Declaration, optional
 from otdd_flash.errors import InputError
 from otdd_flash.operators import base

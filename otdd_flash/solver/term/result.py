@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,6 +27,17 @@ StoppedBy = Literal[
     "schedule",
     "infeasible",
 ]
+
+# What a summary holds of a term, besides its bounds.
+SUMMARIZED = (
+    "value",
+    "marginal_error",
+    "tolerance",
+    "iterations",
+    "passes",
+    "converged",
+    "stopped_by",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,18 +119,19 @@ class TransportTerm:
             marginal_error=self.marginal_error + growth * (1 + self.marginal_error),
         )
 
+    @classmethod
+    def from_summary(
+        cls, f: Tensor, g: Tensor, epsilon: float, summary: Mapping[str, Any]
+    ) -> TransportTerm:
+        """The term of these potentials, n and m, of which `summary` says the rest."""
+        low, high = summary["bounds"]
+        numbers = {key: summary[key] for key in SUMMARIZED}
+        return cls(f, g, epsilon, bounds=(low, high), **numbers)
+
     def summary(self) -> dict[str, Any]:
         """What result.json says of one term."""
-        return {
-            "value": self.value,
-            "bounds": list(self.bounds),
-            "marginal_error": self.marginal_error,
-            "tolerance": self.tolerance,
-            "iterations": self.iterations,
-            "passes": self.passes,
-            "converged": self.converged,
-            "stopped_by": self.stopped_by,
-        }
+        numbers = {key: getattr(self, key) for key in SUMMARIZED}
+        return {"value": numbers.pop("value"), "bounds": list(self.bounds), **numbers}
 
 
 def largest_tolerance(tolerances: Iterable[float | None]) -> float | None:

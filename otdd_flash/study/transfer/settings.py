@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from otdd_flash import arguments
+from otdd_flash.arguments.studies import TRANSFER
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError, choose
 from otdd_flash.importing import import_callable
@@ -59,7 +59,7 @@ class Transfer:
     image_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, arguments.TRANSFER, "transfer.")
+        check_fields(self, TRANSFER, "transfer.")
         choose("transfer.protocol", self.protocol, PROTOCOLS)
 
     def target_rows(self, target: LabeledSamples) -> int:

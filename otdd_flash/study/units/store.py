@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError
-from otdd_flash.json_file import write_json
-from otdd_flash.locks import lock, unlock
+from otdd_flash.files.json_file import write_json
+from otdd_flash.files.locks import lock, unlock
+from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, write_tensors
 from otdd_flash.study.units.unit import Content, Unit
-from otdd_flash.tensor_file import DamagedFileError, read_tensors, write_tensors
 
 FOLDER = "units"
 # How a unit that failed ends, in the order of the commands' exit codes.

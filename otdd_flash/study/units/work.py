@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.locks import lock
+from otdd_flash.files.locks import lock
 from otdd_flash.study.units.store import Store
 from otdd_flash.study.units.unit import Bench, Content, Unit
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from otdd_flash.data import load
-from otdd_flash.dataset_files import eight_bit_images, write_hugging_face, write_npz
+from otdd_flash.data.writing import eight_bit_images, write_hugging_face, write_npz
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, pixels
-from otdd_flash.files import replacing_folder
+from otdd_flash.files.atomic import replacing_folder
 from otdd_flash.samples import LabeledSamples
 
 NAMES = ("T-shirt, $a$", "10", "9", "猫")
@@ -170,7 +170,7 @@ def test_a_failed_exchange_puts_the_old_folder_back(
             raise OSError(28, "No space left on device")
         rename(source, target)
 
-    monkeypatch.setattr("otdd_flash.files.os.replace", refuse_the_new_one)
+    monkeypatch.setattr("otdd_flash.files.atomic.os.replace", refuse_the_new_one)
     with (
         pytest.raises(InputError, match="No space left"),
         replacing_folder(path) as partial,

@@ -47,7 +47,7 @@ class Shared(NamedTuple):
 ALONE = Shared(1, 0)
 
 
-class Transport:
+class Exchange:
     """One process of a group, and what it exchanges with the others.
 
     Args:
@@ -118,7 +118,7 @@ class Transport:
         rank = self.rank if rank is None else rank
         return slice(rank * count // self.size, (rank + 1) * count // self.size)
 
-    def each(self, tensor: Tensor) -> Tensor:
+    def all_gathered(self, tensor: Tensor) -> Tensor:
         """A tensor of one shape and type of every rank, (size, ...)."""
         device = tensor.device
         sent = self._movable(tensor)
@@ -133,13 +133,13 @@ class Transport:
         own = self.share(count)
         padded = part.new_zeros((-(-count // self.size), *part.shape[1:]))
         padded[: own.stop - own.start] = part
-        every = self.each(padded)
+        every = self.all_gathered(padded)
         shares = [self.share(count, rank) for rank in range(self.size)]
         return torch.cat(
             [every[rank, : share.stop - share.start] for rank, share in enumerate(shares)]
         )
 
-    def exchanged(self, parts: Tensor) -> Tensor:
+    def all_to_all(self, parts: Tensor) -> Tensor:
         """What every rank has for this one, (size, ...), of what each has for each, (size, ...)."""
         sent = self._movable(parts)
         found = torch.empty_like(sent)
@@ -175,7 +175,7 @@ class Transport:
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum of a float64 tensor over all ranks, added in their order."""
-        every = self.each(tensor)
+        every = self.all_gathered(tensor)
         total = every[0].clone()
         for part in every[1:]:
             total += part
@@ -183,20 +183,20 @@ class Transport:
 
     def concatenated(self, part: Tensor) -> Tensor:
         """Tensors (n_r, ...) of every rank, one below the other."""
-        counts = self.said(len(part))
+        counts = self.all_gathered_objects(len(part))
         padded = part.new_zeros((max(counts), *part.shape[1:]))
         padded[: len(part)] = part
-        every = self.each(padded)
+        every = self.all_gathered(padded)
         return torch.cat([every[rank, :count] for rank, count in enumerate(counts)])
 
-    def said(self, something: T) -> list[T]:
+    def all_gathered_objects(self, something: T) -> list[T]:
         """What every rank says, pickled; for the little that is not tensors."""
         found: list[Any] = [None] * self.size
         with others_heard():
             torch.distributed.all_gather_object(found, something, group=self._orders)
         return found
 
-    def handed_out(self, contents: Sequence[Any] | None) -> Any:
+    def scattered(self, contents: Sequence[Any] | None) -> Any:
         """What rank 0 has for this rank, pickled, of as many things as ranks; others give None."""
         found: list[Any] = [None]
         given = None if contents is None else list(contents)
@@ -204,9 +204,9 @@ class Transport:
             torch.distributed.scatter_object_list(found, given, self._leader, group=self._orders)
         return found[0]
 
-    def brought_together(self, part: Tensor) -> Tensor | None:
+    def gathered_at_leader(self, part: Tensor) -> Tensor | None:
         """Tensors (n_r, ...) in host memory of every rank, one below the other: at rank 0."""
-        shapes = self.said((len(part), part.shape[1:], part.dtype))
+        shapes = self.all_gathered_objects((len(part), part.shape[1:], part.dtype))
         counts = [count for count, _, _ in shapes]
         # A rank without rows does not know how long they are.
         _, row, dtype = max(shapes, key=lambda shape: shape[0])
@@ -235,7 +235,7 @@ class Transport:
         except (InputError, ConvergenceError) as error:
             refusal = error
         own = None if refusal is None else (isinstance(refusal, InputError), str(refusal))
-        said = self.said(own)
+        said = self.all_gathered_objects(own)
         for rank, refused in enumerate(said):
             if refused is not None:
                 kind = InputError if refused[0] else ConvergenceError
@@ -246,7 +246,7 @@ class Transport:
 
     def check_same(self, what: str, content: Any, advice: str) -> None:
         """Raise an `InputError` on every rank unless all have the same content."""
-        said = self.said(content)
+        said = self.all_gathered_objects(content)
         for rank, other in enumerate(said):
             if other != said[0]:
                 raise InputError(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from otdd_flash.errors import InputError
+from otdd_flash.features.pieces import Matrix, Piece
 
 # Types of safetensors and of numpy that hold features.
 TYPES = {
@@ -26,38 +27,6 @@ NUMPY_TYPES = {"<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16}
 MOST_HEADER = 100 << 20
 
 
-class Piece(NamedTuple):
-    """Rows that lie one after the other in a file, from a byte on."""
-
-    path: Path
-    offset: int
-    rows: int
-
-
-class Matrix(NamedTuple):
-    """Where a matrix (n, d) is.
-
-    Attributes:
-        columns: d.
-        dtype: of its numbers.
-        pieces: its rows in order.
-    """
-
-    columns: int
-    dtype: torch.dtype
-    pieces: tuple[Piece, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, d)."""
-        return sum(piece.rows for piece in self.pieces), self.columns
-
-    @property
-    def row_bytes(self) -> int:
-        """Of one row."""
-        return self.columns * self.dtype.itemsize
-
-
 def matrix_of(given: Any, key: str | None) -> Matrix:
     """Where the matrix of a file, a folder or a `datasets.Dataset` is.
 
@@ -70,12 +39,12 @@ def matrix_of(given: Any, key: str | None) -> Matrix:
     """
     if not isinstance(given, Path):
         # pyarrow is heavy.
-        from otdd_flash.arrow_column import matrix_of_dataset
+        from otdd_flash.features.arrow_column import matrix_of_dataset
 
         return matrix_of_dataset(given, key)
     try:
         if given.is_dir() or given.suffix.lower() == ".arrow":
-            from otdd_flash.arrow_column import matrix_of_arrow
+            from otdd_flash.features.arrow_column import matrix_of_arrow
 
             return matrix_of_arrow(given, key)
         with given.open("rb") as stream:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from otdd_flash.data.lazy_items import LazyItems
+from otdd_flash.distributed.ranks import Progress, Ranks, restored, saved
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.imported_function import ImportedFunction
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues
 from otdd_flash.importing import user_code
-from otdd_flash.ranks import Ranks, restored, saved
 
 # Rows of the first batch that ranks compare, and how far rounding on other devices may take them
 # apart, as a share of their norm.
@@ -26,7 +26,7 @@ COMPARED, ROUNDING = 16, 1e-2
 # blocks(inputs, extractor, **settings): features of batch after batch, (b, ...).
 Blocks = Callable[..., Iterator[Tensor]]
 # gather(blocks, count, progress): one matrix (count, d) of blocks of features.
-Gather = Callable[[Iterator[Tensor], int, Callable[[int, int], None] | None], Tensor]
+Gather = Callable[[Iterator[Tensor], int, Progress | None], Tensor]
 
 
 class Ways(NamedTuple):
@@ -43,7 +43,7 @@ class Ways(NamedTuple):
     check: Callable[[torch.Size, torch.Size], None]
 
 
-def is_dealt(extractor: Extractor, inputs: Any) -> bool:
+def is_shared(extractor: Extractor, inputs: Any) -> bool:
     """Whether ranks share the work: where it takes longer than to send the inputs.
 
     So they do with networks, with functions that processes find by their names, and with pixels of
@@ -66,7 +66,7 @@ def features_of_ranks(
     extractor: Extractor,
     ways: Ways,
     settings: dict[str, Any],
-    progress: Callable[[int, int], None] | None,
+    progress: Progress | None,
 ) -> Tensor:
     """Features (n, d) of all inputs, of which every rank extracts some.
 
@@ -75,7 +75,7 @@ def features_of_ranks(
     Args:
         ranks: that rank 0, which calls, leads.
         inputs: n raw inputs: an array, a list, or `LazyItems`, which each rank reads for itself.
-        extractor: of which `is_dealt` says so.
+        extractor: of which `is_shared` says so.
         ways: how.
         settings: of `ways.blocks`; on a GPU every rank takes its own.
         progress: called with (inputs done, n), by what rank 0 has done.
@@ -95,7 +95,7 @@ def features_of_ranks(
     contents = [b"", *(saved((part, first, extractor)) for part in parts[1:])]
     number = ranks.number()
     ranks.held[number] = contents, (parts[0], first, extractor)
-    ranks.heard = progress and (lambda done: progress(min(done * ranks.size, count), count))
+    ranks.report_to(progress, count)
     found = ranks.order(_extract, number, ways, settings)
     assert found is not None
     if progress is not None:
@@ -111,7 +111,7 @@ def _rows(inputs: Any, rows: slice) -> Any:
 
 def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) -> Tensor | None:
     contents, given = ranks.held.pop(number, (None, None))
-    content = ranks.handed_out(contents)
+    content = ranks.scattered(contents)
 
     def received() -> tuple[Any, Any, Extractor]:
         # What it names is imported, which a user's module may refuse.
@@ -128,26 +128,24 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
             shapes.append(block.shape[1:])
             yield block
 
-    def extracted(some: Any, told: Callable[[int, int], None] | None) -> Tensor:
-        return ways.gather(seen(ways.blocks(some, extractor, **settings)), len(some), told)
+    def extracted(some: Any, progress: Progress | None) -> Tensor:
+        return ways.gather(seen(ways.blocks(some, extractor, **settings)), len(some), progress)
 
     def own() -> tuple[Tensor | None, Tensor]:
         if len(inputs) == 0:
             return None, torch.empty(0, 0)
-        heard = ranks.heard
-        told = None if heard is None else lambda done, _: heard(done)
         # First, so that a function that remembers its first batch has the same one everywhere.
         compared = extracted(first, None)[:COMPARED] if len(first) else None
-        return compared, extracted(inputs, told)
+        return compared, extracted(inputs, ranks.progress)
 
     compared, features = ranks.together(own)
     # As where one process has all: the first block says of what shape and type the others are.
-    said = [each for each in ranks.said((shapes[:1], features.dtype)) if each[0]]
+    said = [each for each in ranks.all_gathered_objects((shapes[:1], features.dtype)) if each[0]]
     for (shape,), _ in said:
         ways.check(said[0][0][0], shape)
     if isinstance(extractor, ImportedFunction):
-        _check_alike(ranks.said(compared), extractor)
-    return ranks.brought_together(features.to(said[0][1]) if len(features) else features)
+        _check_alike(ranks.all_gathered_objects(compared), extractor)
+    return ranks.gathered_at_leader(features.to(said[0][1]) if len(features) else features)
 
 
 def _check_alike(compared: list[Tensor | None], extractor: ImportedFunction) -> None:

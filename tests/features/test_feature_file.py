@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.feature_tensors import FileFeatures
+from otdd_flash.features.file_features import FileFeatures
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

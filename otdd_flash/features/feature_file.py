@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.feature_layout import Matrix, Piece, matrix_of
+from otdd_flash.features.layout import matrix_of
+from otdd_flash.features.pieces import Matrix, Piece
 
 # Bytes that are read at once where a matrix is looked through.
 BLOCK_BYTES = 1 << 24

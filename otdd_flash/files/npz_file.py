@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from otdd_flash.errors import InputError
-from otdd_flash.files import replacing
+from otdd_flash.files.atomic import replacing
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.feature_tensors import FileFeatures, ScatteredFeatures
+from otdd_flash.features.file_features import FileFeatures, ScatteredFeatures
 from otdd_flash.operators import blocked, request
 
 N, DIM = 70, 3
@@ -120,16 +120,16 @@ def test_what_is_read_is_what_is_used(tmp_path: Path, monkeypatch: pytest.Monkey
     whole = points()
     parts = [column(part) for part in np.split(whole, 7)]
     features = otdd.features_file(written(tmp_path / "x.arrow", parts))
-    monkeypatch.setattr("otdd_flash.feature_file.BLOCK_BYTES", 200)
+    monkeypatch.setattr("otdd_flash.features.feature_file.BLOCK_BYTES", 200)
     most = 0
-    rows = otdd.feature_file.FeatureFile.rows
+    rows = otdd.features.feature_file.FeatureFile.rows
 
     def counted(file: Any, some: slice) -> torch.Tensor:
         nonlocal most
         most = max(most, some.stop - some.start)
         return rows(file, some)
 
-    monkeypatch.setattr(otdd.feature_file.FeatureFile, "rows", counted)
+    monkeypatch.setattr(otdd.features.feature_file.FeatureFile, "rows", counted)
     samples = otdd.LabeledSamples(features, None, ())
     samples.take(torch.arange(0, N, 5))
     assert 0 < most <= 200 // (4 * DIM)

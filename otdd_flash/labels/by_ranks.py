@@ -11,15 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels
 from otdd_flash.labels.metrics.base import Measured
 from otdd_flash.labels.pairs import PairDistances, Progress
-from otdd_flash.ranks import Ranks
 
 
-def dealt(metric: LabelMetric, ranks: object) -> LabelMetric:
+def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
     """The same distances, measured by ranks if there are any and measuring takes long.
 
     Args:
@@ -29,14 +29,14 @@ def dealt(metric: LabelMetric, ranks: object) -> LabelMetric:
     nothing_to_do = isinstance(metric, Given | NoLabels)
     if nothing_to_do or not isinstance(ranks, Ranks) or metric.recipe(torch.device("cpu")) is None:
         return metric
-    return _Dealt(metric, ranks)
+    return _MeasuredByRanks(metric, ranks)
 
 
 @dataclass(frozen=True)
-class _Dealt(LabelMetric):
+class _MeasuredByRanks(LabelMetric):
     """A metric of which every rank measures as many pairs, of as many points."""
 
-    name: ClassVar[str] = "dealt"
+    name: ClassVar[str] = "by_ranks"
 
     metric: LabelMetric
     ranks: Ranks
@@ -48,8 +48,7 @@ class _Dealt(LabelMetric):
         """See the base class; pairs of many points first, one after the other to each rank."""
         ranks, sizes = self.ranks, torch.tensor([len(cloud) for cloud in clouds])
         order = torch.argsort(sizes[pairs].prod(1), descending=True, stable=True)
-        total = len(pairs)
-        ranks.heard = progress and (lambda done: progress(min(done * ranks.size, total), total))
+        ranks.report_to(progress, len(pairs))
         numbers, late = ranks.order(_measure, self._number(clouds), self.metric, pairs[order])
         for message in late:
             warnings.warn(message, NotConvergedWarning, stacklevel=2)
@@ -112,9 +111,7 @@ def _measure(
             return PairDistances(none, none, none), []
         with torch.no_grad(), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", NotConvergedWarning)
-            heard = ranks.heard
-            told = None if heard is None else lambda done, _: heard(done)
-            found = metric.measure(clouds, pairs[own], told)
+            found = metric.measure(clouds, pairs[own], ranks.progress)
         return found, [str(each.message) for each in said]
 
     found, late = ranks.together(measured)
@@ -122,7 +119,7 @@ def _measure(
     width = -(-len(pairs) // ranks.size)
     numbers = torch.zeros((3, width), dtype=torch.float64, device=clouds[0].points.device)
     numbers[:, : len(own)] = torch.stack(tuple(found))
-    every = ranks.each(numbers).cpu()
+    every = ranks.all_gathered(numbers).cpu()
     # Pair k is the (k // size)-th of rank k % size.
     together = every.permute(1, 2, 0).reshape(3, -1)[:, : len(pairs)]
-    return together, [message for said in ranks.said(late) for message in said]
+    return together, [message for said in ranks.all_gathered_objects(late) for message in said]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.files import replacing
-from otdd_flash.json_file import write_json
+from otdd_flash.files.atomic import replacing
+from otdd_flash.files.json_file import write_json
 from otdd_flash.report.csv_tables import SUMMARY_COLUMNS, summary_csv, write_matrix_csv
 
 NASTY = ["a,b", 'say "hi"', "two\nlines", "", " =1+1", "naïve 猫", "T-shirt/top"]

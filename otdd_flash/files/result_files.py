@@ -10,8 +10,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.json_file import write_json
-from otdd_flash.tensor_file import DamagedFileError, read_tensors, warn_unchecked, write_tensors
+from otdd_flash.files.json_file import write_json
+from otdd_flash.files.tensor_file import (
+    DamagedFileError,
+    read_tensors,
+    warn_unchecked,
+    write_tensors,
+)
 
 SUMMARY_FILE = "result.json"
 TENSOR_FILE = "result.safetensors"

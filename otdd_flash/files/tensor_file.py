@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor, uint8
 
 from otdd_flash.errors import DataNotice
-from otdd_flash.files import replacing
+from otdd_flash.files.atomic import replacing
 
 CHECKSUM = "checksum"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from otdd_flash.cache import TensorCache
-from otdd_flash.tensor_file import content_hash
+from otdd_flash.files.cache import TensorCache
+from otdd_flash.files.tensor_file import content_hash
 
 ENTRY = {
     "features": torch.arange(12, dtype=torch.float64).reshape(3, 4),

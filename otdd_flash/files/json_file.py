@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from otdd_flash.files import write_text
+from otdd_flash.files.atomic import write_text
 
 
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:

@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.files import replacing_folder
-from otdd_flash.labels.npz_file import write_arrays
+from otdd_flash.files.atomic import replacing_folder
+from otdd_flash.files.npz_file import write_arrays
 from otdd_flash.samples import LabeledSamples
 
 ImageShape = tuple[int, int, int]

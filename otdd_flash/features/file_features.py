@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.datasets import FEATURES_FILE
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
-from otdd_flash.feature_file import FeatureFile
+from otdd_flash.features.feature_file import FeatureFile
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -128,7 +128,7 @@ class ScatteredFeatures(FileFeatures):
         return function(*args, **kwargs)
 
 
-@takes(arguments.FEATURES_FILE)
+@takes(FEATURES_FILE)
 def features_file(path: str | os.PathLike[str] | Dataset, *, key: str | None = None) -> Tensor:
     """Features (n, d) in files, to be given wherever features are, that are not read at once.
 

@@ -18,16 +18,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from otdd_flash import arguments
+from otdd_flash.arguments.transport import LED
 from otdd_flash.checks import takes
+from otdd_flash.distributed.exchange import ALONE, Exchange, Shared, others_heard
 from otdd_flash.errors import ConvergenceError, InputError, LostRankError
-from otdd_flash.transport import ALONE, Shared, Transport, others_heard
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+
+# progress(units of work done, their total).
+Progress = Callable[[int, int], None]
 
 
 class _Sent(NamedTuple):
@@ -37,7 +40,7 @@ class _Sent(NamedTuple):
     dtype: torch.dtype
 
 
-class Ranks(Transport):
+class Ranks(Exchange):
     """One process's view of a group that rank 0 leads.
 
     Args:
@@ -48,7 +51,8 @@ class Ranks(Transport):
         held: what this process keeps for orders to come, by the leader's numbers.
         numbers: the leader's, of objects that ranks hold as long as it does.
         ring_numbers: likewise, of those of which every rank holds a part.
-        heard: what the leader is told of its own part of an order; no part of the order.
+        progress: called as progress(done, total) with what is done of this rank's own part of an
+            order; the leader's alone.
 
     Raises:
         InputError: there is no such group, or this process is not in it.
@@ -59,7 +63,7 @@ class Ranks(Transport):
         self.held: dict[int, Any] = {}
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.ring_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.heard: Callable[[int], None] | None = None
+        self.progress: Progress | None = None
         self._numbers = count()
         self._dropped: list[int] = []
         self._dismissed = False
@@ -133,6 +137,11 @@ class Ranks(Transport):
             )
         self._send(function, arguments)
         return function(self, *arguments)
+
+    def report_to(self, progress: Progress | None, total: int) -> None:
+        """Have progress(done, total) called in orders to come, as if all ranks were as far."""
+        size = self.size
+        self.progress = progress and (lambda done, _: progress(min(done * size, total), total))
 
     def number(self) -> int:
         """A new number for something that ranks hold."""
@@ -235,7 +244,7 @@ def shared_since(before: Shared, group: ProcessGroup | Ranks | str | None) -> Sh
     return now._replace(bytes_moved=now.bytes_moved - before.bytes_moved)
 
 
-@takes(arguments.LED)
+@takes(LED)
 def led(work: Callable[[Ranks], T], group: ProcessGroup | str | None = None) -> T:
     """Call work(ranks) on rank 0 of a group, with the other processes to share its passes.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from otdd_flash.tensor_file import DamagedFileError, read_tensors, save_tensors
+from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
 
 # Part of every file name: entries of another layout are never read.
 ENTRY_FORMAT = 2

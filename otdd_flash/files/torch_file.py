@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from otdd_flash.tensor_file import DamagedFileError
+from otdd_flash.files.tensor_file import DamagedFileError
 
 
 def load_torch_file(path: Path) -> Any:

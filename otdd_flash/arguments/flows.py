@@ -1,0 +1,82 @@
+"""What `gradient_flow` and its options accept: a check per argument or field."""
+
+from __future__ import annotations
+
+from otdd_flash.arguments.values import (
+    CALLBACKS_CLASS,
+    CHECKPOINTS_CLASS,
+    FLOW_CLASS,
+    PAIR,
+    STEPPING_CLASS,
+    any_number,
+    compute,
+    cost,
+    count,
+    labels,
+    positive,
+    seed,
+    solver,
+)
+from otdd_flash.checks import (
+    Declaration,
+    called,
+    flag,
+    function,
+    instance,
+    integer,
+    mapping,
+    optional,
+    path,
+    sequence,
+    text,
+)
+
+GRADIENT_FLOW: Declaration = {
+    **PAIR,
+    "flow": optional(instance("be an otdd.Flow", FLOW_CLASS)),
+    "epsilon": positive,
+    "epsilon_relative": optional(positive),
+    "labels": labels,
+    "min_class_size": optional(count),
+    "cost": cost,
+    "solver": solver,
+    "compute": optional(compute),
+    "cache_dir": optional(path),
+    "callbacks": optional(instance("be otdd.Callbacks", CALLBACKS_CLASS)),
+}
+FLOW: Declaration = {
+    # Ranges are checked where they are explained.
+    "steps": integer(at_least=None),
+    "mode": text,
+    "stepping": instance("be a Stepping", STEPPING_CLASS),
+    "functionals": sequence(lambda name, value: value),
+    "refresh": integer(at_least=None),
+    "tolerance": optional(any_number),
+    "keep_moments": flag,
+    "seed": called("seed", seed),
+    "checkpoints": optional(instance("be Checkpoints", CHECKPOINTS_CLASS)),
+}
+CALLBACKS: Declaration = {
+    "progress": optional(function),
+    "solver_progress": optional(function),
+    "class_progress": optional(function),
+    "stop": optional(function),
+}
+# Keywords that one may expect of it, and where they are.
+GRADIENT_FLOW_ELSEWHERE = {
+    **{key: f"flow=otdd.Flow({key}=...)" for key in (*FLOW, "space")},
+    **{key: f"callbacks=otdd.Callbacks({key}=...)" for key in CALLBACKS},
+    **{key: f"cost=otdd.GroundCost({key}=...)" for key in ("lambda_x", "lambda_y")},
+    "class_distances": "labels=otdd.labels.Given(table)",
+}
+STEPPING: Declaration = {
+    # Their ranges are those of the settings flow.KEY.
+    "step_size": any_number,
+    "optimizer": text,
+    "optimizer_options": mapping(),
+    "schedule": text,
+    "box": optional(sequence(any_number)),
+    "noise": any_number,
+    "minibatch": optional(integer(at_least=None)),
+}
+CHECKPOINTS: Declaration = {"folder": path, "every": integer(at_least=None), "resume": flag}

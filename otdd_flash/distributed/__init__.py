@@ -1,0 +1,1 @@
+"""Processes of a `torch.distributed` group that work on one problem."""
