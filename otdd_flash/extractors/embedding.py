@@ -64,7 +64,9 @@ def embed(
             "auto" does so on CUDA only.
         cache_dir: where features of networks are kept, by content of inputs and weights; None: not.
         features_path: a .npy file to write features to as they come, where they then stay: a call
-            after an interruption goes on. `cache_dir` is not asked then.
+            after an interruption goes on, once it has found that what is there is undamaged. What a
+            function computes is known by its name alone, so that its first and last batch there
+            are computed again and compared. `cache_dir` is not asked then.
         num_workers: processes that read and prepare the inputs of a network.
         progress: called with (inputs done, n).
         group: what `otdd.led` gives: processes of which each extracts some of the batches, by a
@@ -86,12 +88,13 @@ def embed(
     key = _cache_key(dataset, extractor, where, autocast) if kept else ""
     stored = cache.get(key)
     gather = partial(_gather, dataset.name)
+    alike = partial(_require_same_shape, name=dataset.name)
     settings: dict[str, Any] = {"batch_size": batch_size, "device": where, "autocast": autocast}
     settings["num_workers"] = num_workers
     shared = group if group is not None and is_dealt(extractor, dataset.inputs) else None
 
     def of_ranks(ranks: Ranks, inputs: Any, told: Callable[[int, int], None] | None) -> Tensor:
-        ways = Ways(_blocks, gather, partial(_require_same_shape, name=dataset.name))
+        ways = Ways(_blocks, gather, alike)
         return features_of_ranks(ranks, inputs, extractor, ways, settings, told)
 
     def blocks_from(first: int) -> Iterator[Tensor]:
@@ -102,10 +105,17 @@ def embed(
         count = shared.size * BATCHES_OF_A_ROUND * batch_size
         return (of_ranks(shared, part, None) for part in _parts(rest, count))
 
+    def batch_again(row: int) -> tuple[int, Tensor]:
+        first = row - row % batch_size
+        part = next(_parts(_from(dataset.inputs, first), batch_size))
+        return first, next(_blocks(part, extractor, **settings))
+
     if stored is None:
         if features_path is not None:
             # Batches of another size may round otherwise, and begin elsewhere.
-            store = FeatureStore(features_path, f"{key} batch_size={batch_size}", len(dataset))
+            sized = f"{key} batch_size={batch_size}"
+            again = None if extractor.cacheable else batch_again
+            store = FeatureStore(features_path, sized, len(dataset), alike, again)
             store.write(blocks_from, progress)
             features = store.features
         elif shared is not None:
