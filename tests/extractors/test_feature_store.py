@@ -196,7 +196,7 @@ def test_what_was_written_after_the_last_note_is_written_again(
 
 
 def test_a_note_of_a_file_that_was_deleted_vouches_for_nothing(
-    dataset: Any, tmp_path: Path
+    dataset: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Less than is noted at once had been written again when the second run was stopped."""
     path, call = tmp_path / "x.npy", {"batch_size": 5, "device": "cpu"}
@@ -209,6 +209,7 @@ def test_a_note_of_a_file_that_was_deleted_vouches_for_nothing(
         embed(dataset, networks[1].extractor, features_path=path, **call)
     found = embed(dataset, networks[2].extractor, features_path=path, **call)
     assert networks[2].seen == [5, 5, 5, 5, 3]
+    assert not caplog.records
     expected = embed(dataset, networks[2].extractor, **call)
     assert torch.equal(found.features[:], expected.features)
 
