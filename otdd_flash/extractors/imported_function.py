@@ -12,6 +12,7 @@ from torch import Tensor
 from otdd_flash.checks import refused, shown
 from otdd_flash.errors import InputError
 from otdd_flash.importing import FORM, import_callable, user_code
+from otdd_flash.real_numbers import check_integers
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class ImportedFunction:
                 f"{self.name} must return a tensor or an array (b, d), got {shown(given)}"
             ) from None
         self._check(features, len(batch))
+        check_integers(f"extractor {self.name}", features.numpy())
         return features if features.dtype == torch.float64 else features.float()
 
     def on_tensors(self, images: Tensor) -> Tensor:

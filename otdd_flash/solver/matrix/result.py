@@ -17,8 +17,8 @@ from otdd_flash.checks import shown, takes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.result_files import read_result, write_result
-from otdd_flash.samples import real_tensor
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
 
