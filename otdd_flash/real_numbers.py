@@ -85,7 +85,8 @@ def _array_for_torch(values: Any) -> Any:
 
 def _refuse_masked(what: str, masked: NDArray[np.bool_]) -> None:
     if masked.any():
-        rows = masked.reshape(len(masked), -1).any(1) if masked.ndim else masked[None]
+        count = len(masked) if masked.ndim else 1
+        where = rows_shown(np.asarray(masked.reshape(count, -1).any(1)))
         raise InputError(
-            f"{what} are masked {rows_shown(rows)}; leave those rows out, or fill them with numbers"
+            f"{what} are masked {where}; leave those rows out, or fill them with numbers"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import takes
+from otdd_flash.content_mark import Unchanged
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
@@ -53,6 +54,8 @@ class DistanceResult:
             whether passes waited for them; else None.
         shared: how many processes shared the passes, and what this one received from the others;
             what is asked of the plan, this process computes alone.
+        unchanged: both datasets as they were compared; what is asked of them once they were changed
+            in place is refused. None where nobody else has their memory.
     """
 
     source: LabeledSamples
@@ -66,6 +69,7 @@ class DistanceResult:
     request: Request | None = field(default=None, kw_only=True, repr=False)
     shared: Shared = field(default=ALONE, kw_only=True)
     streamed: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def value(self) -> float:
@@ -155,6 +159,7 @@ class DistanceResult:
         Raises:
             InputError: there is not enough memory.
         """
+        self._check_unchanged()
         request = self._prepared
 
         def find() -> Contributions:
@@ -164,7 +169,12 @@ class DistanceResult:
         return request.within_memory(find)
 
     def summary(self, **more: Any) -> dict[str, Any]:
-        """The content of result.json; `more` replaces or adds keys."""
+        """The content of result.json; `more` replaces or adds keys.
+
+        Raises:
+            InputError: a dataset was changed in place since.
+        """
+        self._check_unchanged()
         content = {
             "source": self.source.name,
             "target": self.target.name,
@@ -241,6 +251,7 @@ class DistanceResult:
 
         Not `weighted`, all source points have the same mass.
         """
+        self._check_unchanged()
         request = self._prepared
 
         def apply() -> T:
@@ -250,6 +261,10 @@ class DistanceResult:
             return use(operator, *(tensor.to(request.device) for tensor in self.potentials))
 
         return request.within_memory(apply)
+
+    def _check_unchanged(self) -> None:
+        if self.unchanged is not None:
+            self.unchanged.check()
 
     @cached_property
     def _prepared(self) -> Request:

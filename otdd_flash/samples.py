@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from otdd_flash import arguments
 from otdd_flash.checks import check_fields, takes
+from otdd_flash.content_mark import Mark, mark_of
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.feature_tensors import FileFeatures
 from otdd_flash.fingerprint import fingerprint
@@ -135,13 +135,19 @@ class LabeledSamples:
             raise InputError(f"{self.name} has no labels; {HOW_TO_LABEL}")
         return torch.bincount(self.labels, minlength=len(self.class_names))
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of features, labels, class names and weights, in row order.
 
-        The same wherever the features are.
+        The same wherever the features are. Kept until they are changed in place.
         """
-        return fingerprint(self.features, self.labels, self.weights, self.class_names)
+        mark = mark_of(self)
+        known: tuple[Mark, str] | None = self.__dict__.get("_fingerprint")
+        if known is not None and known[0] == mark:
+            return known[1]
+        found = fingerprint(self.features, self.labels, self.weights, self.class_names)
+        self.__dict__["_fingerprint"] = mark, found
+        return found
 
     def detached(self) -> LabeledSamples:
         """The same samples outside of autograd; these ones if no feature requires a gradient."""
