@@ -385,4 +385,6 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         ComputeOptions(**asked),
         method=summary["labels"],
         seconds=summary["seconds"],
+        shared=ALONE._replace(**{key: summary[key] for key in Shared._fields if key in summary}),
+        streamed=summary.get("streamed"),
     )

@@ -22,6 +22,7 @@ from otdd_flash.result import DistanceResult
 from otdd_flash.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.transport import Shared
 
 
 def dataset(size, seed, *, classes=3, weighted=False, labelled=True, dtype=torch.float32):
@@ -264,9 +265,16 @@ def test_a_saved_result_loads_as_it_was(result, tmp_path):
 def test_a_loaded_result_runs_where_and_how_it_did(compute, tmp_path):
     ran_on = {"device": "cuda:7", "backend": "triton, scores streamed, fast"}
     found = solved("plain")
-    there = replace(found, compute=compute, divergence=replace(found.divergence, **ran_on))
+    there = replace(
+        found,
+        compute=compute,
+        divergence=replace(found.divergence, **ran_on),
+        shared=Shared(4, 1 << 20, "ring"),
+        streamed={"bytes": 1 << 30, "limited_by_reading": False},
+    )
     loaded = DistanceResult.load(there.save(tmp_path))
     assert loaded.compute == compute
+    assert (loaded.shared, loaded.streamed) == (there.shared, there.streamed)
     summary = loaded.summary()
     assert {key: summary[key] for key in ran_on} == ran_on
     assert summary == there.summary()
