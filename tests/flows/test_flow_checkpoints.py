@@ -251,7 +251,7 @@ def test_another_functional_of_the_same_name_is_refused(tmp_path: Path) -> None:
 
     settle(1.0, resume=False)
     settle(1.0 + 1e-9, resume=True)
-    with pytest.raises(InputError, match="functional energy at the start was .* something else"):
+    with pytest.raises(InputError, match=r"functional energy at the start was .* something else"):
         settle(1.01, resume=True)
 
 
@@ -266,7 +266,7 @@ def test_another_network_of_the_same_name_is_refused(tmp_path: Path) -> None:
 
     settle(1.0, resume=False)
     settle(1.0, resume=True)
-    with pytest.raises(InputError, match="the mean cost at the start was .* a network of yours"):
+    with pytest.raises(InputError, match=r"the mean cost at the start was .* a network of yours"):
         settle(1.01, resume=True)
 
 
