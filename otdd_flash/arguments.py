@@ -455,10 +455,9 @@ LOAD: Declaration = {
     "classes": optional(classes),
     "seed": seed,
     "weights": optional(weights),
-    "pseudo_labels": optional(choice("kmeans")),
-    "k": optional(count),
     "download": flag,
 }
+CLUSTERING: Declaration = {"pseudo_labels": optional(choice("kmeans")), "k": optional(count)}
 COLUMNS = optional(lambda name, value: value if isinstance(value, str) else _columns(name, value))
 # The options of each source of data, by its name in `load`.
 SOURCE_OPTIONS: dict[str, Declaration] = {

@@ -223,8 +223,9 @@ LARGEST_SQUARE = 1e300
 Samples = LabeledSamples | Tensor | NDArray[Any] | tuple[ArrayLike | Tensor, ArrayLike | Tensor]
 
 HOW_TO_LABEL = (
-    "label it with pseudo_labels=kmeans (on the command line source.pseudo_labels or "
-    "target.pseudo_labels), or compare features alone with labels=none"
+    "label it with otdd_flash.data.with_pseudo_labels (on the command line "
+    "source.pseudo_labels=kmeans or target.pseudo_labels=kmeans), or compare features alone with "
+    "labels=none"
 )
 
 

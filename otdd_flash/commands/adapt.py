@@ -87,7 +87,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
             "labels.full=true has no meaning in a flow, whose classes are where its particles are; "
             "leave it out"
         )
-    metric = settings.labels.metric(solver.asked_tolerance)
+    metric = settings.labels.metric(solver.asked_tolerance, settings.epsilon)
     cost.check_labels(metric.name)
     with Phases() as phases, interrupts_noted() as interrupted:
         sides, space = _sides(settings, phases)

@@ -65,7 +65,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     # Built before anything is read: a bad setting should not cost the time of loading.
     # What has been computed is written before a failure to converge is one.
     solver = replace(settings.solver.options(), require_convergence=False)
-    metric = settings.labels.metric(solver.asked_tolerance)
+    metric = settings.labels.metric(solver.asked_tolerance, settings.epsilon)
     compute_options = settings.compute_options()
     GroundCost(settings.lambda_x, settings.lambda_y, settings.ground).check_labels(metric.name)
     settings.report.check()

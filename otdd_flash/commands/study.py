@@ -148,7 +148,7 @@ def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:
         families=tasks.families,
         epsilon=settings.epsilon,
         epsilon_relative=settings.epsilon_relative,
-        labels=settings.labels.metric(options.asked_tolerance),
+        labels=settings.labels.metric(options.asked_tolerance, settings.epsilon),
         cost=GroundCost(settings.lambda_x, settings.lambda_y, settings.ground),
         min_class_size=settings.min_class_size,
         solver=options,

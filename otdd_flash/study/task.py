@@ -14,7 +14,7 @@ import numpy as np
 from otdd_flash.arguments import samples
 from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.labels import drop_small_classes
-from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, Samples
+from otdd_flash.samples import LabeledSamples, Samples
 
 Given = Samples | tuple[LabeledSamples, LabeledSamples | None]
 
@@ -106,7 +106,10 @@ def with_families(tasks: Sequence[Task], given: Mapping[str, str]) -> tuple[Task
 def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -> Task:
     train, test = _parts(name, given)
     if train.labels is None or (test is not None and test.labels is None):
-        raise InputError(f"task {name} has no labels; {HOW_TO_LABEL.split(' (')[0]}, or drop it")
+        raise InputError(
+            f"task {name} has no labels; label it with otdd_flash.data.with_pseudo_labels (on the "
+            "command line by pseudo_labels and k of the task), or drop it"
+        )
     kept = drop_small_classes(replace(train.to("cpu"), name=name), min_class_size)
     if test is not None:
         test = _tested(name, kept, test.to("cpu"))
