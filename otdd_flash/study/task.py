@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -39,17 +39,25 @@ class Task:
     @cached_property
     def row_hashes(self) -> frozenset[bytes]:
         """One hash for every row of features, of both parts."""
-        parts = [self.train] if self.test is None else [self.train, self.test]
-        return frozenset(
-            hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-            for part in parts
-            for row in part.features.numpy().astype(np.float64) + 0.0
-        )
+        trained, tested = self.part_hashes
+        return trained | tested
+
+    @cached_property
+    def part_hashes(self) -> tuple[frozenset[bytes], frozenset[bytes]]:
+        """One hash for every row of features, of the training and of the test rows."""
+        parts = (self.train, self.test)
+        trained, tested = (frozenset(() if part is None else _hashes(part)) for part in parts)
+        return trained, tested
 
     @property
     def fingerprints(self) -> list[str | None]:
         """Of the contents of both parts."""
         return [self.train.fingerprint, None if self.test is None else self.test.fingerprint]
+
+
+def _hashes(part: LabeledSamples) -> Iterator[bytes]:
+    for row in part.features.numpy().astype(np.float64) + 0.0:
+        yield hashlib.blake2b(row.tobytes(), digest_size=16).digest()
 
 
 def as_tasks(
@@ -120,7 +128,16 @@ def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -
         )
     if len(kept.class_names) < 2 and transfer:
         raise InputError(f"task {name} has one class, of which nothing is learnt; take it out")
-    return Task(name, kept, test)
+    task = Task(name, kept, test)
+    trained, tested = task.part_hashes
+    if trained & tested:
+        warnings.warn(
+            f"task {name}: {len(trained & tested)} of {len(tested)} different test rows are "
+            "training rows as well, so that errors are lower than on new rows; give it other ones",
+            DataNotice,
+            stacklevel=5,
+        )
+    return task
 
 
 def _parts(name: str, given: Any) -> tuple[LabeledSamples, LabeledSamples | None]:
