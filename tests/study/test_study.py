@@ -527,3 +527,12 @@ def test_workers_and_shards_do_the_same_work(tmp_path, result) -> None:
     again = small_study().run(tmp_path / "a", workers=2, threads=result.setup.settings.threads)
     assert repr(tables(again)) == repr(tables(result))
     assert Store(tmp_path / "a").folder.exists()
+
+
+def test_test_rows_that_were_trained_on_are_said() -> None:
+    tasks = small_tasks(2)
+    train, _ = tasks["task 0"]
+    tasks["task 0"] = train, train.take(torch.arange(12))
+    said = "task 0: 12 of 12 different test rows are training rows as well"
+    with pytest.warns(DataNotice, match=said):
+        otdd.Study(tasks, transfer=None, compute="cpu")
