@@ -130,7 +130,7 @@ def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -
         raise InputError(f"task {name} has one class, of which nothing is learnt; take it out")
     task = Task(name, kept, test)
     trained, tested = task.part_hashes
-    if trained & tested:
+    if transfer and trained & tested:
         warnings.warn(
             f"task {name}: {len(trained & tested)} of {len(tested)} different test rows are "
             "training rows as well, so that errors are lower than on new rows; give it other ones",

@@ -24,6 +24,7 @@ from otdd_flash.study import bench as benches
 from otdd_flash.study import pool
 from otdd_flash.study.measures.frechet import frechet_distance
 from otdd_flash.study.measures.otce import conditional_entropy
+from otdd_flash.study.task import as_tasks
 from otdd_flash.study.transfer.networks import Network, build_body, build_head
 from otdd_flash.study.transfer.training import train
 from otdd_flash.study.transfer.units import TargetRun, TrainedSource, target_rows
@@ -530,9 +531,9 @@ def test_workers_and_shards_do_the_same_work(tmp_path, result) -> None:
 
 
 def test_test_rows_that_were_trained_on_are_said() -> None:
-    tasks = small_tasks(2)
+    tasks = small_tasks()
     train, _ = tasks["task 0"]
     tasks["task 0"] = train, train.take(torch.arange(12))
     said = "task 0: 12 of 12 different test rows are training rows as well"
     with pytest.warns(DataNotice, match=said):
-        otdd.Study(tasks, transfer=None, compute="cpu")
+        as_tasks(tasks, min_class_size=None, families=None, transfer=True)
