@@ -23,6 +23,7 @@ from otdd_flash.operators.base import Applied, Operator, refined
 from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.operators.request import Request
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.result_files import read_result, write_result
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
@@ -113,7 +114,7 @@ class DistanceResult:
         Raises:
             InputError: V has not m rows, or holds NaN or infinite values.
         """
-        columns = torch.as_tensor(values)
+        columns = real_tensor("values", values)
         if columns.ndim not in (1, 2) or columns.shape[0] != len(self.target):
             raise InputError(
                 f"apply_plan takes one row per target sample, ({len(self.target)},) or "

@@ -133,3 +133,14 @@ def test_large_integers_of_an_extractor_are_refused(extractor: Any) -> None:
     assert len(otdd.embed(array_dataset(values[:3]), extractor)) == 3
     with pytest.raises(InputError, match=r"integers up to 16777217, .* float64"):
         otdd.embed(array_dataset(values), extractor, batch_size=1)
+
+
+def test_what_a_function_returns_and_a_plan_takes_is_read_as_features_are() -> None:
+    dataset = array_dataset(X)
+    turned = otdd.extractors.from_callable(lambda batch: batch[:, ::-1])
+    assert torch.equal(otdd.embed(dataset, turned).features, torch.from_numpy(X.copy()).flip(1))
+    masking = otdd.extractors.from_callable(lambda batch: np.ma.masked_less(batch, 0))
+    with pytest.raises(InputError, match=r"features .* are masked at rows 0, "):
+        otdd.embed(dataset, masking)
+    result = otdd.dataset_distance((X, KINDS_X), (Y, KINDS_Y))
+    assert torch.equal(result.apply_plan(Y[::-1]), result.apply_plan(Y[::-1].copy()))
