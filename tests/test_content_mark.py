@@ -92,6 +92,17 @@ def test_a_fingerprint_is_of_what_is_there_now(part: str) -> None:
     assert samples.fingerprint == before
 
 
+def test_blocks_in_threads_see_every_change() -> None:
+    x = torch.zeros(70_000, 70)
+    samples = otdd.LabeledSamples(x, None, ())
+    before = mark_of(samples)
+    assert mark_of(samples) == before
+    x[[0, -1]] = torch.tensor([[1.0], [0.0]])
+    once = mark_of(samples)
+    x[[0, -1]] = torch.tensor([[0.0], [1.0]])
+    assert len({before, once, mark_of(samples)}) == 3
+
+
 def test_marks_do_not_ask_how_points_lie_in_memory() -> None:
     x = torch.from_numpy(points())
     by_columns = otdd.LabeledSamples(x.T.contiguous().T, None, ())
