@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from otdd_flash.arguments.comparisons import DATASET_DISTANCE
 from otdd_flash.checks import takes
+from otdd_flash.content_mark import Unchanged
 from otdd_flash.distributed.exchange import ALONE
 from otdd_flash.distributed.ranks import shared_since
 from otdd_flash.labels import (
@@ -112,6 +113,7 @@ def dataset_distance(
     source = drop_small_classes(source, min_class_size)
     target = drop_small_classes(target, min_class_size)
     notice_single_samples((source, target), metric)
+    unchanged = Unchanged.of(source, target)
     # Before class distances, which can take longer than all else.
     pairs = terms_of(debias=debias)
     request = Request.prepare((source, target), cost, compute, pairs=pairs)
@@ -156,4 +158,5 @@ def dataset_distance(
         request=replace(request, compute=compute.alone),
         shared=shared_since(before, compute.group),
         streamed=None if streaming is None else streaming.tally.summary(seconds["solve"]),
+        unchanged=unchanged,
     )

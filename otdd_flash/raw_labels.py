@@ -46,10 +46,24 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
 
 
 def raw_values(labels: Any) -> NDArray[Any]:
-    """Labels as an array; bytes become text, objects of one kind an array of that kind."""
+    """Labels as an array; bytes become text, objects of one kind an array of that kind.
+
+    Labels that an array masks become None.
+
+    Raises:
+        InputError: bytes are no text.
+    """
     values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
+    if isinstance(labels, np.ma.MaskedArray) and np.ma.getmaskarray(labels).any():
+        values = values.astype(object)
+        values[np.ma.getmaskarray(labels)] = None
     if values.dtype.kind == "S":
-        return np.char.decode(values, "utf-8")
+        try:
+            return np.char.decode(values, "utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"labels must be text in UTF-8, got {error.object!r}; decode them first"
+            ) from None
     if values.dtype.kind == "O" and (whole := _common_type(values)) is not None:
         return values.astype(whole)
     return values

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.comparisons import LOAD_RESULT
 from otdd_flash.checks import takes
+from otdd_flash.content_mark import Unchanged
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.exchange import ALONE, Shared
@@ -24,6 +25,7 @@ from otdd_flash.operators.base import Applied, Operator, refined
 from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import convergence_text, interval_text
 from otdd_flash.solver.centred import conditional_means, origin_near
@@ -53,6 +55,8 @@ class DistanceResult:
             whether passes waited for them; else None.
         shared: how many processes shared the passes, and what this one received from the others;
             what is asked of the plan, this process computes alone.
+        unchanged: both datasets as they were compared; what is asked of them once they were changed
+            in place is refused. None where nobody else has their memory.
     """
 
     source: LabeledSamples
@@ -66,6 +70,7 @@ class DistanceResult:
     request: Request | None = field(default=None, kw_only=True, repr=False)
     shared: Shared = field(default=ALONE, kw_only=True)
     streamed: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
         """The distance, its bounds and what was compared, in one line."""
@@ -117,7 +122,7 @@ class DistanceResult:
         Raises:
             InputError: V has not m rows, or holds NaN or infinite values.
         """
-        columns = torch.as_tensor(values)
+        columns = real_tensor("values", values)
         if columns.ndim not in (1, 2) or columns.shape[0] != len(self.target):
             raise InputError(
                 f"apply_plan takes one row per target sample, ({len(self.target)},) or "
@@ -163,6 +168,7 @@ class DistanceResult:
         Raises:
             InputError: there is not enough memory.
         """
+        self._check_unchanged()
         request = self._prepared
 
         def find() -> Contributions:
@@ -172,7 +178,12 @@ class DistanceResult:
         return request.within_memory(find)
 
     def summary(self, **more: Any) -> dict[str, Any]:
-        """The content of result.json; `more` replaces or adds keys."""
+        """The content of result.json; `more` replaces or adds keys.
+
+        Raises:
+            InputError: a dataset was changed in place since.
+        """
+        self._check_unchanged()
         content = {
             "source": self.source.name,
             "target": self.target.name,
@@ -249,6 +260,7 @@ class DistanceResult:
 
         Not `weighted`, all source points have the same mass.
         """
+        self._check_unchanged()
         request = self._prepared
 
         def apply() -> T:
@@ -258,6 +270,10 @@ class DistanceResult:
             return use(operator, *(tensor.to(request.device) for tensor in self.potentials))
 
         return request.within_memory(apply)
+
+    def _check_unchanged(self) -> None:
+        if self.unchanged is not None:
+            self.unchanged.check()
 
     @cached_property
     def _prepared(self) -> Request:
@@ -352,4 +368,6 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         ComputeOptions(**asked),
         method=summary["labels"],
         seconds=summary["seconds"],
+        shared=ALONE._replace(**{key: summary[key] for key in Shared._fields if key in summary}),
+        streamed=summary.get("streamed"),
     )

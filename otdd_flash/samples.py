@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,13 @@ from torch import Tensor
 
 from otdd_flash.arguments import values
 from otdd_flash.arguments.datasets import KEEP_CLASSES, LABELED_SAMPLES, TAKE
-from otdd_flash.checks import check_fields, shown, takes
+from otdd_flash.checks import check_fields, takes
+from otdd_flash.content_mark import Mark, mark_of
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
+from otdd_flash.real_numbers import in_floating_point, real_tensor
 
 # Between them a `mass` is known.
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
@@ -30,7 +31,8 @@ class LabeledSamples:
     """A weighted, labelled point cloud.
 
     Args:
-        features: (n, d) real matrix, n >= 1; types other than float32 and float64 become float32.
+        features: (n, d) real matrix, n >= 1; types other than float32 and float64 become float32,
+            and integers beyond 2^24, which that does not hold, float64.
         labels: (n,) class indices in [0, V), also as whole floats, or None for unlabelled data.
         class_names: V names, one per class index; none for unlabelled data.
         weights: (n,) non-negative masses, normalised here to sum to 1; None means uniform.
@@ -77,6 +79,8 @@ class LabeledSamples:
     def of(cls, given: Samples, name: str = "samples") -> LabeledSamples:
         """Samples as they are, or from arrays or tensors: (features, labels), or features alone.
 
+        What an entry point of samples returns are numbers, through which no gradient flows.
+
         Args:
             given: what an entry point was called with, of a type that `values.samples` accepts.
             name: of the argument, for messages; samples that are made here are called so as well.
@@ -85,11 +89,11 @@ class LabeledSamples:
             InputError: as for the parts of samples.
         """
         if isinstance(given, LabeledSamples):
-            return given
+            return given.detached()
         try:
             if isinstance(given, tuple):
-                return cls.from_arrays(*given, name=name)
-            return cls(real_tensor("features", given), None, (), name=name)
+                return cls.from_arrays(*given, name=name).detached()
+            return cls(real_tensor("features", given), None, (), name=name).detached()
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
 
@@ -138,13 +142,25 @@ class LabeledSamples:
             raise InputError(f"{self.name} has no labels; {HOW_TO_LABEL}")
         return torch.bincount(self.labels, minlength=len(self.class_names))
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of features, labels, class names and weights, in row order.
 
-        The same wherever the features are.
+        The same wherever the features are. Kept until they are changed in place.
         """
-        return fingerprint(self.features, self.labels, self.weights, self.class_names)
+        mark = mark_of(self)
+        known: tuple[Mark, str] | None = self.__dict__.get("_fingerprint")
+        if known is not None and known[0] == mark:
+            return known[1]
+        found = fingerprint(self.features, self.labels, self.weights, self.class_names)
+        self.__dict__["_fingerprint"] = mark, found
+        return found
+
+    def detached(self) -> LabeledSamples:
+        """The same samples outside of autograd; these ones if no feature requires a gradient."""
+        if not self.features.requires_grad:
+            return self
+        return replace(self, features=self.features.detach())
 
     @takes({"device": values.device})
     def to(self, device: torch.device | str) -> LabeledSamples:
@@ -214,8 +230,9 @@ LARGEST_SQUARE = 1e300
 Samples = LabeledSamples | Tensor | NDArray[Any] | tuple[ArrayLike | Tensor, ArrayLike | Tensor]
 
 HOW_TO_LABEL = (
-    "label it with pseudo_labels=kmeans (on the command line source.pseudo_labels or "
-    "target.pseudo_labels), or compare features alone with labels=none"
+    "label it with otdd_flash.data.with_pseudo_labels (on the command line "
+    "source.pseudo_labels=kmeans or target.pseudo_labels=kmeans), or compare features alone with "
+    "labels=none"
 )
 
 
@@ -248,7 +265,7 @@ def _as_features(values: Any) -> Tensor:
     if isinstance(features, FileFeatures):
         features.check()
     elif features.dtype not in (torch.float32, torch.float64):
-        features = features.to(torch.float32)
+        features = in_floating_point(features)
     if features.ndim != 2:
         raise InputError(
             f"features must be a matrix (n, d), got shape {tuple(features.shape)}; "
@@ -323,7 +340,7 @@ def check_masses(weights: NDArray[np.float64]) -> None:
 def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
     """Masses that sum to 1, and what they summed to."""
     # Of a list, torch would make float32, which holds no more than 3e38.
-    given = values if isinstance(values, Tensor) else np.asarray(values)
+    given = np.asarray(values) if isinstance(values, list | tuple) else values
     weights = real_tensor("weights", given).to(torch.float64)
     if weights.shape != (n,):
         raise InputError(f"weights must have shape ({n},) as features, got {tuple(weights.shape)}")
@@ -338,18 +355,6 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
     total = float(weights.sum())
     # Weights that sum to 1 but for rounding stay as they are: a copy then has the same fingerprint.
     return weights if abs(total - 1) < 1e-12 else weights / total, total * unit
-
-
-def real_tensor(what: str, values: Any) -> Tensor:
-    """Real numbers as a tensor; `what` is what an error calls them."""
-    try:
-        tensor = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError):
-        kind = getattr(values, "dtype", None) or shown(values)
-        raise InputError(f"{what} must be real numbers, got {kind}") from None
-    if tensor.is_complex():
-        raise InputError(f"{what} must be real, got {tensor.dtype}; take parts or magnitudes")
-    return tensor
 
 
 def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:

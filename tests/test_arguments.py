@@ -66,7 +66,7 @@ CALLS: dict[str, Entry] = {
     "load": (
         otdd.load,
         {"name": "blobs", "root": None, "split": "train", "max_samples": 20, "classes": None}
-        | {"seed": 0, "weights": None, "pseudo_labels": None, "k": None, "download": False}
+        | {"seed": 0, "weights": None, "download": False}
         | {"samples": 30, "dim": 2, "num_classes": 2, "spread": 0.1},
     ),
     "arrays": (

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import otdd_flash.files.result_files
+from otdd_flash.distributed.exchange import Shared
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.labels import Sinkhorn
@@ -264,9 +265,16 @@ def test_a_saved_result_loads_as_it_was(result, tmp_path):
 def test_a_loaded_result_runs_where_and_how_it_did(compute, tmp_path):
     ran_on = {"device": "cuda:7", "backend": "triton, scores streamed, fast"}
     found = solved("plain")
-    there = replace(found, compute=compute, divergence=replace(found.divergence, **ran_on))
+    there = replace(
+        found,
+        compute=compute,
+        divergence=replace(found.divergence, **ran_on),
+        shared=Shared(4, 1 << 20, "ring"),
+        streamed={"bytes": 1 << 30, "limited_by_reading": False},
+    )
     loaded = DistanceResult.load(there.save(tmp_path))
     assert loaded.compute == compute
+    assert (loaded.shared, loaded.streamed) == (there.shared, there.streamed)
     summary = loaded.summary()
     assert {key: summary[key] for key in ran_on} == ran_on
     assert summary == there.summary()

@@ -43,10 +43,9 @@ LOAD: Declaration = {
     "classes": optional(classes),
     "seed": seed,
     "weights": optional(weights),
-    "pseudo_labels": optional(choice("kmeans")),
-    "k": optional(count),
     "download": flag,
 }
+CLUSTERING: Declaration = {"pseudo_labels": optional(choice("kmeans")), "k": optional(count)}
 # The options of each source of data, by its name in `load`.
 SOURCE_OPTIONS: dict[str, Declaration] = {
     "digits": {"rotate": finite},

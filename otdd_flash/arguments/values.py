@@ -70,10 +70,12 @@ def samples(name: str, value: Any) -> Any:
     if is_a(value, SAMPLES_CLASS):
         return value
     pair = isinstance(value, tuple) and len(value) == 2
-    if not all(hasattr(part, "__array__") for part in (value if pair else (value,))):
-        raise refused(
-            name, "be LabeledSamples, arrays or tensors (features, labels), or features", value
-        )
+    accepted = "be LabeledSamples, arrays or tensors (features, labels), or features"
+    if not pair and not hasattr(value, "__array__"):
+        raise refused(name, accepted, value)
+    for what, part in zip(("features", "labels"), value if pair else (), strict=False):
+        if not hasattr(part, "__array__"):
+            raise refused(f"{name} must {accepted}; {what}", "be an array or a tensor", part)
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from otdd_flash.commands.settings import (
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.commands.tracked import track_flow
 from otdd_flash.data.writing import ImageShape
-from otdd_flash.errors import ConvergenceError, InputError, choose
+from otdd_flash.errors import ConvergenceError, DataNotice, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable
 from otdd_flash.files.json_file import write_json
@@ -68,6 +69,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
     settings.report.check()
     check_tracker(settings.log)
     moves = _flow(settings, directory)
+    _notice_idle_keys(settings)
     solver = settings.solver.deferred()
     compute = settings.compute_options()
     cost = settings.cost()
@@ -76,7 +78,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
             "labels.full=true has no meaning in a flow, whose classes are where its particles are; "
             "leave it out"
         )
-    metric = settings.labels.metric(solver.asked_tolerance)
+    metric = settings.labels.metric(solver.asked_tolerance, settings.epsilon)
     cost.check_labels(metric.name)
     with Phases() as phases, interrupts_noted() as interrupted:
         sides, space = _sides(settings, phases)
@@ -115,6 +117,19 @@ def adapt(config: DictConfig, directory: Path) -> None:
             f"to {directory}"
         )
     report.require_complete()
+
+
+def _notice_idle_keys(settings: FlowSettings) -> None:
+    flow = settings.flow
+    idle = {
+        f"flow.refresh={flow.refresh} does nothing with flow.mode={flow.mode}, whose class "
+        "distances are those of every step": flow.refresh != 1 and flow.mode != "features",
+        "flow.keep_moments=true needs save_result=true to be of use: what it keeps is in "
+        "result.safetensors": flow.keep_moments and not settings.save_result,
+    }
+    for message, holds in idle.items():
+        if holds:
+            warnings.warn(message, DataNotice, stacklevel=2)
 
 
 def _flow(settings: FlowSettings, directory: Path) -> Flow:

@@ -54,7 +54,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     settings = parse(config, DistanceSettings)
     # Built before anything is read: a bad setting should not cost the time of loading.
     solver = settings.solver.deferred()
-    metric = settings.labels.metric(solver.asked_tolerance)
+    metric = settings.labels.metric(solver.asked_tolerance, settings.epsilon)
     compute_options = settings.compute_options()
     settings.cost().check_labels(metric.name)
     settings.report.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
@@ -10,8 +11,8 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from otdd_flash.commands.hydra_errors import unknown_key
 from otdd_flash.commands.ranks import leading
-from otdd_flash.errors import InputError, choose
-from otdd_flash.labels import LabelMetric, metric_named
+from otdd_flash.errors import DataNotice, InputError, choose
+from otdd_flash.labels import METRICS, LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.class_order import ORDERS
@@ -56,8 +57,28 @@ class LabelSettings:
     epsilon: float | None
     path: str | None
 
-    def metric(self, tolerance: float) -> LabelMetric:
-        """The same for the library; solves between classes stop at `tolerance`."""
+    def metric(self, tolerance: float, epsilon: float) -> LabelMetric:
+        """The same for the library.
+
+        Args:
+            tolerance: at which solves between classes stop.
+            epsilon: of the transport between datasets, which `epsilon` follows by default.
+
+        Warns:
+            DataNotice: a key is set that the method does not have.
+        """
+        usual = {"unbiased": True, "diagonal": False, "epsilon": epsilon, "path": None}
+        kind = METRICS[choose("labels.method", self.method, tuple(METRICS))]
+        own = {"path" if field.name == "table" else field.name for field in fields(kind)}
+        for key, value in usual.items():
+            given = str(getattr(self, key))
+            # As text, in which NaN is itself.
+            if key not in own and given != str(value):
+                warnings.warn(
+                    f"labels.{key}={given} does nothing with labels={self.method}",
+                    DataNotice,
+                    stacklevel=2,
+                )
         parameters = {**asdict(self), "tolerance": tolerance, "table": self.path}
         return metric_named(self.method, parameters)
 

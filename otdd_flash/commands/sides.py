@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from otdd_flash.commands.clustering import clustered, without_clustering
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import DatasetPairSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset
-from otdd_flash.data.pseudo_labels import with_pseudo_labels
 from otdd_flash.data.registry import load
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import DataNotice, InputError, prefixed
@@ -93,7 +93,7 @@ def build(node: dict[str, Any]) -> tuple[Extractor, bool]:
 
 def _load(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
     with phases.phase("load", f"loading {node['name']}"), blamed(side):
-        dataset = load(**node)
+        dataset = load(**without_clustering(node))
     classes = "no labels" if dataset.labels is None else f"{len(dataset.class_names)} classes"
     logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), classes)
     return dataset
@@ -158,7 +158,7 @@ def _label(
                 f"{OTHER[side]} has no labels to count either"
             )
         with blamed(side):
-            sides[side] = with_pseudo_labels(sides[side], k, node["seed"])
+            (sides[side],) = clustered([sides[side]], node, k, node["seed"])
         logger.info("%s: labelled by k-means, %d clusters", side, sides[side].class_total)
     return sides["source"], sides["target"]
 

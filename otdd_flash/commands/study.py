@@ -133,7 +133,7 @@ def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:
         families=tasks.families,
         epsilon=settings.epsilon,
         epsilon_relative=settings.epsilon_relative,
-        labels=settings.labels.metric(options.asked_tolerance),
+        labels=settings.labels.metric(options.asked_tolerance, settings.epsilon),
         cost=settings.cost(),
         min_class_size=settings.min_class_size,
         solver=options,

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from otdd_flash.commands.clustering import clustered, without_clustering
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import RuntimeSettings
 from otdd_flash.commands.sides import blamed, build, embed_side, image_shape_of
 from otdd_flash.data.dataset import LabeledDataset
-from otdd_flash.data.pseudo_labels import with_pseudo_labels
 from otdd_flash.data.registry import load
 from otdd_flash.data.subset import stratified_rows, subset
 from otdd_flash.errors import InputError
@@ -94,9 +94,15 @@ def load_tasks(
         with blamed(f"task {name}"):
             parts = _load(name, node, settings, phases, test_fraction)
             shape = shape or image_shape_of(extractor, parts[0])
-        for part in parts:
-            found = embed_side(f"task {name}", part, extractor, extractor_node, settings, phases)
-            embedded.append(_labelled(name, found, node))
+        found = [
+            replace(
+                embed_side(f"task {name}", part, extractor, extractor_node, settings, phases),
+                name=name,
+            )
+            for part in parts
+        ]
+        with blamed(f"task {name}"):
+            embedded += clustered(found, node, node.get("k"), int(node.get("seed", settings.seed)))
         places.append((name, len(embedded) - len(parts), len(parts) - 1 or None))
     if standardised:
         embedded = _together(embedded, standardize)
@@ -134,7 +140,7 @@ def _load(
     test_fraction: float | None,
 ) -> list[LabeledDataset]:
     """Training rows, and test rows where there are any."""
-    keys = {key: value for key, value in node.items() if key not in OWN}
+    keys = {key: value for key, value in without_clustering(node).items() if key not in OWN}
     rows = keys.pop("max_samples", settings.max_samples)
     shared = {
         "seed": settings.seed,
@@ -179,17 +185,6 @@ def _split_off(dataset: LabeledDataset, fraction: float, seed: int) -> list[Labe
     rows = stratified_rows(dataset.labels, count, np.random.default_rng(seed))
     rest = np.setdiff1d(np.arange(len(dataset)), rows)
     return [dataset.take(rest), dataset.take(rows)]
-
-
-def _labelled(name: str, samples: LabeledSamples, node: Mapping[str, Any]) -> LabeledSamples:
-    """The samples under the task's name, clustered where that is asked for."""
-    samples = replace(samples, name=name)
-    if node.get("pseudo_labels") is None:
-        return samples
-    if node.get("k") is None:
-        raise InputError(f"task {name}: pseudo_labels needs k, the number of clusters")
-    with blamed(f"task {name}"):
-        return with_pseudo_labels(samples, int(node["k"]), int(node.get("seed", 0)))
 
 
 def _together(parts: list[LabeledSamples], treat: Any) -> list[LabeledSamples]:

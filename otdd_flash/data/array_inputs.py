@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.dataset import Modality
 from otdd_flash.errors import InputError
+from otdd_flash.real_numbers import LARGEST_INTEGER, largest_integer
 
 CHANNELS = (1, 3, 4)
 
@@ -16,7 +17,8 @@ CHANNELS = (1, 3, 4)
 def as_inputs(values: NDArray[Any], where: str) -> tuple[NDArray[Any], Modality]:
     """Vectors (n, d) as modality "array", images (n, h, w) or (n, h, w, c) as "image".
 
-    Integer images within 0 to 255 become uint8; float images stay as they are.
+    Integer images within 0 to 255 become uint8; float images stay as they are. Vectors of integers
+    that float32 does not hold become float64.
 
     Args:
         values: numbers.
@@ -28,7 +30,8 @@ def as_inputs(values: NDArray[Any], where: str) -> tuple[NDArray[Any], Modality]
     if values.dtype.kind not in "fiub":
         raise InputError(f"{where}: inputs must be numbers, got {values.dtype}")
     if values.ndim == 2:
-        return values, "array"
+        large = largest_integer(values) > LARGEST_INTEGER
+        return values.astype(np.float64) if large else values, "array"
     if values.ndim == 3 or (values.ndim == 4 and values.shape[3] in CHANNELS):
         return _as_pixels(values), "image"
     raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
 
 
-def with_pseudo_labels(samples: LabeledSamples, k: int, seed: int) -> LabeledSamples:
+def with_pseudo_labels(samples: LabeledSamples, k: int, seed: int = 0) -> LabeledSamples:
     """Label samples by their k-means cluster; labels that are there are replaced.
 
     Clusters are weighted by the samples' masses and numbered from the largest to the smallest.
@@ -24,18 +25,42 @@ def with_pseudo_labels(samples: LabeledSamples, k: int, seed: int) -> LabeledSam
     Raises:
         InputError: k is not in [1, n].
     """
+    return label_parts([samples], k, seed)[0]
+
+
+def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[LabeledSamples]:
+    """Label the parts of one dataset by the same clusters.
+
+    They are those of the first part, weighted by its masses and numbered from the largest to
+    the smallest. Rows of the other parts, as those to test on, go to the nearest.
+
+    Args:
+        parts: feature vectors, of which the first part has n.
+        k: number of clusters, 1 <= k <= n. Fewer distinct points give fewer clusters.
+        seed: of the initial centres.
+
+    Raises:
+        InputError: k is not in [1, n].
+    """
     from sklearn.cluster import KMeans
 
+    samples = parts[0]
     n = len(samples)
     if not 1 <= k <= n:
         raise InputError(
             f"pseudo_labels needs k from 1 to {n}, the rows of {samples.name}; got {k}"
         )
-    points = samples.features.detach().cpu().numpy()
+    points, *others = (part.features.detach().cpu().numpy() for part in parts)
     distinct = len(np.unique(points, axis=0)) if k > 1 else 1
     clustering = KMeans(n_clusters=min(k, distinct), n_init=4, random_state=seed)
     clusters = clustering.fit_predict(points, sample_weight=samples.masses.cpu().numpy())
-    found, indices, sizes = np.unique(clusters, return_inverse=True, return_counts=True)
+    found, sizes = np.unique(clusters, return_counts=True)
     rank = np.argsort(np.argsort(-sizes, kind="stable"), kind="stable")
     names = tuple(f"cluster {cluster}" for cluster in range(len(found)))
-    return replace(samples, labels=torch.from_numpy(rank[indices]), class_names=names)
+    numbers = np.zeros(clustering.n_clusters, dtype=np.int64)
+    numbers[found] = rank
+    every = [clusters, *(clustering.predict(some.astype(points.dtype)) for some in others)]
+    return [
+        replace(part, labels=torch.from_numpy(numbers[ones]), class_names=names)
+        for part, ones in zip(parts, every, strict=True)
+    ]

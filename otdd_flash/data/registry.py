@@ -46,8 +46,6 @@ def load(
     classes: Sequence[str | int] | str | int | None = None,
     seed: int = 0,
     weights: str | Path | None = None,
-    pseudo_labels: str | None = None,
-    k: int | None = None,
     download: bool = False,
     **options: Any,
 ) -> LabeledDataset:
@@ -65,9 +63,6 @@ def load(
         classes: keep only these classes, by name or index, and number them in this order.
         seed: of the draw, and of synthetic data.
         weights: a column or key of the data, or a .npy file, with one mass per row of the split.
-        pseudo_labels: only checked here: clusters are found among features, so the caller applies
-            `with_pseudo_labels` after extraction.
-        k: the number of clusters, only checked here.
         download: whether a missing dataset may be fetched.
         **options: the source's own options (see its reader).
 

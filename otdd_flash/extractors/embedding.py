@@ -65,7 +65,9 @@ def embed(
             "auto" does so on CUDA only.
         cache_dir: where features of networks are kept, by content of inputs and weights; None: not.
         features_path: a .npy file to write features to as they come, where they then stay: a call
-            after an interruption goes on. `cache_dir` is not asked then.
+            after an interruption goes on, once it has found that what is there is undamaged. What a
+            function computes is known by its name alone, so that its first and last batch there
+            are computed again and compared. `cache_dir` is not asked then.
         num_workers: processes that read and prepare the inputs of a network.
         progress: called with (inputs done, n).
         group: what `otdd.led` gives: processes of which each extracts some of the batches, by a
@@ -97,7 +99,9 @@ def embed(
         extraction = _Extraction(dataset, extractor, settings, ranks)
         if features_path is not None:
             # Batches of another size may round otherwise, and begin elsewhere.
-            store = FeatureStore(features_path, f"{key} batch_size={batch_size}", len(dataset))
+            sized = f"{key} batch_size={batch_size}"
+            again = None if extractor.cacheable else extraction.batch_again
+            store = FeatureStore(features_path, sized, len(dataset), extraction.check, again)
             store.write(extraction.blocks, progress)
             features = store.features
         else:
@@ -150,9 +154,19 @@ class _Extraction:
         count = ranks.size * BATCHES_OF_A_ROUND * self.settings["batch_size"]
         return (self._of_ranks(ranks, part, None) for part in _parts(rest, count))
 
+    def batch_again(self, row: int) -> tuple[int, Tensor]:
+        """The batch that has an input, extracted by this process, and the number of its first."""
+        size = self.settings["batch_size"]
+        first = row - row % size
+        part = next(_parts(_from(self.dataset.inputs, first), size))
+        return first, next(_blocks(part, self.extractor, **self.settings))
+
+    def check(self, first: torch.Size, shape: torch.Size) -> None:
+        """Refuse features of another shape than the first ones."""
+        _require_same_shape(first, shape, name=self.dataset.name)
+
     def _of_ranks(self, ranks: Ranks, inputs: Any, progress: Progress | None) -> Tensor:
-        name = self.dataset.name
-        ways = Ways(_blocks, partial(_gather, name), partial(_require_same_shape, name=name))
+        ways = Ways(_blocks, partial(_gather, self.dataset.name), self.check)
         return features_of_ranks(ranks, inputs, self.extractor, ways, self.settings, progress)
 
 

@@ -1,17 +1,22 @@
 """Features written to a file as they are extracted, to go on with after an interruption.
 
-Beside `features.npy` two files exist while it is incomplete: `features.npy.partial`, which has its
-form and size from the start, and `features.npy.json`, which says what the features are of and how
-many rows are on the disk. The last step renames the first.
+Beside `features.npy` two files exist while it is incomplete: `features.npy.partial`, to which rows
+are appended, and `features.npy.json`, which says what the features are of, how many rows are on the
+disk, and a sum of their digests. The last step renames the first. Rows are read again and compared
+with that sum before they are used: what came to harm, or is another's, is never gone on with.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from io import BytesIO, RawIOBase
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +25,57 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import features_file
 from otdd_flash.files.json_file import write_json
+from otdd_flash.files.locks import lock, unlock
+from otdd_flash.fingerprint import MODULUS, digest_of_rows
 
 # Bytes after which what was written is made to reach the disk, and noted.
 NOTED_BYTES = 1 << 26
+# How far rounding may take a batch apart that a function computes again, as a share of its norm.
+ROUNDING = 1e-3
 
 # blocks(first): blocks of rows from `first` on.
 Blocks = Callable[[int], Iterator[Tensor]]
+# check(first, shape): refuses rows of another shape than the first one's.
+Check = Callable[[torch.Size, torch.Size], None]
+# again(row): the batch that has this row, computed again, and the number of its first row.
+Again = Callable[[int], tuple[int, Tensor]]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What is known of rows on the disk.
+
+    Attributes:
+        key: what they are of.
+        rows: how many.
+        shape: of one row before it was made a vector, as that of an image.
+        dtype: their type, as NumPy calls it.
+        digest: sum of the digests of the rows, in hexadecimal.
+    """
+
+    key: str
+    rows: int
+    shape: list[int]
+    dtype: str
+    digest: str
+
+    @property
+    def columns(self) -> int:
+        """The number of features d."""
+        return math.prod(self.shape)
+
+    def describes(self, features: Tensor) -> bool:
+        """Whether these (n, d) are the rows."""
+        alike = tuple(features.shape) == (self.rows, self.columns)
+        alike = alike and _name(features.dtype) == self.dtype
+        return alike and f"{digest_of_rows(features, None, None):x}" == self.digest
+
+    def followed_by(self, part: Tensor) -> Note:
+        """What is known with more rows (k, d) behind these."""
+        digest = int(self.digest, 16) + digest_of_rows(part, None, None, first=self.rows)
+        return replace(self, rows=self.rows + len(part), digest=f"{digest % MODULUS:x}")
 
 
 class FeatureStore:
@@ -35,79 +85,183 @@ class FeatureStore:
         path: of the file; its folder is made.
         key: what the features are of: data and network.
         count: rows n.
+        check: of the shapes of rows.
+        again: for features that the key does not tell apart, as those of a function: a way of
+            computing some once more. The first and the last batch of those in the file are.
 
     Raises:
-        InputError: the file's name is another, or it holds something else.
+        InputError: the file's name is another.
     """
 
-    def __init__(self, path: str | os.PathLike[str], key: str, count: int) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        key: str,
+        count: int,
+        check: Check,
+        again: Again | None = None,
+    ) -> None:
         self.path = Path(path).expanduser()
         if self.path.suffix != ".npy":
             raise InputError(f"features_path must end in .npy, got {self.path}")
         self._partial = self.path.with_name(f"{self.path.name}.partial")
-        self._note = self.path.with_name(f"{self.path.name}.json")
+        self._note_file = self.path.with_name(f"{self.path.name}.json")
         self._key, self._count = key, count
-        noted = self._noted()
-        self.complete = self.path.exists()
-        if self.complete and noted.get("key") != key:
-            raise InputError(
-                f"{self.path} holds features of other data or of another network; choose another "
-                "features_path, or delete it"
-            )
-        known = noted.get("key") == key and self._partial.exists()
-        self.rows = int(noted["rows"]) if known else 0
-
-    def _noted(self) -> dict[str, Any]:
-        try:
-            noted = json.loads(self._note.read_text())
-        except (OSError, ValueError):
-            return {}
-        return noted if isinstance(noted, dict) else {}
+        self._check_shape, self._again = check, again
 
     def write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
         """Write the rows that are missing, unless there are none.
 
         Raises:
-            InputError: the file cannot be written, or a feature is not finite.
+            InputError: the file holds something else, came to harm or cannot be written, another
+                process writes it, or a feature is not finite.
         """
-        if self.complete:
+        if self._complete():
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._write(blocks, progress)
-            os.replace(self._partial, self.path)
+            with self._held():
+                # Another process may just have ended.
+                if not self._complete():
+                    self._write(blocks, progress)
+                    os.replace(self._partial, self.path)
         except OSError as error:
             raise InputError(
                 f"cannot write {self.path}: {error.strerror or error}; free space there or choose "
                 "another features_path"
             ) from error
 
-    def _write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
-        content: Any = None
-        if self.rows:
-            content = np.lib.format.open_memmap(self._partial, "r+")
-        unnoted = 0
-        for block in blocks(self.rows) if self.rows < self._count else ():
-            rows = block.flatten(1)
-            if not bool(torch.isfinite(rows).all()):
-                raise InputError(
-                    f"features from row {self.rows} on are not finite; use mixed_precision=false, "
-                    "or leave those inputs out"
-                )
-            if content is None:
-                shape, dtype = (self._count, rows.shape[1]), rows.numpy().dtype
-                content = np.lib.format.open_memmap(self._partial, "w+", dtype, shape)
-            content[self.rows : self.rows + len(rows)] = rows.numpy()
-            self.rows += len(rows)
-            unnoted += rows.nbytes
-            if unnoted >= NOTED_BYTES or self.rows == self._count:
-                content.flush()
-                write_json(self._note, {"key": self._key, "rows": self.rows})
-                unnoted = 0
-            if progress is not None:
-                progress(self.rows, self._count)
-
     @property
     def features(self) -> Tensor:
         """(n, d), in the file."""
         return features_file(self.path)
+
+    def _complete(self) -> bool:
+        """Whether all rows are there.
+
+        Raises:
+            InputError: the file is of something else, or is not what was written.
+        """
+        if not self.path.exists():
+            return False
+        note = self._note()
+        if note is None or note.key != self._key:
+            raise InputError(
+                f"{self.path} holds features of other data or of another network; choose another "
+                "features_path, or delete it"
+            )
+        if note.rows != self._count or not note.describes(features := self.features):
+            raise InputError(
+                f"{self.path} is not what was written there: it was damaged or replaced; restore "
+                "it, delete it, or choose another features_path"
+            )
+        self._check_again(features)
+        return True
+
+    def _note(self) -> Note | None:
+        try:
+            note = Note(**json.loads(self._note_file.read_text(encoding="utf-8")))
+            numbers, texts = (note.rows, *note.shape), (note.key, note.dtype, note.digest)
+        except (OSError, ValueError, TypeError):
+            return None
+        sound = all(isinstance(each, int) for each in numbers)
+        return note if sound and all(isinstance(each, str) for each in texts) else None
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Keep other processes from writing here."""
+        place = self.path.with_name(f"{self.path.name}.lock")
+        descriptor = lock(place)
+        if descriptor is None:
+            raise InputError(
+                f"another process writes {self.path}; wait, or choose another features_path"
+            )
+        try:
+            yield
+        finally:
+            unlock(place, descriptor)
+
+    def _write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
+        note = self._begun()
+        if note is None:
+            # An earlier one would vouch for rows that are not there.
+            self._note_file.unlink(missing_ok=True)
+        unnoted = 0
+        with self._partial.open("wb" if note is None else "ab", buffering=0) as file:
+            done = 0 if note is None else note.rows
+            for block in blocks(done) if done < self._count else ():
+                if note is None:
+                    note = Note(self._key, 0, [*block.shape[1:]], _name(block.dtype), "0")
+                    _write_all(file, _header(self._count, note))
+                self._check_shape(torch.Size(note.shape), block.shape[1:])
+                part = block.flatten(1).to(getattr(torch, note.dtype)).contiguous()
+                if not bool(torch.isfinite(part).all()):
+                    raise InputError(
+                        f"features from row {note.rows} on are not finite; use "
+                        "mixed_precision=false, or leave those inputs out"
+                    )
+                _write_all(file, part.numpy().data.cast("B"))
+                note = note.followed_by(part)
+                unnoted += part.nbytes
+                if unnoted >= NOTED_BYTES or note.rows == self._count:
+                    os.fsync(file.fileno())
+                    write_json(self._note_file, asdict(note))
+                    unnoted = 0
+                if progress is not None:
+                    progress(note.rows, self._count)
+
+    def _begun(self) -> Note | None:
+        """What is known of rows to go on with, and nothing behind them; None to begin anew."""
+        note = self._note()
+        if note is None or note.key != self._key or not self._partial.exists():
+            return None
+        try:
+            start, shape = len(_header(self._count, note)), (note.rows, note.columns)
+            there = torch.from_numpy(np.memmap(self._partial, note.dtype, "c", start, shape))
+            intact = 0 < note.rows <= self._count and note.describes(there)
+        except (OSError, ValueError, TypeError):
+            # NumPy's ways of saying that the file is shorter, or that the note makes no sense.
+            intact = False
+        if not intact:
+            logger.warning("%s is not what was written there; extracting all again", self._partial)
+            return None
+        self._check_again(there)
+        # What was written after the last note is of unknown length.
+        os.truncate(self._partial, start + there.nbytes)
+        return note
+
+    def _check_again(self, stored: Tensor) -> None:
+        """Refuse rows from the first on that are not what is computed now."""
+        if self._again is None:
+            return
+        for row in dict.fromkeys((0, len(stored) - 1)):
+            first, batch = self._again(row)
+            there = stored[first : first + len(batch)]
+            now = batch.flatten(1)[: len(there)]
+            alike = now.shape == there.shape and now.dtype == there.dtype
+            if not alike or (now - there).norm() > ROUNDING * there.norm():
+                raise InputError(
+                    f"{self.path} holds features of another function of this name, as row {first} "
+                    "shows, or of one that draws without a seed; choose another features_path, or "
+                    f"delete {self.path.name}, {self._partial.name} and {self._note_file.name}"
+                )
+
+
+def _header(count: int, note: Note) -> bytes:
+    """The start of a .npy file."""
+    sink, dtype = BytesIO(), np.dtype(note.dtype)
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+    np.lib.format.write_array_header_1_0(sink, {**described, "shape": (count, note.columns)})
+    return sink.getvalue()
+
+
+def _name(dtype: torch.dtype) -> str:
+    """A type as NumPy calls it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
+    """Write through no buffer, so that a full disk is an error here and now."""
+    rest = memoryview(content)
+    while len(rest):
+        rest = rest[file.write(rest) or 0 :]

@@ -16,7 +16,8 @@ def inputs_hash(dataset: LabeledDataset) -> str:
     """SHA-256 of the inputs, without labels, names and weights.
 
     Lazy inputs that know their files (an attribute `paths`, one per input) are identified by path,
-    size and time of change, so that images are not decoded twice. Other inputs are read.
+    size, and times of change of content and of the file itself, which tools that copy files with
+    their dates cannot set, so that images are not decoded twice. Other inputs are read.
     """
     digest = hashlib.sha256(dataset.modality.encode())
     inputs = dataset.inputs
@@ -26,7 +27,8 @@ def inputs_hash(dataset: LabeledDataset) -> str:
     elif paths is not None:
         for path in paths:
             status = os.stat(path)
-            digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            changed = f"{status.st_mtime_ns}\0{status.st_ctime_ns}"
+            digest.update(f"{path}\0{status.st_size}\0{changed}\0".encode())
     else:
         for row in range(len(inputs)):
             digest.update(_content(inputs[row]))

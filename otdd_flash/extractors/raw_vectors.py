@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
+from otdd_flash.real_numbers import check_integers
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class RawVectors:
                 f"identity takes rows of numbers of one length, got {values.dtype} such as "
                 f"{str(values[:1])[:60]}; encode text columns as numbers and pad or cut the rows"
             )
+        check_integers("identity", values)
         dtype = np.float64 if values.dtype == np.float64 else np.float32
         rows = np.array(values.reshape(len(values), -1), dtype=dtype)
         return torch.from_numpy(rows)
@@ -39,6 +41,7 @@ class RawVectors:
 def identity() -> RawVectors:
     """Features as they are: arrays only; dimensions after the first are flattened.
 
-    float64 features stay float64 (a solver may work in double); other numbers become float32.
+    float64 features stay float64 (a solver may work in double); other numbers become float32, and
+    integers that it does not hold, beyond 2^24, are refused.
     """
     return RawVectors()

@@ -28,6 +28,10 @@ DIVERGED = 10.0
 RESOLUTION = 1e-6
 
 
+# What messages call it.
+MEAN_COST = "the mean cost"
+
+
 class Overshot(InputError):
     """Steps led the particles away: what moves them is too much."""
 
@@ -155,6 +159,22 @@ class Evaluator:
             return
         how = f"that a step took out of flow.box=[{box[0]:g}, {box[1]:g}]"
         self._check_nearness(self._mean_cost_of(points), how)
+
+    def beginning(self, points: Tensor) -> dict[str, float]:
+        """Numbers that tell apart functions which settings know by their names alone.
+
+        Args:
+            points: (n, p), the particles at the start.
+
+        Returns:
+            The mean cost of the start, which the space of the particles decides, and the value of
+            every functional there.
+        """
+        source = self._setting.source
+        named = self._options.functionals
+        values, _ = value_and_velocity(named, points, source.labels, source.masses)
+        found = {f"functional {name}": value for name, value in values.items()}
+        return {MEAN_COST: self._mean_cost, **found}
 
     def _mean_cost_of(self, points: Tensor) -> float:
         return self._setting.mean_cost(self._space.features(points), self._mode.class_distances)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.flows.divergence import FlowSetting
-from otdd_flash.flows.evaluation import Evaluator, Found, Overshot
+from otdd_flash.flows.evaluation import MEAN_COST, Evaluator, Found, Overshot
 from otdd_flash.flows.flow import LoopOptions
 from otdd_flash.flows.functionals import noise_temperature
 from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that are announced.
 LONG = 1.0
+# How far other devices may take a number of the start apart, as a share of it.
+ROUNDING = 1e-3
 
 
 class Loop:
@@ -57,7 +60,7 @@ class Loop:
         recorder: Recorder,
         options: LoopOptions,
     ) -> None:
-        self.points, self.mode = points.clone(), mode
+        self.points, self.mode, self._first_points = points.clone(), mode, points
         self.step, self.stopped_by, self.ran_on = 0, "steps", ""
         self.history: list[StepRecord] = []
         self.moments: list[Moment] = []
@@ -142,9 +145,30 @@ class Loop:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was saved: what `state` gave, and rows."""
+        """Go on from what was saved: what `state` gave, and rows.
+
+        Raises:
+            InputError: what moves the particles is not what moved them then.
+        """
+        self._check_beginning(state["beginning"])
         self._stepper.restore(state["rows"], state["optimizer"])
         self._restore(state)
+
+    @cached_property
+    def _beginning(self) -> dict[str, float]:
+        return self._evaluator.beginning(self._first_points)
+
+    def _check_beginning(self, then: Mapping[str, float]) -> None:
+        for what, now in self._beginning.items():
+            # What is nearly 0 is so by sums of larger numbers.
+            size = max(abs(then[what]), ROUNDING * then[MEAN_COST])
+            if not abs(now - then[what]) <= ROUNDING * size:
+                raise InputError(
+                    f"flow.resume=true, but {what} at the start was {then[what]:.6g} in the run "
+                    f"that wrote the checkpoint and is {now:.6g} now: a function or a network of "
+                    "yours computes something else; set it as it was, or start again without "
+                    "flow.resume"
+                )
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step, self._labels, self._start = state["step"], None, state["start"]
@@ -241,6 +265,6 @@ class Loop:
     def _save(self, state: Mapping[str, Any], may_change: Sequence[str] = ()) -> None:
         if self._options.flow.checkpoints is not None:
             stepper, settings = self._stepper, self._options.settings
-            whole = {**state, "optimizer": stepper.others()}
+            whole = {**state, "optimizer": stepper.others(), "beginning": self._beginning}
             self._options.flow.checkpoints.save(whole, settings, may_change, stepper.write)
             self._saved = self.step

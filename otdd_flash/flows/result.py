@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from otdd_flash.content_mark import Unchanged
 from otdd_flash.errors import InputError, choose
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
@@ -44,6 +45,8 @@ class FlowResult:
         ran_on: the device and the way passes ran.
         stopped_by: `steps`, `tolerance` or `interrupted`.
         seconds: wall time of the preparation and of the flow.
+        unchanged: source and target as the flow saw them; what is asked of them once they were
+            changed in place is refused. None where nobody else has their memory.
     """
 
     source: LabeledSamples
@@ -59,6 +62,7 @@ class FlowResult:
     ran_on: str
     stopped_by: str
     seconds: Mapping[str, float]
+    unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
         """The distances before and after, and what moved, in one line."""
@@ -107,6 +111,7 @@ class FlowResult:
             InputError: no such map, or the flow was none that an entropic map can follow.
         """
         choose("map", kind, MAPS)
+        self._check_unchanged()
         if kind == "nearest":
             return NearestParticleMap(self.source, self.samples, **options)
         if kind == "residual":
@@ -118,6 +123,7 @@ class FlowResult:
 
     def summary(self, **more: Any) -> dict[str, Any]:
         """The content of result.json; `more` replaces or adds keys."""
+        self._check_unchanged()
         before, after = self.before, self.after
         content = {
             "source": self.source.name,
@@ -172,6 +178,10 @@ class FlowResult:
             InputError: the directory holds no complete result of a flow.
         """
         return read_result(Path(path), _restored, "FlowResult")
+
+    def _check_unchanged(self) -> None:
+        if self.unchanged is not None:
+            self.unchanged.check()
 
     def _check_entropic(self) -> None:
         """Refuse flows whose steps were more than the field of the divergence."""

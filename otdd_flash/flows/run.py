@@ -21,6 +21,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.flows import GRADIENT_FLOW, GRADIENT_FLOW_ELSEWHERE
 from otdd_flash.checks import takes
+from otdd_flash.content_mark import Unchanged
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError, NotConvergedWarning
@@ -123,6 +124,7 @@ def gradient_flow(
     if not streams:
         goal = goal.to(device)
     notice_single_samples((points, goal), metric)
+    unchanged = Unchanged.of(points, goal)
     sides = (replace(side, features=flow.space.features(side.features)) for side in (points, goal))
     request = Request.prepare(tuple(sides), cost, compute, seen=True, resident=not streams)
     # Class distances are measured where both are.
@@ -162,6 +164,7 @@ def gradient_flow(
         loop.ran_on,
         loop.stopped_by,
         {"prepare": prepared - started, "flow": time.perf_counter() - prepared},
+        unchanged=unchanged,
     )
     report_convergence(result.evaluations, solver, compute)
     report_growth(result, options)

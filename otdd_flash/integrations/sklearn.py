@@ -13,6 +13,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.flows.flow import Flow
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.stepping import Stepping
+from otdd_flash.raw_labels import rows_shown
 from otdd_flash.samples import LabeledSamples
 
 
@@ -70,10 +71,13 @@ class TransportAdapter(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         domain = np.asarray(sample_domain)
         if domain.shape != (len(rows),):
             raise InputError(f"sample_domain must be ({len(rows)},), got {domain.shape}")
+        if domain.dtype.kind not in "iuf" or (missing := np.isnan(domain)).any():
+            known = domain.dtype if domain.dtype.kind not in "iuf" else f"NaN {rows_shown(missing)}"
+            raise InputError(f"sample_domain must be numbers, >= 0 source, < 0 target, got {known}")
         source = domain >= 0
         if source.all() or not source.any():
-            missing = "target (< 0)" if source.all() else "source (>= 0)"
-            raise InputError(f"sample_domain names no row of the {missing}")
+            side = "target (< 0)" if source.all() else "source (>= 0)"
+            raise InputError(f"sample_domain names no row of the {side}")
         self.flow_ = gradient_flow(
             self._samples(rows, y, source, "source"),
             self._samples(rows, y, ~source, "target"),

@@ -123,9 +123,10 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             )
         if min(len(rows), room) < 1:
             return
-        kept.append(rows[:room].detach())
+        # Copies: loops write the next batch into the same memory.
+        kept.append(rows[:room].detach().clone())
         if labels is not None:
-            known.append(labels[:room].detach())
+            known.append(labels[:room].detach().clone())
 
     def _samples(self, side: str) -> LabeledSamples:
         rows, labels = (

@@ -16,7 +16,7 @@ from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
-from otdd_flash.samples import real_tensor
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
 
 # Distances between classes that coincide are rounding alone and have no larger entry to compare

@@ -15,7 +15,8 @@ from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operato
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
 from otdd_flash.operators.pooled_term import BACKEND
 from otdd_flash.operators.request import Pair, Request, check_comparable
-from otdd_flash.samples import LabeledSamples, largest_entry, real_tensor, same_content
+from otdd_flash.real_numbers import real_tensor
+from otdd_flash.samples import LabeledSamples, largest_entry, same_content
 from otdd_flash.solver.class_blocks import symmetrized
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
 from otdd_flash.solver.schedules.base import Schedule

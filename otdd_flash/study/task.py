@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from otdd_flash.arguments.values import samples
 from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.labels import drop_small_classes
-from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, Samples
+from otdd_flash.samples import LabeledSamples, Samples
 
 Given = Samples | tuple[LabeledSamples, LabeledSamples | None]
 
@@ -39,17 +39,25 @@ class Task:
     @cached_property
     def row_hashes(self) -> frozenset[bytes]:
         """One hash for every row of features, of both parts."""
-        parts = [self.train] if self.test is None else [self.train, self.test]
-        return frozenset(
-            hashlib.blake2b(row.tobytes(), digest_size=16).digest()
-            for part in parts
-            for row in part.features.numpy().astype(np.float64) + 0.0
-        )
+        trained, tested = self.part_hashes
+        return trained | tested
+
+    @cached_property
+    def part_hashes(self) -> tuple[frozenset[bytes], frozenset[bytes]]:
+        """One hash for every row of features, of the training and of the test rows."""
+        parts = (self.train, self.test)
+        trained, tested = (frozenset(() if part is None else _hashes(part)) for part in parts)
+        return trained, tested
 
     @property
     def fingerprints(self) -> list[str | None]:
         """Of the contents of both parts."""
         return [self.train.fingerprint, None if self.test is None else self.test.fingerprint]
+
+
+def _hashes(part: LabeledSamples) -> Iterator[bytes]:
+    for row in part.features.numpy().astype(np.float64) + 0.0:
+        yield hashlib.blake2b(row.tobytes(), digest_size=16).digest()
 
 
 def as_tasks(
@@ -106,7 +114,10 @@ def with_families(tasks: Sequence[Task], given: Mapping[str, str]) -> tuple[Task
 def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -> Task:
     train, test = _parts(name, given)
     if train.labels is None or (test is not None and test.labels is None):
-        raise InputError(f"task {name} has no labels; {HOW_TO_LABEL.split(' (')[0]}, or drop it")
+        raise InputError(
+            f"task {name} has no labels; label it with otdd_flash.data.with_pseudo_labels (on the "
+            "command line by pseudo_labels and k of the task), or drop it"
+        )
     kept = drop_small_classes(replace(train.to("cpu"), name=name), min_class_size)
     if test is not None:
         test = _tested(name, kept, test.to("cpu"))
@@ -117,7 +128,16 @@ def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -
         )
     if len(kept.class_names) < 2 and transfer:
         raise InputError(f"task {name} has one class, of which nothing is learnt; take it out")
-    return Task(name, kept, test)
+    task = Task(name, kept, test)
+    trained, tested = task.part_hashes
+    if transfer and trained & tested:
+        warnings.warn(
+            f"task {name}: {len(trained & tested)} of {len(tested)} different test rows are "
+            "training rows as well, so that errors are lower than on new rows; give it other ones",
+            DataNotice,
+            stacklevel=5,
+        )
+    return task
 
 
 def _parts(name: str, given: Any) -> tuple[LabeledSamples, LabeledSamples | None]:

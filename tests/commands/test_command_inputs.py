@@ -85,6 +85,7 @@ def test_bad_files(command, path, parts):
         ("source.name=nothing", ("'nothing'", "digits", "arrays")),
         ("source.spread=inf", ("spread", "finite", "inf")),
         ("source.pseudo_labels=magic", ("'magic'", "kmeans")),
+        ("source.k=4", ("source: ", "k=4 needs pseudo_labels=kmeans")),
         ("extractor.name=nothing", ("'nothing'", "identity")),
         ("extractor=pixels", ("array data", "identity")),
         ("extractor.standardize=maybe", ("extractor.standardize", "true or false", "maybe")),

@@ -156,8 +156,8 @@ def test_huge_features_can_be_standardised(command):
         ("users_own:leaving", "users_own:leaving raised SystemExit: 0", "sys.exit(0)"),
         ("users_exit:f", "users_exit:f does not import: it raised SystemExit: 0", "sys.exit(0)"),
         ("users_syntax:f", "does not import: it raised SyntaxError: ", "users_syntax.py"),
-        ("users_own:text", "must return a tensor or an array (b, d), got 'text'", ""),
-        ("users_own:imaginary", "must return real features, got torch.complex", ""),
+        ("users_own:text", "returns, features (b, d), must be real numbers, got 'text'", ""),
+        ("users_own:imaginary", "must be real, got torch.complex", ""),
         ("users_none:f", "no module named 'users_none'; give package.module:function", ""),
     ],
 )

@@ -291,6 +291,24 @@ def test_bad_settings(flow_command, undrawn_flow, settings, parts):
         assert part in ended.error
 
 
+@pytest.mark.slow(after=2)
+@pytest.mark.usefixtures("undrawn_flow")
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("flow.mode=joint", "flow.refresh=4"), "flow.refresh=4 does nothing with flow.mode=joint"),
+        (("flow.keep_moments=true",), "flow.keep_moments=true needs save_result=true"),
+        (("flow.refresh=2", "flow.keep_moments=true", "save_result=true"), None),
+        (("labels=means", "labels.diagonal=true"), "labels.diagonal=True does nothing"),
+    ],
+)
+def test_keys_that_do_nothing_are_said(flow_command, settings, said):
+    ended = flow_command(*settings)
+    assert ended.code == 0, ended.err
+    notices = [line for line in ended.err.splitlines() if line.startswith("notice: ")]
+    assert [said in line for line in notices] == [True] if said else not notices
+
+
 @pytest.mark.slow
 def test_the_configuration_fits_its_settings(composed):
     parse(composed(name="flow"), FlowSettings)

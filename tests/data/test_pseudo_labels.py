@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from otdd_flash.data import with_pseudo_labels
+from otdd_flash.data.pseudo_labels import label_parts
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
 
@@ -59,3 +60,12 @@ def test_fewer_distinct_points_give_fewer_clusters() -> None:
 def test_k_must_fit(k: int) -> None:
     with pytest.raises(InputError, match=f"k from 1 to 35, the rows of groups; got {k}"):
         with_pseudo_labels(_groups(), k, seed=0)
+
+
+def test_parts_of_one_dataset_have_the_same_clusters() -> None:
+    """Clusters of the rows to test on, found by themselves, were numbered in another way."""
+    groups = _groups()
+    few = groups.take(torch.tensor([0, 1, 2, 3, 4, 5, 25]))
+    train, test = label_parts([groups, few], 3, seed=0)
+    assert torch.equal(test.labels, train.labels[[0, 1, 2, 3, 4, 5, 25]])
+    assert test.class_names == train.class_names

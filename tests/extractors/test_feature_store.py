@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import resource
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from otdd_flash.errors import InputError
-from otdd_flash.extractors import embed, feature_store, identity
+from otdd_flash.extractors import embed, feature_store, from_callable, identity, pixels
 from otdd_flash.extractors.network import Network
 from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.files.locks import lock, unlock
 
 
 class Failing:
@@ -113,3 +118,181 @@ def test_bad_features_and_paths_are_refused(dataset: Any, tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot write .*choose another features_path"):
         embed(dataset, identity(), features_path=tmp_path / "file" / "x.npy", **call)
+
+
+def interrupted(dataset: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
+    """Ten of 23 rows are in a file; the network that goes on with them."""
+    monkeypatch.setattr(feature_store, "NOTED_BYTES", 1)
+    first, rest = Failing(2), Failing()
+    first.layer.bias.data.zero_()
+    rest.layer.bias.data.zero_()
+    with pytest.raises(KeyboardInterrupt):
+        embed(dataset, first.extractor, batch_size=5, features_path=path, device="cpu")
+    return rest
+
+
+def shortened(partial: Path, note: Path) -> None:
+    os.truncate(partial, partial.stat().st_size - 4)
+
+
+def flipped(partial: Path, note: Path) -> None:
+    content = bytearray(partial.read_bytes())
+    content[-3] ^= 1
+    partial.write_bytes(content)
+
+
+def of_other_width(partial: Path, note: Path) -> None:
+    with partial.open("wb") as file:
+        np.save(file, np.zeros((23, 7)))
+
+
+def noted(**changes: Any) -> Any:
+    def change(partial: Path, note: Path) -> None:
+        note.write_text(json.dumps(json.loads(note.read_text()) | changes))
+
+    return change
+
+
+DAMAGE = {
+    "shortened": shortened,
+    "flipped": flipped,
+    "empty": lambda partial, _: partial.write_bytes(b""),
+    "of other width": of_other_width,
+    "too many rows": noted(rows=23),
+    "negative rows": noted(rows=-3),
+    "rows of another kind": noted(rows="many"),
+    "another type": noted(dtype="float64"),
+    "a note in pieces": lambda _, note: note.write_text("{"),
+    "a note that lacks something": lambda _, note: note.write_text('{"rows": 10}'),
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
+def test_rows_that_came_to_harm_are_extracted_again(
+    harm: Any, dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros behind the end of a shortened file were taken for features."""
+    path = tmp_path / "x.npy"
+    network = interrupted(dataset, path, monkeypatch)
+    harm(tmp_path / "x.npy.partial", tmp_path / "x.npy.json")
+    call = {"batch_size": 5, "device": "cpu"}
+    found = embed(dataset, network.extractor, features_path=path, **call)
+    assert network.seen == [5, 5, 5, 5, 3]
+    expected = embed(dataset, network.extractor, **call)
+    assert torch.equal(found.features[:], expected.features)
+
+
+def test_what_was_written_after_the_last_note_is_written_again(
+    dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.npy"
+    network = interrupted(dataset, path, monkeypatch)
+    with (tmp_path / "x.npy.partial").open("ab") as file:
+        file.write(b"half a row")
+    found = embed(dataset, network.extractor, batch_size=5, features_path=path, device="cpu")
+    assert network.seen == [5, 5, 3]
+    expected = embed(dataset, network.extractor, batch_size=5, device="cpu")
+    assert torch.equal(found.features[:], expected.features)
+
+
+def test_a_note_of_a_file_that_was_deleted_vouches_for_nothing(
+    dataset: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Less than is noted at once had been written again when the second run was stopped."""
+    path, call = tmp_path / "x.npy", {"batch_size": 5, "device": "cpu"}
+    networks = [Failing(), Failing(2), Failing()]
+    for network in networks:
+        network.layer.bias.data.zero_()
+    embed(dataset, networks[0].extractor, features_path=path, **call)
+    path.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        embed(dataset, networks[1].extractor, features_path=path, **call)
+    found = embed(dataset, networks[2].extractor, features_path=path, **call)
+    assert networks[2].seen == [5, 5, 5, 5, 3]
+    assert not caplog.records
+    expected = embed(dataset, networks[2].extractor, **call)
+    assert torch.equal(found.features[:], expected.features)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "replaced", "of fewer rows"])
+def test_a_complete_file_that_came_to_harm_is_refused(
+    harm: str, dataset: Any, tmp_path: Path
+) -> None:
+    path, call = tmp_path / "x.npy", {"features_path": tmp_path / "x.npy"}
+    embed(dataset, identity(), **call)
+    content = np.load(path)
+    if harm == "flipped":
+        flipped(path, path)
+    else:
+        np.save(path, content + 1 if harm == "replaced" else content[:7])
+    with pytest.raises(InputError, match=r"x\.npy is not what was written there: it was damaged"):
+        embed(dataset, identity(), **call)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_another_function_of_the_same_name_is_refused(
+    whole: bool, dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function is known by its name, and a changed one found its first one's features."""
+    monkeypatch.setattr(feature_store, "NOTED_BYTES", 1)
+
+    def scaled(by: float, stop: bool = False) -> Any:
+        def function(batch: Any) -> Any:
+            if stop and len(seen) == 2:
+                raise KeyboardInterrupt
+            seen.append(len(batch))
+            return by * np.asarray(batch)
+
+        return from_callable(function)
+
+    call = {"batch_size": 5, "features_path": tmp_path / "x.npy"}
+    seen: list[int] = []
+    with nullcontext() if whole else pytest.raises(KeyboardInterrupt):
+        embed(dataset, scaled(1.0, stop=not whole), **call)
+    with pytest.raises(InputError, match="features of another function of this name, as row 0"):
+        embed(dataset, scaled(1.01), **call)
+    seen = []
+    found = embed(dataset, scaled(1.0), **call)
+    assert torch.equal(found.features[:], torch.from_numpy(dataset.inputs))
+    assert seen == ([5, 3] if whole else [5, 5, 5, 5, 3])
+
+
+def test_rows_of_two_shapes_are_refused_in_whichever_batch(
+    make_dataset: Any, tmp_path: Path
+) -> None:
+    images = [np.zeros((2, 3), np.uint8)] * 4 + [np.zeros((3, 2), np.uint8)] * 4
+    dataset = make_dataset(images, modality="image")
+    with pytest.raises(InputError, match="images differ in shape"):
+        embed(dataset, pixels(), batch_size=4, features_path=tmp_path / "x.npy")
+
+
+def test_a_full_disk_is_said_and_what_is_there_is_gone_on_with(
+    dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written through mapped memory, it would have ended the process."""
+    path = tmp_path / "x.npy"
+    network = interrupted(dataset, path, monkeypatch)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (128 + 12 * 12, hard))
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*x\.npy: File too large; free space"):
+            embed(dataset, network.extractor, batch_size=5, features_path=path, device="cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    again = Failing()
+    again.layer.bias.data.zero_()
+    found = embed(dataset, again.extractor, batch_size=5, features_path=path, device="cpu")
+    assert again.seen == [5, 5, 3]
+    expected = embed(dataset, again.extractor, batch_size=5, device="cpu")
+    assert torch.equal(found.features[:], expected.features)
+
+
+def test_two_processes_do_not_write_one_file(dataset: Any, tmp_path: Path) -> None:
+    path, place = tmp_path / "x.npy", tmp_path / "x.npy.lock"
+    descriptor = lock(place)
+    assert descriptor is not None
+    with pytest.raises(InputError, match=r"another process writes .*x\.npy; wait, or choose"):
+        embed(dataset, identity(), features_path=path)
+    unlock(place, descriptor)
+    embed(dataset, identity(), features_path=path)
+    assert {file.name for file in tmp_path.iterdir()} == {"x.npy", "x.npy.json"}

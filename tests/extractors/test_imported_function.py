@@ -80,7 +80,7 @@ def test_bad_paths_are_named(path: str, message: str) -> None:
         (lambda batch: torch.zeros(len(batch)), r"shape \(5, d\), got \(5,\)"),
         (lambda batch: torch.zeros(1, 4), r"shape \(5, d\), got \(1, 4\)"),
         (lambda batch: None, "got None"),
-        (lambda batch: np.array(["a"] * len(batch)), "got ndarray"),
+        (lambda batch: np.array(["a"] * len(batch)), "got <U1"),
     ],
 )
 def test_what_is_no_feature_matrix_is_refused(

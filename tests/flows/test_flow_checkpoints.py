@@ -19,6 +19,7 @@ from otdd_flash.flows.divergence import TargetDivergence
 from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.history import StepRecord
+from otdd_flash.flows.space import ImageSpace
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.solver.problem import Problem
 
@@ -235,6 +236,38 @@ def test_functionals_with_arrays_are_compared_by_content(tmp_path: Path) -> None
     again = otdd.Checkpoints(tmp_path, resume=True)
     with pytest.raises(InputError, match=r"flow.functionals was"):
         flow(SOURCE, TARGET, functionals=[ready], checkpoints=again, **ONE_STEP)
+
+
+def test_another_functional_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    """A function is known by its path, and a flow went on by what had become of it."""
+
+    def settle(factor: float, *, resume: bool) -> None:
+        def energy(points: torch.Tensor, labels: Any, masses: Any) -> torch.Tensor:
+            return factor * points.square().sum()
+
+        own = WeightedFunctional("energy", 0.1, energy)
+        checkpoints = otdd.Checkpoints(tmp_path, resume=resume)
+        flow(SOURCE, TARGET, functionals=[own], checkpoints=checkpoints, **ONE_STEP)
+
+    settle(1.0, resume=False)
+    settle(1.0 + 1e-9, resume=True)
+    with pytest.raises(InputError, match=r"functional energy at the start was .* something else"):
+        settle(1.01, resume=True)
+
+
+def test_another_network_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    def settle(factor: float, *, resume: bool) -> None:
+        def network(images: torch.Tensor) -> torch.Tensor:
+            return factor * images.flatten(1)
+
+        space = ImageSpace(network, (1, 1, 3))
+        checkpoints = otdd.Checkpoints(tmp_path, resume=resume)
+        flow(SOURCE, TARGET, space=space, checkpoints=checkpoints, **ONE_STEP)
+
+    settle(1.0, resume=False)
+    settle(1.0, resume=True)
+    with pytest.raises(InputError, match=r"the mean cost at the start was .* a network of yours"):
+        settle(1.01, resume=True)
 
 
 def test_resuming_needs_a_whole_checkpoint(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def test_settings_are_those_of_an_estimator():
         ({}, {"sample_domain": DOMAIN[:3]}, r"sample_domain must be \(160,\), got \(3,\)"),
         ({}, {"sample_domain": np.ones(160)}, r"no row of the target \(< 0\)"),
         ({}, {"sample_domain": -np.ones(160)}, r"no row of the source \(>= 0\)"),
+        ({}, {"sample_domain": np.where(LABELS == 1, np.nan, 1.0)}, "got NaN at rows "),
+        ({}, {"sample_domain": DOMAIN > 0}, "must be numbers, >= 0 source, < 0 target, got bool"),
         ({"labels": "gaussian"}, {"sample_domain": DOMAIN}, "fit needs y of all rows"),
     ],
 )

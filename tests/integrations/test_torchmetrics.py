@@ -97,6 +97,16 @@ def test_no_room_at_all_is_refused():
         DatasetDistance(max_rows=0)
 
 
+def test_rows_stay_when_their_memory_is_written_over():
+    """As loops do with one buffer for all batches."""
+    metric = DatasetDistance(epsilon=0.5)
+    given = [part.clone() for part in (SOURCE[0], TARGET[0], SOURCE[1], TARGET[1])]
+    metric.update(*given)
+    for part in given:
+        part.zero_()
+    assert metric.compute()["value"] == _expected().value
+
+
 def _of_two(rank: int, port: int, found: Any) -> None:
     """One of two processes: it sees every other row."""
     torch.set_num_threads(1)

@@ -84,7 +84,7 @@ def test_classes_of_one_sample_are_told_of_once(metric, told):
 def test_unlabelled_data_say_how_to_label(method, blobs):
     given = measure_classes(blobs((3,), 3), blobs((3,), 3), Means())
     with pytest.raises(
-        InputError, match=r"cells has no labels; label it with pseudo_labels=kmeans"
+        InputError, match=r"cells has no labels; label it with .*pseudo_labels=kmeans"
     ):
         measure_classes(blobs((3,), 3), unlabelled(), metric_named(method, {"table": given}))
 

@@ -24,6 +24,7 @@ from otdd_flash.study import bench as benches
 from otdd_flash.study import pool
 from otdd_flash.study.measures.frechet import frechet_distance
 from otdd_flash.study.measures.otce import conditional_entropy
+from otdd_flash.study.task import as_tasks
 from otdd_flash.study.transfer.networks import Network, build_body, build_head
 from otdd_flash.study.transfer.training import train
 from otdd_flash.study.transfer.units import TargetRun, TrainedSource, target_rows
@@ -527,3 +528,12 @@ def test_workers_and_shards_do_the_same_work(tmp_path, result) -> None:
     again = small_study().run(tmp_path / "a", workers=2, threads=result.setup.settings.threads)
     assert repr(tables(again)) == repr(tables(result))
     assert Store(tmp_path / "a").folder.exists()
+
+
+def test_test_rows_that_were_trained_on_are_said() -> None:
+    tasks = small_tasks()
+    train, _ = tasks["task 0"]
+    tasks["task 0"] = train, train.take(torch.arange(12))
+    said = "task 0: 12 of 12 different test rows are training rows as well"
+    with pytest.warns(DataNotice, match=said):
+        as_tasks(tasks, min_class_size=None, families=None, transfer=True)

@@ -20,7 +20,7 @@ from otdd_flash.operators.cost_blocks import AskedCosts, CostBlocks
 from otdd_flash.operators.ground import NO_OFFSET
 from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
-from otdd_flash.samples import real_tensor
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.divergence import Divergence, solve_divergence
 from otdd_flash.solver.matrix.given import (
     SelfCosts,

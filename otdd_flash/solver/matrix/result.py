@@ -19,7 +19,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
-from otdd_flash.samples import real_tensor
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.shown import convergence_text, interval_text
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm

@@ -1,0 +1,119 @@
+"""Results share the memory of what was compared, and say so once that is changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import otdd_flash as otdd
+from otdd_flash.content_mark import mark_of
+from otdd_flash.errors import InputError
+
+KINDS = np.arange(30) % 3
+
+
+def points(shift: float = 0.0) -> Any:
+    return np.random.default_rng(int(shift)).normal(size=(30, 4)) + shift
+
+
+def shuffle(x: Any) -> None:
+    x[:] = x[::-1].copy()
+
+
+def one_bit(x: Any) -> None:
+    x.view(np.uint64)[-1, -1] ^= np.uint64(1)
+
+
+def swap_columns(x: Any) -> None:
+    x[:] = x[:, ::-1].copy()
+
+
+ASKED: dict[str, Callable[[Any, Path], object]] = {
+    "saved": lambda result, path: result.save(path),
+    "coupling": lambda result, _: result.class_coupling(),
+    "map": lambda result, _: result.barycentric_map(),
+    "contributions": lambda result, _: result.contributions(),
+    "applied": lambda result, _: result.apply_plan(torch.ones(30)),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("change", [shuffle, one_bit, swap_columns])
+def test_nothing_is_said_of_points_that_were_changed(ask: Any, change: Any, tmp_path: Path) -> None:
+    """A saved result held a distance and points that were at another one."""
+    x = points()
+    result = otdd.dataset_distance((x, KINDS), (points(1), KINDS))
+    ask(result, tmp_path)
+    change(x)
+    with pytest.raises(InputError, match="source was changed in place after this result was"):
+        ask(result, tmp_path)
+
+
+@pytest.mark.parametrize("ask", [lambda flow, path: flow.save(path), lambda flow, _: flow.map()])
+def test_a_flow_says_nothing_of_points_that_were_changed(ask: Any, tmp_path: Path) -> None:
+    y = points(1)
+    flow = otdd.gradient_flow((points(), KINDS), (y, KINDS), otdd.Flow(steps=1))
+    ask(flow, tmp_path)
+    y += 1
+    with pytest.raises(InputError, match="target was changed in place"):
+        ask(flow, tmp_path)
+
+
+def test_a_result_of_copies_stays(tmp_path: Path) -> None:
+    x = points()
+    result = otdd.dataset_distance((x.copy(), KINDS), (points(1), KINDS))
+    x += 1
+    result.save(tmp_path)
+    loaded = otdd.DistanceResult.load(tmp_path)
+    assert torch.equal(loaded.class_coupling(), result.class_coupling())
+
+
+@pytest.mark.parametrize("part", ["features", "labels", "weights"])
+def test_a_fingerprint_is_of_what_is_there_now(part: str) -> None:
+    """One that was kept let a study and a flow that resumes take changed points for the old."""
+    parts = {
+        "features": torch.from_numpy(points()),
+        "labels": torch.from_numpy(KINDS.copy()),
+        "weights": torch.full((30,), 1 / 30, dtype=torch.float64),
+    }
+    samples = otdd.LabeledSamples(**parts, class_names=("a", "b", "c"))
+    before = samples.fingerprint
+    assert samples.fingerprint == before
+    given = parts[part]
+    kept = given[0].clone()
+    given[0] = 2
+    assert samples.fingerprint != before
+    given[0] = kept
+    assert samples.fingerprint == before
+
+
+def test_blocks_in_threads_see_every_change() -> None:
+    x = torch.zeros(70_000, 70)
+    samples = otdd.LabeledSamples(x, None, ())
+    before = mark_of(samples)
+    assert mark_of(samples) == before
+    x[[0, -1]] = torch.tensor([[1.0], [0.0]])
+    once = mark_of(samples)
+    x[[0, -1]] = torch.tensor([[0.0], [1.0]])
+    assert len({before, once, mark_of(samples)}) == 3
+
+
+def test_marks_do_not_ask_how_points_lie_in_memory() -> None:
+    x = torch.from_numpy(points())
+    by_columns = otdd.LabeledSamples(x.T.contiguous().T, None, ())
+    assert mark_of(by_columns) == mark_of(otdd.LabeledSamples(x, None, ()))
+
+
+@pytest.mark.gpu
+def test_changes_on_a_gpu_are_counted() -> None:
+    x, y = (torch.from_numpy(points(shift)).cuda() for shift in (0, 1))
+    result = otdd.dataset_distance((x, KINDS), (y, KINDS))
+    result.class_coupling()
+    x.add_(1)
+    with pytest.raises(InputError, match="source was changed in place"):
+        result.class_coupling()
