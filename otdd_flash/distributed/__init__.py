@@ -1,1 +1,5 @@
-"""Processes of a `torch.distributed` group that work on one problem."""
+"""Processes of a `torch.distributed` group that work on one problem.
+
+`exchange` is what they send each other, in the order of their ranks; in `ranks` the first of them
+leads, and the others do what it orders.
+"""

@@ -1,16 +1,34 @@
 """Ways of holding a ground cost: one class each, all with the operations of `base.Operator`.
 
-`labelled_cost` two labelled clouds and their cost, which the others read; `tiled` the passes in
-PyTorch; `streamed` scores computed again in every pass; `stored` scores kept in memory; `kernel`
-the passes in Triton on a GPU, `lattice` the points that they need not round; `build` the choice
-between them; `footprint` and `memory` what they take and what there is.
+Between labelled clouds: `request` has the datasets of a comparison, checked, moved and seen by the
+`ground` cost once; `labelled_cost` is two of them and their cost, which the others read; `build`
+chooses between `kernel`, the passes in Triton on a GPU, and `tiled`, those in PyTorch: `stored`
+scores kept in memory, or `streamed` ones computed again in every pass. `footprint` says what they
+take, `memory` and `control_groups` what there is.
 
-`request` has the datasets of a comparison, checked, moved and seen by the `ground` cost once.
+What certificates read: `cost_tiles` are costs in float64, `fixed_point` the sums of a plan in
+Triton, `whole_points` and `lattice` points whose products are exact, `product_errors` what other
+products lose.
+
+Points that stay in host memory or in files: `host_points` are read a block at a time,
+`packed_blocks` packed once; `blocked` is the cost of one block of rows and one of columns after the
+other, `block_tiles` puts together what is found of these.
+
+Costs that are given: `matrix` in memory or as a function of blocks (`cost_blocks`), `matrix_kernel`
+in Triton; `matrix_facts` is what one pass over it tells.
+
+Plans of two potentials, prepared for many products: `plan` has what they are asked and PyTorch's,
+`triton_plans` and `kernel_plans` those of Triton.
+
+Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
+what every rank holds of it; `owned` says which points are whose, `self_share` which pairs of a
+cloud with itself (`kernel_self_share` in Triton), and in a `ring` points go round.
 
 Iterations run on segments (`engine.rule.Segments`). `one_segment` is the problem of an operator,
 `kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and
-`anchored_segments` keep their scores in PyTorch, `kernel_segments` computes them in Triton on the
-points of a `class_pool`. The terms of a small divergence are `pooled_segments` of a `score_pool`,
-whose scores are stored on a GPU, and each of them a `pooled_operator` for its certificate. Vectors
-are `padded_vectors` or, in Triton, `kernel_vectors`.
+`anchored_segments` keep their scores in PyTorch, tile by tile (`segment_tiles`), `kernel_segments`
+computes them in Triton on the points of a `class_pool`. The terms of a small divergence are
+`pooled_segments` of a `score_pool`, whose scores are stored on a GPU, and each of them a
+`pooled_term` for its certificate; a given matrix is a `matrix_pool`, and `pools` chooses by which
+of both it is. Vectors are `padded_vectors` or, in Triton, `kernel_vectors`.
 """

@@ -6,6 +6,14 @@ library, for comparisons. `term` is one solve, from where it starts to its certi
 iterations themselves are those of `engine`, and `segmented` solves many problems by them side by
 side. `term_solves` solves all terms within one budget, `bound_width` until their bounds are narrow,
 and `shortfall` says what to do when they are not. `small` problems are solved on a GPU with all
-terms side by side. `gradient` holds derivatives of a solved term and of the divergence; the entry
-points are `clouds` and, for autograd, `loss`.
+terms side by side; `matrix` has the problems of given costs.
+
+First derivatives in closed form: `term_gradient` of a solved term, `gradient` of the divergence,
+with the symmetry of `class_blocks`. What needs the linear system of `schur`, by
+`conjugate_gradients`: `curvature` and `hessian` are second derivatives, `adjoint` the derivatives
+of a function of the plan or of its potentials. `known_gradient`, `second_derivatives` and
+`solved_gradient` hand them to autograd.
+
+Entry points are `clouds`, and of tensors, checked by `tensor_problem`: `loss`, `losses`,
+`potentials` and `transport_map`, whose plans `plan_blocks` applies about an origin (`centred`).
 """
