@@ -2,8 +2,8 @@
 
     <a, f> + <b, g> - epsilon log sum P <= OT_epsilon <= <C, Q> + epsilon KL(Q | a b^T)
 
-with P of f and g, and Q the plan with marginals a and b that P / sum P is rounded to (Altschuler, Weed &
-Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
+with P of f and g, and Q the plan with marginals a and b that P / sum P is rounded to (Altschuler,
+Weed & Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
 iteration): no row or column keeps more than its mass, and what is missing is filled with a product.
 """
 

@@ -314,7 +314,7 @@ def measured(
     cost_rounding: float,
 ) -> Marginals:
     """Sums in float64 throughout, with what they may be off; the rest as for `TiledOperator`."""
-    # A cost that is stored is off by its share, or below the normal numbers by half of the smallest.
+    # A stored cost is off by its share, or among subnormal numbers by half of the least of them.
     stored = LEAST_FLOAT32 / 4 if cost_rounding else 0.0
     # Three operations on numbers of these sizes make an exponent.
     of_rows, of_columns = (
