@@ -64,7 +64,10 @@ def sums_of(kernel, other, rest, masses, grid, AXIS: tl.constexpr, LOG: tl.const
         found = on_grid(tl.max(exponents + low, AXIS), tl.expand_dims(grid, 1 - AXIS // 2))
         found = tl.where(found > -float("inf"), found, 0)
         terms = exponents - tl.expand_dims(found, AXIS) + low
-        found_rest = tl.log2(tl.sum(tl.exp2(terms), AXIS))
+        # A coarse grid leaves much of the largest in what is left.
+        left = tl.max(terms, AXIS)
+        left = tl.where(left > -float("inf"), left, 0)
+        found_rest = left + tl.log2(tl.sum(tl.exp2(terms - tl.expand_dims(left, AXIS)), AXIS))
     else:
         other = other if masses is None else other * masses
         found = tl.sum(kernel * tl.expand_dims(other, 2 - AXIS), AXIS)

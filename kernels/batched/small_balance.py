@@ -123,6 +123,7 @@ def small_balance_kernel(
     u, v = first_scalings(logits, a, b, m_row, m_column)
     kernel = tl.exp2(logits + u[:, :, None] + v[None, :, :])
     smallest = smallest_entry(kernel, logits)
+    largest = tl.max(tl.max(kernel, 0), 1)
     phi = tl.where(m_row, tl.full((N, BATCH), 1, TYPE), 0)
     gamma = tl.where(m_column, tl.full((BATCH, M), 1, TYPE), 0)
     phi, _rest, gamma, _rests, most, errors, counts = balance(
@@ -131,6 +132,9 @@ def small_balance_kernel(
     )  # fmt: skip
     balanced = scaled(kernel, phi, None, gamma, None, a, b, False)
     again = in_logs(smallest, most, TINY)
+    if MASSES:
+        # As columns have their masses, a_i E_ij <= 1: without a mass there is no bound.
+        again = again | (largest == float("inf"))
     p_balanced = places(balanced_ptr, n * m, m, 1, FULL, BATCH, N, M)
     # All of a matrix is written, beyond the sizes that it has as well.
     m_rows, m_columns = (rows_of < count) & (o_row < n), (columns_of < count) & (o_column < m)
@@ -226,6 +230,12 @@ def balance(
     most = tl.maximum(tl.max(most_row, 0), tl.max(most_column, 1))
     # Maxima forget NaN.
     most = most + 0 * (tl.sum(phi, 0) + tl.sum(gamma, 1))
+    if (a is not None) and (not LOG):
+        # Sums that overflow leave scalings of 0.
+        least = tl.minimum(
+            tl.min(tl.where(m_row, phi, 1), 0), tl.min(tl.where(m_column, gamma, 1), 1)
+        )
+        most = tl.where(least > 0, most, float("inf"))
     return phi, phi_rest, gamma, gamma_rest, most, errors, counts
 
 
@@ -242,7 +252,9 @@ def row_error(phi, phi_rest, sums, rest, a, m_row, LOG: tl.constexpr):
     ratio = tl.exp2((phi + sums) + (phi_rest + rest)) if LOG else phi * sums
     deviation = tl.where(m_row, tl.abs(ratio - 1), 0)
     if a is not None:
-        error = tl.sum(deviation * (tl.exp2(a) if LOG else a), 0)
+        masses = tl.exp2(a) if LOG else a
+        # The ratio of a row without mass may be infinite.
+        error = tl.sum(tl.where(masses > 0, deviation * masses, 0), 0)
     else:
         # Maxima forget NaN.
         error = tl.max(deviation, 0) + 0 * tl.sum(deviation, 0)

@@ -2,8 +2,8 @@
 
     <a, f> + <b, g> - epsilon log sum P <= OT_epsilon <= <C, Q> + epsilon KL(Q | a b^T)
 
-with P of f and g, and Q the plan with marginals a and b that P is rounded to (Altschuler, Weed &
-Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
+with P of f and g, and Q the plan with marginals a and b that P / sum P is rounded to (Altschuler,
+Weed & Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
 iteration): no row or column keeps more than its mass, and what is missing is filled with a product.
 """
 
@@ -37,9 +37,13 @@ def bounds_of(costs: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, epsilon
     f, g = torch.where(has_a, f, 0), torch.where(has_b, g, 0)
     eps = epsilon[:, None, None]
     product = a[:, :, None] * b[:, None]
-    plan = torch.where(product > 0, product * ((f[:, :, None] + g[:, None] - costs) / eps).exp(), 0)
-    paid = (a * f).sum(1) + (b * g).sum(1)
-    lower = paid - epsilon * plan.sum((1, 2)).clamp_min(TINY).log()
+    # By logarithms: where epsilon is small, rounded potentials make exponents of any size.
+    logs = torch.where(
+        product > 0, product.log() + (f[:, :, None] + g[:, None] - costs) / eps, -torch.inf
+    )
+    of_mass = logs.flatten(1).logsumexp(1)
+    plan = (logs - of_mass[:, None, None]).exp()
+    lower = (a * f).sum(1) + (b * g).sum(1) - epsilon * of_mass
 
     plan = plan * (a / plan.sum(2).clamp_min(TINY)).clamp_max(1)[:, :, None]
     plan = plan * (b / plan.sum(1).clamp_min(TINY)).clamp_max(1)[:, None]

@@ -86,7 +86,8 @@ def _balance(chunk: Chunk, problems: Problems, potentials: bool) -> Balanced:
     v[1] += gamma.log()
     found = Balanced(balanced, u, v, errors, counts)
     if not near:
-        _correct(chunk, kernel, in_logs(chunk, kernel, most), problems, potentials, found)
+        again = in_logs(chunk, kernel, most) | overflown(chunk, kernel, phi, gamma)
+        _correct(chunk, kernel, again, problems, potentials, found)
     return found._replace(rows=u.sum(0), columns=v.sum(0))
 
 
@@ -180,7 +181,8 @@ def row_errors(chunk: Chunk, phi: Tensor, following: Tensor, *, log: bool) -> Te
     deviation = present((ratio - 1).abs(), chunk.rows)
     if chunk.a is None:
         return deviation.amax(0)
-    return sum_by_halves(deviation * chunk.a, 0)
+    # The ratio of a row without mass may be infinite.
+    return sum_by_halves(torch.where(chunk.a > 0, deviation * chunk.a, 0), 0)
 
 
 def in_logs(chunk: Chunk, kernel: Tensor, most: Tensor) -> Tensor:
@@ -189,3 +191,15 @@ def in_logs(chunk: Chunk, kernel: Tensor, most: Tensor) -> Tensor:
     limit = torch.where(lost.flatten(0, 1).any(0), MOST_SCALING, MOST_WITHOUT_LOSS)
     # NaN is not below any number.
     return ~(most <= limit)
+
+
+def overflown(chunk: Chunk, kernel: Tensor, phi: Tensor, gamma: Tensor) -> Tensor:
+    """Which problems (s,) have a sum or an entry of E above the largest number, which masses allow.
+
+    As columns have their masses, a_i E_ij <= 1: without a mass there is no bound.
+    """
+    found = kernel.amax((0, 1)) == torch.inf
+    for scalings, side in ((phi, chunk.rows), (gamma, chunk.columns)):
+        lost = scalings == 0
+        found = found | (lost if side is None else lost & side).any(0)
+    return found

@@ -77,8 +77,12 @@ def _log_scaling(
     """The pair of -log sum exp(exponents + low) along a dimension."""
     highest = on_grid((exponents + low).amax(dim), grid)
     highest = torch.where(highest == -torch.inf, 0, highest)
-    terms = (exponents - highest.unsqueeze(dim)).add_(low).exp_()
-    return present(torch.stack((-highest, sum_by_halves(terms, dim).log_().neg_())), side)
+    terms = (exponents - highest.unsqueeze(dim)).add_(low)
+    # A coarse grid leaves much of the largest in what is left.
+    left = terms.amax(dim)
+    left = torch.where(left == -torch.inf, 0, left)
+    sums = sum_by_halves(terms.sub_(left.unsqueeze(dim)).exp_(), dim)
+    return present(torch.stack((-highest, sums.log_().add_(left).neg_())), side)
 
 
 def _products(kernel: Tensor, other: Tensor, dim: int) -> Tensor:

@@ -120,6 +120,8 @@ class SmallPlans:
         value = self.value.detach().double().to(found.device)
         found[:, 0] = torch.minimum(found[:, 0], value)
         found[:, 1] = torch.maximum(found[:, 1], value)
+        # Potentials that are no numbers prove nothing.
+        found = torch.where(found.isnan(), found.new_tensor([-torch.inf, torch.inf]), found)
         return self._at_home(found)
 
     @property

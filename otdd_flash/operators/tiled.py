@@ -50,6 +50,9 @@ LEAST_EXPONENT = -700.0
 DOUBLE_UNIT = 2.0**-53
 EVALUATION = 8
 
+# The least float32 above 0.
+LEAST_FLOAT32 = 2.0**-149
+
 # Elements of a tile: two of them fit a 2 MiB second-level cache; a GPU wants few, large launches.
 TILE_ELEMENTS_CPU = 1 << 17
 TILE_ELEMENTS_GPU = 1 << 26
@@ -311,9 +314,11 @@ def measured(
     cost_rounding: float,
 ) -> Marginals:
     """Sums in float64 throughout, with what they may be off; the rest as for `TiledOperator`."""
+    # A stored cost is off by its share, or among subnormal numbers by half of the least of them.
+    stored = LEAST_FLOAT32 / 4 if cost_rounding else 0.0
     # Three operations on numbers of these sizes make an exponent.
     of_rows, of_columns = (
-        errors + EVALUATION * DOUBLE_UNIT * (magnitude + potential.abs())
+        errors + stored + EVALUATION * DOUBLE_UNIT * (magnitude + potential.abs())
         for errors, magnitude, potential in zip(cost_errors, magnitudes, potentials, strict=True)
     )
     terms = sum(part.shape[-1] for part in sums)

@@ -160,6 +160,54 @@ def test_intervals_hold_the_exact_value(dtype: torch.dtype, iterations: int) -> 
         assert ((found.bounds[:, 1] - found.bounds[:, 0]) < 1e-3 * found.value.double()).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_points_without_mass_may_have_entries_beyond_any_float(backend: str) -> None:
+    """Columns bound entries by 1 / a_i, and nothing does where a_i is 0."""
+    costs, a, b = drawn(3, 9, 4, seed=5).float().mT.contiguous(), torch.ones(4), torch.ones(9)
+    a[0] = b[7] = 0
+    a, b = a / a.sum(), b / b.sum()
+    found = otdd.sinkhorn_plans(costs, a, b, epsilon=5e-3, max_iterations=20, compute=on(backend))
+    for part in (found.plans, found.f, found.g):
+        assert part.isfinite().all()
+    errors = (found.plans.sum(2) - a).abs().sum(1)
+    assert torch.allclose(found.marginal_error, errors, atol=1e-5)
+    inner = costs[:, a > 0][:, :, b > 0].double()
+    masses = [part / part.sum() for part in (a[a > 0].double(), b[b > 0].double())]
+    for k in range(3):
+        value, *_ = reference.entropic_transport(inner[k], *masses, 5e-3)
+        assert found.bounds[k, 0] <= value <= found.bounds[k, 1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_cost_far_above_the_rest_and_epsilon_far_below(backend: str) -> None:
+    """What float32 rounds a sum of logarithms by is more than it can take the exponential of."""
+    costs = drawn(1, 3, 8, seed=4).float()
+    costs[0, 0, 0] = 1e6
+    a, b = torch.tensor([1e-10, 1, 1e-10]), torch.ones(8) / 7
+    a, b[6] = a / a.sum(), 0
+    found = otdd.sinkhorn_plans(costs, a, b, epsilon=7e-7, max_iterations=40, compute=on(backend))
+    assert found.plans.isfinite().all()
+    assert found.f.isfinite().all()
+    assert not found.converged.any()
+    # All but 2e-10 of the mass is in one row, and the costs that pay are below 1.
+    value = float(costs[0, 1].double() @ b.double())
+    assert found.bounds[0, 0] <= value + 1e-8
+    assert found.bounds[0, 1] >= value - 1e-8
+    assert found.bounds[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_intervals_where_rounded_potentials_make_exponents_of_any_size(backend: str) -> None:
+    """There is one plan between one point and others; its exponents are rounded by millions."""
+    costs = torch.tensor([[[1e9, 0.5, 0.25]]])
+    b = torch.tensor([0.25, 0.25, 0.5])
+    found = otdd.sinkhorn_plans(costs, torch.ones(1), b, epsilon=1e-7, compute=on(backend))
+    value = float(costs[0, 0].double() @ b.double())
+    lower, upper = found.bounds[0].tolist()
+    assert lower <= value <= upper
+    assert upper - lower < 1e-6 * value
+
+
 @pytest.mark.parametrize(
     ("iterations", "backend"),
     [(1000, "torch"), (20, "triton"), pytest.param(1000, "triton", marks=pytest.mark.slow)],

@@ -22,6 +22,7 @@ from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as solver_problem
+from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
 from otdd_flash.solver.term.result import TransportTerm
@@ -289,3 +290,14 @@ def test_intervals_are_a_fraction_of_those_by_oscillation(relative_epsilon: floa
         swing = float(term.g.max() - term.g.min()) + cost.costs.spread
         width = term.bounds[1] - term.bounds[0]
         assert width <= fraction * share * term.marginal_error * swing
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_costs_below_the_normal_numbers(count: int) -> None:
+    """In float32 they are multiples of 2^-149, or 0: what they lose is no share of them."""
+    for distance in (1e-25, 1e-23, 3e-23, 1e-22):
+        x = torch.full((count, 1), distance, dtype=torch.float64)
+        found = sinkhorn(x, torch.zeros_like(x[:1]), epsilon=1e-37)
+        # All of the cloud is moved to one point.
+        assert found.bounds[0] <= distance**2 / 2 <= found.bounds[1]
+        assert found.bounds[1] - found.bounds[0] < 2e-45

@@ -39,6 +39,7 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | C_ij in float64: a product of d terms, four additions | (2 d + 16) v (M_i + N_j) | A, B |
 | the same on a lattice, in float32 | measured, `operators.whole_points` | A, B |
 | C_ij rounded to float32, where costs are stored | u abs C_ij | rho |
+| the same below 2^-126, where the least step is 2^-149 | 2^-150 | A, B |
 | PyTorch: exponents and exp, float64 | 8 v (abs f_i + abs g_j + M_i + N_j) | A, B |
 | Triton: the same where costs are given, `kernels.matrix.sums` | the same | A, B |
 | PyTorch: sums of n or m terms, float64 | (n + m + 8) v of the sum | `relative_error` |
