@@ -136,7 +136,10 @@ def _values(table: Any, column: str) -> list[Any]:
 
 def _numbers(table: Any, columns: Sequence[str]) -> NDArray[Any]:
     """One column as it is shaped, or several side by side as a matrix."""
-    batch = table.select_columns(list(columns)).with_format("numpy")[:]
+    only = table.select_columns(list(columns))
+    # By itself the library makes float32 of float64, which tells large neighbours no more apart.
+    double = any("float64" in str(feature) for feature in only.features.values())
+    batch = only.with_format("numpy", **({"dtype": np.float64} if double else {}))[:]
     arrays = [np.asarray(batch[column]) for column in columns]
     if len(arrays) > 1 or arrays[0].ndim == 1:
         return np.column_stack(arrays)

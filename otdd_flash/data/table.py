@@ -41,7 +41,7 @@ def read_table(
     import pandas as pd
 
     with reading(path):
-        table = pd.read_csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
+        table = _csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
     if len(table) == 0:
         raise InputError(f"{path} is empty: it has no rows")
     table.columns = [str(column) for column in table.columns]
@@ -79,6 +79,25 @@ def read_table(
         None if label is None else _label_values(table[label]),
         None if weight_column is None else table[weight_column].to_numpy(),
     )
+
+
+def _csv(path: Path) -> Any:
+    """The table of a csv file, whose first field by itself pandas may take for the rows' names.
+
+    Raises:
+        InputError: rows have more fields than the first line names.
+    """
+    import pandas as pd
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        try:
+            return pd.read_csv(path, index_col=False)
+        except pd.errors.ParserWarning:
+            raise InputError(
+                f"{path}: its rows have more fields than its first line names, so that it is open "
+                "which names belong to which; name every column"
+            ) from None
 
 
 def find_label(columns: Sequence[str], text: Sequence[str], where: str) -> str | None:

@@ -203,3 +203,12 @@ def test_paths_that_lead_nowhere(tmp_path: Path, path: str, message: str) -> Non
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(InputError, match=message):
         load("arrays", root=tmp_path, path=path)
+
+
+@pytest.mark.parametrize("first", [0.5, 1])
+def test_a_csv_with_more_fields_than_names_is_refused(tmp_path: Path, first: float) -> None:
+    """Pandas would take the first field for row names and shift the others."""
+    path = tmp_path / "x.csv"
+    path.write_text(f"a,label\n{first},2,0\n{first + 2},4,1\n")
+    with pytest.raises(InputError, match="more fields than its first line names"):
+        load("arrays", path=str(path))

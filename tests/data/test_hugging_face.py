@@ -221,3 +221,14 @@ def test_rows_without_a_label_can_be_left_out(tmp_path: Path, labels: list[Any])
     assert dataset.rows.tolist() == [0, 2]
     assert dataset.labels.tolist() == [0, 1]
     assert dataset.weights.tolist() == [5.0, 7.0]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_doubles_stay_doubles(tmp_path: Path, listed: bool) -> None:
+    """Seconds since 1970 are 128 apart in float32."""
+    seconds = [1.7e9 + i for i in range(6)]
+    column = [[value, 0.0] for value in seconds] if listed else seconds
+    table = datasets.Dataset.from_dict({"t": column, "label": [0, 1] * 3})
+    table.save_to_disk(tmp_path / "t")
+    found = load("huggingface", path=str(tmp_path / "t"), input="t", label="label")
+    assert found.inputs[:, 0].tolist() == seconds
