@@ -118,12 +118,13 @@ def test_a_point_without_mass_has_the_potential_of_a_softmin(gradient: str, back
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_intervals_hold_for_the_masses_given(dtype: torch.dtype) -> None:
     """One row: OT is <b, C>, to more digits than float32 has of b."""
-    b = masses(7)
-    costs = torch.arange(7, dtype=dtype)[None, None]
+    b = masses(50, 7)
+    costs = torch.arange(7, dtype=dtype).expand(50, 1, 7)
     found = otdd.sinkhorn_plans(costs, None, b, epsilon=0.5)
-    exact = float(b @ costs[0, 0].double())
-    assert found.bounds[0, 0] <= exact <= found.bounds[0, 1]
-    assert found.bounds[0, 1] - found.bounds[0, 0] < 1e-5
+    exact = b @ costs[0, 0].double()
+    assert (found.bounds[:, 0] <= exact).all()
+    assert (found.bounds[:, 1] >= exact).all()
+    assert (found.bounds[:, 1] - found.bounds[:, 0] < 1e-5).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
