@@ -280,6 +280,8 @@ def test_what_leaves_the_balanced_matrix_alone() -> None:
         (torch.zeros(3, 3), {"iterations": 0}, "iterations must be at least 1, got 0"),
         (torch.zeros(3, 3), {"iterations": 2, "tolerance": 1e-3}, "exclude each other"),
         (torch.zeros(3, 3), {"temperature": 0.0}, "temperature must be positive"),
+        (torch.zeros(3, 3), {"temperature": 1e-39}, "temperature=1e-39 is out of the range of"),
+        (torch.zeros(3, 3), {"temperature": 1e39}, "or give float64 logits"),
         (torch.zeros(3, 3), {"temperature": torch.tensor(-1.0)}, "positive and finite, got -1"),
         (torch.zeros(3, 3), {"temperature": torch.ones(2)}, r"0-dim tensor, got shape \(2,\)"),
         (torch.tensor([[0.0, math.nan], [0.0, 0.0]]), {}, "must not be NaN or .inf"),
