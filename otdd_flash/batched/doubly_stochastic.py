@@ -88,10 +88,11 @@ def doubly_stochastic(
     check_type("temperature", temperature)
     device, dtype, in_triton = placement(logits, compute)
     # Logits are multiplied by its inverse, which must be a normal number of their type as well.
-    least = torch.finfo(dtype).tiny
+    computed = torch.promote_types(dtype, torch.float32)
+    least = torch.finfo(computed).tiny
     if not isinstance(temperature, Tensor) and not least <= temperature <= 1 / least:
         raise InputError(
-            f"temperature={temperature} is out of the range of {dtype}; scale logits and "
+            f"temperature={temperature} is out of the range of {computed}; scale logits and "
             "temperature alike, or give float64 logits"
         )
     shape = logits.shape

@@ -300,6 +300,14 @@ def test_what_is_refused(logits: Tensor, options: dict[str, object], message: st
         otdd.doubly_stochastic(logits, **options)
 
 
+def test_a_temperature_that_half_types_have_not() -> None:
+    """They are computed in float32, which has it."""
+    logits = torch.tensor([[2e-6, 0.0], [0.0, 2e-6]], dtype=torch.float16)
+    found = otdd.doubly_stochastic(logits, temperature=1e-6)
+    expected = otdd.doubly_stochastic(logits.double(), temperature=1e-6)
+    assert torch.allclose(found.double(), expected, atol=1e-3)
+
+
 @pytest.mark.parametrize("backend", ["triton"])
 @pytest.mark.parametrize("n", [4, 6])
 @pytest.mark.parametrize("iterations", [1, 3])
