@@ -35,12 +35,13 @@ def doubly_stochastic(
     """R = diag(exp(u)) exp(logits / temperature) diag(exp(v)) with sums of 1, for autograd.
 
     An iteration scales rows, then columns (Sinkhorn & Knopp 1967), so that columns sum to 1 to
-    rounding and rows nearly. Nothing is added to a sum. For logits / temperature up to +-1e4 and up
-    to 100 iterations, entries of R above 2^-126 are those of the log domain in float64 to a
-    relative 16 u (1 + range of logits / temperature), u = 2^-24 in float32; further iterations may
-    add 16 u each. Differentiable once by logits and by a tensor `temperature`. A matrix gets the
-    same bits among any others. On a GPU all matrices are one launch, forward and backward each, and
-    nothing waits for the device.
+    rounding and rows nearly. Nothing is added to a sum. For logits / temperature up to +-1e4,
+    entries of R above 2^-126 are those of the log domain in float64 to a relative
+    16 u (1 + range of logits / temperature + 2 iterations), u = 2^-24 in float32: sums of up to 128
+    terms, products and quotients round both scalings by 11 u at the most in each iteration, and
+    iterations do not enlarge what earlier ones rounded. Differentiable once by logits and by a
+    tensor `temperature`. A matrix gets the same bits among any others. On a GPU all matrices are
+    one launch, forward and backward each, and nothing waits for the device.
 
     Args:
         logits: (..., n, n), n up to 128, float16 or bfloat16 or float32, computed in float32, or
@@ -50,7 +51,8 @@ def doubly_stochastic(
         tolerance: instead of them, the largest deviation of a row sum from 1, of each matrix by
             itself.
         max_iterations: with a tolerance, at the most.
-        temperature: positive, a number or a 0-dim tensor.
+        temperature: positive, a number or a 0-dim tensor; between 2^-126 and 2^126 unless logits
+            are float64.
         gradient: `unrolled` is that of the iterations made, exactly: they are made again, and only
             logits are kept. `implicit` is that of the limit, with the sums that R has; only R is
             kept. `none` keeps nothing.
@@ -85,6 +87,14 @@ def doubly_stochastic(
         )
     check_type("temperature", temperature)
     device, dtype, in_triton = placement(logits, compute)
+    # Logits are multiplied by its inverse, which must be a normal number of their type as well.
+    computed = torch.promote_types(dtype, torch.float32)
+    least = torch.finfo(computed).tiny
+    if not isinstance(temperature, Tensor) and not least <= temperature <= 1 / least:
+        raise InputError(
+            f"temperature={temperature} is out of the range of {computed}; scale logits and "
+            "temperature alike, or give float64 logits"
+        )
     shape = logits.shape
     matrices = logits.to(device, dtype).reshape(shape[:-2].numel(), *shape[-2:])
     if isinstance(temperature, Tensor):

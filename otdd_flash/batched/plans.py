@@ -43,6 +43,7 @@ def sinkhorn_plans(
         a: (n,) or (B, n) masses that sum to 1; by default uniform.
         b: (m,) or (B, m), likewise.
         epsilon: regularisation in units of the cost, positive: a number, a 0-dim tensor or (B,).
+            Between 2^-126 and 2^126 unless costs are float64.
         tolerance: of the marginal error, an L1 distance.
         max_iterations: at the most.
         gradient: `implicit` is that of the solution, with the marginals that the plan has;
@@ -83,12 +84,15 @@ def sinkhorn_plans(
     else:
         eps = torch.full((), epsilon, dtype=torch.float64, device=device)
     sizes = _sizes(sizes, count, n, m, device)
-    rows, columns = (
+    masses = [
         _uniform(sizes, size, side, matrices)
         if given is None
         else _masses(name, given, count, size, sizes, side, matrices)
         for side, (name, given, size) in enumerate((("a", a, n), ("b", b, m)))
-    )
+    ]
+    computed = torch.promote_types(matrices.dtype, torch.float32)
+    rows, columns = (part.to(computed).contiguous() for part in masses)
+    given_rows, given_columns = (part.detach().double() for part in masses)
     if gradient == "none":
         matrices, eps = matrices.detach(), eps.detach()
         rows, columns = rows.detach(), columns.detach()
@@ -107,8 +111,9 @@ def sinkhorn_plans(
     )
     flaws = _flaws(matrices.detach(), rows.detach(), columns.detach(), sizes, eps.detach())
     solved = Solved(
-        matrices, rows, columns, eps, sizes, tolerance, plans, f, g, errors.detach(), counts, flaws
-    )
+        matrices, rows, columns, (given_rows, given_columns), eps, sizes, tolerance, plans, f, g,
+        errors.detach(), counts, flaws,
+    )  # fmt: skip
     result = SmallPlans(solved, (costs.device, costs.dtype))
     if device.type == "cpu":
         result.check()
@@ -156,11 +161,11 @@ def _masses(
         )
     if not given.dtype.is_floating_point:
         raise InputError(f"{name} must be of a floating type, got {given.dtype}")
-    masses = given.to(matrices.device, torch.promote_types(matrices.dtype, torch.float32))
+    masses = given.to(matrices.device)
     if sizes is not None:
         there = torch.arange(size, device=matrices.device) < sizes[:, side, None]
         masses = torch.where(there, masses, 0)
-    return masses.contiguous()
+    return masses
 
 
 def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: Tensor) -> Tensor:
@@ -178,5 +183,7 @@ def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: T
         ~((given >= 0).all() & ((given.sum(-1, dtype=torch.float64) - 1).abs() <= SUM_SLACK).all())
         for given in (a, b)
     ]
-    wrong_epsilon = ~((epsilon > 0) & (epsilon < torch.inf)).all()
+    # Logits are multiplied by 1 / epsilon in their type; neither may overflow or be subnormal.
+    least = torch.finfo(torch.promote_types(costs.dtype, torch.float32)).tiny
+    wrong_epsilon = ~((epsilon >= least) & (epsilon <= 1 / least)).all()
     return torch.stack((bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *masses))

@@ -21,6 +21,7 @@ class Solved:
         costs: C (B, n, m).
         a: masses (n,) or (B, n) that sum to 1, 0 beyond the sizes.
         b: (m,) or (B, m), likewise.
+        masses: both as they were given, before they were rounded to the type that is computed in.
         epsilon: () or (B,) float64, in units of the cost.
         sizes: (B, 2) int32, None for all.
         tolerance: of the marginal error.
@@ -36,6 +37,7 @@ class Solved:
     costs: Tensor
     a: Tensor
     b: Tensor
+    masses: tuple[Tensor, Tensor]
     epsilon: Tensor
     sizes: Tensor | None
     tolerance: float
@@ -51,7 +53,8 @@ FLAWS = (
     "costs must not be NaN or -inf; +inf forbids a pair",
     "costs forbid all pairs with mass of a row or of a column, which then cannot have its own; "
     "allow one, or leave the row or column out",
-    "epsilon must be positive and finite",
+    "epsilon must be positive, and within 2^-126 and 2^126 unless costs are float64; scale costs "
+    "and epsilon alike, or give float64 costs",
     "a must not be negative and must sum to 1 in each problem; divide masses by their sum",
     "b must not be negative and must sum to 1 in each problem; divide masses by their sum",
 )
@@ -95,7 +98,9 @@ class SmallPlans:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Lower and upper bounds (B, 2) of OT_epsilon, float64, for masses divided by their sums.
+        """Lower and upper bounds (B, 2) of OT_epsilon, float64.
+
+        They hold for the masses as given, float64 ones too, divided by their sums.
 
         The dual value of f and g, and what a plan with exactly these marginals costs; infinite
         where that needs a forbidden pair. Evaluated in float64, rounding included.
@@ -105,7 +110,7 @@ class SmallPlans:
         found = torch.empty((count, 2), dtype=torch.float64, device=solved.costs.device)
         a, b, epsilon = (
             given.detach().double().expand(count, *shape)
-            for given, shape in ((solved.a, (n,)), (solved.b, (m,)), (solved.epsilon, ()))
+            for given, shape in zip((*solved.masses, solved.epsilon), ((n,), (m,), ()), strict=True)
         )
         height = max(1, 16 * ENTRIES_AT_ONCE // max(n * m, 1))
         for first in range(0, count, height):

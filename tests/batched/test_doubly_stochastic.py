@@ -280,6 +280,8 @@ def test_what_leaves_the_balanced_matrix_alone() -> None:
         (torch.zeros(3, 3), {"iterations": 0}, "iterations must be at least 1, got 0"),
         (torch.zeros(3, 3), {"iterations": 2, "tolerance": 1e-3}, "exclude each other"),
         (torch.zeros(3, 3), {"temperature": 0.0}, "temperature must be positive"),
+        (torch.zeros(3, 3), {"temperature": 1e-39}, "temperature=1e-39 is out of the range of"),
+        (torch.zeros(3, 3), {"temperature": 1e39}, "or give float64 logits"),
         (torch.zeros(3, 3), {"temperature": torch.tensor(-1.0)}, "positive and finite, got -1"),
         (torch.zeros(3, 3), {"temperature": torch.ones(2)}, r"0-dim tensor, got shape \(2,\)"),
         (torch.tensor([[0.0, math.nan], [0.0, 0.0]]), {}, "must not be NaN or .inf"),
@@ -296,6 +298,14 @@ def test_what_leaves_the_balanced_matrix_alone() -> None:
 def test_what_is_refused(logits: Tensor, options: dict[str, object], message: str) -> None:
     with pytest.raises(otdd.InputError, match=message):
         otdd.doubly_stochastic(logits, **options)
+
+
+def test_a_temperature_that_half_types_have_not() -> None:
+    """They are computed in float32, which has it."""
+    logits = torch.tensor([[2e-6, 0.0], [0.0, 2e-6]], dtype=torch.float16)
+    found = otdd.doubly_stochastic(logits, temperature=1e-6)
+    expected = otdd.doubly_stochastic(logits.double(), temperature=1e-6)
+    assert torch.allclose(found.double(), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("backend", ["triton"])

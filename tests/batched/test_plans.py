@@ -115,6 +115,18 @@ def test_a_point_without_mass_has_the_potential_of_a_softmin(gradient: str, back
     assert torch.allclose(mine, true, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_intervals_hold_for_the_masses_given(dtype: torch.dtype) -> None:
+    """One row: OT is <b, C>, to more digits than float32 has of b."""
+    b = masses(50, 7)
+    costs = torch.arange(7, dtype=dtype).expand(50, 1, 7)
+    found = otdd.sinkhorn_plans(costs, None, b, epsilon=0.5)
+    exact = b @ costs[0, 0].double()
+    assert (found.bounds[:, 0] <= exact).all()
+    assert (found.bounds[:, 1] >= exact).all()
+    assert (found.bounds[:, 1] - found.bounds[:, 0] < 1e-5).all()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sizes_leave_the_rest_without_influence(backend: str) -> None:
     costs, _, _, epsilon = problems(5, 6)
@@ -254,7 +266,9 @@ HALF = torch.full((2,), 0.5)
         (torch.full((1, 2, 2), math.inf), {}, "forbid all pairs with mass of a row"),
         (torch.zeros(3, 2, 2), {"epsilon": torch.ones(2)}, r"shape \(\) or \(3,\), .* got"),
         (torch.zeros(3, 2, 2), {"epsilon": -1.0}, "epsilon must be positive and finite"),
-        (torch.zeros(3, 2, 2), {"epsilon": torch.tensor(0.0)}, "epsilon must be positive"),
+        (torch.zeros(3, 2, 2), {"epsilon": torch.tensor(0.0)}, "epsilon must be positive, and"),
+        (torch.zeros(1, 2, 2), {"epsilon": 1e-39}, r"within 2\^-126 and 2\^126 unless costs"),
+        (torch.zeros(1, 2, 2), {"epsilon": 1e39}, "or give float64 costs"),
         (torch.zeros(1, 2, 2), {"sizes": torch.ones(1, 2)}, r"integers of shape \(1, 2\)"),
         (torch.zeros(1, 2, 2), {"sizes": torch.tensor([[3, 1]])}, r"between 1 and \(2, 2\)"),
     ],
