@@ -223,7 +223,7 @@ def test_a_lost_rank_is_named_and_all_end(number: int, kind: str, tmp_path: Path
     os.kill(lost, getattr(signal, f"SIG{kind}"))
     started = time.monotonic()
     said = torchrun.ended(process)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     assert process.returncode == 1
     assert -signal.SIGKILL in torchrun.exit_codes(said)
     if kind == "STOP":
