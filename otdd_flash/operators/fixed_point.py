@@ -48,6 +48,10 @@ NO_MASS = -1e30
 SMALL = 2.0**-12
 
 
+# Of fixed points: costs of less than its inverse square are below the least epsilon of float32.
+MOST_SCALE = 2.0**100
+
+
 class _Points(NamedTuple):
     """Of one side (n,): log2 of mass times number, 0 where not `present`, and lambda_x ||x||^2."""
 
@@ -92,7 +96,8 @@ class FixedPoint:
             return self._lattice.scale
         cost = self.cost
         reach = longest(cost.points[0].shape[1]) / max(math.sqrt(cost.farthest), TINY)
-        return float(min(LARGEST / max(cost.largest, TINY), reach))
+        # Its square is finite, also where all points are at their centre.
+        return float(min(LARGEST / max(cost.largest, TINY), reach, MOST_SCALE))
 
     @cached_property
     def squares(self) -> Pair:
