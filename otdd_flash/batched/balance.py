@@ -157,9 +157,15 @@ def _implicit_with_masses(
         torch.zeros_like(of) if given is None else given / unit
         for given, of in ((row_cotangents, rows), (column_cotangents, columns))
     )
-    per_mass = ((x + rows[:, :, None] + columns[:, None]) * scale.to(dtype)).exp()
+    logs = (x + rows[:, :, None] + columns[:, None]) * scale.to(dtype)
+    # Potentials of rows and columns without mass, softmins, are those of the iteration before,
+    # whose entries may overflow. With their sums made 1 they are those of the plan at hand.
+    without_a, without_b = a[:, :, None] == 0, b[:, None] == 0
+    logs = logs - torch.where(without_a, _log_sum(logs + b[:, None].log(), 2), 0)
+    logs = logs - torch.where(without_b, _log_sum(logs + a[:, :, None].log(), 1), 0)
+    per_mass = logs.exp()
     # A pair of a row and a column without mass has no say, and may overflow.
-    there = (a[:, :, None] > 0) | (b[:, None] > 0)
+    there = ~(without_a & without_b)
     if sizes is not None:
         sides = (torch.arange(size, device=x.device) for size in x.shape[1:])
         one, other = (side < of[:, None] for side, of in zip(sides, sizes.T, strict=True))
@@ -180,6 +186,12 @@ def _implicit_with_masses(
     by_a = (per_mass * (b[:, None] * (cotangents - v[:, None]) - t_free[:, None])).sum(2)
     by_b = (per_mass * (a[:, :, None] * (cotangents - u[:, :, None]) - s_free[:, :, None])).sum(1)
     return by_logits, by_a, by_b
+
+
+def _log_sum(logs: Tensor, dim: int) -> Tensor:
+    """Log sum exp along a dimension, which stays; 0 where all are forbidden."""
+    found = logs.logsumexp(dim, keepdim=True)
+    return torch.where(found.isfinite(), found, 0)
 
 
 @balance.register_fake

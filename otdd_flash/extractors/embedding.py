@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -161,9 +161,10 @@ class _Extraction:
         part = next(_parts(_from(self.dataset.inputs, first), size))
         return first, next(_blocks(part, self.extractor, **self.settings))
 
-    def check(self, first: torch.Size, shape: torch.Size) -> None:
-        """Refuse features of another shape than the first ones."""
-        _require_same_shape(first, shape, name=self.dataset.name)
+    @property
+    def check(self) -> Callable[[torch.Size, torch.Size], None]:
+        """Refuses features of another shape than the first ones; it can be sent to other ranks."""
+        return partial(_require_same_shape, name=self.dataset.name)
 
     def _of_ranks(self, ranks: Ranks, inputs: Any, progress: Progress | None) -> Tensor:
         ways = Ways(_blocks, partial(_gather, self.dataset.name), self.check)

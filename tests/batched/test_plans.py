@@ -191,6 +191,22 @@ def test_points_without_mass_may_have_entries_beyond_any_float(backend: str) -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_the_solution_know_nothing_of_points_without_mass(backend: str) -> None:
+    costs = torch.tensor([[[0.7, 0.03, 0.98, 0.2], [0.35, 0.14, 0.12, 0.9], [0.1, 0.2, 0.3, 0.4]]])
+    a, weights = torch.tensor([0.0, 0.5, 0.5]), drawn(1, 3, 4, seed=6)
+    options = {"epsilon": 1e-3, "tolerance": 1e-6, "compute": on(backend)}
+    given = [part.clone().requires_grad_() for part in (costs, a)]
+    found = otdd.sinkhorn_plans(given[0], given[1], **options)
+    by_costs, by_a = torch.autograd.grad((found.plans * weights).sum(), given)
+    inner = costs[:, 1:].double().requires_grad_()
+    of_inner = otdd.sinkhorn_plans(inner, a[1:].double(), **options)
+    (expected,) = torch.autograd.grad((of_inner.plans * weights[:, 1:]).sum(), inner)
+    assert (by_costs[:, 0] == 0).all()
+    assert torch.allclose(by_costs[:, 1:].double(), expected, atol=1e-4 * weights.abs().max())
+    assert by_a.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_cost_far_above_the_rest_and_epsilon_far_below(backend: str) -> None:
     """What float32 rounds a sum of logarithms by is more than it can take the exponential of."""
     costs = drawn(1, 3, 8, seed=4).float()
