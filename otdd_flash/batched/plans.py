@@ -47,7 +47,8 @@ def sinkhorn_plans(
         tolerance: of the marginal error, an L1 distance.
         max_iterations: at the most.
         gradient: `implicit` is that of the solution, with the marginals that the plan has;
-            `unrolled` is that of the iterations made, exactly; `none` keeps nothing.
+            `unrolled` is that of the iterations made, exactly, and NaN where exp(cost / epsilon) of
+            a row or column without mass is beyond the type: leave it out. `none` keeps nothing.
         sizes: (B, 2) integers, rows and columns of each problem that there are. Those beyond have
             mass 0 and no influence; masses not given are uniform over the rest.
         compute: where and how, or only the device; by default where the costs are.
