@@ -20,21 +20,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.arguments import CG_OPTIONS
 from otdd_flash.checks import check_fields
+from otdd_flash.engine.late_reader import LateReader
 from otdd_flash.operators.plan import Products
-from otdd_flash.solver.conjugate_gradients import Metric, System, conjugate_gradients, inverse
+from otdd_flash.solver.conjugate_gradients import Iterates, Limits, Metric, System, inverse
+
+if TYPE_CHECKING:
+    # These need Triton.
+    from otdd_flash.kernels.linear.cg_step import Image
+    from otdd_flash.kernels.points.packed_points import Layout
+    from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
 
 # Corrections by the residual of the plan itself.
 REFINEMENTS = 3
 
-# What part of the tolerance conjugate gradients aim at: corrections then rarely follow.
-AIM = 0.5
+# Rows from which on a product takes longer than launching the next one.
+MANY_ROWS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -66,13 +73,18 @@ class SchurSystem:
     """S + delta diag(c) of a plan between two clouds."""
 
     def __init__(self, plan: Products, damping: float = 0.0) -> None:
-        self._plan, self.precision, self.in_triton = plan, plan.precision, plan.in_triton
-        self._damping = damping
+        self._plan, self.precision, self._damping = plan, plan.precision, damping
 
     @cached_property
     def metric(self) -> Metric:
         """Of column sums c; constants go to 0 without damping."""
         return Metric(self._plan.columns, constants=self._damping == 0)
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of columns."""
+        ways = self._plan.ways
+        return None if ways is None else ways[0].layouts[1]
 
     @cached_property
     def _by_row(self) -> Tensor:
@@ -80,7 +92,19 @@ class SchurSystem:
 
     @cached_property
     def _scaled_masses(self) -> Tensor:
-        return (1 + self._damping) * self.metric.masses
+        return (
+            self.metric.masses if self._damping == 0 else (1 + self._damping) * self.metric.masses
+        )
+
+    @cached_property
+    def _between(self) -> tuple[Tensor, Tensor]:
+        """What products are weighted by, those with P in packed order, and those with P^T."""
+        assert self._plan.ways is not None
+        there, back = self._plan.ways
+        weights = self._by_row[:, 0] * there.weights
+        if back.given is not None:
+            weights *= back.given
+        return there.layouts[0].spread(weights, 0.0), -back.weights
 
     def times(self, values: Tensor) -> Tensor:
         """S w (m, s)."""
@@ -88,26 +112,55 @@ class SchurSystem:
         taken = self._plan.transposed_times(image)
         return torch.addcmul(taken.neg_(), self._scaled_masses, values)
 
+    def image(self, packed: Tensor, scales: Tensor) -> Image:
+        """S w as kernels read it, of w as halves."""
+        from otdd_flash.kernels.linear.cg_step import Image
+        from otdd_flash.kernels.linear.onward import onward
+
+        assert self._plan.ways is not None
+        there, back = self._plan.ways
+        weights, taken = self._between
+        packed, scales = onward(there.multiply(packed), scales, weights)
+        position = back.layouts[0].position
+        return Image(back.multiply(packed), scales, taken, self._scaled_masses, position)
+
 
 class SelfSystem:
     """(1 + delta) diag(r) + P of a symmetric plan."""
 
     def __init__(self, plan: Products, damping: float = 0.0) -> None:
-        self._plan, self.precision, self.in_triton = plan, plan.precision, plan.in_triton
-        self._damping = damping
+        self._plan, self.precision, self._damping = plan, plan.precision, damping
 
     @cached_property
     def metric(self) -> Metric:
         """Of row sums r."""
         return Metric(self._plan.rows, constants=False)
 
+    @property
+    def layout(self) -> Layout | None:
+        """Of rows, and of columns."""
+        ways = self._plan.ways
+        return None if ways is None else ways[0].layouts[1]
+
     @cached_property
     def _scaled_masses(self) -> Tensor:
-        return (1 + self._damping) * self.metric.masses
+        return (
+            self.metric.masses if self._damping == 0 else (1 + self._damping) * self.metric.masses
+        )
 
     def times(self, values: Tensor) -> Tensor:
         """(diag(r) + P) w (n, s)."""
         return torch.addcmul(self._plan.times(values), self._scaled_masses, values)
+
+    def image(self, packed: Tensor, scales: Tensor) -> Image:
+        """(diag(r) + P) w as kernels read it, of w as halves."""
+        from otdd_flash.kernels.linear.cg_step import Image
+
+        assert self._plan.ways is not None
+        there, _ = self._plan.ways
+        position = there.layouts[0].position
+        found = there.multiply(packed)
+        return Image(found, scales, there.weights, self._scaled_masses, position)
 
 
 class Solution(NamedTuple):
@@ -141,30 +194,34 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
         right: in the range of the matrix, but for rounding.
         options: when to stop.
     """
-    metric = system.metric
-    right = metric.in_range(right)
-    size = metric.size(right)
-    target = options.tolerance * size
-    values, left, now = torch.zeros_like(right), right, size
-    iterations = torch.zeros_like(size, dtype=torch.int64)
+    limits = Limits(options.tolerance, options.max_iterations)
+    iterates = _iterates(system, rounded)(system.metric, right, limits)
     for near in (rounded,) if rounded is system else (rounded, system):
-        pending = (now > target) & (iterations < options.max_iterations)
+        iterates.resume(near)
         for _ in range(1 + REFINEMENTS):
-            if not bool(pending.any()):
+            if not any(iterates.pending.tolist()):
                 break
-            goal = torch.where(pending, AIM * target, torch.inf)
-            most = options.max_iterations - iterations
-            correction, taken = conjugate_gradients(near, left, goal, most)
-            iterations += taken
-            corrected = values + correction
-            after = metric.in_range(right - system.times(corrected))
-            found = metric.size(after)
-            better = pending & (found < now)
-            values, left = (
-                torch.where(better, new, old) for new, old in ((corrected, values), (after, left))
-            )
-            pending &= (found <= now / 2) & (found > target)
-            pending &= iterations < options.max_iterations
-            now = torch.where(better, found, now)
+            _iterate(iterates)
+            iterates.correct(system)
+    size, now = iterates.size, iterates.now
     residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
-    return Solution(values, left, residual, iterations, now <= target)
+    converged = now <= iterates.target
+    return Solution(iterates.values, iterates.left, residual, iterates.taken, converged)
+
+
+def _iterates(system: System, rounded: System) -> type[Iterates] | type[KernelIterates]:
+    """How vectors move: in Triton where products do."""
+    if system.layout is None and rounded.layout is None:
+        return Iterates
+    from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
+
+    return KernelIterates
+
+
+def _iterate(iterates: Iterates | KernelIterates) -> None:
+    """Take steps until no direction is active."""
+    reader: LateReader[None] = LateReader(wait=len(iterates.values) >= MANY_ROWS)
+    reading = None
+    while reading is None or any(reading.numbers):
+        iterates.step()
+        reading = reader.exchange(iterates.active, None)
