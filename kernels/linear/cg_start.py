@@ -95,10 +95,18 @@ def cg_start_kernel(
     values_ptr += i * m
     left_ptr += i * m
     direction_ptr += i * m
+    # All threads have read numbers before the first of them writes: sums make them wait in between.
     if STAGE == CORRECT:
         tl.store(active_ptr + i, 0)
         if tl.load(pending_ptr + i) == 0:
             return
+    if STAGE == BEGIN:
+        taken = tl.zeros((), tl.int64)
+    else:
+        target, before = tl.load(target_ptr + i), tl.load(now_ptr + i)
+        taken = tl.load(taken_ptr + i)
+        if STAGE == CORRECT:
+            taken += tl.load(iterations_ptr + i)
 
     if STAGE != RESUME:
         # In `direction`: the right-hand side, or the residual, in the system's range.
@@ -139,27 +147,23 @@ def cg_start_kernel(
         tl.store(now_ptr + i, found)
         target = tolerance * found
         tl.store(target_ptr + i, target)
-        taken = tl.zeros((), tl.int64)
         pending = (found > target) & (taken < max_iterations)
+    elif STAGE == CORRECT:
+        pending = (found <= before / 2) & (found > target) & (taken < max_iterations)
+        if found < before:
+            tl.store(now_ptr + i, found)
+            for first in range(0, m, BLOCK):
+                o = first + tl.arange(0, BLOCK)
+                mask = o < m
+                kept = tl.load(kept_ptr + o, mask=mask, other=0.0)
+                kept += tl.load(values_ptr + o, mask=mask, other=0.0)
+                tl.store(kept_ptr + o, kept, mask=mask)
+                given = tl.load(direction_ptr + o, mask=mask, other=0.0)
+                tl.store(kept_left_ptr + o, given, mask=mask)
     else:
-        target = tl.load(target_ptr + i)
-        before = tl.load(now_ptr + i)
-        taken = tl.load(taken_ptr + i)
-        if STAGE == CORRECT:
-            taken += tl.load(iterations_ptr + i)
-            pending = (found <= before / 2) & (found > target) & (taken < max_iterations)
-            if found < before:
-                tl.store(now_ptr + i, found)
-                for first in range(0, m, BLOCK):
-                    o = first + tl.arange(0, BLOCK)
-                    mask = o < m
-                    kept = tl.load(kept_ptr + o, mask=mask, other=0.0)
-                    kept += tl.load(values_ptr + o, mask=mask, other=0.0)
-                    tl.store(kept_ptr + o, kept, mask=mask)
-                    given = tl.load(direction_ptr + o, mask=mask, other=0.0)
-                    tl.store(kept_left_ptr + o, given, mask=mask)
-        else:
-            pending = (before > target) & (taken < max_iterations)
+        pending = (before > target) & (taken < max_iterations)
+    # What was loaded has arrived, and all threads see what all have stored.
+    tl.debug_barrier()
     tl.store(taken_ptr + i, taken)
     tl.store(pending_ptr + i, pending)
     tl.store(iterations_ptr + i, tl.zeros((), tl.int64))
@@ -167,8 +171,6 @@ def cg_start_kernel(
         tl.store(active_ptr + i, 0)
         return
 
-    # All threads see what all have stored.
-    tl.debug_barrier()
     sizes = tl.zeros((BLOCK,), tl.float64)
     largest = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, m, BLOCK):

@@ -139,8 +139,10 @@ def cg_step_kernel(
     values_ptr += i * m
     left_ptr += i * m
     direction_ptr += i * m
-    size = tl.load(size_ptr + i)
-    found_scale = tl.load(found_scales_ptr + i)
+    # All threads have read these before the first of them writes: sums make them wait in between.
+    size, unknown = tl.load(size_ptr + i), tl.load(unknown_ptr + i)
+    iterations, most = tl.load(iterations_ptr + i) + 1, tl.load(most_ptr + i)
+    goal, found_scale = tl.load(goal_ptr + i), tl.load(found_scales_ptr + i)
 
     energies = tl.zeros((BLOCK,), tl.float64)
     lengths = tl.zeros((BLOCK,), tl.float64)
@@ -156,7 +158,7 @@ def cg_step_kernel(
         lengths += direction * direction * tl.load(masses_ptr + o, mask=mask, other=0.0)
     energy = tl.sum(energies, 0)
     step = size / tl.where(energy > 0, energy, 1.0)
-    unknown = tl.load(unknown_ptr + i) + precision * step * tl.sqrt(tl.sum(lengths, 0))
+    unknown += precision * step * tl.sqrt(tl.sum(lengths, 0))
     tl.store(unknown_ptr + i, unknown)
     if (energy <= 0) | (unknown > tl.sqrt(size)):
         tl.store(active_ptr + i, 0)
@@ -203,11 +205,9 @@ def cg_step_kernel(
         direction = scaled + after / size * direction
         tl.store(direction_ptr + o, direction, mask=mask)
         largest = tl.maximum(largest, tl.abs(direction))
-    iterations = tl.load(iterations_ptr + i) + 1
-    goal = tl.load(goal_ptr + i)
     tl.store(iterations_ptr + i, iterations)
     tl.store(size_ptr + i, after)
-    going_on = (after > goal * goal) & (iterations < tl.load(most_ptr + i))
+    going_on = (after > goal * goal) & (iterations < most)
     tl.store(active_ptr + i, going_on)
     if going_on:
         pack_direction(
