@@ -36,6 +36,7 @@ class Kept(NamedTuple):
         target: the size of a residual that is small enough, (s,) float64.
         iterations: of all corrections, (s,) int64.
         pending: whether a correction is wanted, (s,) bool.
+        missed: whether the target is not met and iterations are left, (s,) bool.
     """
 
     right: Tensor
@@ -46,6 +47,7 @@ class Kept(NamedTuple):
     target: Tensor
     iterations: Tensor
     pending: Tensor
+    missed: Tensor
 
 
 @on_its_device
@@ -64,6 +66,7 @@ def cg_start_kernel(
     target_ptr,  # (s,) float64
     taken_ptr,  # (s,) int64
     pending_ptr,  # (s,) bool
+    missed_ptr,  # (s,) bool
     values_ptr,  # (m, s) float64
     left_ptr,  # (m, s) float64
     direction_ptr,  # (m, s) float64
@@ -147,9 +150,11 @@ def cg_start_kernel(
         tl.store(now_ptr + i, found)
         target = tolerance * found
         tl.store(target_ptr + i, target)
-        pending = (found > target) & (taken < max_iterations)
+        missed = (found > target) & (taken < max_iterations)
+        pending = missed
     elif STAGE == CORRECT:
-        pending = (found <= before / 2) & (found > target) & (taken < max_iterations)
+        missed = (tl.where(found < before, found, before) > target) & (taken < max_iterations)
+        pending = (found <= before / 2) & missed
         if found < before:
             tl.store(now_ptr + i, found)
             for first in range(0, m, BLOCK):
@@ -161,11 +166,13 @@ def cg_start_kernel(
                 given = tl.load(direction_ptr + o, mask=mask, other=0.0)
                 tl.store(kept_left_ptr + o, given, mask=mask)
     else:
-        pending = (before > target) & (taken < max_iterations)
+        missed = (before > target) & (taken < max_iterations)
+        pending = missed
     # What was loaded has arrived, and all threads see what all have stored.
     tl.debug_barrier()
     tl.store(taken_ptr + i, taken)
     tl.store(pending_ptr + i, pending)
+    tl.store(missed_ptr + i, missed)
     tl.store(iterations_ptr + i, tl.zeros((), tl.int64))
     if pending == 0:
         tl.store(active_ptr + i, 0)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # What part of the tolerance conjugate gradients aim at: corrections then rarely follow.
 AIM = 0.5
 
+# Rows from which on a product takes longer than launching the next one.
+MANY_ROWS = 1 << 14
+
 
 class System(Protocol):
     """A symmetric, positive semi-definite matrix (m, m) whose rows belong to points."""
@@ -107,11 +110,8 @@ class Limits(NamedTuple):
 class Iterates:
     """Where s directions are, in PyTorch; vectors (m, s) and numbers (s,), float64 but as said.
 
-    Iterations start once `resume` has said of which system they are.
-
     Args:
         metric: of the system that is solved.
-        right: right-hand sides.
         limits: when to stop.
 
     Attributes:
@@ -121,6 +121,7 @@ class Iterates:
         now: of the residuals.
         taken: iterations so far, int64.
         pending: whether a correction is wanted, bool.
+        missed: whether a target is not met and iterations are left, bool.
         correction: what iterations add to the values.
         residual: the recursive one.
         direction: whose image is wanted next.
@@ -130,21 +131,35 @@ class Iterates:
         active: which go on, bool.
     """
 
-    def __init__(self, metric: Metric, right: Tensor, limits: Limits) -> None:
+    def __init__(self, metric: Metric, limits: Limits) -> None:
         self._metric, self._limits = metric, limits
-        self._right = self.left = metric.in_range(right)
+
+    def begin(self, right: Tensor, near: System) -> None:
+        """Iterate with a system from right-hand sides (m, s) on."""
+        self._right = self.left = self._metric.in_range(right)
         self.values = torch.zeros_like(right)
-        self.size = self.now = metric.size(self.left)
-        self.target = limits.tolerance * self.size
+        self.size = self.now = self._metric.size(self.left)
+        self.target = self._limits.tolerance * self.size
         self.taken = torch.zeros_like(self.size, dtype=torch.int64)
+        self.resume(near)
 
     def resume(self, near: System) -> None:
-        """Iterate with a system, wherever the tolerance is not met."""
+        """Iterate with another system, wherever the tolerance is not met."""
         self._near = near
-        self._start((self.now > self.target) & (self.taken < self._limits.iterations))
+        self._start(torch.ones_like(self.target, dtype=torch.bool))
 
-    def _start(self, pending: Tensor) -> None:
-        self.pending = pending
+    def repeat(self) -> None:
+        """Take a step."""
+        self.step()
+
+    def wanted(self) -> tuple[bool, bool]:
+        """Whether any correction is wanted, and whether any target is missed."""
+        return bool(self.pending.any()), bool(self.missed.any())
+
+    def _start(self, more: Tensor) -> None:
+        """Iterate from the residuals that are left, where there is more to do."""
+        self.missed = (self.now > self.target) & (self.taken < self._limits.iterations)
+        self.pending = pending = more & self.missed
         self.correction, self.residual = torch.zeros_like(self.left), self.left
         self.direction = self._near.metric.inverse * self.left
         self.energy = (self.left * self.direction).sum(0)
@@ -181,12 +196,12 @@ class Iterates:
         left = self._metric.in_range(self._right - system.times(corrected))
         found = self._metric.size(left)
         self.taken = self.taken + self.iterations
-        pending = self.pending & (found <= self.now / 2) & (found > self.target)
+        halved = self.pending & (found <= self.now / 2)
         better = self.pending & (found < self.now)
         self.values = torch.where(better, corrected, self.values)
         self.left = torch.where(better, left, self.left)
         self.now = torch.where(better, found, self.now)
-        self._start(pending & (self.taken < self._limits.iterations))
+        self._start(halved)
 
 
 def inverse(masses: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.plan import Factors, plan_of
 from otdd_flash.solver.centred import less_origin, origin_near
 from otdd_flash.solver.conjugate_gradients import inverse
-from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, solve
+from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
 from otdd_flash.solver.term.result import TransportTerm
 
 # Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.
@@ -165,9 +165,9 @@ class CrossCurvature:
         self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
     ) -> None:
         self._at = at = _Points(operator, (term.f, term.g), term.epsilon, inputs)
-        self._cg, self._system = cg, SchurSystem(at.plan, cg.damping)
-        quick = at.plan.quick
-        self._rounded = self._system if quick is at.plan else SchurSystem(quick, cg.damping)
+        quick, system = at.plan.quick, SchurSystem(at.plan, cg.damping)
+        rounded = system if quick is at.plan else SchurSystem(quick, cg.damping)
+        self._solver = Solver(system, rounded, cg)
 
     def along(self, a: Tensor, b: Tensor | None = None) -> Along:
         """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still.
@@ -227,8 +227,7 @@ class CrossCurvature:
         return _along(by_x, by_y, curvature, solved, at.epsilon)
 
     def _solve(self, right: Tensor) -> Solution:
-        right = (self._at.factor * right.double()).T
-        return solve(self._system, self._rounded, right, self._cg)
+        return self._solver.solve((self._at.factor * right.double()).T)
 
 
 class SelfCurvature:
@@ -238,9 +237,9 @@ class SelfCurvature:
         self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
     ) -> None:
         self._at = at = _Points(operator, (term.f, term.f), term.epsilon, inputs)
-        self._cg, self._system = cg, SelfSystem(at.plan, cg.damping)
-        quick = at.plan.quick
-        self._rounded = self._system if quick is at.plan else SelfSystem(quick, cg.damping)
+        quick, system = at.plan.quick, SelfSystem(at.plan, cg.damping)
+        rounded = system if quick is at.plan else SelfSystem(quick, cg.damping)
+        self._solver = Solver(system, rounded, cg)
 
     def along(self, a: Tensor) -> Along:
         """Along A (s, n, d)."""
@@ -250,8 +249,7 @@ class SelfCurvature:
         u = _dot(x, a)
         of_a, of_u = _both(at.times, _beside(a, u))
         right = r * u - _dot(x, of_a) - _dot(a, images) + of_u
-        right = (factor * right.double()).T
-        solved = solve(self._system, self._rounded, right, self._cg)
+        solved = self._solver.solve((factor * right.double()).T)
         t = (at.here(solved.values.T) - factor * u)[..., None]
         moved = _weighted(at.plan.times, x, [(a, x), (x, a)]).mul_(factor)
         moved += at.times(t * x) + t * images

@@ -29,7 +29,14 @@ from otdd_flash.arguments import CG_OPTIONS
 from otdd_flash.checks import check_fields
 from otdd_flash.engine.late_reader import LateReader
 from otdd_flash.operators.plan import Products
-from otdd_flash.solver.conjugate_gradients import Iterates, Limits, Metric, System, inverse
+from otdd_flash.solver.conjugate_gradients import (
+    MANY_ROWS,
+    Iterates,
+    Limits,
+    Metric,
+    System,
+    inverse,
+)
 
 if TYPE_CHECKING:
     # These need Triton.
@@ -39,9 +46,6 @@ if TYPE_CHECKING:
 
 # Corrections by the residual of the plan itself.
 REFINEMENTS = 3
-
-# Rows from which on a product takes longer than launching the next one.
-MANY_ROWS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -181,8 +185,8 @@ class Solution(NamedTuple):
     converged: Tensor
 
 
-def solve(system: System, rounded: System, right: Tensor, options: CGOptions) -> Solution:
-    """Solve for right-hand sides (m, s), float64.
+class Solver:
+    """Solves with one matrix for one set of right-hand sides after another.
 
     Where the recomputed residual no longer halves from one correction to the next, the matrix near
     it is too far away and iterations go on with the matrix itself; then rounding makes it seem to
@@ -191,37 +195,55 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
     Args:
         system: the matrix.
         rounded: the same, or one near it whose products take less time.
-        right: in the range of the matrix, but for rounding.
         options: when to stop.
     """
-    limits = Limits(options.tolerance, options.max_iterations)
-    iterates = _iterates(system, rounded)(system.metric, right, limits)
-    for near in (rounded,) if rounded is system else (rounded, system):
-        iterates.resume(near)
+
+    def __init__(self, system: System, rounded: System, options: CGOptions) -> None:
+        self._system, self._rounded = system, rounded
+        self._limits = Limits(options.tolerance, options.max_iterations)
+        self._iterates: Iterates | KernelIterates | None = None
+
+    def solve(self, right: Tensor) -> Solution:
+        """For right-hand sides (m, s) float64, in the range of the matrix but for rounding."""
+        iterates = self._iterates_for(right)
+        iterates.begin(right, self._rounded)
+        if self._improve(iterates) and self._rounded is not self._system:
+            iterates.resume(self._system)
+            self._improve(iterates)
+        size, now = iterates.size, iterates.now
+        residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
+        found = iterates.values.clone(), iterates.left.clone()
+        return Solution(*found, residual, iterates.taken.clone(), now <= iterates.target)
+
+    def _iterates_for(self, right: Tensor) -> Iterates | KernelIterates:
+        """Those of the last solve, or new ones: in Triton where products are."""
+        metric, last = self._system.metric, self._iterates
+        if last is not None and last.values.shape == right.shape:
+            return last
+        if self._system.layout is None and self._rounded.layout is None:
+            found: Iterates | KernelIterates = Iterates(metric, self._limits)
+        else:
+            from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
+
+            found = KernelIterates(metric, self._limits, (len(right), right.shape[1]))
+        self._iterates = found
+        return found
+
+    def _improve(self, iterates: Iterates | KernelIterates) -> bool:
+        """Correct by iterations until that no longer helps, and whether a target is missed."""
         for _ in range(1 + REFINEMENTS):
-            if not any(iterates.pending.tolist()):
-                break
-            _iterate(iterates)
-            iterates.correct(system)
-    size, now = iterates.size, iterates.now
-    residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
-    converged = now <= iterates.target
-    return Solution(iterates.values, iterates.left, residual, iterates.taken, converged)
+            pending, missed = iterates.wanted()
+            if not pending:
+                return missed
+            reader: LateReader[None] = LateReader(wait=len(iterates.values) >= MANY_ROWS)
+            reading = None
+            while reading is None or any(reading.numbers):
+                iterates.repeat()
+                reading = reader.exchange(iterates.active, None)
+            iterates.correct(self._system)
+        return iterates.wanted()[1]
 
 
-def _iterates(system: System, rounded: System) -> type[Iterates] | type[KernelIterates]:
-    """How vectors move: in Triton where products do."""
-    if system.layout is None and rounded.layout is None:
-        return Iterates
-    from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
-
-    return KernelIterates
-
-
-def _iterate(iterates: Iterates | KernelIterates) -> None:
-    """Take steps until no direction is active."""
-    reader: LateReader[None] = LateReader(wait=len(iterates.values) >= MANY_ROWS)
-    reading = None
-    while reading is None or any(reading.numbers):
-        iterates.step()
-        reading = reader.exchange(iterates.active, None)
+def solve(system: System, rounded: System, right: Tensor, options: CGOptions) -> Solution:
+    """Of one set of right-hand sides, as `Solver`."""
+    return Solver(system, rounded, options).solve(right)

@@ -20,12 +20,12 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
     layout = arrange(torch.zeros(m, dtype=torch.int64), 1)
     vectors = torch.zeros(6, count, m, dtype=torch.float64).transpose(1, 2)
     numbers = torch.zeros(6, count, dtype=torch.float64)
-    counts, flags = torch.zeros(3, count, dtype=torch.int64), torch.zeros(2, count) > 0
+    counts, flags = torch.zeros(3, count, dtype=torch.int64), torch.zeros(3, count) > 0
     masses, total = torch.ones(m, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     scales, packed = numbers[0], torch.zeros(layout.size, 2, count).half()
-    kept = cg_start.Kept(*vectors[:3], *numbers[:3], counts[0], flags[0])
+    kept = cg_start.Kept(*vectors[:3], *numbers[:3], counts[0], *flags[:2])
     moving = cg_step.Vectors(*vectors[3:])
-    stepping = cg_step.Numbers(*numbers[3:5], counts[1], flags[1], numbers[5], counts[2])
+    stepping = cg_step.Numbers(*numbers[3:5], counts[1], flags[2], numbers[5], counts[2])
     runs = {
         "to halves": (halves, "to_halves", partial(halves.to_halves, vectors[0], layout, masses))
     }

@@ -18,7 +18,18 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 LIMITS = Limits(1e-9, 30)
-STATE = ("values", "left", "size", "now", "target", "taken", "pending", "iterations", "active")
+STATE = (
+    "values",
+    "left",
+    "size",
+    "now",
+    "target",
+    "taken",
+    "pending",
+    "missed",
+    "iterations",
+    "active",
+)
 MOVING = ("correction", "residual", "direction", "energy", "unknown")
 
 
@@ -81,13 +92,15 @@ def test_iterations_in_kernels_are_those_in_pytorch(
     exact = system(KeptPlan(plan), own=own, damping=damping)
     near = system(held(plan) if packed else KeptPlan(plan.float().double()), own=own)
     assert (near.layout is not None) == packed
-    found, expected = (
-        kind(exact.metric, right_sides(), LIMITS) for kind in (KernelIterates, Iterates)
-    )
+    found = KernelIterates(exact.metric, LIMITS, (50, 4))
+    expected = Iterates(exact.metric, LIMITS)
     both = found, expected
     for used in (near, exact):
         for each in both:
-            each.resume(used)
+            if used is near:
+                each.begin(right_sides(), near)
+            else:
+                each.resume(exact)
         agree(*both)
         assert used is exact or found.pending.tolist() == [True, True, False, True]
         for steps in (2, 3, 1):
@@ -110,11 +123,9 @@ def test_iterations_in_kernels_are_those_in_pytorch(
 def test_directions_end_at_their_goals_and_numbers_of_iterations() -> None:
     of = system(held(entries()), own=False)
     for limits in (Limits(1e-2, 30), Limits(1e-9, 3)):
-        found, expected = (
-            kind(of.metric, right_sides(), limits) for kind in (KernelIterates, Iterates)
-        )
+        found, expected = KernelIterates(of.metric, limits, (50, 4)), Iterates(of.metric, limits)
         for each in (found, expected):
-            each.resume(of)
+            each.begin(right_sides(), of)
             while bool(each.active.any()):
                 each.step()
         assert found.iterations.tolist() == expected.iterations.tolist()
@@ -127,12 +138,12 @@ def test_directions_end_at_their_goals_and_numbers_of_iterations() -> None:
 @pytest.mark.parametrize("reason", ["not positive", "rounding"])
 def test_a_step_that_is_not_to_be_trusted_is_not_taken(reason: str) -> None:
     of = system(held(entries()), own=False)
-    found = KernelIterates(of.metric, right_sides(), LIMITS)
+    found = KernelIterates(of.metric, LIMITS, (50, 4))
     if reason == "rounding":
         of.precision = 1e6
     else:
         of._scaled_masses = -of.metric.masses
-    found.resume(of)
+    found.begin(right_sides(), of)
     found.step()
     assert not bool(found.active.any())
     assert found.iterations.tolist() == [0, 0, 0, 0]

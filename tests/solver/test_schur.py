@@ -35,8 +35,8 @@ def dense_schur(entries: Tensor, damping: float = 0.0) -> Tensor:
 
 def iterated(system: System, right: Tensor, most: int) -> Iterates:
     """After iterations to no goal but that many steps."""
-    found = Iterates(system.metric, right, Limits(0.0, most))
-    found.resume(system)
+    found = Iterates(system.metric, Limits(0.0, most))
+    found.begin(right, system)
     while bool(found.active.any()):
         found.step()
     return found
