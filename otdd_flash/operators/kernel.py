@@ -18,10 +18,7 @@ from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_columns
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.pair_sums import pair_sums
-from otdd_flash.kernels.passes.plan_application import (
-    ROW_RANGE,
-    apply_plan_blocks,
-)
+from otdd_flash.kernels.passes.plan_application import apply_plan_blocks
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import (
@@ -30,6 +27,7 @@ from otdd_flash.kernels.points.packed_points import (
     pack,
     power_of_two_scale,
 )
+from otdd_flash.kernels.points.row_terms import ROW_RANGE
 from otdd_flash.operators.base import (
     Applied,
     CostFacts,
@@ -85,8 +83,12 @@ class KernelOperator:
             if coarse is None
             else coarse._fixed_point
         )
-        self._rows = _side(x, cost.a, cost.lambda_x, parts)
-        self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
+        if coarse is None:
+            self._rows = _side(x, cost.a, cost.lambda_x, parts)
+            self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
+        else:
+            self._rows = _seen_with(coarse._rows, cost.lambda_x, parts)
+            self._columns = _seen_with(coarse._columns, cost.lambda_x, parts)
         scale = 2 * cost.lambda_x / x.scale**2
         costs = cost.class_costs.float()
         self._scores = Scores(scale, costs.contiguous(), parts)
@@ -313,6 +315,15 @@ def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
 
 
 def _side(points: PackedPoints, masses: Tensor, lambda_x: float, parts: int) -> Side:
-    squares = points.squares[0 if parts == 1 else 1] * lambda_x
+    squares = _squares(points, lambda_x, parts)
     log2_masses = points.layout.spread(masses, 0.0).log2().clamp_min(LOG2_ZERO).float()
     return Side(points, squares, log2_masses)
+
+
+def _seen_with(side: Side, lambda_x: float, parts: int) -> Side:
+    """The same with other norms."""
+    return side._replace(squares=_squares(side.points, lambda_x, parts))
+
+
+def _squares(points: PackedPoints, lambda_x: float, parts: int) -> Tensor:
+    return points.squares[0 if parts == 1 else 1] * lambda_x

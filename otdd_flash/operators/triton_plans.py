@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.linear.halves import from_halves, to_halves
+from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.plan import Factors, Products, StreamedPlan
 
@@ -124,8 +125,8 @@ class FusedPlan(_RoundedPlan):
 class ExactFusedPlan:
     """P_ij = a_i Q_ij = b_j Q'_ji, evaluated anew in every product as hi + lo of two float16.
 
-    Products tell the sums too. What this form does not take, weighted entries, very many columns
-    and rows whose sums are far from their masses, is left to the operator's own.
+    Products tell the sums too. What this form does not take, very many columns and rows whose sums
+    are far from their masses, is left to the operator's own.
 
     Args:
         products: of Q (n, m) and of Q' (m, n), of three parts.
@@ -134,6 +135,7 @@ class ExactFusedPlan:
         in_range: whether such sums of Q, or of Q', are what this form takes.
         most_columns: of what is multiplied at once.
         streamed: the same plan, by the operator.
+        weighted: products whose entries are weighted, with Q for 0, with Q' for 1.
     """
 
     dtype, precision = torch.float64, PRECISION
@@ -146,8 +148,10 @@ class ExactFusedPlan:
         in_range: Callable[[Tensor, int], bool],
         most_columns: int,
         streamed: StreamedPlan,
+        weighted: Callable[[int], WeightedProduct],
     ) -> None:
         self._products, self._masses, self._layouts = products, masses, layouts
+        self._prepare, self._weighted = weighted, dict[int, WeightedProduct]()
         self._in_range, self._most, self._streamed = in_range, most_columns, streamed
         # Of rows and of columns, once something was multiplied; None where they are out of range.
         self._sums: dict[int, Tensor | None] = {}
@@ -182,12 +186,15 @@ class ExactFusedPlan:
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (N, k) for V (M, k), or (P o A B^T) V, float64."""
-        found = None if factors is not None else self._multiply(values, 0)
+        found = self._multiply(values, 0) if factors is None else self._weigh(values, *factors, 0)
         return self._streamed.times(values, factors).double() if found is None else found
 
     def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P^T U (M, k) for U (N, k), or (P o A B^T)^T U, float64."""
-        found = None if factors is not None else self._multiply(values, 1)
+        if factors is None:
+            found = self._multiply(values, 1)
+        else:
+            found = self._weigh(values, *factors[::-1], 1)
         if found is None:
             return self._streamed.transposed_times(values, factors).double()
         return found
@@ -213,6 +220,14 @@ class ExactFusedPlan:
             if not fits:
                 return None
         return from_halves(found[:, None], scales, layout, masses)
+
+    def _weigh(self, values: Tensor, left: Tensor, right: Tensor, side: int) -> Tensor | None:
+        _ = self._sums_of(side)
+        if self._sums[side] is None:
+            return None
+        if side not in self._weighted:
+            self._weighted[side] = self._prepare(side)
+        return self._weighted[side](values, left, right)
 
 
 def _matrix_product(entries: Tensor, values: Tensor) -> Tensor:
