@@ -5,7 +5,7 @@
 The power of two of a column brings its largest number below 2^14, so that none overflows. Padding
 is 0. Results of products with hi and lo, or with their sum, go the same way back.
 
-Shapes: values (N, s), packed (n, 2, s).
+Shapes: values (N, s), packed (n, 2, s), or more columns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def load_parts(found_ptr, o_row, row_stride, part_stride, mask, PARTS: tl.conste
 @on_its_device
 @triton.jit
 def to_halves_kernel(
-    values_ptr,  # (N, s) float64, of any strides
+    values_ptr,  # (N, s) float32 or float64, of any strides
     weights_ptr,  # (N,) float64, read if WEIGHTS
     origin_ptr,  # (n,) int64
     filled_ptr,  # (n,) bool
@@ -74,7 +74,7 @@ def to_halves_kernel(
         o = first + tl.arange(0, BLOCK)
         filled = tl.load(filled_ptr + o, mask=o < n, other=0) != 0
         origin = tl.load(origin_ptr + o, mask=filled, other=0)
-        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0)
+        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0).to(tl.float64)
         if WEIGHTS:
             values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)
         largest = tl.maximum(largest, tl.abs(values))
@@ -84,7 +84,7 @@ def to_halves_kernel(
         o = first + tl.arange(0, BLOCK)
         filled = tl.load(filled_ptr + o, mask=o < n, other=0) != 0
         origin = tl.load(origin_ptr + o, mask=filled, other=0)
-        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0)
+        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0).to(tl.float64)
         if WEIGHTS:
             values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)
         store_halves(out_ptr + o.to(tl.int64) * 2 * s + i, values * scale, s, o < n)
@@ -115,11 +115,20 @@ def from_halves_kernel(
 
 
 def to_halves(
-    values: Tensor, layout: Layout, weights: Tensor | None = None
+    values: Tensor, layout: Layout, weights: Tensor | None = None, multiple: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Values (N, s) float64 times weights (N,) as (n, 2, s) float16, and their scales (s,)."""
+    """Values (N, s) times weights (N,) as (n, 2, width) float16, and their scales (s,) float64.
+
+    Args:
+        values: float32 or float64, of any strides.
+        layout: of the n packed rows.
+        weights: float64.
+        multiple: of which the width is one, with columns of zeros.
+    """
     count = values.shape[1]
-    packed = torch.empty((layout.size, 2, count), dtype=torch.float16, device=values.device)
+    width = triton.cdiv(count, multiple) * multiple
+    make = torch.empty if width == count else torch.zeros
+    packed = make((layout.size, 2, width), dtype=torch.float16, device=values.device)
     scales = torch.empty(count, dtype=torch.float64, device=values.device)
     to_halves_kernel[(count,)](
         values,
@@ -129,7 +138,7 @@ def to_halves(
         packed,
         scales,
         layout.size,
-        count,
+        width,
         *values.stride(),
         WEIGHTS=weights is not None,
         BLOCK=BLOCK,

@@ -28,7 +28,6 @@ from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.half_step import bias_of
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
-from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.kernels.points.row_terms import LOG2_SCALE, row_terms
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
@@ -314,11 +313,11 @@ def apply_plan_fused(
     scores: Scores,
     potentials: tuple[Tensor, Tensor],
     epsilon: float,
-    values: PackedPoints,
+    values: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Q V and Q 1 as `apply_plan_blocks` has them, without factors."""
     product = FusedProduct(rows, columns, scores, potentials, epsilon, None)
-    copies = values.coordinates.unflatten(0, (2, -1))[: 1 if scores.parts == 1 else 2]
-    out, sums = product(copies.transpose(0, 1))
+    halves, scales = values
+    out, sums = product(halves[:, : 1 if scores.parts == 1 else 2, : len(scales)])
     position = rows.points.layout.position
-    return out[position].div_(values.scale), sums[position]
+    return out[position].div_(scales), sums[position]

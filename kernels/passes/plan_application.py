@@ -133,7 +133,7 @@ def apply_plan_blocks(
     scores: Scores,
     potentials: tuple[Tensor, Tensor],
     epsilon: float,
-    values: PackedPoints,
+    values: tuple[Tensor, Tensor],
     factors: tuple[PackedPoints, PackedPoints] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Q V, or (Q o A B^T) V, and Q 1, with Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon).
@@ -144,7 +144,8 @@ def apply_plan_blocks(
         scores: how they make scores.
         potentials: f (N,) and g (M,), float32, in units of the cost.
         epsilon: in units of the cost.
-        values: V (m, k), packed as `columns`.
+        values: V as `halves` has it, (m, 2, width) float16 and scales (k,); widths that are
+            multiples of eight take least time.
         factors: A (n, r) and B (m, r), packed as `rows` and `columns`.
 
     Returns:
@@ -154,23 +155,25 @@ def apply_plan_blocks(
     launch = PlanBlocks(rows, columns, scores, potentials, epsilon, weighted=factors is not None)
     if factors is not None:
         launch.weight(*factors)
-    n, m = rows.points.layout.size, columns.points.layout.size
+    n = rows.points.layout.size
     layout, device = rows.points.layout, launch.device
     count = len(layout.position)
     # Rows of padding go to one row past the end.
     origin = torch.where(layout.filled, layout.origin, count)
-    out = torch.empty((count + 1, values.coordinates.shape[1]), device=device)
+    halves, scales = values
+    out = torch.empty((count + 1, halves.shape[2]), device=device)
     sums = torch.empty(count + 1, device=device)
     unit = 2.0**-LOG2_SCALE
-    parts, buffer = values.coordinates.view(2, m, -1).unbind(0), launch.buffer()
+    of_columns = unit * launch.factor_unit / scales
+    parts, buffer = halves.unbind(1), launch.buffer()
     for row in range(0, n, BLOCK_HEIGHT):
         product = torch.empty((min(BLOCK_HEIGHT, n - row), out.shape[1]), device=device)
         row_sums = torch.cat(launch.multiply(row, parts, product, buffer)).sum(0)
         points = origin[row : row + BLOCK_HEIGHT]
-        product *= unit * launch.factor_unit / values.scale
+        product[:, : len(scales)] *= of_columns
         out.index_copy_(0, points, product)
         sums.index_copy_(0, points, row_sums.mul_(unit))
-    return out[:count], sums[:count]
+    return out[:count, : len(scales)], sums[:count]
 
 
 def hold_plan(

@@ -52,15 +52,15 @@ class WeightedProduct:
             right: B (M, r).
         """
         rows, columns = self._layouts
-        blocks, (n, count) = self._blocks, (rows.size, values.shape[1])
+        blocks, n, count = self._blocks, rows.size, values.shape[1]
         blocks.weight(*_packed(left, right, self._layouts))
-        packed, scales = to_halves(values, columns)
-        parts = packed.transpose(0, 1).contiguous().unbind(0)
-        out, buffer = torch.empty((n, count), device=values.device), blocks.buffer()
+        packed, scales = to_halves(values, columns, multiple=8)
+        parts, buffer = packed.unbind(1), blocks.buffer()
+        out = torch.empty((n, packed.shape[2]), device=values.device)
         for row in range(0, n, BLOCK_HEIGHT):
             blocks.multiply(row, parts, out[row : row + BLOCK_HEIGHT], buffer)
         weights = self._masses * (2.0**-LOG2_SCALE * blocks.factor_unit)
-        return from_halves(out[:, None], scales, rows, weights)
+        return from_halves(out[:, None, :count], scales, rows, weights)
 
 
 def _packed(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.linear.halves import to_halves
 from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_columns
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.pair_sums import pair_sums
@@ -266,8 +267,7 @@ def _applied(
     factors: tuple[PackedPoints, PackedPoints] | None,
 ) -> Applied:
     f, g = map(single, potentials)
-    packed = _packed_matrix(values, columns)
-
+    packed = to_halves(values, columns.points.layout, multiple=8)
     device, dim, count = f.device, rows.points.coordinates.shape[1], values.shape[1]
     fused = factors is None and count <= FEW_CHUNKS * most_columns(dim, scores.parts, device)
 
@@ -284,7 +284,6 @@ def _applied(
         exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
         out, sums = apply(exact)
         masses = masses * ((f.double() - exact.double()) / epsilon).exp()
-    out = out[:, : values.shape[1]]
     return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums.double() * masses)
 
 

@@ -142,14 +142,11 @@ class StreamedPlan:
         return self._apply(values, factors, transposed=True)
 
     def _apply(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
-        # An operator may round all columns on one scale, so they come at the same one.
-        largest = values.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny)
-        scale = largest.log2().ceil().exp2()
         applied = self._operator.apply_plan(
-            *self._at, values / scale, transposed=transposed, factors=factors
+            *self._at, values, transposed=transposed, factors=factors
         )
         self._sums.setdefault(transposed, applied.masses)
-        return applied.values.to(self.dtype).mul_(scale)
+        return applied.values.to(self.dtype)
 
 
 class KeptPlan:
