@@ -18,7 +18,7 @@ from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import kernel_plans, memory
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver import curvature
+from otdd_flash.solver import curvature, plan_points
 from otdd_flash.solver.hessian import DivergenceCurvature
 from otdd_flash.solver.schur import Solver
 
@@ -99,7 +99,7 @@ CASES = list(
             [False, True],  # debias
             [1, 7],  # directions
             [1000, 3],  # iterations
-            [curvature.MOST_MOMENTS, 0],
+            [plan_points.MOST_MOMENTS, 0],
             [False, True],  # the plan is kept
         ]
     )
@@ -111,7 +111,7 @@ def test_products_are_those_of_the_dense_pseudo_inverse(
     case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (n, m), labels, zeros, lambda_x, debias, count, iterations, moments, kept = case
-    monkeypatch.setattr(curvature, "MOST_MOMENTS", moments)
+    monkeypatch.setattr(plan_points, "MOST_MOMENTS", moments)
     if not kept:
         monkeypatch.setattr(StoredOperator, "_prepared_plan", lambda *_: None)
     x, y = cloud(n, 0), cloud(m, 1)
