@@ -124,7 +124,7 @@ class CrossCurvature:
         del of_y, of_w2
         for part, of_images in zip(moved, t1, strict=True):
             part.addcmul_(of_images[:, None], images)
-        _, a = _less_mean(given, r)
+        a = given - shift
         by_x = moved.mul_(-factor / at.epsilon)
         by_x.add_((a + shift).mul_(factor * r[:, None]))
         # Means and what is left are orthogonal.

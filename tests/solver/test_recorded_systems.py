@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.operators import kernel_plans, memory
+from otdd_flash.operators import kernel_plans
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.plan import plan_of
@@ -19,7 +19,7 @@ from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-OPTIONS = CGOptions(1e-6)
+OPTIONS = CGOptions(1e-4)
 
 
 @pytest.fixture(params=["held", "fused"], autouse=True)
@@ -28,8 +28,7 @@ def _held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
     monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
     if request.param == "fused":
-        monkeypatch.setattr(memory, "UNASKED", 0)
-        monkeypatch.setattr(memory, "free_memory", lambda _: 0)
+        monkeypatch.setattr(kernel_plans, "holds", lambda *_: False)
 
 
 def solver(n: int, m: int, *, own: bool) -> Solver:
@@ -77,8 +76,10 @@ def test_a_later_solve_is_that_of_a_new_solver(own: bool) -> None:
     agree(earlier, kept)
     assert bool(found.converged.all())
     agree(found, solver(n, m, own=own).solve(right_sides(m, 2, 2)))
-    # Of another number of right-hand sides.
-    agree(again.solve(right_sides(m, 1, 1)), solver(n, m, own=own).solve(right_sides(m, 1, 1)))
+    # Of another number of right-hand sides; every direction goes by itself.
+    alone = again.solve(right_sides(m, 2, 2)[:, :1])
+    assert int(alone.iterations) == int(found.iterations[0])
+    torch.testing.assert_close(alone.values[:, 0], found.values[:, 0], rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.slow
