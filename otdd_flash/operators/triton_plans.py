@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.linear.halves import from_halves, to_halves
+from otdd_flash.kernels.passes.fused_product import NARROW
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.plan import Factors, Products, StreamedPlan
@@ -212,14 +213,15 @@ class ExactFusedPlan:
         if values.shape[1] > self._most or (known and self._sums[side] is None):
             return None
         layout, masses = self._layouts[side], self._masses[side]
-        packed, scales = to_halves(values, self._layouts[1 - side])
+        # Widths that products have anyway, so that they need not copy.
+        packed, scales = to_halves(values, self._layouts[1 - side], multiple=NARROW)
         found, sums = self._products[side](packed)
         if not known:
             fits = self._in_range(sums, side)
             self._sums[side] = masses * sums[layout.position].double() if fits else None
             if not fits:
                 return None
-        return from_halves(found[:, None], scales, layout, masses)
+        return from_halves(found[:, None, : len(scales)], scales, layout, masses)
 
     def _weigh(self, values: Tensor, left: Tensor, right: Tensor, side: int) -> Tensor | None:
         _ = self._sums_of(side)

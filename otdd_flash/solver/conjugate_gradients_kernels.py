@@ -16,7 +16,11 @@ from torch import Tensor
 from otdd_flash.engine.recording import Repeated
 from otdd_flash.kernels.linear.cg_start import BEGIN, CORRECT, RESUME, Kept, cg_start
 from otdd_flash.kernels.linear.cg_step import Image, Numbers, Vectors, cg_step
-from otdd_flash.solver.conjugate_gradients import AIM, MANY_ROWS, Limits, Metric, System
+from otdd_flash.solver.conjugate_gradients import AIM, Limits, Metric, System
+
+# Rows up to which a step takes less time than to launch it; a recording then pays, though it takes
+# steps two at a time, of which the last may be in vain.
+RECORDED_ROWS = 1 << 13
 
 
 class KernelIterates:
@@ -63,7 +67,8 @@ class KernelIterates:
 
     def repeat(self) -> None:
         """Take a step or a few, recorded where they take less time than to launch them."""
-        if not self.values.is_cuda or self._near.layout is None or len(self.values) >= MANY_ROWS:
+        few = len(self.values) <= RECORDED_ROWS
+        if not few or not self.values.is_cuda or self._near.layout is None:
             self.step()
             return
         # A recording is replayed on the stream that its memory belongs to.

@@ -115,7 +115,7 @@ def test_recorded_solves_are_those_that_are_not(
         right = right_sides(m, count, seed)
         found = recorded.solve(right)
         with monkeypatch.context() as patched:
-            patched.setattr(conjugate_gradients_kernels, "MANY_ROWS", 0)
+            patched.setattr(conjugate_gradients_kernels, "RECORDED_ROWS", 0)
             agree(found, plain.solve(right))
     iterates = recorded._iterates
     assert isinstance(iterates, KernelIterates)
@@ -138,7 +138,7 @@ def test_products_with_a_hessian_are_the_same_recorded(monkeypatch: pytest.Monke
     for v in directions:
         found = recorded.product(v)
         with monkeypatch.context() as patched:
-            patched.setattr(conjugate_gradients_kernels, "MANY_ROWS", 0)
+            patched.setattr(conjugate_gradients_kernels, "RECORDED_ROWS", 0)
             expected = plain.product(v)
         assert torch.equal(found.values, expected.values)
         assert torch.equal(found.iterations, expected.iterations)
