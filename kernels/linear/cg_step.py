@@ -2,26 +2,112 @@
 
 What a step does is said where it is done in PyTorch, `solver.conjugate_gradients`; here a program
 owns a direction: its vectors lie in the cache, and its sums are added in the same order whatever
-other directions there are.
+other directions there are. It takes the image as the last product of a plan leaves it,
 
-Shapes: vectors (m, s), those that change with columns of stride m; masses (m,); numbers (s,).
+    image = diagonal direction + weights found / scale,
+
+and leaves the next direction as halves, as the first product of a plan takes it.
+
+Shapes: vectors (m, s), columns of stride m; masses, weights and diagonal (m,); numbers (s,); found
+and packed in the order of their own rows.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.linear.halves import load_parts, scale_below, store_halves
 
 BLOCK = 4096
+
+
+class Vectors(NamedTuple):
+    """Of s directions, (m, s) float64 each, columns of stride m.
+
+    Attributes:
+        values: the solution so far.
+        left: the recursive residual.
+        direction: whose image is wanted next.
+    """
+
+    values: Tensor
+    left: Tensor
+    direction: Tensor
+
+
+class Numbers(NamedTuple):
+    """Of s directions, (s,) each.
+
+    Attributes:
+        size: of the recursive residual, scaled and squared, float64.
+        unknown: what rounding may have added to it, float64.
+        iterations: int64.
+        active: whether it goes on, bool.
+        goal: at which size of the residual it stops, float64.
+        most: after how many iterations it does, int64.
+    """
+
+    size: Tensor
+    unknown: Tensor
+    iterations: Tensor
+    active: Tensor
+    goal: Tensor
+    most: Tensor
+
+
+class Image(NamedTuple):
+    """The image of directions, diagonal direction + weights found / scale.
+
+    Attributes:
+        found: (rows, parts, s) float32 or float64, of any strides.
+        scales: (s,) float64.
+        weights: (m,) float64.
+        diagonal: (m,) float64.
+        position: (m,) int64, the row of a point.
+    """
+
+    found: Tensor
+    scales: Tensor
+    weights: Tensor
+    diagonal: Tensor
+    position: Tensor
+
+
+@triton.jit
+def pack_direction(
+    direction_ptr,  # (m,) float64
+    position_ptr,  # (m,) int64
+    packed_ptr,  # (rows, 2, s) float16, from column i on
+    scale_ptr,  # float64
+    largest,
+    m,
+    s,
+    BLOCK: tl.constexpr,
+):
+    """A direction as halves, and their scale."""
+    scale = scale_below(largest)
+    tl.store(scale_ptr, scale)
+    for first in range(0, m, BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        mask = o < m
+        o_row = tl.load(position_ptr + o, mask=mask, other=0)
+        direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
+        store_halves(packed_ptr + o_row * 2 * s, direction * scale, s, mask)
 
 
 @on_its_device
 @triton.jit
 def cg_step_kernel(
-    image_ptr,  # (m, s) float64, of any strides
+    found_ptr,  # (rows, PARTS, s) float32 or float64
+    found_scales_ptr,  # (s,) float64
+    weights_ptr,  # (m,) float64
+    diagonal_ptr,  # (m,) float64
+    position_ptr,  # (m,) int64
     masses_ptr,  # (m,) float64
     total_ptr,  # () float64, their sum
     values_ptr,  # (m, s) float64
@@ -33,10 +119,15 @@ def cg_step_kernel(
     active_ptr,  # (s,) bool
     goal_ptr,  # (s,) float64
     most_ptr,  # (s,) int64
+    packed_ptr,  # (rows, 2, s) float16
+    scales_ptr,  # (s,) float64
     m,
-    image_row_stride,
-    image_column_stride,
+    s,
+    row_stride,
+    part_stride,
+    column_stride,
     precision,
+    PARTS: tl.constexpr,
     CONSTANTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -44,11 +135,14 @@ def cg_step_kernel(
     i = tl.program_id(0).to(tl.int64)
     if tl.load(active_ptr + i) == 0:
         return
-    image_ptr += i * image_column_stride
+    found_ptr += i * column_stride
     values_ptr += i * m
     left_ptr += i * m
     direction_ptr += i * m
-    size = tl.load(size_ptr + i)
+    # All threads have read these before the first of them writes: sums make them wait in between.
+    size, unknown = tl.load(size_ptr + i), tl.load(unknown_ptr + i)
+    iterations, most = tl.load(iterations_ptr + i) + 1, tl.load(most_ptr + i)
+    goal, found_scale = tl.load(goal_ptr + i), tl.load(found_scales_ptr + i)
 
     energies = tl.zeros((BLOCK,), tl.float64)
     lengths = tl.zeros((BLOCK,), tl.float64)
@@ -56,12 +150,15 @@ def cg_step_kernel(
         o = first + tl.arange(0, BLOCK)
         mask = o < m
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
-        image = tl.load(image_ptr + o.to(tl.int64) * image_row_stride, mask=mask, other=0.0)
+        o_row = tl.load(position_ptr + o, mask=mask, other=0)
+        found = load_parts(found_ptr, o_row, row_stride, part_stride, mask, PARTS) / found_scale
+        image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * direction
+        image += tl.load(weights_ptr + o, mask=mask, other=0.0) * found
         energies += direction * image
         lengths += direction * direction * tl.load(masses_ptr + o, mask=mask, other=0.0)
     energy = tl.sum(energies, 0)
     step = size / tl.where(energy > 0, energy, 1.0)
-    unknown = tl.load(unknown_ptr + i) + precision * step * tl.sqrt(tl.sum(lengths, 0))
+    unknown += precision * step * tl.sqrt(tl.sum(lengths, 0))
     tl.store(unknown_ptr + i, unknown)
     if (energy <= 0) | (unknown > tl.sqrt(size)):
         tl.store(active_ptr + i, 0)
@@ -72,74 +169,86 @@ def cg_step_kernel(
         o = first + tl.arange(0, BLOCK)
         mask = o < m
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
-        image = tl.load(image_ptr + o.to(tl.int64) * image_row_stride, mask=mask, other=0.0)
+        o_row = tl.load(position_ptr + o, mask=mask, other=0)
+        found = load_parts(found_ptr, o_row, row_stride, part_stride, mask, PARTS) / found_scale
+        image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * direction
+        image += tl.load(weights_ptr + o, mask=mask, other=0.0) * found
+        masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
         values = tl.load(values_ptr + o, mask=mask, other=0.0)
         left = tl.load(left_ptr + o, mask=mask, other=0.0) - step * image
-        left = tl.where(tl.load(masses_ptr + o, mask=mask, other=0.0) > 0, left, 0.0)
+        left = tl.where(masses > 0, left, 0.0)
         tl.store(values_ptr + o, values + step * direction, mask=mask)
         tl.store(left_ptr + o, left, mask=mask)
-        sums += left
-    share = tl.sum(sums, 0) / tl.load(total_ptr) if CONSTANTS else 0.0
+        # Their sum, or already their size.
+        sums += left if CONSTANTS else left * left / tl.where(masses > 0, masses, 1.0)
+    after = tl.sum(sums, 0)
 
-    sizes = tl.zeros((BLOCK,), tl.float64)
-    for first in range(0, m, BLOCK):
-        o = first + tl.arange(0, BLOCK)
-        mask = o < m
-        masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
-        left = tl.load(left_ptr + o, mask=mask, other=0.0) - masses * share
-        tl.store(left_ptr + o, left, mask=mask)
-        sizes += left * left / tl.where(masses > 0, masses, 1.0)
-    after = tl.sum(sizes, 0)
+    if CONSTANTS:
+        share = after / tl.load(total_ptr)
+        sizes = tl.zeros((BLOCK,), tl.float64)
+        for first in range(0, m, BLOCK):
+            o = first + tl.arange(0, BLOCK)
+            mask = o < m
+            masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
+            left = tl.load(left_ptr + o, mask=mask, other=0.0) - masses * share
+            tl.store(left_ptr + o, left, mask=mask)
+            sizes += left * left / tl.where(masses > 0, masses, 1.0)
+        after = tl.sum(sizes, 0)
 
+    largest = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, m, BLOCK):
         o = first + tl.arange(0, BLOCK)
         mask = o < m
         masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
         scaled = tl.load(left_ptr + o, mask=mask, other=0.0) / tl.where(masses > 0, masses, 1.0)
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
-        tl.store(direction_ptr + o, scaled + after / size * direction, mask=mask)
-    iterations = tl.load(iterations_ptr + i) + 1
-    goal = tl.load(goal_ptr + i)
+        direction = scaled + after / size * direction
+        tl.store(direction_ptr + o, direction, mask=mask)
+        largest = tl.maximum(largest, tl.abs(direction))
     tl.store(iterations_ptr + i, iterations)
     tl.store(size_ptr + i, after)
-    going_on = (after > goal * goal) & (iterations < tl.load(most_ptr + i))
+    going_on = (after > goal * goal) & (iterations < most)
     tl.store(active_ptr + i, going_on)
+    if going_on:
+        pack_direction(
+            direction_ptr, position_ptr, packed_ptr + i, scales_ptr + i,
+            tl.max(largest, 0), m, s, BLOCK,
+        )  # fmt: skip
 
 
 def cg_step(
-    image: Tensor,
-    masses: Tensor,
-    total: Tensor,
-    vectors: tuple[Tensor, Tensor, Tensor],
-    numbers: tuple[Tensor, Tensor, Tensor, Tensor],
-    limits: tuple[Tensor, Tensor],
+    image: Image,
+    masses: tuple[Tensor, Tensor],
+    vectors: Vectors,
+    numbers: Numbers,
+    packed: tuple[Tensor, Tensor],
     precision: float,
     *,
     constants: bool,
 ) -> None:
-    """Update vectors and numbers by the image (m, s) of the directions; arguments as above.
+    """Update vectors and numbers by the image of the directions, and pack the next ones.
 
     Args:
-        image: (m, s) float64, of any strides.
-        masses: (m,) float64.
-        total: their sum, ().
-        vectors: values, left and direction.
-        numbers: size, unknown, iterations and active.
-        limits: goal and most.
+        image: as the system's last product leaves it.
+        masses: (m,) float64, and their sum ().
+        vectors: of the directions.
+        numbers: likewise.
+        packed: directions (rows, 2, s) float16, 0 for padding, and their scales (s,).
         precision: of the image.
         constants: whether the matrix takes constants to 0.
     """
-    m, count = image.shape
+    m, count = vectors.direction.shape
     cg_step_kernel[(count,)](
-        image,
-        masses,
-        total,
+        *image,
+        *masses,
         *vectors,
         *numbers,
-        *limits,
+        *packed,
         m,
-        *image.stride(),
+        count,
+        *image.found.stride(),
         precision,
+        PARTS=image.found.shape[1],
         CONSTANTS=constants,
         BLOCK=BLOCK,
         num_warps=16,

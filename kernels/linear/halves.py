@@ -5,7 +5,7 @@
 The power of two of a column brings its largest number below 2^14, so that none overflows. Padding
 is 0. Results of products with hi and lo, or with their sum, go the same way back.
 
-Shapes: values (N, s), packed (n, 2, s).
+Shapes: values (N, s), packed (n, 2, s), or more columns.
 """
 
 from __future__ import annotations
@@ -24,10 +24,36 @@ TINY = tl.constexpr(2.0**-126)
 BLOCK = 4096
 
 
+@triton.jit
+def scale_below(largest):
+    """The power of two that brings the largest size of a column below 2^14, float64."""
+    exponent = tl.ceil(tl.log2(tl.maximum(largest, TINY)))
+    return tl.exp2(-exponent) * LARGEST
+
+
+@triton.jit
+def store_halves(p_out, values, s, mask):
+    """Scaled float64 values as hi, and as lo where another s numbers further on."""
+    high = values.to(tl.float32).to(tl.float16)
+    low = (values - high.to(tl.float64)).to(tl.float32).to(tl.float16)
+    tl.store(p_out, high, mask=mask)
+    tl.store(p_out + s, low, mask=mask)
+
+
+@triton.jit
+def load_parts(found_ptr, o_row, row_stride, part_stride, mask, PARTS: tl.constexpr):
+    """What products of both halves, or of their sum, are together, float64."""
+    p_found = found_ptr + o_row * row_stride
+    found = tl.load(p_found, mask=mask, other=0.0).to(tl.float64)
+    if PARTS == 2:
+        found += tl.load(p_found + part_stride, mask=mask, other=0.0).to(tl.float64)
+    return found
+
+
 @on_its_device
 @triton.jit
 def to_halves_kernel(
-    values_ptr,  # (N, s) float64, of any strides
+    values_ptr,  # (N, s) float32 or float64, of any strides
     weights_ptr,  # (N,) float64, read if WEIGHTS
     origin_ptr,  # (n,) int64
     filled_ptr,  # (n,) bool
@@ -48,38 +74,33 @@ def to_halves_kernel(
         o = first + tl.arange(0, BLOCK)
         filled = tl.load(filled_ptr + o, mask=o < n, other=0) != 0
         origin = tl.load(origin_ptr + o, mask=filled, other=0)
-        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0)
+        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0).to(tl.float64)
         if WEIGHTS:
             values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)
         largest = tl.maximum(largest, tl.abs(values))
-    exponent = tl.ceil(tl.log2(tl.maximum(tl.max(largest, 0), TINY)))
-    scale = tl.exp2(-exponent) * LARGEST
+    scale = scale_below(tl.max(largest, 0))
     tl.store(scales_ptr + i, scale)
     for first in range(0, n, BLOCK):
         o = first + tl.arange(0, BLOCK)
         filled = tl.load(filled_ptr + o, mask=o < n, other=0) != 0
         origin = tl.load(origin_ptr + o, mask=filled, other=0)
-        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0)
+        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0).to(tl.float64)
         if WEIGHTS:
             values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)
-        values *= scale
-        high = values.to(tl.float32).to(tl.float16)
-        low = (values - high.to(tl.float64)).to(tl.float32).to(tl.float16)
-        o_out = o.to(tl.int64) * 2 * s + i
-        tl.store(out_ptr + o_out, high, mask=o < n)
-        tl.store(out_ptr + o_out + s, low, mask=o < n)
+        store_halves(out_ptr + o.to(tl.int64) * 2 * s + i, values * scale, s, o < n)
 
 
 @on_its_device
 @triton.jit
 def from_halves_kernel(
-    found_ptr,  # (n, PARTS, s) float32
+    found_ptr,  # (n, PARTS, s) float32, of any strides but 1 between columns
     scales_ptr,  # (s,) float64
     weights_ptr,  # (N,) float64
     position_ptr,  # (N,) int64
     out_ptr,  # (N, s) float64, columns of stride N
     count,
-    s,
+    row_stride,
+    part_stride,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -87,20 +108,27 @@ def from_halves_kernel(
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.program_id(1).to(tl.int64)
     mask = o < count
-    o_found = tl.load(position_ptr + o, mask=mask, other=0) * PARTS * s + i
-    found = tl.load(found_ptr + o_found, mask=mask, other=0.0).to(tl.float64)
-    if PARTS == 2:
-        found += tl.load(found_ptr + o_found + s, mask=mask, other=0.0).to(tl.float64)
+    o_row = tl.load(position_ptr + o, mask=mask, other=0)
+    found = load_parts(found_ptr + i, o_row, row_stride, part_stride, mask, PARTS)
     weights = tl.load(weights_ptr + o, mask=mask, other=0.0)
     tl.store(out_ptr + i * count + o, weights * (found / tl.load(scales_ptr + i)), mask=mask)
 
 
 def to_halves(
-    values: Tensor, layout: Layout, weights: Tensor | None = None
+    values: Tensor, layout: Layout, weights: Tensor | None = None, multiple: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Values (N, s) float64 times weights (N,) as (n, 2, s) float16, and their scales (s,)."""
+    """Values (N, s) times weights (N,) as (n, 2, width) float16, and their scales (s,) float64.
+
+    Args:
+        values: float32 or float64, of any strides.
+        layout: of the n packed rows.
+        weights: float64.
+        multiple: of which the width is one, with columns of zeros.
+    """
     count = values.shape[1]
-    packed = torch.empty((layout.size, 2, count), dtype=torch.float16, device=values.device)
+    width = triton.cdiv(count, multiple) * multiple
+    make = torch.empty if width == count else torch.zeros
+    packed = make((layout.size, 2, width), dtype=torch.float16, device=values.device)
     scales = torch.empty(count, dtype=torch.float64, device=values.device)
     to_halves_kernel[(count,)](
         values,
@@ -110,7 +138,7 @@ def to_halves(
         packed,
         scales,
         layout.size,
-        count,
+        width,
         *values.stride(),
         WEIGHTS=weights is not None,
         BLOCK=BLOCK,
@@ -131,13 +159,13 @@ def from_halves(found: Tensor, scales: Tensor, layout: Layout, weights: Tensor) 
     (_, parts, count), points, block = found.shape, len(layout.position), 1024
     out = torch.empty((count, points), dtype=torch.float64, device=found.device)
     from_halves_kernel[(triton.cdiv(points, block), count)](
-        found.contiguous(),
+        found,
         scales,
         weights,
         layout.position,
         out,
         points,
-        count,
+        *found.stride()[:2],
         PARTS=parts,
         BLOCK=block,
     )

@@ -26,10 +26,9 @@ from torch import Tensor
 from otdd_flash.kernels.epsilon import LOG2_E, on_device
 from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.passes.half_step import bias_of
-from otdd_flash.kernels.passes.plan_application import LOG2_SCALE, NOTHING
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
-from otdd_flash.kernels.points.packed_points import PackedPoints
+from otdd_flash.kernels.points.row_terms import LOG2_SCALE, row_terms
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     Tile,
@@ -176,7 +175,7 @@ class FusedProduct:
         scores: how they make scores.
         potentials: f (N,) and g (M,), float32, in units of the cost.
         epsilon: in units of the cost.
-        present: (N,) bool; the rows of other points, and of padding, are 0.
+        masses: (N,) float64; the rows of points without, and of padding, are 0. None for all.
     """
 
     def __init__(
@@ -186,16 +185,14 @@ class FusedProduct:
         scores: Scores,
         potentials: tuple[Tensor, Tensor],
         epsilon: float,
-        present: Tensor,
+        masses: Tensor | None,
     ) -> None:
         self._rows, self._columns, self._scores = rows.points, columns.points, scores
         self._scale, (f, g) = LOG2_E.value / epsilon, potentials
         self._bias = bias_of(columns, scores, g, on_device(epsilon, f.device))
         layout = rows.points.layout
         self._terms = ClassTerms.of(layout, columns.points.layout, scores.costs)
-        row_term = (layout.spread(f, 0.0) - rows.squares) * self._scale + LOG2_SCALE
-        filled = layout.spread(present.float(), 0.0) > 0
-        self._row_term = torch.where(filled, row_term, NOTHING)
+        self._row_term = row_terms(f, masses, layout, rows.squares, self._scale)
 
     def __call__(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Q V (n, k) and Q 1 (n,), float32 in packed order.
@@ -316,13 +313,11 @@ def apply_plan_fused(
     scores: Scores,
     potentials: tuple[Tensor, Tensor],
     epsilon: float,
-    values: PackedPoints,
+    values: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Q V and Q 1 as `apply_plan_blocks` has them, without factors."""
-    f, _ = potentials
-    there = torch.ones(len(f), dtype=torch.bool, device=f.device)
-    product = FusedProduct(rows, columns, scores, potentials, epsilon, there)
-    copies = values.coordinates.unflatten(0, (2, -1))[: 1 if scores.parts == 1 else 2]
-    out, sums = product(copies.transpose(0, 1))
+    product = FusedProduct(rows, columns, scores, potentials, epsilon, None)
+    halves, scales = values
+    out, sums = product(halves[:, : 1 if scores.parts == 1 else 2, : len(scales)])
     position = rows.points.layout.position
-    return out[position].div_(values.scale), sums[position]
+    return out[position].div_(scales), sums[position]

@@ -16,6 +16,7 @@ Work: 2 n m (d + k + r) operations on tensor cores, times three in `high`, and n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from otdd_flash.kernels.passes.half_step import bias_of
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
 from otdd_flash.kernels.points.packed_points import PackedPoints
+from otdd_flash.kernels.points.row_terms import LOG2_SCALE, row_terms
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     Tile,
@@ -41,12 +43,6 @@ from otdd_flash.kernels.tiling import (
 # A block of the plan: 64 MiB a part. In blocks that the second-level cache holds, launches and not
 # memory take most of the time.
 BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
-# Q is scaled by 2^10: rows whose sums lie in this range neither overflow nor lose bits.
-LOG2_SCALE = 10
-ROW_RANGE = 2.0**-5, 2.0**5
-# The exponent of a row that is not there.
-NOTHING = -1e30
-
 # Programs of neighbouring rows run together, so that tiles of y are read from the cache.
 GROUP = 8
 
@@ -137,7 +133,7 @@ def apply_plan_blocks(
     scores: Scores,
     potentials: tuple[Tensor, Tensor],
     epsilon: float,
-    values: PackedPoints,
+    values: tuple[Tensor, Tensor],
     factors: tuple[PackedPoints, PackedPoints] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Q V, or (Q o A B^T) V, and Q 1, with Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon).
@@ -148,44 +144,36 @@ def apply_plan_blocks(
         scores: how they make scores.
         potentials: f (N,) and g (M,), float32, in units of the cost.
         epsilon: in units of the cost.
-        values: V (m, k), packed as `columns`.
+        values: V as `halves` has it, (m, 2, width) float16 and scales (k,); widths that are
+            multiples of eight take least time.
         factors: A (n, r) and B (m, r), packed as `rows` and `columns`.
 
     Returns:
         (N, k) float32 and (N,) float32, in the points' own order; the first holds only as long as
         the second stays within `ROW_RANGE`.
     """
-    launch = _Launch(rows, columns, scores, potentials, epsilon, factors)
-    n, m = rows.points.layout.size, columns.points.layout.size
-    stored = 2 if scores.parts == 3 else 1
+    launch = PlanBlocks(rows, columns, scores, potentials, epsilon, weighted=factors is not None)
+    if factors is not None:
+        launch.weight(*factors)
+    n = rows.points.layout.size
     layout, device = rows.points.layout, launch.device
     count = len(layout.position)
     # Rows of padding go to one row past the end.
     origin = torch.where(layout.filled, layout.origin, count)
-    out = torch.empty((count + 1, values.coordinates.shape[1]), device=device)
+    halves, scales = values
+    out = torch.empty((count + 1, halves.shape[2]), device=device)
     sums = torch.empty(count + 1, device=device)
-    size = stored * min(BLOCK_HEIGHT, n) * min(BLOCK_WIDTH, m)
-    buffer = torch.empty(size, dtype=torch.float16, device=device)
     unit = 2.0**-LOG2_SCALE
+    of_columns = unit * launch.factor_unit / scales
+    parts, buffer = halves.unbind(1), launch.buffer()
     for row in range(0, n, BLOCK_HEIGHT):
-        height = min(BLOCK_HEIGHT, n - row)
-        product = torch.empty((height, out.shape[1]), device=device)
-        row_sums = torch.zeros(height, device=device)
-        for column in range(0, m, BLOCK_WIDTH):
-            width = min(BLOCK_WIDTH, m - column)
-            block = buffer[: stored * height * width].view(stored, height, width)
-            row_sums += launch(block, row, column)
-            high = values.coordinates[column : column + width]
-            _multiply(block[0], high, product, add=column > 0)
-            if stored == 2:
-                low = values.coordinates[m + column : m + column + width]
-                _multiply(block[0], low, product, add=True)
-                _multiply(block[1], high, product, add=True)
-        points = origin[row : row + height]
-        product *= unit * launch.factor_unit / values.scale
+        product = torch.empty((min(BLOCK_HEIGHT, n - row), out.shape[1]), device=device)
+        row_sums = torch.cat(launch.multiply(row, parts, product, buffer)).sum(0)
+        points = origin[row : row + BLOCK_HEIGHT]
+        product[:, : len(scales)] *= of_columns
         out.index_copy_(0, points, product)
         sums.index_copy_(0, points, row_sums.mul_(unit))
-    return out[:count], sums[:count]
+    return out[:count, : len(scales)], sums[:count]
 
 
 def hold_plan(
@@ -194,7 +182,7 @@ def hold_plan(
     scores: Scores,
     potentials: tuple[Tensor, Tensor],
     epsilon: float,
-    present: Tensor,
+    masses: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """All of Q in float16, and Q 1, both scaled by 2^LOG2_SCALE.
 
@@ -204,21 +192,19 @@ def hold_plan(
         scores: how they make scores, of one part.
         potentials: f (N,) and g (M,), float32, in units of the cost.
         epsilon: in units of the cost.
-        present: (N,) bool; the rows of other points, and of padding, are 0.
+        masses: (N,) float64; the rows of points without, and of padding, are 0.
 
     Returns:
         (n, m) float16 and (n,) float32 in packed order; the first holds only as long as the second,
         unscaled, stays within `ROW_RANGE` where there are points.
     """
-    launch = _Launch(rows, columns, scores, potentials, epsilon, None)
-    filled = rows.points.layout.spread(present.float(), 0.0) > 0
-    launch.row_term = torch.where(filled, launch.row_term, NOTHING)
+    launch = PlanBlocks(rows, columns, scores, potentials, epsilon, masses)
     n, m = rows.points.layout.size, columns.points.layout.size
     out = torch.empty((n, m), dtype=torch.float16, device=launch.device)
     sums = torch.empty(n, device=launch.device)
     for row in range(0, n, BLOCK_HEIGHT):
         part = slice(row, min(row + BLOCK_HEIGHT, n))
-        sums[part] = launch(out[None, part], row, 0)
+        torch.sum(launch(out[None, part], row, 0), 0, out=sums[part])
     return out, sums
 
 
@@ -232,8 +218,21 @@ def plan_tile(depth: int, device: torch.device, *, factors: bool, gather: bool) 
     return narrow_tile(device)._replace(warps=8) if factors else tile_for(depth, device)
 
 
-class _Launch:
-    """Fills blocks of Q."""
+class PlanBlocks:
+    """Fills blocks of Q, of the same potentials.
+
+    Args:
+        rows: n packed points.
+        columns: m packed points.
+        scores: how they make scores.
+        potentials: f (N,) and g (M,), float32, in units of the cost.
+        epsilon: in units of the cost.
+        masses: (N,) float64; the rows of points without are 0. None leaves all as they are.
+        weighted: whether `weight` says by what entries are weighted.
+
+    Attributes:
+        factor_unit: what weighted entries are divided by.
+    """
 
     def __init__(
         self,
@@ -242,37 +241,81 @@ class _Launch:
         scores: Scores,
         potentials: tuple[Tensor, Tensor],
         epsilon: float,
-        factors: tuple[PackedPoints, PackedPoints] | None,
+        masses: Tensor | None = None,
+        *,
+        weighted: bool = False,
     ) -> None:
         self.rows, self.columns, self.scores = rows.points, columns.points, scores
         self.scale = LOG2_E.value / epsilon
         f, g = potentials
         self.device = f.device
         self.bias = bias_of(columns, scores, g, on_device(epsilon, self.device))
-        self.row_term = (rows.points.layout.spread(f, 0.0) - rows.squares) * self.scale
-        self.row_term += LOG2_SCALE
         layouts = rows.points.layout, columns.points.layout
+        self.row_term = row_terms(f, masses, layouts[0], rows.squares, self.scale)
         self.terms = ClassTerms.of(*layouts, scores.costs)
         self.dim = self.rows.coordinates.shape[1]
         self.tile = plan_tile(
             self.dim * scores.parts,
             self.device,
-            factors=factors is not None,
+            factors=weighted,
             gather=not rows.points.layout.pure,
         )
         self._points = self._operands(self.rows, self.columns)
         self._factors, self._rank = self._points, 0
         self._factor_scale = self.factor_unit = 1.0
-        if factors is not None:
-            # Cauchy-Schwarz: no entry of A B^T times the unit's inverse exceeds 1.
-            most = torch.stack([side.squares[1].max() for side in factors]).double().prod()
-            self.factor_unit = 2.0 ** math.ceil(math.log2(max(float(most), 1e-60)) / 2)
-            self._factors = self._operands(*factors)
-            self._rank = factors[0].coordinates.shape[1]
-            self._factor_scale = 1 / (factors[0].scale * factors[1].scale * self.factor_unit)
+
+    def weight(self, left: PackedPoints, right: PackedPoints) -> None:
+        """Weight entries by those of A B^T, of A (n, r) and B (m, r) packed as the points."""
+        largest = torch.stack([side.squares[1].max() for side in (left, right)]).tolist()
+        # Cauchy-Schwarz: no entry of A B^T times the unit's inverse exceeds 1.
+        most = max(largest[0] * largest[1], 1e-60)
+        self.factor_unit = 2.0 ** math.ceil(math.log2(most) / 2)
+        self._factors, self._rank = self._operands(left, right), left.coordinates.shape[1]
+        self._factor_scale = 1 / (left.scale * right.scale * self.factor_unit)
+
+    def buffer(self) -> Tensor:
+        """Memory for the blocks of a pass, float16."""
+        (n, m), stored = (side.layout.size for side in (self.rows, self.columns)), self._stored
+        size = stored * min(BLOCK_HEIGHT, n) * min(BLOCK_WIDTH, m)
+        return torch.empty(size, dtype=torch.float16, device=self.device)
+
+    def multiply(
+        self, row: int, values: Sequence[Tensor], out: Tensor, buffer: Tensor
+    ) -> list[Tensor]:
+        """Write Q V, scaled, of a block of rows from one on to `out` (height, k) float32.
+
+        Args:
+            row: the first.
+            values: hi and lo parts of V, (m, k) float16 each; the latter is read for three parts.
+            out: overwritten.
+            buffer: likewise.
+
+        Returns:
+            Sums of the rows, (tiles, height) each, to be added up.
+        """
+        height, m, stored = len(out), self.columns.layout.size, self._stored
+        sums = []
+        for column in range(0, m, BLOCK_WIDTH):
+            width = min(BLOCK_WIDTH, m - column)
+            block = buffer[: stored * height * width].view(stored, height, width)
+            sums.append(self(block, row, column))
+            high, low = (part[column : column + width] for part in values)
+            _multiply(block[0], high, out, add=column > 0)
+            if stored == 2:
+                _multiply(block[0], low, out, add=True)
+                _multiply(block[1], high, out, add=True)
+        return sums
+
+    @property
+    def _stored(self) -> int:
+        return 2 if self.scores.parts == 3 else 1
 
     def __call__(self, block: Tensor, row: int, column: int) -> Tensor:
-        """Write Q from (row, column) on to `block` (1 or 2, height, width); return its row sums."""
+        """Write Q from (row, column) on to `block` (1 or 2, height, width).
+
+        Returns:
+            Sums of the rows of each tile, (tiles, height), to be added up.
+        """
         tile, (_, height, width) = self.tile, block.shape
         sums = torch.empty((width // tile.columns, height), device=self.device)
         layout = self.rows.layout
@@ -308,7 +351,7 @@ class _Launch:
             CLASSES=self.terms.kind,
             num_warps=tile.warps,
         )
-        return sums.sum(0)
+        return sums
 
     def _operands(self, left: PackedPoints, right: PackedPoints) -> tuple[object, object]:
         return (

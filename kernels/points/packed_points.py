@@ -57,7 +57,7 @@ def pack_kernel(
     points_ptr,  # (N, d), any real type and strides
     centre_ptr,  # (d,) float64
     origin_ptr,  # (n,) int64
-    filled_ptr,  # (n,) int8
+    filled_ptr,  # (n,) bool
     out_ptr,  # (2 n, DIM) float16
     squares_ptr,  # (2, n) float32
     n,
@@ -189,7 +189,7 @@ def pack(points: Tensor, layout: Layout, centre: Tensor, scale: float) -> Packed
         points,
         centre,
         layout.origin,
-        layout.filled.to(torch.int8),
+        layout.filled,
         coordinates,
         squares,
         n,

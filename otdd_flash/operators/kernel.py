@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import on_device
+from otdd_flash.kernels.linear.halves import to_halves
 from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_columns
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.pair_sums import pair_sums
-from otdd_flash.kernels.passes.plan_application import (
-    ROW_RANGE,
-    apply_plan_blocks,
-)
+from otdd_flash.kernels.passes.plan_application import apply_plan_blocks
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import (
@@ -30,6 +28,7 @@ from otdd_flash.kernels.points.packed_points import (
     pack,
     power_of_two_scale,
 )
+from otdd_flash.kernels.points.row_terms import ROW_RANGE
 from otdd_flash.operators.base import (
     Applied,
     CostFacts,
@@ -85,8 +84,12 @@ class KernelOperator:
             if coarse is None
             else coarse._fixed_point
         )
-        self._rows = _side(x, cost.a, cost.lambda_x, parts)
-        self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
+        if coarse is None:
+            self._rows = _side(x, cost.a, cost.lambda_x, parts)
+            self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
+        else:
+            self._rows = _seen_with(coarse._rows, cost.lambda_x, parts)
+            self._columns = _seen_with(coarse._columns, cost.lambda_x, parts)
         scale = 2 * cost.lambda_x / x.scale**2
         costs = cost.class_costs.float()
         self._scores = Scores(scale, costs.contiguous(), parts)
@@ -264,8 +267,7 @@ def _applied(
     factors: tuple[PackedPoints, PackedPoints] | None,
 ) -> Applied:
     f, g = map(single, potentials)
-    packed = _packed_matrix(values, columns)
-
+    packed = to_halves(values, columns.points.layout, multiple=8)
     device, dim, count = f.device, rows.points.coordinates.shape[1], values.shape[1]
     fused = factors is None and count <= FEW_CHUNKS * most_columns(dim, scores.parts, device)
 
@@ -282,7 +284,6 @@ def _applied(
         exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
         out, sums = apply(exact)
         masses = masses * ((f.double() - exact.double()) / epsilon).exp()
-    out = out[:, : values.shape[1]]
     return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums.double() * masses)
 
 
@@ -313,6 +314,15 @@ def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
 
 
 def _side(points: PackedPoints, masses: Tensor, lambda_x: float, parts: int) -> Side:
-    squares = points.squares[0 if parts == 1 else 1] * lambda_x
+    squares = _squares(points, lambda_x, parts)
     log2_masses = points.layout.spread(masses, 0.0).log2().clamp_min(LOG2_ZERO).float()
     return Side(points, squares, log2_masses)
+
+
+def _seen_with(side: Side, lambda_x: float, parts: int) -> Side:
+    """The same with other norms."""
+    return side._replace(squares=_squares(side.points, lambda_x, parts))
+
+
+def _squares(points: PackedPoints, lambda_x: float, parts: int) -> Tensor:
+    return points.squares[0 if parts == 1 else 1] * lambda_x

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.passes.fused_product import NARROW, FusedProduct, most_columns
-from otdd_flash.kernels.passes.plan_application import LOG2_SCALE, ROW_RANGE, hold_plan
+from otdd_flash.kernels.passes.plan_application import hold_plan
 from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout
+from otdd_flash.kernels.points.row_terms import LOG2_SCALE, ROW_RANGE
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
@@ -66,6 +68,7 @@ class KernelPlans(NamedTuple):
             lambda sums, side: in_range(sums, layouts[side], masses[side]),
             FEW_CHUNKS * columns,
             streamed,
+            lambda side: self._weighted(f, g, epsilon, side),
         )
 
     def rounded(
@@ -81,7 +84,7 @@ class KernelPlans(NamedTuple):
         if holds(2 * of_rows.size * of_columns.size, most, f.device):
             potentials, unit = (single(f), single(g)), 2.0**-LOG2_SCALE
             sides = near.rows, near.columns, near.scores
-            entries, sums = hold_plan(*sides, potentials, epsilon, masses[0] > 0)
+            entries, sums = hold_plan(*sides, potentials, epsilon, masses[0])
             if not in_range(sums * unit, of_rows, masses[0]):
                 return None
             return HeldPlan(entries, unit, masses[0], layouts)
@@ -102,11 +105,18 @@ class KernelPlans(NamedTuple):
 
     def _products(self, f: Tensor, g: Tensor, epsilon: float) -> tuple[FusedProduct, FusedProduct]:
         forth, back = (single(f), single(g)), (single(g), single(f))
-        there = self.cost.a > 0, self.cost.b > 0
         return (
-            FusedProduct(self.rows, self.columns, self.scores, forth, epsilon, there[0]),
-            FusedProduct(self.columns, self.rows, self.transposed, back, epsilon, there[1]),
+            FusedProduct(self.rows, self.columns, self.scores, forth, epsilon, self.cost.a),
+            FusedProduct(self.columns, self.rows, self.transposed, back, epsilon, self.cost.b),
         )
+
+    def _weighted(self, f: Tensor, g: Tensor, epsilon: float, side: int) -> WeightedProduct:
+        potentials = single(f), single(g)
+        if side == 0:
+            given = self.rows, self.columns, self.scores, potentials
+            return WeightedProduct(*given, epsilon, self.cost.a)
+        given = self.columns, self.rows, self.transposed, potentials[::-1]
+        return WeightedProduct(*given, epsilon, self.cost.b)
 
 
 def in_range(sums: Tensor, layout: Layout, masses: Tensor) -> bool:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+
+if TYPE_CHECKING:
+    # It imports this file, and Triton.
+    from otdd_flash.operators.triton_plans import Way
 
 # Unit roundoffs that long sums are off by: a few, as those of their terms are of either sign.
 SUM_UNITS = 8
@@ -33,8 +37,8 @@ class Products(Protocol):
         ...
 
     @property
-    def in_triton(self) -> bool:
-        """Whether they run in Triton."""
+    def ways(self) -> tuple[Way, Way] | None:
+        """How they run on tensor cores, there and back; None where they do otherwise."""
         ...
 
     @property
@@ -89,7 +93,7 @@ class StreamedPlan:
         most: bytes that a plan may take that is held, half of free memory by default.
     """
 
-    in_triton = False
+    ways = None
 
     def __init__(
         self, operator: Operator, f: Tensor, g: Tensor, epsilon: float, most: int | None = None
@@ -138,14 +142,11 @@ class StreamedPlan:
         return self._apply(values, factors, transposed=True)
 
     def _apply(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
-        # An operator may round all columns on one scale, so they come at the same one.
-        largest = values.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny)
-        scale = largest.log2().ceil().exp2()
         applied = self._operator.apply_plan(
-            *self._at, values / scale, transposed=transposed, factors=factors
+            *self._at, values, transposed=transposed, factors=factors
         )
         self._sums.setdefault(transposed, applied.masses)
-        return applied.values.to(self.dtype).mul_(scale)
+        return applied.values.to(self.dtype)
 
 
 class KeptPlan:
@@ -157,7 +158,7 @@ class KeptPlan:
     """
 
     dtype, precision = torch.float64, SUM_UNITS * torch.finfo(torch.float64).eps / 2
-    in_triton = False
+    ways = None
 
     def __init__(self, entries: Tensor, quick: Products | None = None) -> None:
         self._entries, self.quick = entries, quick or self

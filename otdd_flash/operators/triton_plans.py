@@ -8,12 +8,15 @@ numbers that are multiplied. Sums are in the order of the points; layouts say wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.kernels.linear.halves import from_halves, to_halves
+from otdd_flash.kernels.passes.fused_product import NARROW
+from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.plan import Factors, Products, StreamedPlan
 
@@ -25,31 +28,57 @@ PackedProduct = Callable[[Tensor], tuple[Tensor, Tensor]]
 PRECISION = 2.0**-20
 
 
+class Way(NamedTuple):
+    """Products Q V from one side of a plan to the other, V as sums hi + lo of two float16.
+
+    Attributes:
+        multiply: (m, 2, s) float16 to (n, parts, s) float32, of hi and of lo parts or of both.
+        given: (M,) float64 that values are weighted by before, or None.
+        weights: (N,) float64 that products are weighted by.
+        layouts: of what is found and of what is multiplied.
+    """
+
+    multiply: Callable[[Tensor], Tensor]
+    given: Tensor | None
+    weights: Tensor
+    layouts: tuple[Layout, Layout]
+
+    def times(self, values: Tensor) -> Tensor:
+        """The weighted product (N, s) with values (M, s), float64."""
+        found, source = self.layouts
+        packed, scales = to_halves(values, source, self.given)
+        return from_halves(self.multiply(packed), scales, found, self.weights)
+
+
 class _RoundedPlan:
-    """A plan in float16."""
+    """A plan in float16.
 
-    precision, in_triton = PRECISION, True
+    Attributes:
+        ways: there and back.
+    """
 
-    def __init__(self, layouts: tuple[Layout, Layout]) -> None:
-        self._layouts = layouts
+    precision = PRECISION
+
+    def __init__(self, there: Way, back: Way) -> None:
+        self.ways = there, back
 
     @cached_property
     def rows(self) -> Tensor:
         """P 1 (N,), float64."""
-        return self.times(_ones(self._layouts[1])[:, None])[:, 0]
+        return self.times(_ones(self.ways[0].layouts[1])[:, None])[:, 0]
 
     @cached_property
     def columns(self) -> Tensor:
         """P^T 1 (M,), float64."""
-        return self.transposed_times(_ones(self._layouts[0])[:, None])[:, 0]
+        return self.transposed_times(_ones(self.ways[0].layouts[0])[:, None])[:, 0]
 
     def times(self, values: Tensor) -> Tensor:
         """P V (N, k) for V (M, k), float64."""
-        raise NotImplementedError
+        return self.ways[0].times(values)
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """P^T U (M, k) for U (N, k), float64."""
-        raise NotImplementedError
+        return self.ways[1].times(values)
 
 
 class HeldPlan(_RoundedPlan):
@@ -65,23 +94,11 @@ class HeldPlan(_RoundedPlan):
     def __init__(
         self, entries: Tensor, unit: float, masses: Tensor, layouts: tuple[Layout, Layout]
     ) -> None:
-        super().__init__(layouts)
-        self._entries, self._weights = entries, unit * masses
-        self._ones = _ones(layouts[1])
-
-    def times(self, values: Tensor) -> Tensor:
-        """P V (N, k) for V (M, k), float64."""
-        rows, columns = self._layouts
-        packed, scales = to_halves(values, columns)
-        found = _matrix_product(self._entries, packed.flatten(1)).view(-1, *packed.shape[1:])
-        return from_halves(found, scales, rows, self._weights)
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """P^T U (M, k) for U (N, k), float64."""
-        rows, columns = self._layouts
-        packed, scales = to_halves(values, rows, self._weights)
-        found = _matrix_product(self._entries.T, packed.flatten(1)).view(-1, *packed.shape[1:])
-        return from_halves(found, scales, columns, self._ones)
+        weights, ones = unit * masses, _ones(layouts[1])
+        super().__init__(
+            Way(partial(_matrix_product, entries), None, weights, layouts),
+            Way(partial(_matrix_product, entries.T), weights, ones, layouts[::-1]),
+        )
 
 
 class FusedPlan(_RoundedPlan):
@@ -99,29 +116,18 @@ class FusedPlan(_RoundedPlan):
         masses: tuple[Tensor, Tensor],
         layouts: tuple[Layout, Layout],
     ) -> None:
-        super().__init__(layouts)
-        self._products, self._masses = products, masses
-
-    def times(self, values: Tensor) -> Tensor:
-        """P V (N, k) for V (M, k), float64."""
-        return self._multiply(values, 0)
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """P^T U (M, k) for U (N, k), float64."""
-        return self._multiply(values, 1)
-
-    def _multiply(self, values: Tensor, side: int) -> Tensor:
-        packed, scales = to_halves(values, self._layouts[1 - side])
-        found, _ = self._products[side](packed.flatten(1)[:, None])
-        found = found.reshape(len(found), 2, -1)
-        return from_halves(found, scales, self._layouts[side], self._masses[side])
+        of_rows, of_columns = (partial(_fused_product, product) for product in products)
+        super().__init__(
+            Way(of_rows, None, masses[0], layouts),
+            Way(of_columns, None, masses[1], layouts[::-1]),
+        )
 
 
 class ExactFusedPlan:
     """P_ij = a_i Q_ij = b_j Q'_ji, evaluated anew in every product as hi + lo of two float16.
 
-    Products tell the sums too. What this form does not take, weighted entries, very many columns
-    and rows whose sums are far from their masses, is left to the operator's own.
+    Products tell the sums too. What this form does not take, very many columns and rows whose sums
+    are far from their masses, is left to the operator's own.
 
     Args:
         products: of Q (n, m) and of Q' (m, n), of three parts.
@@ -130,9 +136,10 @@ class ExactFusedPlan:
         in_range: whether such sums of Q, or of Q', are what this form takes.
         most_columns: of what is multiplied at once.
         streamed: the same plan, by the operator.
+        weighted: products whose entries are weighted, with Q for 0, with Q' for 1.
     """
 
-    dtype, precision, in_triton = torch.float64, PRECISION, True
+    dtype, precision = torch.float64, PRECISION
 
     def __init__(
         self,
@@ -142,8 +149,10 @@ class ExactFusedPlan:
         in_range: Callable[[Tensor, int], bool],
         most_columns: int,
         streamed: StreamedPlan,
+        weighted: Callable[[int], WeightedProduct],
     ) -> None:
         self._products, self._masses, self._layouts = products, masses, layouts
+        self._prepare, self._weighted = weighted, dict[int, WeightedProduct]()
         self._in_range, self._most, self._streamed = in_range, most_columns, streamed
         # Of rows and of columns, once something was multiplied; None where they are out of range.
         self._sums: dict[int, Tensor | None] = {}
@@ -164,14 +173,29 @@ class ExactFusedPlan:
         found = self._streamed.quick
         return self if found is self._streamed else found
 
+    @cached_property
+    def ways(self) -> tuple[Way, Way] | None:
+        """There and back, where sums are in range."""
+        _ = self.rows, self.columns
+        if any(sums is None for sums in self._sums.values()):
+            return None
+        of_rows, of_columns = (partial(_split_product, product) for product in self._products)
+        return (
+            Way(of_rows, None, self._masses[0], self._layouts),
+            Way(of_columns, None, self._masses[1], self._layouts[::-1]),
+        )
+
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (N, k) for V (M, k), or (P o A B^T) V, float64."""
-        found = None if factors is not None else self._multiply(values, 0)
+        found = self._multiply(values, 0) if factors is None else self._weigh(values, *factors, 0)
         return self._streamed.times(values, factors).double() if found is None else found
 
     def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P^T U (M, k) for U (N, k), or (P o A B^T)^T U, float64."""
-        found = None if factors is not None else self._multiply(values, 1)
+        if factors is None:
+            found = self._multiply(values, 1)
+        else:
+            found = self._weigh(values, *factors[::-1], 1)
         if found is None:
             return self._streamed.transposed_times(values, factors).double()
         return found
@@ -189,21 +213,44 @@ class ExactFusedPlan:
         if values.shape[1] > self._most or (known and self._sums[side] is None):
             return None
         layout, masses = self._layouts[side], self._masses[side]
-        packed, scales = to_halves(values, self._layouts[1 - side])
+        # Widths that products have anyway, so that they need not copy.
+        packed, scales = to_halves(values, self._layouts[1 - side], multiple=NARROW)
         found, sums = self._products[side](packed)
         if not known:
             fits = self._in_range(sums, side)
             self._sums[side] = masses * sums[layout.position].double() if fits else None
             if not fits:
                 return None
-        return from_halves(found[:, None], scales, layout, masses)
+        return from_halves(found[:, None, : len(scales)], scales, layout, masses)
+
+    def _weigh(self, values: Tensor, left: Tensor, right: Tensor, side: int) -> Tensor | None:
+        _ = self._sums_of(side)
+        if self._sums[side] is None:
+            return None
+        if side not in self._weighted:
+            self._weighted[side] = self._prepare(side)
+        return self._weighted[side](values, left, right)
 
 
 def _matrix_product(entries: Tensor, values: Tensor) -> Tensor:
-    """Float16 in and float32 out."""
+    """Q V (n, 2, s) float32, for V (m, 2, s) float16."""
+    columns = values.flatten(1)
     if entries.is_cuda:
-        return torch.mm(entries, values, out_dtype=torch.float32)
-    return entries.float() @ values.float()
+        found = torch.mm(entries, columns, out_dtype=torch.float32)
+    else:
+        found = entries.float() @ columns.float()
+    return found.view(-1, *values.shape[1:])
+
+
+def _fused_product(product: PackedProduct, values: Tensor) -> Tensor:
+    """The same of one part, whose halves are columns."""
+    found, _ = product(values.flatten(1)[:, None])
+    return found.view(len(found), 2, values.shape[2])
+
+
+def _split_product(product: PackedProduct, values: Tensor) -> Tensor:
+    """Q V (n, 1, s) float32, of three parts."""
+    return product(values)[0][:, None]
 
 
 def _ones(layout: Layout) -> Tensor:

@@ -150,7 +150,7 @@ class Entries:
 class _Weighted:
     """P as a product of masses and e, where some masses are 0."""
 
-    in_triton = False
+    ways = None
 
     def __init__(self, entries: Entries) -> None:
         self._entries, self.precision = entries, entries.plan.precision

@@ -8,16 +8,26 @@ Every step adds the rounding of its product to what the recursive residual does 
 Vorst & Ye 2000, Residual replacement strategies for Krylov subspace iterative methods for the
 convergence of true residuals). A step that would bring it above the residual itself, such as a long
 one where the matrix is 0 but for rounding, is not taken and ends the direction.
+
+Iterations may be of a matrix near the one that is to be solved with. The residual of the latter
+corrects what they give: iterations start again from it.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.late_reader import LateReader
+if TYPE_CHECKING:
+    # It needs Triton, which computers without a GPU may lack.
+    from otdd_flash.kernels.linear.cg_step import Image
+    from otdd_flash.kernels.points.packed_points import Layout
+
+# What part of the tolerance conjugate gradients aim at: corrections then rarely follow.
+AIM = 0.5
 
 # Rows from which on a product takes longer than launching the next one.
 MANY_ROWS = 1 << 14
@@ -37,33 +47,17 @@ class System(Protocol):
         ...
 
     @property
-    def in_triton(self) -> bool:
-        """Whether its products run in Triton."""
+    def layout(self) -> Layout | None:
+        """Where points stand in what tensor cores multiply; None where they do not."""
         ...
 
     def times(self, values: Tensor) -> Tensor:
         """Its product (m, s) with values (m, s), float64."""
         ...
 
-
-def conjugate_gradients(
-    system: System, right: Tensor, goal: Tensor, most: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Solutions (m, s) from 0, and the iterations (s,) that each took.
-
-    Args:
-        system: the matrix.
-        right: (m, s) float64, in the system's range.
-        goal: (s,) size of the recursive residual to stop at.
-        most: (s,) int64, iterations at the most.
-    """
-    iterates = Iterates(system, right, goal, most)
-    reader: LateReader[None] = LateReader(wait=len(right) >= MANY_ROWS)
-    reading = reader.exchange(iterates.active, None)
-    while reading is None or any(reading.numbers):
-        iterates.advance(system.times(iterates.direction))
-        reading = reader.exchange(iterates.active, None)
-    return iterates.values, iterates.iterations
+    def image(self, packed: Tensor, scales: Tensor) -> Image:
+        """The same of values that are packed as halves in its layout, with their scales (s,)."""
+        ...
 
 
 class Metric:
@@ -82,12 +76,16 @@ class Metric:
 
     def __init__(self, masses: Tensor, *, constants: bool) -> None:
         self.masses, self.constants = masses[:, None], constants
-        self.inverse, self.total = inverse(self.masses), self.masses.sum()
-        self._present = self.masses > 0
+        self.total = masses.sum()
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """One over the masses (m, 1), 0 where there is none."""
+        return inverse(self.masses)
 
     def in_range(self, values: Tensor) -> Tensor:
         """Values (m, s) less their part outside the range, 0 where there is no mass."""
-        values = torch.where(self._present, values, 0)
+        values = torch.where(self.masses > 0, values, 0)
         if not self.constants:
             return values
         return torch.addcmul(values, self.masses, values.sum(0) / self.total, value=-1)
@@ -97,69 +95,113 @@ class Metric:
         return (values.square() * self.inverse).sum(0).sqrt()
 
 
-class Iterates:
-    """Where s directions are; vectors (m, s) float64 whose columns are contiguous.
+class Limits(NamedTuple):
+    """When iterations end.
 
     Attributes:
-        values: solutions so far.
-        left: recursive residuals.
-        direction: whose image is wanted next.
-        size: of the residuals, scaled and squared, (s,).
-        unknown: what rounding may have added to the residuals, (s,).
-        iterations: (s,) int64.
-        active: which go on, (s,) bool.
+        tolerance: of residuals over right-hand sides.
+        iterations: at the most, of every direction.
     """
 
-    def __init__(self, system: System, right: Tensor, goal: Tensor, most: Tensor) -> None:
-        self._metric = metric = system.metric
-        self._precision, self._goal, self._most = system.precision, goal, most
-        self.left = right.T.clone(memory_format=torch.contiguous_format).T
-        self.values = torch.zeros_like(self.left)
-        self.direction = metric.inverse * self.left
-        self.size = (self.left * self.direction).sum(0)
-        self.unknown = torch.zeros_like(self.size)
-        self.iterations = torch.zeros_like(most)
-        self.active = (self.size > goal.square()) & (most > 0)
-        self._in_triton = system.in_triton
+    tolerance: float
+    iterations: int
 
-    def advance(self, image: Tensor) -> None:
-        """Take the step that the image (m, s) of the directions leads to."""
-        (self.step_in_triton if self._in_triton else self.step)(image)
 
-    def step(self, image: Tensor) -> None:
-        """In PyTorch."""
-        metric = self._metric
+class Iterates:
+    """Where s directions are, in PyTorch; vectors (m, s) and numbers (s,), float64 but as said.
+
+    Args:
+        metric: of the system that is solved.
+        limits: when to stop.
+
+    Attributes:
+        values: the best solutions so far.
+        left: their residuals.
+        size: of the right-hand sides, scaled.
+        now: of the residuals.
+        taken: iterations so far, int64.
+        pending: whether a correction is wanted, bool.
+        missed: whether a target is not met and iterations are left, bool.
+        correction: what iterations add to the values.
+        residual: the recursive one.
+        direction: whose image is wanted next.
+        energy: of the recursive residual, its scaled size squared.
+        unknown: what rounding may have added to it.
+        iterations: of this correction, int64.
+        active: which go on, bool.
+    """
+
+    def __init__(self, metric: Metric, limits: Limits) -> None:
+        self._metric, self._limits = metric, limits
+
+    def begin(self, right: Tensor, near: System) -> None:
+        """Iterate with a system from right-hand sides (m, s) on."""
+        self._right = self.left = self._metric.in_range(right)
+        self.values = torch.zeros_like(right)
+        self.size = self.now = self._metric.size(self.left)
+        self.target = self._limits.tolerance * self.size
+        self.taken = torch.zeros_like(self.size, dtype=torch.int64)
+        self.resume(near)
+
+    def resume(self, near: System) -> None:
+        """Iterate with another system, wherever the tolerance is not met."""
+        self._near = near
+        self._start(torch.ones_like(self.target, dtype=torch.bool))
+
+    def repeat(self) -> None:
+        """Take a step."""
+        self.step()
+
+    def wanted(self) -> tuple[bool, bool]:
+        """Whether any correction is wanted, and whether any target is missed."""
+        return bool(self.pending.any()), bool(self.missed.any())
+
+    def _start(self, more: Tensor) -> None:
+        """Iterate from the residuals that are left, where there is more to do."""
+        self.missed = (self.now > self.target) & (self.taken < self._limits.iterations)
+        self.pending = pending = more & self.missed
+        self.correction, self.residual = torch.zeros_like(self.left), self.left
+        self.direction = self._near.metric.inverse * self.left
+        self.energy = (self.left * self.direction).sum(0)
+        self.unknown = torch.zeros_like(self.energy)
+        self.iterations = torch.zeros_like(self.taken)
+        self._goal = (AIM * self.target).square()
+        self.active = pending & (self.energy > self._goal)
+
+    def step(self) -> None:
+        """Take a step of all active directions."""
+        near = self._near
+        metric, image = near.metric, near.times(self.direction)
         energy = (self.direction * image).sum(0)
         length = (self.direction.square() * metric.masses).sum(0).sqrt()
         positive = energy > 0
-        step = torch.where(positive, self.size / torch.where(positive, energy, 1), 0)
-        self.unknown += self._precision * step * length
-        self.active &= positive & (self.unknown <= self.size.sqrt())
-        step = torch.where(self.active, step, 0)
-        self.values += step * self.direction
-        self.left = metric.in_range(self.left - step * image)
-        scaled = metric.inverse * self.left
-        after = (self.left * scaled).sum(0)
-        kept = torch.where(self.active, after / torch.where(self.active, self.size, 1), 0)
+        step = torch.where(positive, self.energy / torch.where(positive, energy, 1), 0)
+        self.unknown = self.unknown + near.precision * step * length
+        active = self.active & positive & (self.unknown <= self.energy.sqrt())
+        step = torch.where(active, step, 0)
+        self.correction = self.correction + step * self.direction
+        self.residual = metric.in_range(self.residual - step * image)
+        scaled = metric.inverse * self.residual
+        after = (self.residual * scaled).sum(0)
+        kept = torch.where(active, after / torch.where(active, self.energy, 1), 0)
         self.direction = scaled + kept * self.direction
-        self.iterations += self.active
-        self.size = torch.where(self.active, after, self.size)
-        self.active &= (self.size > self._goal.square()) & (self.iterations < self._most)
+        self.iterations = self.iterations + active
+        self.energy = torch.where(active, after, self.energy)
+        more = self.taken + self.iterations < self._limits.iterations
+        self.active = active & (self.energy > self._goal) & more
 
-    def step_in_triton(self, image: Tensor) -> None:
-        """The same in one launch."""
-        from otdd_flash.kernels.linear.cg_step import cg_step
-
-        cg_step(
-            image,
-            self._metric.masses,
-            self._metric.total,
-            (self.values, self.left, self.direction),
-            (self.size, self.unknown, self.iterations, self.active),
-            (self._goal, self._most),
-            self._precision,
-            constants=self._metric.constants,
-        )
+    def correct(self, system: System) -> None:
+        """Take the correction if the residual is smaller then; start again if it halves."""
+        corrected = self.values + self.correction
+        left = self._metric.in_range(self._right - system.times(corrected))
+        found = self._metric.size(left)
+        self.taken = self.taken + self.iterations
+        halved = self.pending & (found <= self.now / 2)
+        better = self.pending & (found < self.now)
+        self.values = torch.where(better, corrected, self.values)
+        self.left = torch.where(better, left, self.left)
+        self.now = torch.where(better, found, self.now)
+        self._start(halved)
 
 
 def inverse(masses: Tensor) -> Tensor:

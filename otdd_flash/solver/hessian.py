@@ -234,9 +234,9 @@ def _less_half(found: Along, own: Along, *, of_y: bool) -> Along:
     x, y = found.x, found.y
     if of_y:
         assert y is not None
-        y = y - own.x / 2
+        y = torch.sub(y, own.x, alpha=0.5)
     else:
-        x = x - own.x / 2
+        x = torch.sub(x, own.x, alpha=0.5)
     return Along(
         x,
         y,

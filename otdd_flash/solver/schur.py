@@ -20,21 +20,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.arguments.transport import CG_OPTIONS
 from otdd_flash.checks import check_fields
+from otdd_flash.engine.late_reader import LateReader
 from otdd_flash.operators.plan import Products
-from otdd_flash.solver.conjugate_gradients import Metric, System, conjugate_gradients, inverse
+from otdd_flash.solver.conjugate_gradients import (
+    MANY_ROWS,
+    Iterates,
+    Limits,
+    Metric,
+    System,
+    inverse,
+)
+
+if TYPE_CHECKING:
+    # These need Triton.
+    from otdd_flash.kernels.linear.cg_step import Image
+    from otdd_flash.kernels.points.packed_points import Layout
+    from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
 
 # Corrections by the residual of the plan itself.
 REFINEMENTS = 3
-
-# What part of the tolerance conjugate gradients aim at: corrections then rarely follow.
-AIM = 0.5
 
 
 @dataclass(frozen=True)
@@ -66,13 +77,18 @@ class SchurSystem:
     """S + delta diag(c) of a plan between two clouds."""
 
     def __init__(self, plan: Products, damping: float = 0.0) -> None:
-        self._plan, self.precision, self.in_triton = plan, plan.precision, plan.in_triton
-        self._damping = damping
+        self._plan, self.precision, self._damping = plan, plan.precision, damping
 
     @cached_property
     def metric(self) -> Metric:
         """Of column sums c; constants go to 0 without damping."""
         return Metric(self._plan.columns, constants=self._damping == 0)
+
+    @property
+    def layout(self) -> Layout | None:
+        """Of columns."""
+        ways = self._plan.ways
+        return None if ways is None else ways[0].layouts[1]
 
     @cached_property
     def _by_row(self) -> Tensor:
@@ -80,7 +96,19 @@ class SchurSystem:
 
     @cached_property
     def _scaled_masses(self) -> Tensor:
-        return (1 + self._damping) * self.metric.masses
+        return (
+            self.metric.masses if self._damping == 0 else (1 + self._damping) * self.metric.masses
+        )
+
+    @cached_property
+    def _between(self) -> tuple[Tensor, Tensor]:
+        """What products are weighted by, those with P in packed order, and those with P^T."""
+        assert self._plan.ways is not None
+        there, back = self._plan.ways
+        weights = self._by_row[:, 0] * there.weights
+        if back.given is not None:
+            weights *= back.given
+        return there.layouts[0].spread(weights, 0.0), -back.weights
 
     def times(self, values: Tensor) -> Tensor:
         """S w (m, s)."""
@@ -88,26 +116,55 @@ class SchurSystem:
         taken = self._plan.transposed_times(image)
         return torch.addcmul(taken.neg_(), self._scaled_masses, values)
 
+    def image(self, packed: Tensor, scales: Tensor) -> Image:
+        """S w as kernels read it, of w as halves."""
+        from otdd_flash.kernels.linear.cg_step import Image
+        from otdd_flash.kernels.linear.onward import onward
+
+        assert self._plan.ways is not None
+        there, back = self._plan.ways
+        weights, taken = self._between
+        packed, scales = onward(there.multiply(packed), scales, weights)
+        position = back.layouts[0].position
+        return Image(back.multiply(packed), scales, taken, self._scaled_masses, position)
+
 
 class SelfSystem:
     """(1 + delta) diag(r) + P of a symmetric plan."""
 
     def __init__(self, plan: Products, damping: float = 0.0) -> None:
-        self._plan, self.precision, self.in_triton = plan, plan.precision, plan.in_triton
-        self._damping = damping
+        self._plan, self.precision, self._damping = plan, plan.precision, damping
 
     @cached_property
     def metric(self) -> Metric:
         """Of row sums r."""
         return Metric(self._plan.rows, constants=False)
 
+    @property
+    def layout(self) -> Layout | None:
+        """Of rows, and of columns."""
+        ways = self._plan.ways
+        return None if ways is None else ways[0].layouts[1]
+
     @cached_property
     def _scaled_masses(self) -> Tensor:
-        return (1 + self._damping) * self.metric.masses
+        return (
+            self.metric.masses if self._damping == 0 else (1 + self._damping) * self.metric.masses
+        )
 
     def times(self, values: Tensor) -> Tensor:
         """(diag(r) + P) w (n, s)."""
         return torch.addcmul(self._plan.times(values), self._scaled_masses, values)
+
+    def image(self, packed: Tensor, scales: Tensor) -> Image:
+        """(diag(r) + P) w as kernels read it, of w as halves."""
+        from otdd_flash.kernels.linear.cg_step import Image
+
+        assert self._plan.ways is not None
+        there, _ = self._plan.ways
+        position = there.layouts[0].position
+        found = there.multiply(packed)
+        return Image(found, scales, there.weights, self._scaled_masses, position)
 
 
 class Solution(NamedTuple):
@@ -128,8 +185,8 @@ class Solution(NamedTuple):
     converged: Tensor
 
 
-def solve(system: System, rounded: System, right: Tensor, options: CGOptions) -> Solution:
-    """Solve for right-hand sides (m, s), float64.
+class Solver:
+    """Solves with one matrix for one set of right-hand sides after another.
 
     Where the recomputed residual no longer halves from one correction to the next, the matrix near
     it is too far away and iterations go on with the matrix itself; then rounding makes it seem to
@@ -138,33 +195,55 @@ def solve(system: System, rounded: System, right: Tensor, options: CGOptions) ->
     Args:
         system: the matrix.
         rounded: the same, or one near it whose products take less time.
-        right: in the range of the matrix, but for rounding.
         options: when to stop.
     """
-    metric = system.metric
-    right = metric.in_range(right)
-    size = metric.size(right)
-    target = options.tolerance * size
-    values, left, now = torch.zeros_like(right), right, size
-    iterations = torch.zeros_like(size, dtype=torch.int64)
-    for near in (rounded,) if rounded is system else (rounded, system):
-        pending = (now > target) & (iterations < options.max_iterations)
+
+    def __init__(self, system: System, rounded: System, options: CGOptions) -> None:
+        self._system, self._rounded = system, rounded
+        self._limits = Limits(options.tolerance, options.max_iterations)
+        self._iterates: Iterates | KernelIterates | None = None
+
+    def solve(self, right: Tensor) -> Solution:
+        """For right-hand sides (m, s) float64, in the range of the matrix but for rounding."""
+        iterates = self._iterates_for(right)
+        iterates.begin(right, self._rounded)
+        if self._improve(iterates) and self._rounded is not self._system:
+            iterates.resume(self._system)
+            self._improve(iterates)
+        size, now = iterates.size, iterates.now
+        residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
+        found = iterates.values.clone(), iterates.left.clone()
+        return Solution(*found, residual, iterates.taken.clone(), now <= iterates.target)
+
+    def _iterates_for(self, right: Tensor) -> Iterates | KernelIterates:
+        """Those of the last solve, or new ones: in Triton where products are."""
+        metric, last = self._system.metric, self._iterates
+        if last is not None and last.values.shape == right.shape:
+            return last
+        if self._system.layout is None and self._rounded.layout is None:
+            found: Iterates | KernelIterates = Iterates(metric, self._limits)
+        else:
+            from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
+
+            found = KernelIterates(metric, self._limits, (len(right), right.shape[1]))
+        self._iterates = found
+        return found
+
+    def _improve(self, iterates: Iterates | KernelIterates) -> bool:
+        """Correct by iterations until that no longer helps, and whether a target is missed."""
         for _ in range(1 + REFINEMENTS):
-            if not bool(pending.any()):
-                break
-            goal = torch.where(pending, AIM * target, torch.inf)
-            most = options.max_iterations - iterations
-            correction, taken = conjugate_gradients(near, left, goal, most)
-            iterations += taken
-            corrected = values + correction
-            after = metric.in_range(right - system.times(corrected))
-            found = metric.size(after)
-            better = pending & (found < now)
-            values, left = (
-                torch.where(better, new, old) for new, old in ((corrected, values), (after, left))
-            )
-            pending &= (found <= now / 2) & (found > target)
-            pending &= iterations < options.max_iterations
-            now = torch.where(better, found, now)
-    residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
-    return Solution(values, left, residual, iterations, now <= target)
+            pending, missed = iterates.wanted()
+            if not pending:
+                return missed
+            reader: LateReader[None] = LateReader(wait=len(iterates.values) >= MANY_ROWS)
+            reading = None
+            while reading is None or any(reading.numbers):
+                iterates.repeat()
+                reading = reader.exchange(iterates.active, None)
+            iterates.correct(self._system)
+        return iterates.wanted()[1]
+
+
+def solve(system: System, rounded: System, right: Tensor, options: CGOptions) -> Solution:
+    """Of one set of right-hand sides, as `Solver`."""
+    return Solver(system, rounded, options).solve(right)

@@ -27,6 +27,8 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
 }
 
 
@@ -41,7 +43,7 @@ class Recorded:
         return self.compiled
 
     def compiled(
-        self, *given: Any, num_warps: int, maxnreg: int | None = None, **constants: Any
+        self, *given: Any, num_warps: int = 4, maxnreg: int | None = None, **constants: Any
     ) -> None:
         names = self.kernel.arg_names
         values = {**dict(zip(names, given, strict=False)), **constants}
@@ -64,6 +66,7 @@ class Recorded:
 
 
 def taken(module: Any, kernel: str, run: Any) -> dict[str, int]:
+    """What a kernel of a module needs that `run` launches."""
     recorded = Recorded(inspect.getattr_static(module, kernel))
     with mock.patch.object(module, kernel, recorded):
         run()

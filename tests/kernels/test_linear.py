@@ -4,77 +4,171 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from otdd_flash.kernels.linear import cg_step, halves
+from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward
 from otdd_flash.kernels.points.packed_points import arrange
-from otdd_flash.operators.plan import KeptPlan
-from otdd_flash.solver.conjugate_gradients import Iterates, System
+from otdd_flash.operators.plan import KeptPlan, Products
+from otdd_flash.operators.triton_plans import HeldPlan
+from otdd_flash.solver.conjugate_gradients import Iterates, Limits, System, inverse
+from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
 from otdd_flash.solver.schur import SchurSystem, SelfSystem
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def system(*, own: bool) -> System:
+LIMITS = Limits(1e-9, 30)
+STATE = (
+    "values",
+    "left",
+    "size",
+    "now",
+    "target",
+    "taken",
+    "pending",
+    "missed",
+    "iterations",
+    "active",
+)
+MOVING = ("correction", "residual", "direction", "energy", "unknown")
+
+
+def entries() -> Tensor:
+    """A symmetric plan with a point that has no mass."""
     draw = torch.Generator().manual_seed(0)
-    entries = torch.randn(50, 50, generator=draw, dtype=torch.float64).mul(2).exp().to(DEVICE)
-    entries = entries + entries.T
-    entries[7], entries[:, 7] = 0, 0
-    return (SelfSystem if own else SchurSystem)(KeptPlan(entries / entries.sum()))
+    found = torch.randn(50, 50, generator=draw, dtype=torch.float64).exp()
+    found = found + found.T
+    found[7], found[:, 7] = 0, 0
+    return (found / found.sum()).to(DEVICE)
 
 
-def iterates(of: System) -> Iterates:
+def held(plan: Tensor) -> HeldPlan:
+    """It in float16, rows and columns in blocks of two classes."""
+    layout = arrange(torch.arange(50, device=DEVICE) % 2, 2)
+    masses = plan.sum(1)
+    packed = torch.zeros((layout.size, layout.size), dtype=torch.float64, device=DEVICE)
+    conditional = plan * 1024 * inverse(masses)[:, None]
+    packed[layout.position[:, None], layout.position] = conditional
+    return HeldPlan(packed.half(), 2.0**-10, masses, (layout, layout))
+
+
+def system(of: Products, *, own: bool, damping: float = 0.0) -> System:
+    return (SelfSystem if own else SchurSystem)(of, damping)
+
+
+def right_sides() -> Tensor:
+    """Some that are not in the range, and one of zeros; of any strides."""
     draw = torch.Generator().manual_seed(1)
-    right = torch.randn(50, 4, generator=draw, dtype=torch.float64).to(DEVICE) / 50
-    right[:, 2] = 0
-    most = torch.tensor([100, 100, 100, 3], device=DEVICE)
-    size = Iterates(of, right, torch.zeros(4).to(right), most).size.sqrt()
-    return Iterates(of, right, torch.tensor([1e-15, 1e-2, 1e-9, 1e-9]).to(size) * size, most)
+    right = torch.randn(4, 50, generator=draw, dtype=torch.float64).to(DEVICE) / 50
+    right[2] = 0
+    return right.T
+
+
+def agree(kernels: KernelIterates, reference: Iterates) -> None:
+    """What is known, and where iterations are in directions that go on."""
+    for name in STATE:
+        found, expected = getattr(kernels, name), getattr(reference, name)
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-11)
+    on = reference.active
+    for name in MOVING:
+        found, expected = getattr(kernels, name)[..., on], getattr(reference, name)[..., on]
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
-def test_a_step_is_that_in_pytorch(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directions end by their goals, by their number of iterations, or never start.
+@pytest.mark.parametrize(
+    ("own", "packed", "damping"), [(False, True, 0.1), (False, False, 0.0), (True, True, 0.0)]
+)
+def test_iterations_in_kernels_are_those_in_pytorch(
+    own: bool, packed: bool, damping: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the right-hand side on to corrections, and with another system at the end.
 
-    Images have a part outside the range, which is taken off.
+    A correction that makes a residual larger is not taken.
     """
-    monkeypatch.setattr(cg_step, "BLOCK", 16)
-    of = system(own=own)
-    one, other = iterates(of), iterates(of)
-    ended = []
-    for _ in range(12):
-        outside = 1e-3 * of.metric.masses
-        one.step(of.times(one.direction) + outside)
-        # An image may have any strides.
-        other.step_in_triton((of.times(other.direction) + outside).T.contiguous().T)
-        ended.append(other.active.tolist())
-        assert other.active.tolist() == one.active.tolist()
-        assert other.iterations.tolist() == one.iterations.tolist()
-        for name in ("values", "left", "size", "unknown"):
-            found, expected = getattr(other, name), getattr(one, name)
-            torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-11)
-        active = one.active
-        torch.testing.assert_close(
-            other.direction[:, active], one.direction[:, active], rtol=1e-7, atol=1e-9
-        )
-    assert ended[0] == [True, True, False, True]
-    assert ended[-1][:2] == [True, False]
-    assert [row[3] for row in ended[:4]] == [True, True, False, False]
-    assert float(other.values[7].abs().max()) == 0
+    for module in (cg_start, cg_step, onward):
+        monkeypatch.setattr(module, "BLOCK", 16)
+    plan = entries()
+    exact = system(KeptPlan(plan), own=own, damping=damping)
+    near = system(held(plan) if packed else KeptPlan(plan.float().double()), own=own)
+    assert (near.layout is not None) == packed
+    found = KernelIterates(exact.metric, LIMITS, (50, 4))
+    expected = Iterates(exact.metric, LIMITS)
+    both = found, expected
+    for used in (near, exact):
+        for each in both:
+            if used is near:
+                each.begin(right_sides(), near)
+            else:
+                each.resume(exact)
+        agree(*both)
+        assert used is exact or found.pending.tolist() == [True, True, False, True]
+        for steps in (2, 3, 1):
+            for _ in range(steps):
+                for each in both:
+                    each.step()
+                agree(*both)
+            if steps == 1:
+                for each in both:
+                    each.correction[:, 0] += 1e3
+            for each in both:
+                each.correct(exact)
+            agree(*both)
+    assert found.pending.tolist()[::2] == [False, False]
+    assert float(found.values[7].abs().max()) == 0
+    assert float(found.now.max()) < 1e-3 * float(found.size.max())
 
 
 @pytest.mark.slow
-def test_a_step_that_rounding_makes_long_is_not_taken() -> None:
-    of = system(own=False)
-    for image in ("negative", "rounding"):
-        found = iterates(of)
-        before = found.values.clone()
-        exact = of.times(found.direction)
-        found._precision = 1e6 if image == "rounding" else 0.0
-        found.step_in_triton(-exact if image == "negative" else exact)
-        assert not bool(found.active.any())
-        assert found.iterations.tolist() == [0, 0, 0, 0]
-        torch.testing.assert_close(found.values, before, rtol=0, atol=0)
+def test_directions_end_at_their_goals_and_numbers_of_iterations() -> None:
+    of = system(held(entries()), own=False)
+    for limits in (Limits(1e-2, 30), Limits(1e-9, 3)):
+        found, expected = KernelIterates(of.metric, limits, (50, 4)), Iterates(of.metric, limits)
+        for each in (found, expected):
+            each.begin(right_sides(), of)
+            while bool(each.active.any()):
+                each.step()
+        assert found.iterations.tolist() == expected.iterations.tolist()
+        assert 0 < int(found.iterations.max()) <= limits.iterations
+        assert int(found.iterations[2]) == 0
+        torch.testing.assert_close(found.correction, expected.correction, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reason", ["not positive", "rounding"])
+def test_a_step_that_is_not_to_be_trusted_is_not_taken(reason: str) -> None:
+    of = system(held(entries()), own=False)
+    found = KernelIterates(of.metric, LIMITS, (50, 4))
+    if reason == "rounding":
+        of.precision = 1e6
+    else:
+        of._scaled_masses = -of.metric.masses
+    found.begin(right_sides(), of)
+    found.step()
+    assert not bool(found.active.any())
+    assert found.iterations.tolist() == [0, 0, 0, 0]
+    assert float(found.correction.abs().max()) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2])
+def test_products_go_on_as_halves(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by way of float64 numbers in the points' own order; of any strides between rows."""
+    for module in (halves, onward):
+        monkeypatch.setattr(module, "BLOCK", 64)
+    draw = torch.Generator().manual_seed(0)
+    layout = arrange(torch.arange(150, device=DEVICE) % 3, 3)
+    found = torch.randn(layout.size, parts, 8, generator=draw).to(DEVICE)[..., :3]
+    found *= torch.tensor([1e-20, 1e15, 0.0], device=DEVICE)
+    scales = torch.tensor([4.0, 2.0**-80, 1.0], dtype=torch.float64, device=DEVICE)
+    weights = torch.rand(150, generator=draw, dtype=torch.float64).to(DEVICE)
+    packed, now = onward.onward(found, scales, layout.spread(weights, 0.0))
+    expected = halves.to_halves(halves.from_halves(found, scales, layout, weights), layout)
+    assert torch.equal(now, expected[1])
+    torch.testing.assert_close(packed.sum(1), expected[0].sum(1), rtol=2.0**-10, atol=0)
+    difference = packed.double().sum(1) - expected[0].double().sum(1)
+    assert float(difference.abs().max()) <= 2.0**-7
+    assert bool((packed[~layout.filled] == 0).all())
 
 
 @pytest.mark.slow

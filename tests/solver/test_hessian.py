@@ -18,8 +18,9 @@ from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import kernel_plans, memory
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver import curvature
+from otdd_flash.solver import curvature, plan_points
 from otdd_flash.solver.hessian import DivergenceCurvature
+from otdd_flash.solver.schur import Solver
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPSILON = 0.4
@@ -98,7 +99,7 @@ CASES = list(
             [False, True],  # debias
             [1, 7],  # directions
             [1000, 3],  # iterations
-            [curvature.MOST_MOMENTS, 0],
+            [plan_points.MOST_MOMENTS, 0],
             [False, True],  # the plan is kept
         ]
     )
@@ -110,7 +111,7 @@ def test_products_are_those_of_the_dense_pseudo_inverse(
     case: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (n, m), labels, zeros, lambda_x, debias, count, iterations, moments, kept = case
-    monkeypatch.setattr(curvature, "MOST_MOMENTS", moments)
+    monkeypatch.setattr(plan_points, "MOST_MOMENTS", moments)
     if not kept:
         monkeypatch.setattr(StoredOperator, "_prepared_plan", lambda *_: None)
     x, y = cloud(n, 0), cloud(m, 1)
@@ -326,15 +327,15 @@ def test_a_curvature_is_off_by_the_square_of_what_solutions_are(
     known = hessian(x, y, debias=debias)
     along = DivergenceCurvature(known._problem, known.divergence, TIGHT).along
     exact = along(v, w)
-    whole = curvature.solve
+    whole = Solver.solve
 
-    def off(system: Any, rounded: Any, right: Tensor, options: CGOptions) -> Any:
-        found = whole(system, rounded, right, options)
+    def off(solver: Solver, right: Tensor) -> Any:
+        found = whole(solver, right)
         noise = torch.randn(right.shape, generator=torch.Generator().manual_seed(5)).double()
         values = found.values + size * noise
-        return found._replace(values=values, left=right - system.times(values))
+        return found._replace(values=values, left=right - solver._system.times(values))
 
-    monkeypatch.setattr(curvature, "solve", off)
+    monkeypatch.setattr(Solver, "solve", off)
     errors = []
     for size in (1e-2, 1e-3):
         found = along(v, w)

@@ -135,7 +135,7 @@ class ExactProducts:
     Values are raised by a constant to be positive: then they are factors of the plan's masses.
     """
 
-    in_triton = False
+    ways = None
 
     def __init__(self, operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> None:
         self._operator, self._at, self._epsilon = operator, (f, g), epsilon

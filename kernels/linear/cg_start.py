@@ -1,0 +1,256 @@
+"""Begin, correct and resume a solve by conjugate gradients, in one launch each.
+
+What is done is said where it is done in PyTorch, `solver.conjugate_gradients`; a program owns a
+direction, as in `cg_step`. All three end with new iterations from the residual that is kept, whose
+first direction they leave as halves.
+
+Shapes: vectors (m, s), those of a solve with columns of stride m; masses (m,); numbers (s,).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.linear.cg_step import Numbers, Vectors, pack_direction
+
+BLOCK = 4096
+
+# What precedes new iterations: a first right-hand side, the image of what was found, or nothing.
+BEGIN, CORRECT, RESUME = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+class Kept(NamedTuple):
+    """What is known of s directions before iterations start again.
+
+    Attributes:
+        right: right-hand sides in the system's range, (m, s) float64.
+        values: the best solutions, (m, s) float64.
+        left: their residuals, (m, s) float64.
+        size: of the right-hand sides, (s,) float64.
+        now: of the residuals, (s,) float64.
+        target: the size of a residual that is small enough, (s,) float64.
+        iterations: of all corrections, (s,) int64.
+        pending: whether a correction is wanted, (s,) bool.
+        missed: whether the target is not met and iterations are left, (s,) bool.
+    """
+
+    right: Tensor
+    values: Tensor
+    left: Tensor
+    size: Tensor
+    now: Tensor
+    target: Tensor
+    iterations: Tensor
+    pending: Tensor
+    missed: Tensor
+
+
+@on_its_device
+@triton.jit
+def cg_start_kernel(
+    given_ptr,  # (m, s) float64, of any strides: right-hand sides or images, read but to RESUME
+    masses_ptr,  # (m,) float64, of the system
+    total_ptr,  # () float64, their sum
+    near_masses_ptr,  # (m,) float64, of the system that iterations are of
+    position_ptr,  # (m,) int64
+    right_ptr,  # (m, s) float64
+    kept_ptr,  # (m, s) float64
+    kept_left_ptr,  # (m, s) float64
+    right_size_ptr,  # (s,) float64
+    now_ptr,  # (s,) float64
+    target_ptr,  # (s,) float64
+    taken_ptr,  # (s,) int64
+    pending_ptr,  # (s,) bool
+    missed_ptr,  # (s,) bool
+    values_ptr,  # (m, s) float64
+    left_ptr,  # (m, s) float64
+    direction_ptr,  # (m, s) float64
+    size_ptr,  # (s,) float64
+    unknown_ptr,  # (s,) float64
+    iterations_ptr,  # (s,) int64
+    active_ptr,  # (s,) bool
+    goal_ptr,  # (s,) float64
+    most_ptr,  # (s,) int64
+    packed_ptr,  # (rows, 2, s) float16
+    scales_ptr,  # (s,) float64
+    m,
+    s,
+    row_stride,
+    column_stride,
+    tolerance,
+    aim,
+    max_iterations,
+    STAGE: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per direction."""
+    i = tl.program_id(0).to(tl.int64)
+    given_ptr += i * column_stride
+    right_ptr += i * m
+    kept_ptr += i * m
+    kept_left_ptr += i * m
+    values_ptr += i * m
+    left_ptr += i * m
+    direction_ptr += i * m
+    # All threads have read numbers before the first of them writes: sums make them wait in between.
+    if STAGE == CORRECT:
+        tl.store(active_ptr + i, 0)
+        if tl.load(pending_ptr + i) == 0:
+            return
+    if STAGE == BEGIN:
+        taken = tl.zeros((), tl.int64)
+    else:
+        target, before = tl.load(target_ptr + i), tl.load(now_ptr + i)
+        taken = tl.load(taken_ptr + i)
+        if STAGE == CORRECT:
+            taken += tl.load(iterations_ptr + i)
+
+    if STAGE != RESUME:
+        # In `direction`: the right-hand side, or the residual, in the system's range.
+        sums = tl.zeros((BLOCK,), tl.float64)
+        for first in range(0, m, BLOCK):
+            o = first + tl.arange(0, BLOCK)
+            mask = o < m
+            given = tl.load(given_ptr + o.to(tl.int64) * row_stride, mask=mask, other=0.0)
+            if STAGE == CORRECT:
+                given = tl.load(right_ptr + o, mask=mask, other=0.0) - given
+            given = tl.where(tl.load(masses_ptr + o, mask=mask, other=0.0) > 0, given, 0.0)
+            tl.store(direction_ptr + o, given, mask=mask)
+            sums += given
+        share = tl.sum(sums, 0) / tl.load(total_ptr)
+        sizes = tl.zeros((BLOCK,), tl.float64)
+        for first in range(0, m, BLOCK):
+            o = first + tl.arange(0, BLOCK)
+            mask = o < m
+            masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
+            given = tl.load(direction_ptr + o, mask=mask, other=0.0)
+            if CONSTANTS:
+                given -= masses * share
+                tl.store(direction_ptr + o, given, mask=mask)
+            sizes += given * given / tl.where(masses > 0, masses, 1.0)
+        found = tl.sqrt(tl.sum(sizes, 0))
+
+    if STAGE == BEGIN:
+        for first in range(0, m, BLOCK):
+            o = first + tl.arange(0, BLOCK)
+            mask = o < m
+            given = tl.load(direction_ptr + o, mask=mask, other=0.0)
+            tl.store(right_ptr + o, given, mask=mask)
+            tl.store(kept_left_ptr + o, given, mask=mask)
+            tl.store(kept_ptr + o, tl.zeros((BLOCK,), tl.float64), mask=mask)
+            # What nothing is found for is corrected by nothing.
+            tl.store(values_ptr + o, tl.zeros((BLOCK,), tl.float64), mask=mask)
+        tl.store(right_size_ptr + i, found)
+        tl.store(now_ptr + i, found)
+        target = tolerance * found
+        tl.store(target_ptr + i, target)
+        missed = (found > target) & (taken < max_iterations)
+        pending = missed
+    elif STAGE == CORRECT:
+        missed = (tl.where(found < before, found, before) > target) & (taken < max_iterations)
+        pending = (found <= before / 2) & missed
+        if found < before:
+            tl.store(now_ptr + i, found)
+            for first in range(0, m, BLOCK):
+                o = first + tl.arange(0, BLOCK)
+                mask = o < m
+                kept = tl.load(kept_ptr + o, mask=mask, other=0.0)
+                kept += tl.load(values_ptr + o, mask=mask, other=0.0)
+                tl.store(kept_ptr + o, kept, mask=mask)
+                given = tl.load(direction_ptr + o, mask=mask, other=0.0)
+                tl.store(kept_left_ptr + o, given, mask=mask)
+    else:
+        missed = (before > target) & (taken < max_iterations)
+        pending = missed
+    # What was loaded has arrived, and all threads see what all have stored.
+    tl.debug_barrier()
+    tl.store(taken_ptr + i, taken)
+    tl.store(pending_ptr + i, pending)
+    tl.store(missed_ptr + i, missed)
+    tl.store(iterations_ptr + i, tl.zeros((), tl.int64))
+    if pending == 0:
+        tl.store(active_ptr + i, 0)
+        return
+
+    sizes = tl.zeros((BLOCK,), tl.float64)
+    largest = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, m, BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        mask = o < m
+        masses = tl.load(near_masses_ptr + o, mask=mask, other=0.0)
+        left = tl.load(kept_left_ptr + o, mask=mask, other=0.0)
+        direction = tl.where(masses > 0, left / tl.where(masses > 0, masses, 1.0), 0.0)
+        tl.store(left_ptr + o, left, mask=mask)
+        tl.store(values_ptr + o, tl.zeros((BLOCK,), tl.float64), mask=mask)
+        tl.store(direction_ptr + o, direction, mask=mask)
+        sizes += left * direction
+        largest = tl.maximum(largest, tl.abs(direction))
+    size, goal, most = tl.sum(sizes, 0), aim * target, max_iterations - taken
+    tl.store(size_ptr + i, size)
+    tl.store(unknown_ptr + i, tl.zeros((), tl.float64))
+    tl.store(goal_ptr + i, goal)
+    tl.store(most_ptr + i, most)
+    active = size > goal * goal
+    tl.store(active_ptr + i, active)
+    if active:
+        pack_direction(
+            direction_ptr, position_ptr, packed_ptr + i, scales_ptr + i,
+            tl.max(largest, 0), m, s, BLOCK,
+        )  # fmt: skip
+
+
+def cg_start(
+    given: Tensor,
+    masses: tuple[Tensor, Tensor, Tensor],
+    position: Tensor,
+    kept: Kept,
+    vectors: Vectors,
+    numbers: Numbers,
+    packed: tuple[Tensor, Tensor],
+    limits: tuple[float, float, int],
+    stage: tl.constexpr,
+    *,
+    constants: bool,
+) -> None:
+    """Update what is kept, start iterations from its residual, and pack their first directions.
+
+    Args:
+        given: (m, s) float64, of any strides: right-hand sides for `BEGIN`; for `CORRECT` images
+            of the solutions that are kept plus those of the iterations.
+        masses: (m,) float64 of the system, their sum (), and (m,) of the one that iterates.
+        position: (m,) int64, rows of points in `packed`.
+        kept: what the solve knows.
+        vectors: of the iterations.
+        numbers: likewise.
+        packed: directions (rows, 2, s) float16, 0 for padding, and their scales (s,).
+        limits: relative tolerance, the part of it to aim at, and iterations at the most.
+        stage: `BEGIN`, `CORRECT` or `RESUME`.
+        constants: whether the matrix takes constants to 0.
+    """
+    m, count = vectors.direction.shape
+    of_system, total, near = masses
+    cg_start_kernel[(count,)](
+        given,
+        of_system,
+        total,
+        near,
+        position,
+        *kept,
+        *vectors,
+        *numbers,
+        *packed,
+        m,
+        count,
+        *given.stride(),
+        *limits,
+        STAGE=stage.value,
+        CONSTANTS=constants,
+        BLOCK=BLOCK,
+        num_warps=16,
+    )

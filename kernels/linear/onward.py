@@ -1,0 +1,82 @@
+"""From one product of a plan to the next, in packed order: columns of halves to columns of halves.
+
+    packed = 2^e (weights found / scale),      hi = half(packed),  lo = half(packed - hi)
+
+as `halves` has it, without a stop at float64 numbers in the points' own order.
+
+Shapes: found (n, parts, s), packed (n, 2, s), weights (n,).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.linear.halves import load_parts, scale_below, store_halves
+
+BLOCK = 4096
+
+
+@on_its_device
+@triton.jit
+def onward_kernel(
+    found_ptr,  # (n, PARTS, s) float32, of any strides but 1 between columns
+    given_scales_ptr,  # (s,) float64
+    weights_ptr,  # (n,) float64, 0 for padding
+    out_ptr,  # (n, 2, s) float16
+    scales_ptr,  # (s,) float64
+    n,
+    s,
+    row_stride,
+    part_stride,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per column."""
+    i = tl.program_id(0).to(tl.int64)
+    found_ptr += i
+    given_scale = tl.load(given_scales_ptr + i)
+    largest = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, n, BLOCK):
+        o = first + tl.arange(0, BLOCK).to(tl.int64)
+        found = load_parts(found_ptr, o, row_stride, part_stride, o < n, PARTS)
+        values = found * tl.load(weights_ptr + o, mask=o < n, other=0.0)
+        largest = tl.maximum(largest, tl.abs(values))
+    # Both scales are powers of two: dividing by one and multiplying by the other rounds nothing.
+    scale = scale_below(tl.max(largest, 0) / given_scale)
+    tl.store(scales_ptr + i, scale)
+    for first in range(0, n, BLOCK):
+        o = first + tl.arange(0, BLOCK).to(tl.int64)
+        found = load_parts(found_ptr, o, row_stride, part_stride, o < n, PARTS)
+        values = found * tl.load(weights_ptr + o, mask=o < n, other=0.0)
+        store_halves(out_ptr + o * 2 * s + i, values / given_scale * scale, s, o < n)
+
+
+def onward(found: Tensor, scales: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Halves (n, 2, s) float16 of weighted products, and their scales (s,).
+
+    Args:
+        found: (n, 2, s) float32, products of hi and of lo parts; or (n, 1, s), of both.
+        scales: (s,) float64, powers of two, of what was multiplied.
+        weights: (n,) float64, 0 for padding.
+    """
+    n, parts, count = found.shape
+    packed = torch.empty((n, 2, count), dtype=torch.float16, device=found.device)
+    found_scales = torch.empty_like(scales)
+    onward_kernel[(count,)](
+        found,
+        scales,
+        weights,
+        packed,
+        found_scales,
+        n,
+        count,
+        *found.stride()[:2],
+        PARTS=parts,
+        BLOCK=BLOCK,
+        num_warps=16,
+    )
+    return packed, found_scales

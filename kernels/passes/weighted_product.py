@@ -1,0 +1,76 @@
+"""A plan whose entries are weighted times some columns, of the same potentials again and again.
+
+    out = (Q o A B^T) V,      Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon)
+
+Blocks go through memory as in `plan_application`; what does not depend on the weights is prepared
+once, and what is found stays in packed order, as products of `halves` do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otdd_flash.kernels.linear.halves import from_halves, to_halves
+from otdd_flash.kernels.passes.plan_application import BLOCK_HEIGHT, PlanBlocks
+from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
+from otdd_flash.kernels.points.row_terms import LOG2_SCALE
+
+
+class WeightedProduct:
+    """(Q o A B^T) V for one A, B and V after another; rows of Q sum to what `ROW_RANGE` holds.
+
+    Args:
+        rows: n packed points.
+        columns: m packed points.
+        scores: how they make scores, of three parts.
+        potentials: f (N,) and g (M,), float32, in units of the cost.
+        epsilon: in units of the cost.
+        masses: a (N,) float64, that products are weighted by.
+    """
+
+    def __init__(
+        self,
+        rows: Side,
+        columns: Side,
+        scores: Scores,
+        potentials: tuple[Tensor, Tensor],
+        epsilon: float,
+        masses: Tensor,
+    ) -> None:
+        self._layouts = rows.points.layout, columns.points.layout
+        self._masses = masses
+        self._blocks = PlanBlocks(rows, columns, scores, potentials, epsilon, masses, weighted=True)
+
+    def __call__(self, values: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """The product (N, k) float64, times the masses of rows.
+
+        Args:
+            values: V (M, k) float64.
+            left: A (N, r).
+            right: B (M, r).
+        """
+        rows, columns = self._layouts
+        blocks, n, count = self._blocks, rows.size, values.shape[1]
+        blocks.weight(*_packed(left, right, self._layouts))
+        packed, scales = to_halves(values, columns, multiple=8)
+        parts, buffer = packed.unbind(1), blocks.buffer()
+        out = torch.empty((n, packed.shape[2]), device=values.device)
+        for row in range(0, n, BLOCK_HEIGHT):
+            blocks.multiply(row, parts, out[row : row + BLOCK_HEIGHT], buffer)
+        weights = self._masses * (2.0**-LOG2_SCALE * blocks.factor_unit)
+        return from_halves(out[:, None, :count], scales, rows, weights)
+
+
+def _packed(
+    left: Tensor, right: Tensor, layouts: tuple[Layout, Layout]
+) -> tuple[PackedPoints, PackedPoints]:
+    """Both in the layouts, each on one scale."""
+    sizes = torch.stack([side.abs().max() for side in (left, right)]).tolist()
+    origin = torch.zeros(left.shape[1], dtype=torch.float64, device=left.device)
+    one, other = (
+        pack(side, layout, origin, power_of_two_scale(size))
+        for side, layout, size in zip((left, right), layouts, sizes, strict=True)
+    )
+    return one, other

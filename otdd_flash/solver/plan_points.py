@@ -1,0 +1,162 @@
+"""Products of a plan with points and directions, as second derivatives need them.
+
+A plan multiplies matrices (m, k). Points (m, d), numbers (s, m) and directions (s, m, d) stand side
+by side in one, so that as many as possible share a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import Operator, refined
+from otdd_flash.operators.build import CostInputs
+from otdd_flash.operators.plan import Factors, plan_of
+from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.solver.conjugate_gradients import inverse
+
+# Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.
+MOST_MOMENTS = 256
+
+
+class PlanPoints:
+    """A plan and the points of its sides, about their origin, in its type."""
+
+    def __init__(
+        self,
+        operator: Operator,
+        potentials: tuple[Tensor, Tensor],
+        epsilon: float,
+        inputs: CostInputs,
+    ) -> None:
+        self.epsilon, self.factor = epsilon, 2 * inputs.cost.squared.lambda_x
+        self.plan = plan_of(refined(operator), *potentials, epsilon)
+        sides = [side.features for side in (inputs.source, inputs.target)]
+        clouds = zip(sides, (operator.a, operator.b), strict=True)
+        self._origin = origin_near(clouds, operator.dtype).to(self.plan.dtype)
+        self._sides = sides
+
+    @cached_property
+    def x(self) -> Tensor:
+        """(n, d)."""
+        return less_origin(self._sides[0], self._origin)
+
+    @cached_property
+    def y(self) -> Tensor:
+        """(m, d)."""
+        return less_origin(self._sides[1], self._origin)
+
+    def here(self, values: Tensor) -> Tensor:
+        """In the plan's type."""
+        return values.to(self.plan.dtype)
+
+    def times(self, values: Tensor) -> Tensor:
+        """P V (s, n, k) for V (s, m, k)."""
+        return _apart(self.plan.times(_as_columns(values)), len(values))
+
+    def transposed_times(self, values: Tensor) -> Tensor:
+        """P^T U (s, m, k) for U (s, n, k)."""
+        return _apart(self.plan.transposed_times(_as_columns(values)), len(values))
+
+    @cached_property
+    def r(self) -> Tensor:
+        """P 1 (n,)."""
+        return self.here(self.plan.rows)
+
+    @cached_property
+    def c(self) -> Tensor:
+        """P^T 1 (m,)."""
+        return self.here(self.plan.columns)
+
+    @cached_property
+    def by_row(self) -> Tensor:
+        """1 / r (n,), 0 where there is no mass."""
+        return self.here(inverse(self.plan.rows))
+
+    @cached_property
+    def images(self) -> Tensor:
+        """P y (n, d)."""
+        return self.plan.times(self.y)
+
+    @cached_property
+    def transposed_images(self) -> Tensor:
+        """P^T x (m, d)."""
+        return self.plan.transposed_times(self.x)
+
+    @cached_property
+    def row_moments(self) -> Tensor | None:
+        """sum_j P_ij y_j y_j^T (n, d, d), for few coordinates."""
+        return _moments(self.plan.times, self.y)
+
+
+def weighted(times: Callable[..., Tensor], values: Tensor, changes: list[Factors]) -> Tensor:
+    """(P o sum of L R^T) V (s, n, d), for V (m, d) and pairs L (n, k) and R (m, k).
+
+    They are the same for all directions, or one for each, with a leading dimension.
+    """
+    count = max(len(side) for pair in changes for side in pair if side.ndim == 3)
+    left, right = changes[0] if len(changes) == 1 else _together(changes, count)
+    sides = (side.expand(count, *side.shape[-2:]) for side in (left, right))
+    found = [times(values, factors) for factors in zip(*sides, strict=True)]
+    return found[0][None] if count == 1 else torch.stack(found)
+
+
+def _together(changes: list[Factors], count: int) -> Factors:
+    """Pairs of factors as one, L (count, n, k) and R (count, m, k)."""
+    like, width = changes[0][0], sum(left.shape[-1] for left, _ in changes)
+    left, right = (like.new_empty((count, side.shape[-2], width)) for side in changes[0])
+    first = 0
+    for pair in changes:
+        last = first + pair[0].shape[-1]
+        scale = _balance(*pair)
+        left[..., first:last].copy_(pair[0]).mul_(scale)
+        right[..., first:last].copy_(pair[1]).div_(scale)
+        first = last
+    return left, right
+
+
+def _balance(left: Tensor, right: Tensor) -> Tensor:
+    """By which to multiply one and divide the other for sides of one size.
+
+    Pairs side by side are rounded on one scale.
+    """
+    sizes = [side.abs().max() for side in (left, right)]
+    ratio = torch.where(sizes[0] * sizes[1] > 0, sizes[1] / sizes[0], 1)
+    return (ratio.log2() / 2).round().exp2()
+
+
+def beside(values: Tensor, numbers: Tensor) -> Tensor:
+    """V (m, k), or one for each direction, and q (s, m) as (s, m, k + 1)."""
+    return torch.cat((values.expand(*numbers.shape, -1), numbers[..., None]), 2)
+
+
+def both(times: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor, Tensor]:
+    """P V (s, n, k) and P q (s, n), for (V, q) side by side, in one pass."""
+    found = times(values)
+    return found[..., :-1], found[..., -1]
+
+
+def _moments(times: Callable[[Tensor], Tensor], points: Tensor) -> Tensor | None:
+    """Images (n, d, d) of y_j y_j^T under a plan, None for many coordinates."""
+    dim = points.shape[1]
+    if dim * (dim + 1) // 2 > MOST_MOMENTS:
+        return None
+    first, second = torch.triu_indices(dim, dim, device=points.device)
+    images = times(points[:, first] * points[:, second])
+    found = images.new_empty((len(images), dim, dim))
+    found[:, first, second] = images
+    found[:, second, first] = images
+    return found
+
+
+def _as_columns(values: Tensor) -> Tensor:
+    """(s, m, k) as the columns of one matrix (m, s k)."""
+    return values.transpose(0, 1).flatten(1)
+
+
+def _apart(values: Tensor, count: int) -> Tensor:
+    """A matrix (n, s k) as (s, n, k)."""
+    return values.reshape(len(values), count, -1).transpose(0, 1)

@@ -1,0 +1,62 @@
+"""Compile the kernels of linear systems for sm_90; a script of its own, as `compile_kernels`.
+
+It prints a JSON object: for each kernel shared memory and bytes spilled to a stack.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+
+import torch
+from compile_batched import taken
+
+from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward
+from otdd_flash.kernels.points.packed_points import arrange
+
+
+def needs(m: int, count: int) -> dict[str, dict[str, int]]:
+    layout = arrange(torch.zeros(m, dtype=torch.int64), 1)
+    vectors = torch.zeros(6, count, m, dtype=torch.float64).transpose(1, 2)
+    numbers = torch.zeros(6, count, dtype=torch.float64)
+    counts, flags = torch.zeros(3, count, dtype=torch.int64), torch.zeros(3, count) > 0
+    masses, total = torch.ones(m, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    scales, packed = numbers[0], torch.zeros(layout.size, 2, count).half()
+    kept = cg_start.Kept(*vectors[:3], *numbers[:3], counts[0], *flags[:2])
+    moving = cg_step.Vectors(*vectors[3:])
+    stepping = cg_step.Numbers(*numbers[3:5], counts[1], flags[2], numbers[5], counts[2])
+    runs = {
+        "to halves": (halves, "to_halves", partial(halves.to_halves, vectors[0], layout, masses))
+    }
+    for parts in (1, 2):
+        products = torch.zeros(layout.size, parts, count)
+        image = cg_step.Image(products, scales, masses, masses, layout.position)
+        step = partial(
+            cg_step.cg_step, image, (masses, total), moving, stepping, (packed, scales), 1e-7
+        )
+        for constants in (False, True):
+            name = f"step {parts}{' constants' * constants}"
+            runs[name] = cg_step, "cg_step", partial(step, constants=constants)
+        run = partial(onward.onward, products, scales, layout.filled.double())
+        runs[f"onward {parts}"] = onward, "onward", run
+        run = partial(halves.from_halves, products, scales, layout, masses)
+        runs[f"from halves {parts}"] = halves, "from_halves", run
+    for stage in (cg_start.BEGIN, cg_start.CORRECT, cg_start.RESUME):
+        given = vectors[0], (masses, total, masses), layout.position, kept, moving, stepping
+        limits = (packed, scales), (1e-5, 0.5, 1000), stage
+        run = partial(cg_start.cg_start, *given, *limits, constants=True)
+        runs[f"start {stage.value}"] = cg_start, "cg_start", run
+    return {
+        f"{name}, {m} x {count}": taken(module, f"{kernel}_kernel", run)
+        for name, (module, kernel, run) in runs.items()
+    }
+
+
+def main() -> None:
+    found = needs(10_000, 1) | needs(9_999, 7)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

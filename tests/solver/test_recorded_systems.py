@@ -1,0 +1,144 @@
+"""Linear systems in Triton that are solved one after another, recorded on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.operators import kernel_plans
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.plan import plan_of
+from otdd_flash.solver import conjugate_gradients_kernels
+from otdd_flash.solver.conjugate_gradients import Limits
+from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
+from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+OPTIONS = CGOptions(1e-4)
+
+
+@pytest.fixture(params=["held", "fused"], autouse=True)
+def _held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the plan in float16 is held, or evaluated anew."""
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
+    if request.param == "fused":
+        monkeypatch.setattr(kernel_plans, "holds", lambda *_: False)
+
+
+def solver(n: int, m: int, *, own: bool) -> Solver:
+    """Of a plan whose rows sum to about their masses; labelled points."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(size, 5, generator=draw).to(DEVICE) for size in (n, m))
+    a, b = (torch.full((size,), 1 / size, device=DEVICE).double() for size in (n, m))
+    labels = tuple(torch.arange(size, device=DEVICE) % 2 for size in (n, m))
+    if own:
+        y, b, labels = x, a, (labels[0],) * 2
+    costs = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64, device=DEVICE)
+    cost = LabelledCost(
+        *(x, y, a, b), labels_x=labels[0], labels_y=labels[1], class_costs=costs, lambda_x=0.5
+    )
+    dense = torch.cdist(x.double(), y.double()).square() / 2 + costs[labels[0]][:, labels[1]]
+    g = torch.zeros_like(b)
+    for _ in range(30):
+        f = -(b.log() + g - dense).logsumexp(1)
+        updated = -(a.log()[:, None] + f[:, None] - dense).logsumexp(0)
+        g = (f + updated) / 2 if own else updated
+    plan = plan_of(KernelOperator(cost, "high"), g if own else f, g, 1.0)
+    kind = SelfSystem if own else SchurSystem
+    return Solver(kind(plan), kind(plan.quick), OPTIONS)
+
+
+def right_sides(m: int, count: int, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randn(m, count, generator=draw, dtype=torch.float64) / m).to(DEVICE)
+
+
+def agree(found: Solution, expected: Solution) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True])
+def test_a_later_solve_is_that_of_a_new_solver(own: bool) -> None:
+    """And leaves what an earlier one has found."""
+    again, (n, m) = solver(40, 40 if own else 30, own=own), (40, 40 if own else 30)
+    earlier = again.solve(right_sides(m, 2, 1))
+    kept = Solution(*(part.clone() for part in earlier))
+    found = again.solve(right_sides(m, 2, 2))
+    assert isinstance(again._iterates, KernelIterates)
+    agree(earlier, kept)
+    assert bool(found.converged.all())
+    agree(found, solver(n, m, own=own).solve(right_sides(m, 2, 2)))
+    # Of another number of right-hand sides; every direction goes by itself.
+    alone = again.solve(right_sides(m, 2, 2)[:, :1])
+    assert int(alone.iterations) == int(found.iterations[0])
+    torch.testing.assert_close(alone.values[:, 0], found.values[:, 0], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True])
+def test_a_step_leaves_the_host_alone(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a recorded one must, on which the host has no more say."""
+    m = 40 if own else 30
+    near = solver(40, m, own=own)._rounded
+    iterates = KernelIterates(near.metric, Limits(1e-9, 100), (m, 2))
+    iterates.begin(right_sides(m, 2, 1), near)
+    iterates.step()
+
+    def refuse(tensor: Tensor) -> None:
+        raise AssertionError("the host waits for the device")
+
+    with monkeypatch.context() as patched:
+        for name in ("__float__", "__bool__", "item", "tolist"):
+            patched.setattr(torch.Tensor, name, refuse)
+        iterates.step()
+    assert iterates.iterations.tolist() == [2, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("count", [1, 7])
+def test_recorded_solves_are_those_that_are_not(
+    own: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, on whichever stream; a later solve replays what an earlier one recorded."""
+    (n, m) = (900, 900 if own else 700)
+    recorded, plain = solver(n, m, own=own), solver(n, m, own=own)
+    for seed in range(6):
+        right = right_sides(m, count, seed)
+        found = recorded.solve(right)
+        with monkeypatch.context() as patched:
+            patched.setattr(conjugate_gradients_kernels, "RECORDED_ROWS", 0)
+            agree(found, plain.solve(right))
+    iterates = recorded._iterates
+    assert isinstance(iterates, KernelIterates)
+    assert any(repeated._graph is not None for repeated in iterates._repeated.values())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        elsewhere = recorded.solve(right)
+    torch.cuda.current_stream().wait_stream(stream)
+    agree(elsewhere, found)
+
+
+@pytest.mark.gpu
+def test_products_with_a_hessian_are_the_same_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y, *directions = (torch.randn(1500, 30, generator=draw).to(DEVICE) for _ in range(7))
+    recorded = otdd.sinkhorn_hessian(x, y, epsilon=3.0)
+    plain = otdd.sinkhorn_hessian(x, y, epsilon=3.0)
+    plain._curvature._terms = {name: replace(t) for name, t in recorded.divergence.terms.items()}
+    for v in directions:
+        found = recorded.product(v)
+        with monkeypatch.context() as patched:
+            patched.setattr(conjugate_gradients_kernels, "RECORDED_ROWS", 0)
+            expected = plain.product(v)
+        assert torch.equal(found.values, expected.values)
+        assert torch.equal(found.iterations, expected.iterations)
