@@ -8,7 +8,7 @@ it. Row and column sums are those of the very numbers that are multiplied, whate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -175,6 +175,9 @@ class KeptPlan:
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k) for V (m, k), or (P o A B^T) V."""
+        if factors is not None and _few(factors, values):
+            left, right = (factor.double() for factor in factors)
+            return _unfolded(self.times, values.double(), left, right)
         found = values.new_empty((len(self._entries), values.shape[1]), dtype=torch.float64)
         for rows, entries in self._blocks(factors):
             torch.mm(entries, values.double(), out=found[rows])
@@ -182,6 +185,9 @@ class KeptPlan:
 
     def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P^T U (m, k) for U (n, k), or (P o A B^T)^T U."""
+        if factors is not None and _few(factors, values):
+            left, right = (factor.double() for factor in factors)
+            return _unfolded(self.transposed_times, values.double(), right, left)
         found = values.new_zeros((self._entries.shape[1], values.shape[1]), dtype=torch.float64)
         for rows, entries in self._blocks(factors):
             found.addmm_(entries.T, values[rows].double())
@@ -202,6 +208,23 @@ class KeptPlan:
 
 # Entries that are weighted at once: what a cache holds, and few launches.
 BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
+
+# Columns that P is multiplied by in less time than its entries are weighted, which reads and writes
+# some 3 times their size.
+FEW_COLUMNS = 128
+
+
+def _few(factors: Factors, values: Tensor) -> bool:
+    return factors[0].shape[1] * values.shape[1] <= FEW_COLUMNS
+
+
+def _unfolded(
+    times: Callable[[Tensor], Tensor], values: Tensor, left: Tensor, right: Tensor
+) -> Tensor:
+    """(P o L R^T) V (n, k) as sum_r L_r o P (R_r o V), one product with r k columns."""
+    weighted = (right[:, :, None] * values[:, None]).flatten(1)
+    images = times(weighted).view(len(left), left.shape[1], -1)
+    return torch.einsum("nr,nrk->nk", left, images)
 
 
 def plan_of(

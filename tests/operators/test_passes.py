@@ -173,11 +173,12 @@ def test_transposed_hadamard_weighted_plan_application(case: Case) -> None:
     torch.testing.assert_close(got.masses, case.plan.sum(0), rtol=rtol, atol=1e-30)
 
 
-@pytest.mark.parametrize("block", [1 << 20, 64])
+@pytest.mark.parametrize(("block", "few"), [(1 << 20, plan.FEW_COLUMNS), (1 << 20, 0), (64, 0)])
 def test_plans_that_are_kept_and_that_are_not(
-    case: Case, block: int, monkeypatch: pytest.MonkeyPatch
+    case: Case, block: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "BLOCK_CPU", block)
+    monkeypatch.setattr(plan, "FEW_COLUMNS", few)
     (n, m), rtol = case.operator.shape, relative(case)
     at = case.f, case.g, EPSILON
     kept = plan.plan_of(case.operator, *at)
