@@ -90,7 +90,8 @@ def distance(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dic
             compute=compute,
         )
 
-    solve(smaller(sizes))()
+    # With as many classes, so that samples of the points compile the same kernels too.
+    solve(sizes._replace(points=max(sizes.points // 8, sizes.classes)))()
     seconds, result, moved = timed(solve(sizes), ranks)
     terms = result.divergence
     return {

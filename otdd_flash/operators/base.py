@@ -140,6 +140,9 @@ class Execution(NamedTuple):
         in_blocks: `apply_plan` of values that are made block by block, for one block of the result
             after the other, `BlockedOperator.applied_blocks`; None where all points are on
             the device.
+        rounded_by: by how much costs differ from those of `refined`, root mean square, about.
+        of_columns: the cost between all rows and some columns (l,), int64, of the masses that they
+            have, for one pass; None where it takes as long as one over all columns.
     """
 
     backend: str
@@ -150,6 +153,8 @@ class Execution(NamedTuple):
     prepared_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     in_blocks: Callable[..., Any] | None = None
+    rounded_by: Callable[[], float] | None = None
+    of_columns: Callable[[Tensor], Operator] | None = None
 
 
 class Certifiable(Protocol):

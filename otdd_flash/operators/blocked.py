@@ -11,7 +11,7 @@ the blocks. Softmins are joined in float64.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import cast
 
@@ -38,6 +38,7 @@ from otdd_flash.operators.block_tiles import (
 from otdd_flash.operators.host_points import Block, by_class
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost, on_host
 from otdd_flash.operators.packed_blocks import PackedBlocks, There
+from otdd_flash.operators.rounding import float16_rounding
 
 # Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
 ROW_BYTES, COLUMN_BYTES = 8, 16
@@ -151,6 +152,7 @@ class BlockedOperator:
             self.sample,
             None if first.refined is None else self._refine,
             in_blocks=self.applied_blocks,
+            rounded_by=partial(float16_rounding, self.cost),
         )
 
     def _refine(self) -> BlockedOperator:

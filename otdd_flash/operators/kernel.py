@@ -45,6 +45,7 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
+from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.operators.tiled import LOG2_ZERO
 from otdd_flash.operators.triton_plans import ExactFusedPlan
 
@@ -129,7 +130,15 @@ class KernelOperator:
             self.recorded,
             self._prepared_plan,
             self._plans.rounded,
+            rounded_by=partial(float16_rounding, self.cost),
+            of_columns=self._of_columns,
         )
+
+    def _of_columns(self, columns: Tensor) -> KernelOperator:
+        """The cost between all rows and some columns (l,), int64, rows packed as they are."""
+        part = self.cost.part(slice(None), columns)
+        part.packed = self._packed[0], None
+        return KernelOperator(part, self._precision)
 
     def _refine(self) -> KernelOperator:
         """The cost of the original points, to float32 accuracy."""

@@ -6,6 +6,7 @@ Rank 0 has the operator, and orders what all ranks do with their parts: the func
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from otdd_flash.operators.base import (
 from otdd_flash.operators.host_points import HostPoints
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.parts import Build, Parts
+from otdd_flash.operators.rounding import float16_rounding
 
 
 class ShardedOperator:
@@ -63,7 +65,11 @@ class ShardedOperator:
         refine = None if part.refined is None else self._refine
         ring = ", points in a ring" if self._ring else ""
         return Execution(
-            f"{self._backend}, {self.ranks.size} ranks{ring}", part.segment, self.sample, refine
+            f"{self._backend}, {self.ranks.size} ranks{ring}",
+            part.segment,
+            self.sample,
+            refine,
+            rounded_by=partial(float16_rounding, self.cost),
         )
 
     def _refine(self) -> ShardedOperator:

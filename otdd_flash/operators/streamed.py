@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from otdd_flash.operators.base import Execution
 from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
 from otdd_flash.operators.labelled_cost import LabelledCost, squared_norms
 from otdd_flash.operators.tiled import TiledOperator
@@ -64,6 +65,14 @@ class StreamedOperator(TiledOperator):
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self._cost.own_costs()
+
+    @property
+    def execution(self) -> Execution:
+        """As of any tiles; a pass over some columns takes that part of one over all."""
+        return super().execution._replace(of_columns=self._of_columns)
+
+    def _of_columns(self, columns: Tensor) -> StreamedOperator:
+        return StreamedOperator(self._cost.part(slice(None), columns), self.dtype)
 
     def sample(self, rows: Tensor, columns: Tensor) -> StreamedOperator:
         """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import CROSS
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Execution, Operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
@@ -171,8 +171,9 @@ def cost_in_a_unit(unit: float, device: torch.device | str) -> LabelledCost:
     ],
 )
 @pytest.mark.parametrize("relative", [0.01, 10.0])
+@pytest.mark.parametrize("whole", [False, True])
 def test_in_any_unit_a_potential_extends_by_the_columns_of_its_sample_alone(
-    kind: str, unit: float, relative: float, small_samples: None
+    kind: str, unit: float, relative: float, whole: bool, small_samples: None
 ) -> None:
     operator = KINDS[kind](cost_in_a_unit(unit, DEVICE if kind == "kernels" else "cpu"))
     sample = draw_sample(operator)
@@ -180,14 +181,31 @@ def test_in_any_unit_a_potential_extends_by_the_columns_of_its_sample_alone(
     held = sample.columns.unique()
     assert int(held.min()) >= 280
     epsilon = relative * operator.costs.mean
-    solve = Iteration("xy", CROSS, epsilon, Converged(), None)
-    g, _ = approach._of_sample(solve, operator, sample, epsilon)
-    found = operator.softmin_rows(g, epsilon).double().cpu() / unit**2
-    whole = reference.dense_cost(*cost_in_a_unit(1.0, "cpu").points)
-    cost, b, g = (part.double().cpu() for part in (whole[:, held.cpu()], operator.b[held], g[held]))
+    potential = torch.randn(M, generator=torch.Generator().manual_seed(0)).double()
+    g = (epsilon * potential).to(operator.b.device, operator.dtype)
+    found, part = approach._extended(
+        Whole(operator) if whole else operator, sample.columns, g[sample.columns], epsilon
+    )
+    assert part == (1 if whole else len(held) / M)
+    dense = reference.dense_cost(*cost_in_a_unit(1.0, "cpu").points)
+    cost, b, g = (part.double().cpu() for part in (dense[:, held.cpu()], operator.b[held], g[held]))
     expected = reference.softmin_rows(cost, b, g / unit**2, epsilon / unit**2)
-    tolerance = 1e-5 * max(relative, 1.0) * float(whole.max())
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    tolerance = 1e-5 * max(relative, 1.0) * float(dense.max())
+    torch.testing.assert_close(found.double().cpu() / unit**2, expected, rtol=0, atol=tolerance)
+
+
+class Whole:
+    """An operator for which a pass over some columns is one over all."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.inner = operator
+
+    @property
+    def execution(self) -> Execution:
+        return self.inner.execution._replace(of_columns=None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 @pytest.mark.usefixtures("small_samples")

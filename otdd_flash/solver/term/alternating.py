@@ -35,7 +35,8 @@ def solve_alternating(
     """OT_epsilon between the two sides of an operator.
 
     An operator that rounds the points iterates first; its refined form, which knows the original
-    points, starts from there and ends the solve.
+    points, starts from there and ends the solve, or proves it alone where rounding is little beside
+    the tolerance.
 
     Args:
         operator: the cost (n, m) and the masses.
@@ -56,19 +57,22 @@ def solve_alternating(
         candidate, passes = start.to(operator.dtype), 0.0
         levels = Levels.descending(torch.full((1,), epsilon, dtype=torch.float64))
 
+    refine = not solve.can_end_on(operator)
+
     def prove(segment: OneSegment, polished: bool) -> Certificate:
         nonlocal passes
         if solve.settled:
             # The last evaluation has taken the certificate's first two passes.
             known = segment.rows, segment.kept, epsilon, segment.updated
-            certificate = certify(segment.operator, *known, polished=polished)
+            scaled = 0.0 if refine else solve.tolerance / 2
+            certificate = certify(segment.operator, *known, polished=polished, scaled=scaled)
         else:
             certificate = certify(segment.operator, segment.rows, segment.updated, epsilon)
             solve.count(certificate)
         passes += certificate.passes
         return certificate
 
-    certificate = solve.solve(operator, candidate, levels, prove)
+    certificate = solve.solve(operator, candidate, levels, prove, refine=refine)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,

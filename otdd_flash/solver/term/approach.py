@@ -70,7 +70,8 @@ class Approach(NamedTuple):
     Attributes:
         candidate: g, in units of the cost.
         levels: of the one problem.
-        passes: between samples, in units of n m.
+        passes: in units of n m, beside two an iteration: between samples, and less what an
+            iteration over a sample of the columns saves.
     """
 
     candidate: Tensor
@@ -91,8 +92,7 @@ def approach(solve: Iteration, operator: Operator) -> Approach:
         top = first_level(solve.epsilon, _scale(operator))
         return Approach(nothing, Levels.trying(solve.epsilon, top), 0.0)
     top = first_level(solve.epsilon, _scale(operator), SAMPLED_TOP)
-    g, passes = _of_sample(solve, operator, sample, float(top))
-    f = operator.softmin_rows(g, float(top))
+    f, passes = _of_sample(solve, operator, sample, float(top))
     solve.iterations += 1
     return Approach(operator.softmin_columns(f, float(top)), Levels.descending(top), passes)
 
@@ -122,7 +122,7 @@ def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
 def _of_sample(
     solve: Iteration, operator: Operator, sample: Sample, level: float
 ) -> tuple[Tensor, float]:
-    """The column potential (m,) of a sample, absent elsewhere, and the passes that took."""
+    """The row potential (n,) that a sample extends to, and passes beside those of an iteration."""
     sampled = sample.operator
     # Rounding in a sample, where nothing is proved, is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
@@ -131,11 +131,23 @@ def _of_sample(
     levels = Levels.descending(first_level(level, _scale(sampled)))
     rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
     terms = run(segment, rule, watch=lambda *_: solve.late(), wait=segment.waits)
-    iterations, updated = float(terms.iterations), segment.updated
-    g = _absent(operator, level, updated).expand(len(operator.b)).clone()
-    g[sample.columns] = updated
-    part = len(sample.rows) * len(sample.columns) / (len(operator.a) * len(operator.b))
-    return g, 2 * iterations * part
+    f, part = _extended(operator, sample.columns, segment.updated, level)
+    share = len(sample.rows) * len(sample.columns) / (len(operator.a) * len(operator.b))
+    return f, 2 * float(terms.iterations) * share + part - 1
+
+
+def _extended(
+    operator: Operator, columns: Tensor, potential: Tensor, level: float
+) -> tuple[Tensor, float]:
+    """The softmin (n,) over some columns of their potential (l,), and the part of a pass it took."""
+    g = _absent(operator, level, potential).expand(len(operator.b)).clone()
+    g[columns] = potential
+    if operator.execution.of_columns is None:
+        return operator.softmin_rows(g, level), 1.0
+    # A point of much mass may have been drawn more than once.
+    drawn = columns.unique()
+    found = operator.execution.of_columns(drawn).softmin_rows(g[drawn], level)
+    return found, len(drawn) / len(operator.b)
 
 
 def _scale(operator: Operator) -> Tensor:

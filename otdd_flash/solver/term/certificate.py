@@ -55,12 +55,13 @@ def certify(
     updated: Tensor | None = None,
     *,
     polished: bool = False,
+    scaled: float = 0.0,
 ) -> Certificate:
     """One row update from g (m,), near f (n,), one column update, one pass for all sums.
 
     With `updated`, which is T'(f), of an f that is T(g) already, the last pass alone. Where the
     rounding of these updates shows, or if `polished`, they are done once more by exact sums, in two
-    passes.
+    passes. It does not show where the plan is scaled by no more than `scaled`.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
@@ -73,7 +74,7 @@ def certify(
     if not polished:
         evidence = cross_evidence(operator, plan, lost, epsilon)
         numbers = evidence.numbers.tolist()
-        if not shows_rounding(operator.costs, numbers, epsilon):
+        if not shows_rounding(operator.costs, numbers, epsilon, scaled):
             return conclude(operator.costs, evidence, numbers, epsilon)
     plan = polished_plan(operator, plan, lost, epsilon, accurate=polished)
     evidence = cross_evidence(operator, plan, lost, epsilon)
@@ -99,8 +100,12 @@ def hides_little(
     return value, error, fine & mass.isfinite() & value.isfinite()
 
 
-def shows_rounding(costs: CostFacts, numbers: Sequence[float], epsilon: float) -> bool:
+def shows_rounding(
+    costs: CostFacts, numbers: Sequence[float], epsilon: float, scaled: float = 0.0
+) -> bool:
     """Whether the rounding of the updates shows, by the `PlanEvidence.numbers` of the plan.
+
+    A scaling by up to `scaled` is taken as it is.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
@@ -108,7 +113,7 @@ def shows_rounding(costs: CostFacts, numbers: Sequence[float], epsilon: float) -
     kappa, mass, hidden = numbers[:3]
     plans.check_mass(costs, mass, epsilon)
     unit = torch.finfo(costs.dtype).eps / 2
-    return bool(_shows_rounding(kappa, mass, hidden, unit))
+    return bool(_shows_rounding(kappa + scaled, mass, hidden, unit))
 
 
 def _shows_rounding(kappa: Any, mass: Any, hidden: Any, unit: float) -> Any:

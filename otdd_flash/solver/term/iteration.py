@@ -29,6 +29,11 @@ MOST_TRIES, AIM = 4, 0.9
 # The share of the tolerance from which on it is worth the while to let errors hide less.
 HIDDEN = 0.1
 
+# Costs that are rounded by so many times epsilon and the tolerance end a solve: marginal errors grow
+# by less than half of that. Others are iterated to so many times what is aimed at, as one iteration
+# more follows.
+LITTLE_ROUNDING, BEFORE_REFINED = 0.5, 2.0
+
 
 class Iteration:
     """The iterations of one term, counted over all operators and levels that take part.
@@ -75,6 +80,20 @@ class Iteration:
         """
         self.tolerance = reachable_tolerance(self.options, floor, self.epsilon, operator.dtype)
 
+    def can_end_on(self, operator: Operator) -> bool:
+        """Whether an operator that rounds costs does so by little beside the tolerance.
+
+        Iterations then aim lower, as the certificate sees the costs as they are.
+        """
+        rounded_by = operator.execution.rounded_by
+        if operator.execution.refined is None or rounded_by is None:
+            return False
+        rounding = rounded_by() / (self.epsilon * self.tolerance)
+        if rounding > LITTLE_ROUNDING:
+            return False
+        self._aim *= 1 - rounding
+        return True
+
     def solve(
         self,
         operator: Operator,
@@ -91,11 +110,14 @@ class Iteration:
         accurate: then it takes exact updates, and if these do not suffice iterations go on, aiming
         lower.
         """
+        refined = base.refined(operator)
+        coarse = refined is not operator
+        aim = self._aim * (BEFORE_REFINED if coarse and refine else 1)
         segment: OneSegment = operator.execution.segment(
             operator, candidate, symmetric=self.form.symmetric
         )
         taken = torch.full((1,), self.iterations, dtype=torch.float64)
-        goal = goal_of(self.options, self.epsilon, self._aim)
+        goal = goal_of(self.options, self.epsilon, aim)
         rule = segment.iterations(goal, self.form, Start(levels, taken))
 
         def iterate(operator: Operator, candidate: Tensor) -> None:
@@ -103,12 +125,11 @@ class Iteration:
                 segment.change(operator)
             segment.go_on_from(candidate)
             rule.restart(self._aim)
-            self._run(segment, rule)
+            self._run(segment, rule, self._aim)
 
-        self._run(segment, rule)
-        refined = base.refined(operator)
-        if refined is not operator and (refine or not self.converged):
-            iterate(refined, segment.kept)
+        self._run(segment, rule, aim)
+        if coarse and (refine or not self.converged):
+            iterate(refined, segment.kept if segment.symmetric else segment.updated)
         segment.operator = refined
         certificate = certify(segment, False)
         missed = self.settled and certificate.marginal_error > self.tolerance
@@ -124,8 +145,8 @@ class Iteration:
             self.budget = "rounding"
         return certificate
 
-    def _run(self, segment: OneSegment, rule: Rule) -> None:
-        """Iterate until the term has converged or is out of budget.
+    def _run(self, segment: OneSegment, rule: Rule, aim: float) -> None:
+        """Iterate until the term has converged, to so many times the tolerance, or is out of budget.
 
         Raises:
             InputError: rounding alone exceeds the tolerance at the final epsilon.
@@ -149,7 +170,7 @@ class Iteration:
         f = segment.kept if segment.symmetric else segment.rows
         size = float(magnitude(operator, f, segment.kept))
         self.admit(operator, rounding_floor(operator.costs, size, self.epsilon))
-        self.converged = error <= self._aim * self.tolerance
+        self.converged = error <= aim * self.tolerance
         if not self.converged and self.left() > 0:
             self.budget = "rounding"
 
