@@ -64,7 +64,7 @@ def solve_alternating(
         if solve.settled:
             # The last evaluation has taken the certificate's first two passes.
             known = segment.rows, segment.kept, epsilon, segment.updated
-            scaled = 0.0 if refine else solve.tolerance / 2
+            scaled = 0.0 if refine else solve.tolerance
             certificate = certify(segment.operator, *known, polished=polished, scaled=scaled)
         else:
             certificate = certify(segment.operator, segment.rows, segment.updated, epsilon)

@@ -30,9 +30,9 @@ MOST_TRIES, AIM = 4, 0.9
 HIDDEN = 0.1
 
 # Costs that are rounded by so many times epsilon and the tolerance end a solve: marginal errors grow
-# by less than half of that. Others are iterated to so many times what is aimed at, as one iteration
-# more follows.
-LITTLE_ROUNDING, BEFORE_REFINED = 0.5, 2.0
+# by less than that, and of many points one is off by some five times as much. Others are iterated to
+# so many times what is aimed at, as one iteration more follows.
+LITTLE_ROUNDING, BEFORE_REFINED = 0.2, 2.0
 
 
 class Iteration:
