@@ -1,4 +1,4 @@
-"""What rounding points to float16 changes in costs, about: an estimate, by which nothing is proved."""
+"""What rounding points to float16 changes in costs, about: nothing is proved by it."""
 
 from __future__ import annotations
 

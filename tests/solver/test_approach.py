@@ -10,7 +10,6 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import CROSS
 from otdd_flash.operators.base import Execution, Operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -21,7 +20,6 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term import approach
 from otdd_flash.solver.term.alternating import solve_alternating
 from otdd_flash.solver.term.approach import draw_sample
-from otdd_flash.solver.term.iteration import Iteration
 
 N, M = 400, 333
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

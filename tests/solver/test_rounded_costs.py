@@ -1,4 +1,4 @@
-"""Where iterations on rounded points may end a solve, and how the original ones go on from there."""
+"""Where iterations on rounded points end a solve, and how the original ones go on."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ MOST_TRIES, AIM = 4, 0.9
 # The share of the tolerance from which on it is worth the while to let errors hide less.
 HIDDEN = 0.1
 
-# Costs that are rounded by so many times epsilon and the tolerance end a solve: marginal errors grow
-# by less than that, and of many points one is off by some five times as much. Others are iterated to
-# so many times what is aimed at, as one iteration more follows.
+# Costs that are rounded by so many times epsilon and the tolerance end a solve: marginal errors
+# grow by less than that, and of many points one is off by some five times as much. Others are
+# iterated to so many times what is aimed at, as one iteration more follows.
 LITTLE_ROUNDING, BEFORE_REFINED = 0.2, 2.0
 
 
@@ -146,7 +146,7 @@ class Iteration:
         return certificate
 
     def _run(self, segment: OneSegment, rule: Rule, aim: float) -> None:
-        """Iterate until the term has converged, to so many times the tolerance, or is out of budget.
+        """Iterate until the term has converged, at `aim` tolerances, or is out of budget.
 
         Raises:
             InputError: rounding alone exceeds the tolerance at the final epsilon.
