@@ -22,7 +22,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,12 @@ class Work:
 
     def ott_jax(self) -> Tensor:
         """The gradient of <cotangent, f> by x."""
+        gradient, x = self._ott
+        return from_dlpack(gradient(x).block_until_ready())
+
+    @cached_property
+    def _ott(self) -> tuple[Callable[[Any], Any], Any]:
+        """Compiled when it is called first, and what it takes."""
         import jax
         from jax._src.interpreters import batching
         from ott.geometry import costs, pointcloud
@@ -94,7 +100,7 @@ class Work:
             f, g = (part for part in solver(linear_problem.LinearProblem(cost)).potentials)
             return ((f + g.mean()) * cotangent).sum() / 2
 
-        return from_dlpack(jax.jit(jax.grad(loss))(x).block_until_ready())
+        return jax.jit(jax.grad(loss)), x
 
     def flash_sinkhorn(self) -> Tensor:
         """The same gradient, by its own solve of so many iterations."""

@@ -90,8 +90,8 @@ def distance(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dic
             compute=compute,
         )
 
-    # With as many classes, so that samples of the points compile the same kernels too.
-    solve(sizes._replace(points=max(sizes.points // 8, sizes.classes)))()
+    # Classes of as many points, and samples of so many that all kernels are compiled.
+    solve(Sizes(sizes.points // 8, sizes.dimension, max(sizes.classes // 8, 1)))()
     seconds, result, moved = timed(solve(sizes), ranks)
     terms = result.divergence
     return {
