@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,32 @@ def test_rounded_points_end_a_solve_where_rounding_is_little(relative: float, li
     # With the original points the certificate alone, or iterations before it.
     assert refined.passes["marginals"] == 1
     assert (sum(refined.passes.values()) == 1) == little
+
+
+def test_where_rounding_is_more_the_estimate_changes_nothing() -> None:
+    counts = []
+    for known in (True, False):
+        operator, refined, cost = rounding_pair(13)
+        if not known:
+            del operator.given["rounded_by"]
+        solve_alternating(operator, 0.003 * cost.mean_cost, Converged())
+        counts.append((operator.passes, refined.passes))
+    assert counts[0] == counts[1]
+
+
+def test_iterations_leave_room_for_what_rounding_adds() -> None:
+    last = []
+    for relative in torch.linspace(0.02, 0.3, 15).tolist():
+        operator, _, cost = rounding_pair(20)
+        epsilon, seen = relative * cost.mean_cost, list[float]()
+        operator.given["rounded_by"] = partial(float, 0.19 * 1e-3 * epsilon)
+        solve_alternating(
+            operator, epsilon, Converged(), progress=lambda *found, seen=seen: seen.append(found[2])
+        )
+        last.append(seen[-1])
+    assert max(last) <= 0.81e-3
+    # Some would have ended between the two.
+    assert max(last) > 0.4e-3
 
 
 def test_where_the_estimate_is_wrong_the_original_points_go_on() -> None:
