@@ -140,13 +140,15 @@ def _extended(
     operator: Operator, columns: Tensor, potential: Tensor, level: float
 ) -> tuple[Tensor, float]:
     """The softmin (n,) over columns of some potential (l,), and the part of a pass it took."""
-    g = _absent(operator, level, potential).expand(len(operator.b)).clone()
-    g[columns] = potential
     if operator.execution.of_columns is None:
+        g = _absent(operator, level, potential).expand(len(operator.b)).clone()
+        g[columns] = potential
         return operator.softmin_rows(g, level), 1.0
     # A point of much mass may have been drawn more than once.
-    drawn: Tensor = torch.unique(columns)
-    found = operator.execution.of_columns(drawn).softmin_rows(g[drawn], level)
+    drawn, place = torch.unique(columns, return_inverse=True)
+    g = potential.new_empty(len(drawn))
+    g[place] = potential
+    found = operator.execution.of_columns(drawn).softmin_rows(g, level)
     return found, len(drawn) / len(operator.b)
 
 
