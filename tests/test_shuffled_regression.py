@@ -97,3 +97,29 @@ def test_a_solve_starts_from_a_potential_that_goes_on_as_it_went() -> None:
     across = torch.zeros_like(step)
     across[0, 0], across[0, 1] = step[0, 1], -step[0, 0]
     assert torch.allclose(here.potential_at(here.w + across), here.potential)
+
+
+def test_a_point_is_there_where_its_loss_is_low_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, w = small_loss(30, 1e-6, epsilon=2.0), start(0)
+    here, asked = loss.at(w), []
+    real = otdd.sinkhorn_hessian
+
+    def counted(*given: Tensor, options: otdd.Converged, **named: object) -> otdd.SinkhornHessian:
+        asked.append(options.max_iterations)
+        found: otdd.SinkhornHessian = real(*given, options=options, **named)
+        return found
+
+    monkeypatch.setattr(otdd, "sinkhorn_hessian", counted)
+    for length in (0.01, 1.0):
+        there = w + length * start(1)
+        exact = loss.at(there, near=here)
+        asked.clear()
+        found = loss.at_most(exact.loss * (1 + 1e-4), there, near=here)
+        assert found is not None
+        assert found.loss == pytest.approx(exact.loss, rel=1e-6)
+        assert asked[-1] == loss.options.max_iterations
+        asked.clear()
+        # A limit far below is refused by the first lower bound, one just below at the latest.
+        assert loss.at_most(exact.loss / 2, there, near=here) is None
+        assert asked == [30]
+        assert loss.at_most(exact.loss * (1 - 1e-4), there, near=here) is None

@@ -145,10 +145,8 @@ class Descent:
             w = here.w + length * direction
             # Up to rounding, or no step would be short enough near the end.
             limit = here.loss + ARMIJO * length * slope + self._loss.rounding * abs(here.loss)
-            if self._loss.surely_above(w, limit, here):
-                continue
-            found = self._loss.at(w, near=here)
-            if found.loss <= limit:
+            found = self._loss.at_most(limit, w, near=here)
+            if found is not None:
                 self.trace.modes += "n"
                 self.trace.lengths.append(length)
                 return found

@@ -16,8 +16,8 @@ import otdd_flash as otdd
 
 CHANNELS = 5
 NOISE, DEGREES_OF_FREEDOM = 0.05, 3
-# Iterations of a solve that is to show that a step goes too far.
-SHORT = 30
+# Iterations after which a solve is asked whether a step goes too far.
+STAGES = 30, 100, 300
 # What two losses nearby are compared up to, relative: of solves in double precision, and others.
 # Between steps of 1e-4 those of 40,000 cells scatter by half of the latter.
 ROUNDINGS = 1e-7, 1e-5
@@ -143,6 +143,11 @@ class Point:
         return self._hessian.divergence.bounds[0]
 
     @property
+    def converged(self) -> bool:
+        """Whether the solve reached its tolerance."""
+        return self._hessian.divergence.converged
+
+    @property
     def marginal_error(self) -> float:
         """Of the solve."""
         return self._hessian.divergence.marginal_error
@@ -215,33 +220,48 @@ class Loss:
         options = self.options
         if tolerance is not None:
             options = replace(options, tolerance=tolerance)
-        try:
-            return self._at(w, near, options)
-        except otdd.InputError:
-            return self._at(w, near, replace(options, tolerance=None))
+        return self._ended(w, near, options, None if near is None else near.potential_at(w))
 
-    def surely_above(self, w: Tensor, limit: float, near: Point) -> bool:
-        """Whether the loss at w exceeds a limit, by the lower bound of a short solve.
+    def at_most(self, limit: float, w: Tensor, near: Point) -> Point | None:
+        """The point at w, or None where the loss exceeds a limit.
 
-        Far away a solve takes long, and there is nothing to be had.
+        Far away a solve takes long, and there is nothing to be had: it ends as soon as its lower
+        bound is above the limit.
         """
-        short = replace(self.options, tolerance=None, max_iterations=SHORT)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", otdd.NotConvergedWarning)
-            try:
-                found = self._at(w, near, short)
-            except otdd.InputError:  # So far that float32 cannot solve it.
-                return True
-        return found.lower_bound > limit
+        options, guess = replace(self.options, tolerance=None), near.potential_at(w)
+        for stage in STAGES:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", otdd.NotConvergedWarning)
+                try:
+                    found = self._at(w, near, replace(options, max_iterations=stage), guess)
+                except otdd.InputError:  # So far that float32 cannot solve it.
+                    return None
+            if found.lower_bound > limit:
+                return None
+            guess = found.potential
+            if found.converged:
+                break
+        found = self._ended(w, near, self.options, guess)
+        return found if found.loss <= limit else None
 
-    def _at(self, w: Tensor, near: Point | None, options: otdd.Converged) -> Point:
+    def _ended(
+        self, w: Tensor, near: Point | None, options: otdd.Converged, guess: Tensor | None
+    ) -> Point:
+        try:
+            return self._at(w, near, options, guess)
+        except otdd.InputError:
+            return self._at(w, near, replace(options, tolerance=None), guess)
+
+    def _at(
+        self, w: Tensor, near: Point | None, options: otdd.Converged, guess: Tensor | None
+    ) -> Point:
         hessian = otdd.sinkhorn_hessian(
             self.data.x @ w.to(self.data.x),
             self.data.y,
             epsilon=self.epsilon,
             lambda_x=1.0,
             debias=False,
-            start=None if near is None else {"xy": near.potential_at(w)},
+            start=None if guess is None else {"xy": guess},
             options=options,
             cg=self.cg,
             compute=self.compute,
