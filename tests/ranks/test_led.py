@@ -301,6 +301,25 @@ def test_pairs_of_classes_are_dealt() -> None:
     assert isinstance(said, list)
 
 
+def one_pair() -> float:
+    """What a leader finds between two classes."""
+    points, labels = torch.randn(9, 3, generator=torch.manual_seed(0)), torch.arange(9) % 2
+
+    def work(ranks: Ranks) -> float:
+        clouds, _ = pool_classes([otdd.LabeledSamples(points, labels, ("a", "b"))])
+        metric = measured_by_ranks(otdd.labels.Gaussian(), ranks)
+        return float(metric.measure(clouds, all_pairs(2)).values)
+
+    return otdd.led(work)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_pairs_of_classes() -> None:
+    found = pool(3).run(one_pair)
+    assert found[0] > 0
+    assert found == [found[0]] * 3
+
+
 def late_subsamples() -> Any:
     """Draws of which none converges, where convergence is required."""
     seen: list[tuple[int, int]] = []
