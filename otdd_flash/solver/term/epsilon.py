@@ -35,13 +35,13 @@ class EpsilonOutOfRange(InputError):
         self.words, self.epsilon, self.advised = words, epsilon, advised
         given = epsilon if given is None else given
         better = "" if advised is None else f"{advised * (given / epsilon):.2g}"
-        self._called = {"name": name, "given": given}
+        self.name, self.given = name, given
         super().__init__(words.format(name=name, given=f"{name}={given:g}", advised=better))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Other processes raise it too."""
-        arguments = self.words, self.epsilon, self.advised
-        return partial(type(self), **self._called), arguments
+        named = partial(type(self), name=self.name, given=self.given)
+        return named, (self.words, self.epsilon, self.advised)
 
 
 @contextmanager
