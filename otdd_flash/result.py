@@ -90,7 +90,11 @@ class DistanceResult:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(lower, upper), an interval that holds S_epsilon."""
+        """(lower, upper), an interval that holds S_epsilon for the class distances as they are.
+
+        What measuring left open of these, `class_distances.lower` and `.upper`, moves S_epsilon by
+        at most lambda_y times twice the largest difference, and is not in the interval.
+        """
         return self.divergence.bounds
 
     @property
