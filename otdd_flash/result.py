@@ -27,7 +27,7 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import convergence_text, interval_text
+from otdd_flash.shown import convergence_text, interval
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import SIDES, Problem
@@ -75,7 +75,7 @@ class DistanceResult:
     def __repr__(self) -> str:
         """The distance, its bounds and what was compared, in one line."""
         return (
-            f"DistanceResult({interval_text(self.value, self.bounds)}, "
+            f"DistanceResult({interval(self.value, *self.bounds)}, "
             f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
             f"{self.source!r} to {self.target!r}, class distances {self.method})"
         )
@@ -90,7 +90,11 @@ class DistanceResult:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(lower, upper), an interval that holds S_epsilon."""
+        """(lower, upper), an interval that holds S_epsilon for the class distances as they are.
+
+        What measuring left open of these, `class_distances.lower` and `.upper`, moves S_epsilon by
+        at most lambda_y times twice the largest difference, and is not in the interval.
+        """
         return self.divergence.bounds
 
     @property

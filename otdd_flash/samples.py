@@ -201,7 +201,11 @@ class LabeledSamples:
 
     @takes(KEEP_CLASSES)
     def keep_classes(self, keep: Sequence[int]) -> LabeledSamples:
-        """Only the samples of these classes, which are renumbered in the order given."""
+        """Only the samples of these classes, which are renumbered in the order given.
+
+        Where these are all samples, as where a class has none, features stay where they are: in
+        files, and in memory that is shared.
+        """
         if self.labels is None:
             raise InputError(f"{self.name} has no labels; {HOW_TO_LABEL}")
         for c in keep:
@@ -216,7 +220,7 @@ class LabeledSamples:
         return replace(
             self,
             subset_hash=None,
-            features=self.points_of(rows),
+            features=self.features if len(rows) == len(self) else self.points_of(rows),
             labels=labels[rows],
             class_names=tuple(self.class_names[c] for c in keep),
             weights=None if self.weights is None else self.weights[rows],

@@ -222,14 +222,15 @@ def test_a_shuffled_copy_has_zero_within_its_bounds():
     assert not result.divergence.identical
 
 
+@pytest.mark.parametrize("factor", [9, 1 + 9e-7, 1 + 1e-12])
 @pytest.mark.parametrize("scale", [1.0, 1e-9])
 @pytest.mark.parametrize("block", ["xy", "yy"])
-def test_equal_points_at_other_class_distances_are_not_equal_datasets(block, scale):
-    """Tables of any scale: an absolute tolerance would call small ones equal."""
+def test_equal_points_at_other_class_distances_are_not_equal_datasets(block, scale, factor):
+    """Tables of any scale and any difference: a tolerance would prove 0 where it is not."""
     samples = clusters(12, 0, classes=2)
     samples = LabeledSamples(samples.features * scale**0.5, samples.labels, samples.class_names)
-    apart = scale * torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    blocks = {"xx": apart, "xy": apart, "yy": apart} | {block: 9 * apart}
+    apart = scale * torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+    blocks = {"xx": apart, "xy": apart, "yy": apart} | {block: factor * apart}
     table = ClassDistances(**blocks)
     result = dataset_distance(samples, samples, class_distances=table, epsilon=0.5 * scale)
     assert not result.divergence.identical

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.shown import interval
 
 
 def _blobs() -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
@@ -26,11 +27,12 @@ def test_samples_show_name_and_sizes() -> None:
 def test_a_distance_shows_value_bounds_and_datasets() -> None:
     source, target = _blobs()
     result = otdd.dataset_distance(source, target, epsilon=0.5)
-    lower, upper = result.bounds
     assert repr(result) == (
-        f"DistanceResult({result.value:.7g} [{lower:.7g}, {upper:.7g}], epsilon=0.5, converged, "
+        f"DistanceResult({interval(result.value, *result.bounds)}, epsilon=0.5, converged, "
         f"{source!r} to {target!r}, class distances gaussian)"
     )
+    lower, upper = map(float, repr(result).split("[")[1].split("]")[0].split(", "))
+    assert lower <= result.bounds[0] < result.bounds[1] <= upper
 
 
 def test_a_solve_that_stopped_early_says_so() -> None:

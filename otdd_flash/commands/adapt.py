@@ -35,10 +35,10 @@ from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.integrations.tracking import check_tracker
-from otdd_flash.report.distance.console import interval
 from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.report.flow.console import flow_table
 from otdd_flash.report.flow.writing import write_flow_report
+from otdd_flash.shown import interval
 
 logger = logging.getLogger("otdd_flash.flow")
 

@@ -28,12 +28,13 @@ from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_resu
 from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.labels import ClassDistances, Given, NoLabels
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.report.distance.console import interval, summary_table
+from otdd_flash.report.distance.console import summary_table
 from otdd_flash.report.distance.contributions import write_contributions
 from otdd_flash.report.distance.nearest_classes import nearest_table
 from otdd_flash.report.distance.writing import write_report
 from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.result import DistanceResult
+from otdd_flash.shown import interval
 from otdd_flash.solver.schedules.converged import Converged
 
 logger = logging.getLogger("otdd_flash.distance")

@@ -103,7 +103,7 @@ def _measure(
 ) -> tuple[Tensor, list[str]]:
     """Values and bounds (3, P) of all pairs, and what was said of solves that stopped early."""
     clouds = ranks.held[number]
-    own = torch.arange(ranks.rank, len(pairs), ranks.size)
+    own = torch.arange(len(pairs))[ranks.rank :: ranks.size]
     none = torch.empty(0, dtype=torch.float64)
 
     def measured() -> tuple[PairDistances, list[str]]:

@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
+
+# Two datasets normalise the same weights to numbers that differ in their last digits: relative to
+# each other by no more than this. Distances may be as small as what larger differences move.
+SAME_WEIGHTS = 2.0**-40
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +58,25 @@ class ClassCloud:
 
     @cached_property
     def content(self) -> bytes:
-        """Equal for classes of the same points and weights, in any order and precision."""
+        """Equal for classes of the same points and nearly the same weights, in any order."""
+        digests, weights = self._in_order
+        if self.weights is not None:
+            rounded = weights.astype(np.float32)
+            digests = [key + w.tobytes() for key, w in zip(digests, rounded, strict=True)]
+        return hashlib.blake2b(b"".join(digests)).digest()
+
+    @property
+    def ordered_weights(self) -> NDArray[np.float64]:
+        """The masses (n,) in an order of the points that content alone decides."""
+        return self._in_order[1]
+
+    @cached_property
+    def _in_order(self) -> tuple[list[bytes], NDArray[np.float64]]:
+        """Digests of the points in any precision, sorted, and their masses (n,)."""
         rows = self.points.detach().to("cpu", torch.float64).add(0.0).numpy()
         digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
-        if self.weights is not None:
-            # Two datasets normalise the same weights to numbers that differ in their last digits.
-            weights = self.weights.cpu().to(torch.float32).numpy()
-            digests = [key + weight.tobytes() for key, weight in zip(digests, weights, strict=True)]
-        return hashlib.blake2b(b"".join(sorted(digests))).digest()
+        pairs = sorted(zip(digests, self.masses.tolist(), strict=True))
+        return [digest for digest, _ in pairs], np.array([mass for _, mass in pairs])
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -141,10 +158,36 @@ def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], lis
         (*key, cloud.content) if variants[key] > 1 else key
         for key, cloud in zip(keys, clouds, strict=True)
     ]
+    keys = _told_apart_by_weights(keys, clouds)
     order = sorted(set(keys))
     place = {key: index for index, key in enumerate(order)}
     first = dict(zip(reversed(keys), reversed(clouds), strict=True))
     return [first[key] for key in order], [place[key] for key in keys]
+
+
+def _told_apart_by_weights(
+    keys: Sequence[tuple[Any, ...]], clouds: Sequence[ClassCloud]
+) -> list[tuple[Any, ...]]:
+    """Keys that differ where classes of the same points have weights that differ beyond rounding.
+
+    They get the number of their weights among all that share the key, in the order of the weights.
+    """
+    sharing: dict[tuple[Any, ...], list[int]] = {}
+    for place, (key, cloud) in enumerate(zip(keys, clouds, strict=True)):
+        # Size, outline and content: classes whose shorter keys agree are one to the last bit.
+        if len(key) == 3 and cloud.weights is not None:
+            sharing.setdefault(key, []).append(place)
+    found = list(keys)
+    for key, places in sharing.items():
+        known: list[NDArray[np.float64]] = []
+        for place in sorted(places, key=lambda p: clouds[p].ordered_weights.tolist()):
+            own = clouds[place].ordered_weights
+            alike = (k for k, w in enumerate(known) if np.allclose(own, w, SAME_WEIGHTS, 0))
+            number = next(alike, len(known))
+            if number == len(known):
+                known.append(own)
+            found[place] = (*key, number)
+    return found
 
 
 def _normalised(weights: Tensor | None) -> Tensor | None:

@@ -174,18 +174,22 @@ def _squared_wasserstein(one: tuple[Array, Array], two: tuple[Array, Array]) -> 
     import ot
     from scipy.spatial.distance import cdist
 
+    # From differences: no cancellation.
+    costs = cdist(one[0], two[0], "sqeuclidean")
+    # The simplex begins with costs of its own that are above 1, and loses what is far below them.
+    exponent = np.frexp(costs.max())[1]
+    np.ldexp(costs, -exponent, out=costs)
     with warnings.catch_warnings():
         # The log says the same as POT's warnings, which would name none of the classes.
         warnings.simplefilter("ignore")
         value, log = ot.emd2(
             np.array(one[1]),
             np.array(two[1]),
-            # From differences: no cancellation.
-            cdist(one[0], two[0], "sqeuclidean"),
+            costs,
             numItermax=MAX_PIVOTS,
             log=True,
         )
-    return float(value) if log["warning"] is None else str(log["warning"])
+    return float(np.ldexp(value, exponent)) if log["warning"] is None else str(log["warning"])
 
 
 def _gathered(clouds: Sequence[ClassCloud], sizes: Array) -> _Classes:

@@ -17,8 +17,23 @@ from otdd_flash.labels.pair_chunks import chunk_size, equal_chunks
 
 def class_mean(cloud: ClassCloud) -> Tensor:
     """The weighted mean (d,), float64."""
+    anchor, _, shift = _from_the_heaviest(cloud)
+    return anchor + shift
+
+
+def _from_the_heaviest(cloud: ClassCloud) -> tuple[Tensor, Tensor, Tensor]:
+    """The heaviest point (d,), all points (n, d) as seen from it, and their mean (d,), float64.
+
+    Differences from a point of the class keep the digits that a distance from the origin takes, and
+    what a dominant point is away from the mean. The heaviest counts as a constant.
+    """
     points = cloud.points.to(torch.float64)
-    return points.mean(0) if cloud.weights is None else cloud.weights @ points
+    heaviest = points.new_zeros(1, dtype=torch.int64)
+    if cloud.weights is not None:
+        heaviest = cloud.weights.argmax().reshape(1)
+    anchor = points.detach().index_select(0, heaviest).squeeze(0)
+    seen = points - anchor
+    return anchor, seen, seen.mean(0) if cloud.weights is None else cloud.weights @ seen
 
 
 def class_means(clouds: Sequence[ClassCloud]) -> Tensor:
@@ -35,13 +50,22 @@ def covariance_factor(cloud: ClassCloud, unbiased: bool) -> Tensor:
     """
     size = len(cloud)
     unbiased = unbiased and size > 1
-    centred = cloud.points.to(torch.float64) - class_mean(cloud)
+    _, seen, shift = _from_the_heaviest(cloud)
+    centred = seen - shift
     if cloud.weights is None:
         return centred / math.sqrt(size - 1 if unbiased else size)
-    weights = cloud.weights
-    # Term by term, so that one dominant weight does not cancel all others.
-    masses = weights / (weights - weights.square()).sum() if unbiased else weights
+    masses = cloud.weights / _unevenness(cloud.weights) if unbiased else cloud.weights
     return centred * masses.sqrt().unsqueeze(1)
+
+
+def _unevenness(weights: Tensor) -> Tensor:
+    """1 - sum_i w_i^2 = sum_i w_i (1 - w_i) of weights (n,) that sum to 1, all of its digits.
+
+    1 - w of a weight above 1/2, of which there is one at most, is the sum of the others.
+    """
+    heaviest = weights.argmax().reshape(1)
+    others = weights.index_fill(0, heaviest, 0.0)
+    return (others * (1 - others)).sum() + weights.max() * others.sum()
 
 
 def total_variances(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:

@@ -39,7 +39,7 @@ from otdd_flash.labels.pairs import PairDistances
 
 # Part of the file's name: a database of another layout, or with numbers that a method would compute
 # in another way today, is never read.
-ENTRY_FORMAT = 2
+ENTRY_FORMAT = 3
 FILE = f"class_distances.{ENTRY_FORMAT}.sqlite3"
 
 ROWS_AT_ONCE = 100_000

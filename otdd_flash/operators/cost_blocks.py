@@ -16,6 +16,15 @@ from otdd_flash.errors import InputError, UserCodeError
 # Entries to ask for at once: functions may take many times as much memory on the way.
 BLOCK_ENTRIES_CPU, BLOCK_ENTRIES_GPU = 1 << 20, 1 << 24
 
+# The types of costs that are kept, and integers that read their bits and add up without overflow;
+# whole numbers become float64.
+BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int32,
+}
+
 
 @dataclass(frozen=True)
 class CostBlocks:
@@ -24,8 +33,8 @@ class CostBlocks:
     Args:
         n: rows.
         m: columns.
-        block: called as block(rows, columns) with two slices; returns C[rows, columns], a real
-            tensor, the same for the same slices and always on one device.
+        block: called as block(rows, columns) with two slices; returns C[rows, columns], a dense
+            real tensor, the same for the same slices, always of one type and on one device.
 
     Raises:
         InputError: a size is not positive, or `block` is no function.
@@ -52,21 +61,37 @@ class AskedCosts:
 
     def __init__(self, blocks: CostBlocks, device: torch.device | None = None) -> None:
         self._blocks, self.shape = blocks, (blocks.n, blocks.m)
+        self._type: torch.dtype | None = None
+        self._marks: dict[tuple[int, int], int] = {}
         first = self._ask(slice(0, 1), slice(0, 1))
+        self._type = first.dtype
         self.device = first.device if device is None else device
-        kept = first.dtype.is_floating_point
-        self.dtype = first.dtype if kept else torch.float64
+        self.dtype = first.dtype if first.dtype in BITS else torch.float64
         self.asked = BLOCK_ENTRIES_CPU if self.device.type == "cpu" else BLOCK_ENTRIES_GPU
 
     def rows(self, rows: slice) -> Tensor:
-        """C[rows]."""
-        return self._ask(rows, slice(0, self.shape[1])).to(self.device, self.dtype)
+        """C[rows].
+
+        Raises:
+            InputError: they are others than when they were asked for before.
+        """
+        columns = slice(0, self.shape[1])
+        block = self._ask(rows, columns).to(self.device, self.dtype)
+        # Bounds are of one matrix. Integers add up to the same in any order.
+        mark = int(block.contiguous().view(BITS[self.dtype]).sum())
+        if self._marks.setdefault((rows.start, rows.stop), mark) != mark:
+            raise InputError(
+                f"{_called(rows, columns)} returned other costs than before; it must return the "
+                "same for the same slices: draw what is random first, or pass the matrix itself"
+            )
+        return block
 
     def between(self, rows: Tensor, columns: Tensor) -> Tensor:
         """C (k, l) of some rows (k,) and columns (l,), int64; asks for whole rows."""
         found = torch.empty((len(rows), len(columns)), dtype=self.dtype, device=self.device)
         for place, row in enumerate(rows.tolist()):
-            found[place] = self.rows(slice(row, row + 1))[0, columns]
+            asked = self._ask(slice(row, row + 1), slice(0, self.shape[1]))
+            found[place] = asked.to(self.device, self.dtype)[0, columns]
         return found
 
     def held(self) -> Tensor:
@@ -80,7 +105,7 @@ class AskedCosts:
         return found
 
     def _ask(self, rows: slice, columns: slice) -> Tensor:
-        called = f"costs.block({rows.start}:{rows.stop}, {columns.start}:{columns.stop})"
+        called = _called(rows, columns)
         try:
             block: Any = self._blocks.block(rows, columns)
         except InputError:
@@ -88,6 +113,28 @@ class AskedCosts:
         except Exception as error:
             raise UserCodeError(f"{called} raised {type(error).__name__}: {error}") from error
         shape = rows.stop - rows.start, columns.stop - columns.start
-        if not isinstance(block, Tensor) or tuple(block.shape) != shape or block.is_complex():
-            raise InputError(f"{called} must return a real tensor {shape}, got {shown(block)}")
+        if not isinstance(block, Tensor) or tuple(block.shape) != shape or not _is_dense(block):
+            raise InputError(f"{called} must return a dense real tensor {shape}, got {_got(block)}")
+        if self._type not in (None, block.dtype):
+            raise InputError(
+                f"{called} returned {block.dtype}, and the first block was {self._type}; return "
+                "one type"
+            )
         return block.detach()
+
+
+def _called(rows: slice, columns: slice) -> str:
+    return f"costs.block({rows.start}:{rows.stop}, {columns.start}:{columns.stop})"
+
+
+def _is_dense(block: Tensor) -> bool:
+    """Whether a tensor holds real numbers that can be computed with."""
+    dense = block.layout == torch.strided and not block.is_meta and not block.is_quantized
+    return dense and (block.dtype in BITS or not (block.is_floating_point() or block.is_complex()))
+
+
+def _got(block: Any) -> str:
+    """What an error calls what is no block."""
+    if not isinstance(block, Tensor):
+        return shown(block)
+    return f"{shown(block)}, {block.dtype}, {block.layout}, on {block.device}"

@@ -80,8 +80,11 @@ def folded(count: int, rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def merged(parts: Tensor, epsilon: Epsilon) -> Tensor:
-    """-epsilon log sum_r exp(-p_r / epsilon) (n,) of p (R, n) float64, added in their order."""
-    lowest = parts.amin(0)
+    """-epsilon log sum_r exp(-p_r / epsilon) (n,) of p (R, n) float64, added in their order.
+
+    Where all are +inf, as of points that a part gives no mass, so is the sum.
+    """
+    lowest = parts.amin(0).clamp_max(torch.finfo(parts.dtype).max)
     total = torch.zeros_like(lowest)
     for part in parts:
         total += ((lowest - part) / epsilon).exp_()

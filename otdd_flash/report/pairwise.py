@@ -9,11 +9,11 @@ from otdd_flash.errors import choose
 from otdd_flash.report.class_order import ORDERS, class_orders
 from otdd_flash.report.class_pictures import draw_joint_class_distances
 from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
-from otdd_flash.report.distance.console import interval
 from otdd_flash.report.distance.heat_maps import heat_map
 from otdd_flash.report.figures.drawing import Report, Writers, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
 from otdd_flash.report.figures.page import INK, shorten
+from otdd_flash.shown import interval
 
 if TYPE_CHECKING:
     from rich.table import Table

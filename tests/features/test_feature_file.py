@@ -84,6 +84,19 @@ def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None
             use()
 
 
+def test_classes_without_samples_leave_features_in_their_file(tmp_path: Path) -> None:
+    """A name that no row has is no reason to read all of them."""
+    features = otdd.features_file(written(tmp_path, "npy"))
+    samples = otdd.LabeledSamples(features, torch.arange(70) % 2 * 2, ("a", "none", "b"))
+    kept = samples.keep_classes([2, 0])
+    assert kept.features is features
+    assert kept.class_names == ("b", "a")
+    assert torch.equal(kept.labels, 1 - torch.arange(70) % 2)
+    compute = otdd.ComputeOptions("cpu", memory_budget=1)
+    result = otdd.dataset_distance(samples, kept, epsilon=0.5, compute=compute)
+    assert isinstance(result.source.features, FileFeatures)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_of_files_are_those_numbers_in_float32(
     dtype: torch.dtype, tmp_path: Path

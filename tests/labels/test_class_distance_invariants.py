@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otdd_flash.labels import Exact, Gaussian, Means, UpperBound, measure_classes, metric_named
-from otdd_flash.labels.classes import ClassCloud, merge_identical
+from otdd_flash.labels.classes import ClassCloud, merge_identical, split_classes
 from otdd_flash.labels.many import class_distances
+from otdd_flash.labels.moments import total_variances
 from otdd_flash.samples import LabeledSamples
 
 METRICS = {
@@ -207,9 +208,47 @@ def test_reliability_weights_correct_the_covariance():
     """Two weighted points at +-1: S = sum w (x - m)^2 / (1 - sum w^2) is 2 for every weight."""
     points = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
     labels = torch.zeros(2, dtype=torch.int64)
-    for light in (0.5, 0.2, 1e-3, 1e-9):
+    for light in (0.5, 0.2, 1e-3, 1e-9, 1e-16, 1e-25, 1e-40):
         weights = torch.tensor([1 - light, light], dtype=torch.float64)
         weighted = LabeledSamples(points, labels, ("a",), weights)
         one = LabeledSamples(points[:1].repeat(2, 1), labels, ("b",))
         table = measure_classes(weighted, one, Gaussian())
-        assert float(table.xy) == pytest.approx((2 * light) ** 2 + 2, rel=1e-6)
+        assert float(table.xy) == pytest.approx((2 * light) ** 2 + 2, rel=1e-14)
+
+
+def test_far_away_classes_keep_the_digits_of_their_spread():
+    """Moved by a power of two, sums of whole numbers are exact: only a mean far away has lost."""
+    rng = np.random.default_rng(0)
+    points, labels = torch.from_numpy(rng.integers(0, 9, (40, 3)) * 1.0), torch.arange(40) % 3
+    here, far = (
+        LabeledSamples(points + offset, labels, ("a", "b", "c")) for offset in (0.0, 2.0**40)
+    )
+    spreads = [total_variances(split_classes(samples), unbiased=True) for samples in (here, far)]
+    torch.testing.assert_close(*spreads, rtol=1e-14, atol=0)
+
+
+def test_weights_that_differ_tell_classes_apart():
+    """Classes of the same points: what moves is the difference of the weights, however small."""
+    points, labels = torch.tensor([[0.0], [1.0]]), torch.zeros(2, dtype=torch.int64)
+    for light in (1e-3, 1e-8, 1e-11):
+        one, two = (
+            LabeledSamples(points, labels, ("a",), np.array([0.25 + more, 0.75 - more]))
+            for more in (0.0, light)
+        )
+        assert float(measure_classes(one, two, Exact()).xy) == pytest.approx(light, rel=1e-4)
+
+
+@every_metric
+def test_the_same_weights_in_datasets_of_other_masses_are_one_class(metric):
+    """They are normalised twice, and differ in their last digits."""
+    one, more = random_samples(0, 3, 1, largest=30), random_samples(1, 3, 1)
+    weights = torch.from_numpy(np.random.default_rng(2).uniform(0.1, 1, len(one)))
+    both = LabeledSamples(
+        torch.cat((more.features, one.features.flip(0))),
+        torch.cat((more.labels + 1, one.labels)),
+        ("same", "other"),
+        torch.cat((torch.full((len(more),), 0.3, dtype=torch.float64), weights.flip(0))),
+    )
+    alone = LabeledSamples(one.features, one.labels, ("same",), weights)
+    cross = measure_classes(alone, both, metric).xy
+    assert float(cross[0, 0]) == 0 < float(cross[0, 1])

@@ -101,8 +101,12 @@ def test_unbiased_gaussian_is_no_lower_bound():
     assert float(measure_classes(*pair, Exact()).xy) == pytest.approx(1)
 
 
-def test_exact_is_the_best_assignment_between_equal_classes(blobs):
-    source, target = blobs((17, 17), 5), blobs((17, 17), 5, seed=1)
+@pytest.mark.parametrize("scale", [1, 1e-20, 1e-7, 1e20])
+def test_exact_is_the_best_assignment_between_equal_classes(blobs, scale):
+    source, target = (
+        LabeledSamples(side.features.double() * scale, side.labels, side.class_names)
+        for side in (blobs((17, 17), 5), blobs((17, 17), 5, seed=1))
+    )
 
     def assignment(one, two):
         cost = cdist(one, two, "sqeuclidean")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -137,9 +138,20 @@ def test_saved_results_know_their_function(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (lambda rows, columns: torch.zeros(2, 2), r"must return a real tensor \(1, 1\)"),
-        (lambda rows, columns: 1.0, "must return a real tensor"),
-        (lambda rows, columns: torch.zeros(1, 1) * 1j, "must return a real tensor"),
+        (lambda rows, columns: torch.zeros(2, 2), r"must return a dense real tensor \(1, 1\)"),
+        (lambda rows, columns: 1.0, "must return a dense real tensor"),
+        (lambda rows, columns: torch.zeros(1, 1) * 1j, "must return a dense real tensor"),
+        (lambda rows, columns: torch.zeros(1, 1).to_sparse(), "sparse_coo"),
+        (lambda rows, columns: torch.zeros(1, 1, device="meta"), "on meta"),
+        (lambda rows, columns: torch.zeros(1, 1).to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        (
+            lambda rows, columns: torch.zeros(
+                len(range(9)[rows]),
+                len(range(8)[columns]),
+                dtype=torch.float16 if columns.stop == 1 else torch.float64,
+            ),
+            "returned torch.float64, and the first block was torch.float16",
+        ),
         (lambda rows, columns: 1 / 0, r"costs\.block\(0:1, 0:1\) raised ZeroDivisionError"),
         (lambda rows, columns: torch.zeros(len(range(9)[rows]), len(range(8)[columns])) / 0, "nan"),
     ],
@@ -147,3 +159,16 @@ def test_saved_results_know_their_function(tmp_path) -> None:
 def test_functions_that_give_no_costs(block: Callable[..., Tensor], message: str) -> None:
     with pytest.raises(otdd.InputError, match=message):
         otdd.matrix_transport(otdd.CostBlocks(9, 8, block), epsilon=0.1)
+
+
+@pytest.mark.parametrize("change", [math.nan, math.inf, 10.0, -1.0])
+@pytest.mark.parametrize("calls", [8, 30])
+def test_functions_that_change_their_mind(change: float, calls: int) -> None:
+    """No bounds are proven for a matrix that is another one in the next pass, and nothing hangs."""
+    asked, count = Asked(9, 8), itertools.count()
+
+    def block(rows: slice, columns: slice) -> Tensor:
+        return asked.block(rows, columns) * (change if next(count) > calls else 1)
+
+    with pytest.raises(otdd.InputError, match="returned other costs than before"):
+        otdd.matrix_transport(otdd.CostBlocks(9, 8, block), epsilon=0.01, compute=STREAMED)

@@ -301,6 +301,43 @@ def test_pairs_of_classes_are_dealt() -> None:
     assert isinstance(said, list)
 
 
+def epsilon_out_of_range() -> str:
+    """What a rank hears of an epsilon that float32 cannot hold."""
+
+    def work(ranks: Ranks) -> None:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        otdd.dataset_distance(*sides(), epsilon=1e-40, compute=compute)
+
+    with pytest.raises(otdd.InputError) as raised:
+        otdd.led(work)
+    return str(raised.value)
+
+
+def test_an_epsilon_that_is_refused_is_refused_on_every_rank() -> None:
+    first, other = pool(2).run(epsilon_out_of_range)
+    assert first == other
+    assert first.startswith("epsilon=1e-40 underflows in precision=fast")
+
+
+def one_pair() -> float:
+    """What a leader finds between two classes."""
+    points, labels = torch.randn(9, 3, generator=torch.manual_seed(0)), torch.arange(9) % 2
+
+    def work(ranks: Ranks) -> float:
+        clouds, _ = pool_classes([otdd.LabeledSamples(points, labels, ("a", "b"))])
+        metric = measured_by_ranks(otdd.labels.Gaussian(), ranks)
+        return float(metric.measure(clouds, all_pairs(2)).values)
+
+    return otdd.led(work)
+
+
+@pytest.mark.slow
+def test_more_ranks_than_pairs_of_classes() -> None:
+    found = pool(3).run(one_pair)
+    assert found[0] > 0
+    assert found == [found[0]] * 3
+
+
 def late_subsamples() -> Any:
     """Draws of which none converges, where convergence is required."""
     seen: list[tuple[int, int]] = []

@@ -111,6 +111,29 @@ def test_shares_make_the_softmin_of_the_whole(held: str, n: int, classes: int, s
     assert torch.allclose(found, expected, rtol=0, atol=NEAR[held])
 
 
+def test_points_that_parts_give_no_mass() -> None:
+    """In float32, what stands for the logarithm of a mass of 0 overflows at large epsilon."""
+    none = math.inf
+    parts = torch.tensor([[none, 1.0, none], [none, none, -2.0]], dtype=torch.float64)
+    assert merged(parts, EPSILON).tolist() == [none, 1.0, -2.0]
+    x, masses = 1e10 * cost_of(20, 1).points[0].cpu(), torch.eye(20, dtype=torch.float64)[3]
+    labels, nothing = torch.zeros(20, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.float64)
+    large = LabelledCost(
+        x,
+        x,
+        masses,
+        masses,
+        labels_x=labels,
+        labels_y=labels,
+        class_costs=nothing,
+        lambda_x=0.5,
+    )
+    f = torch.zeros(20)
+    found = merged(torch.stack([s.softmin(f, 1e19) for s in shares(large, "float32", 2)]), 1e19)
+    expected = reference.softmin_rows(dense(large), large.a, f.double(), 1e19)
+    assert torch.allclose(found, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize(("held", "n", "classes"), CASES)
 def test_shares_make_the_sums_of_the_whole_plan(held: str, n: int, classes: int) -> None:
     cost = cost_of(n, classes)

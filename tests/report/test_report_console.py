@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from otdd_flash.report.distance.console import interval, summary_table
+from otdd_flash.report.distance.console import summary_table
+from otdd_flash.shown import interval
 
 SUMMARY: dict[str, Any] = {
     "value": 12.345678,

@@ -148,9 +148,9 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path) -> None:
     assert nearest == (
         f"Fréchet distance: of all pairs task {i} and task {j} are nearest, {least.value:.4g}."
     )
-    bounded = {"otdd": {(0, 1): Reading(2.0, 1.5, 2.5)}, "sliced": {(2, 1): Reading(3.0)}}
+    bounded = {"otdd": {(0, 1): Reading(2.0, 1.49996, 2.50004)}, "sliced": {(2, 1): Reading(3.0)}}
     told = findings_sentences(replace(early, readings=bounded))
-    assert told[1] == "OTDD: of all pairs task 0 and task 1 are nearest, 2 [1.5, 2.5]."
+    assert told[1] == "OTDD: of all pairs task 0 and task 1 are nearest, 2.00 [1.49, 2.51]."
     assert told[2].endswith("task 2 and task 1 are nearest, 3.")
     write_page(early, {}, tmp_path / "page.html")
     assert "gain, %" not in (tmp_path / "page.html").read_text(encoding="utf-8")

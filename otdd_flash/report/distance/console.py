@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
 from typing import TYPE_CHECKING, Any
+
+from otdd_flash.shown import interval
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,30 +37,6 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     for name, text in _details(summary):
         table.add_row(name, escape(text))
     return table
-
-
-def interval(value: float, lower: float, upper: float) -> str:
-    """`value [lower, upper]` with as many digits as the bounds support.
-
-    The bounds are rounded outwards, so the printed interval still holds the true distance.
-    """
-    if not all(math.isfinite(number) for number in (value, lower, upper)):
-        return f"{value:.6g} [{lower:.6g}, {upper:.6g}]"
-    size = max(abs(value), abs(lower), abs(upper))
-    leading = math.floor(math.log10(size)) if size > 0 else 0
-    last = leading - 5
-    if upper > lower:
-        # Two digits of the width, but at least three and at most nine digits of the number.
-        last = min(max(math.floor(math.log10(upper - lower)) - 1, leading - 8), leading - 2)
-    plain = -5 < leading < 9
-    digit = Decimal(1).scaleb(min(last, 0) if plain else last)
-    roundings = (ROUND_HALF_EVEN, ROUND_FLOOR, ROUND_CEILING)
-    texts = []
-    for number, rounding in zip((value, lower, upper), roundings, strict=True):
-        # Through the shortest text of the float: rounding 1.4 outwards must not give 1.39.
-        rounded = Decimal(repr(float(number))).quantize(digit, rounding)
-        texts.append("0" if rounded == 0 else f"{rounded:{'f' if plain else 'e'}}")
-    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
 
 def _title(summary: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.report.distance.console import interval
+from otdd_flash.shown import interval
 
 if TYPE_CHECKING:
     from rich.table import Table

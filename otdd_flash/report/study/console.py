@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from otdd_flash.report.distance.console import interval
 from otdd_flash.report.figures.page import shorten
+from otdd_flash.shown import interval
 from otdd_flash.study.result import StudyResult
 from otdd_flash.study.statistics.findings import Finding
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from otdd_flash.shown import interval
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import FEWEST_TASKS, StudyResult
 from otdd_flash.study.statistics.findings import Finding
@@ -121,10 +122,12 @@ def _nearest(result: StudyResult) -> Iterable[str]:
         (i, j), reading = min(found.items(), key=lambda item: item[1].value)
         ends = (reading.sample_lower, reading.sample_upper), (reading.lower, reading.upper)
         lower, upper = next((pair for pair in ends if pair[0] is not None), (None, None))
-        range_of = "" if lower is None or upper is None else f" [{lower:.4g}, {upper:.4g}]"
+        value = f"{reading.value:.4g}"
+        if lower is not None and upper is not None:
+            value = interval(reading.value, lower, upper)
         yield (
             f"{MEASURES[name].title}: of all pairs {result.names[i]} and {result.names[j]} are "
-            f"nearest, {reading.value:.4g}{range_of}."
+            f"nearest, {value}."
         )
 
 

@@ -20,7 +20,7 @@ from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
 from otdd_flash.real_numbers import real_tensor
-from otdd_flash.shown import convergence_text, interval_text
+from otdd_flash.shown import convergence_text, interval
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
 
@@ -47,7 +47,7 @@ class MatrixTransport:
     def __repr__(self) -> str:
         """The value, its bounds and the size of the matrix, in one line."""
         return (
-            f"MatrixTransport({interval_text(self.value, self.bounds)}, "
+            f"MatrixTransport({interval(self.value, *self.bounds)}, "
             f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
             f"{len(self.f)} x {len(self.g)})"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,7 +35,13 @@ class EpsilonOutOfRange(InputError):
         self.words, self.epsilon, self.advised = words, epsilon, advised
         given = epsilon if given is None else given
         better = "" if advised is None else f"{advised * (given / epsilon):.2g}"
+        self.name, self.given = name, given
         super().__init__(words.format(name=name, given=f"{name}={given:g}", advised=better))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes raise it too."""
+        named = partial(type(self), name=self.name, given=self.given)
+        return named, (self.words, self.epsilon, self.advised)
 
 
 @contextmanager
