@@ -1,0 +1,104 @@
+"""A plan times points that are packed already, some rows of the result after the other.
+
+    out = Q V,  or (Q o W) V,      W = factor sum A B^T + 1 t^T
+
+Neither V nor A and B are copied, and no result as large as the points has to be there at once. Rows
+go by the potential that makes them sum to 1, so that none is out of `ROW_RANGE`, and are corrected
+by their sums after.
+
+Shapes: V (m, d), A (n, d), B (m, d) packed, t (M,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks
+from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.packed_points import PackedPoints
+from otdd_flash.kernels.points.row_terms import LOG2_SCALE
+
+# Some points of a side.
+Rows = slice | Tensor
+
+
+class Weights(NamedTuple):
+    """What the entries of a plan are weighted by.
+
+    Attributes:
+        pairs: one or two of A and B.
+        factor: of their products, positive.
+        numbers: t (M,) float32, in the order of the points.
+    """
+
+    pairs: Sequence[Pair]
+    factor: float
+    numbers: Tensor
+
+
+class PackedProduct:
+    """Q V for one V after another, times the masses of rows.
+
+    Args:
+        rows: n packed points.
+        columns: m packed points.
+        scores: how they make scores, of three parts.
+        potentials: f (N,) and g (M,), float32, in units of the cost.
+        epsilon: in units of the cost.
+        masses: a (N,) float64.
+        sums: P 1 (N,) float64, of these potentials.
+    """
+
+    def __init__(
+        self,
+        rows: Side,
+        columns: Side,
+        scores: Scores,
+        potentials: tuple[Tensor, Tensor],
+        epsilon: float,
+        masses: Tensor,
+        sums: Tensor,
+    ) -> None:
+        f, g = potentials
+        there = (masses > 0) & (sums > 0)
+        raised = torch.where(there, epsilon * (sums / masses).log(), 0)
+        near = (f.double() - raised).float()
+        off = (f.double() - near.double()) / epsilon
+        self._masses = torch.where(there, masses * off.exp(), 0)
+        self._given = rows, columns, scores, (near, g), epsilon, masses
+        self._rows, self._columns = rows.points.layout, columns.points.layout
+        self._blocks: dict[bool, PlanBlocks] = {}
+
+    def __call__(
+        self, values: PackedPoints, dim: int, weights: Weights | None = None
+    ) -> Iterator[tuple[Rows, Tensor]]:
+        """Some rows (k,), and what is found for them (k, d) float32, until there are all.
+
+        Args:
+            values: V, packed as the columns.
+            dim: the coordinates d of what is packed.
+            weights: of the entries, A packed as the rows and B as the columns.
+        """
+        blocks = self._weighted(weights)
+        parts, buffer = values.coordinates.chunk(2), blocks.buffer()
+        unit = 2.0**-LOG2_SCALE * blocks.factor_unit / values.scale
+        for part in blocks.heights():
+            found = torch.empty((part.stop - part.start, parts[0].shape[1]), device=blocks.device)
+            blocks.multiply(part.start, parts, found, buffer)
+            rows, places = self._rows.points_of(part)
+            found = found[places, :dim]
+            yield rows, found.mul_((self._masses[rows] * unit).float()[:, None])
+
+    def _weighted(self, weights: Weights | None) -> PlanBlocks:
+        weighted = weights is not None
+        if weighted not in self._blocks:
+            self._blocks[weighted] = PlanBlocks(*self._given, weighted=weighted)
+        blocks = self._blocks[weighted]
+        if weights is not None:
+            numbers = self._columns.spread(weights.numbers, 0.0)
+            blocks.weight(weights.pairs, weights.factor, numbers)
+        return blocks
