@@ -140,6 +140,9 @@ class Execution(NamedTuple):
         in_blocks: `apply_plan` of values that are made block by block, for one block of the result
             after the other, `BlockedOperator.applied_blocks`; None where all points are on
             the device.
+        point_products: prepares products of such a plan with the points, where they are packed, as
+            point_products(plan, f, g, epsilon), a `point_products.PointProducts`; None from it, or
+            in its place, where products with any matrix are as good.
     """
 
     backend: str
@@ -150,6 +153,7 @@ class Execution(NamedTuple):
     prepared_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     in_blocks: Callable[..., Any] | None = None
+    point_products: Callable[..., Any] | None = None
 
 
 class Certifiable(Protocol):

@@ -129,6 +129,7 @@ class KernelOperator:
             self.recorded,
             self._prepared_plan,
             self._plans.rounded,
+            point_products=self._plans.with_points if self._plan_parts == 3 else None,
         )
 
     def _refine(self) -> KernelOperator:

@@ -47,7 +47,8 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.solver.plan_points import PlanPoints, beside, both, weighted
+from otdd_flash.solver.directions import dot
+from otdd_flash.solver.packed_plan_points import plan_points
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
 from otdd_flash.solver.term.result import TransportTerm
 
@@ -88,7 +89,7 @@ class CrossCurvature:
     def __init__(
         self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
     ) -> None:
-        self._at = at = PlanPoints(operator, (term.f, term.g), term.epsilon, inputs)
+        self._at = at = plan_points(operator, (term.f, term.g), term.epsilon, inputs)
         quick, system = at.plan.quick, SchurSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SchurSystem(quick, cg.damping)
         self._solver = Solver(system, rounded, cg)
@@ -103,57 +104,61 @@ class CrossCurvature:
 
     def _along_x(self, given: Tensor) -> Along:
         at, factor, images = self._at, self._at.factor, self._at.images
-        r, by_row = at.r, at.by_row
-        shift, a = _less_mean(given, r)
-        e = -by_row * _dot(a, images)
-        of_a, of_e = both(at.transposed_times, beside(a, e))
-        right = -_dot(of_a, at.y) - of_e
-        # As large as the points: what is not needed for a while is given up, here and below.
-        del of_a, of_e
+        r, by_row, a = at.r, at.by_row, at.directions(given)
+        e = -by_row * a.dots(images)
+        right = given.new_empty((len(given), len(self._at.c)))
+        for part in at.products(a, e, transposed=True):
+            right[part.at] = -dot(part.points, at.y[part.rows]) - part.numbers
         solved = self._solve(right)
         w2 = at.here(solved.values.T)
-        if at.row_moments is None:
-            moved = weighted(at.plan.times, at.y, [(a, at.y)])
-        else:
-            moved = torch.einsum("nkl,snl->snk", at.row_moments, a)
-        del a
-        moved.mul_(factor)
-        of_y, of_w2 = both(at.times, beside(at.y, torch.ones_like(w2)).mul_(w2[..., None]))
-        moved.add_(of_y)
-        t1 = factor * e - by_row * of_w2
-        del of_y, of_w2
-        for part, of_images in zip(moved, t1, strict=True):
-            part.addcmul_(of_images[:, None], images)
-        a = given - shift
-        by_x = moved.mul_(-factor / at.epsilon)
-        by_x.add_((a + shift).mul_(factor * r[:, None]))
+        by_x = torch.empty_like(given)
         # Means and what is left are orthogonal.
-        curvature = factor * r.sum() * shift.square().sum((1, 2)) + _dot(a, by_x).sum(1)
-        return _along(by_x.contiguous(), None, curvature, solved, at.epsilon)
+        curvature = factor * r.sum() * a.mean.square().sum((1, 2))
+        for part in at.changed(a, None, w2, w2):
+            rows, moved = part.rows, part.points
+            t1 = factor * e[part.at] - by_row[rows] * part.numbers
+            moved += t1[..., None] * images[rows]
+            moved *= -factor / at.epsilon
+            moved += given[part.at] * (factor * r[rows, None])
+            curvature[part.which] += dot(a.at(*part.at), moved).sum(1)
+            by_x[part.at] = moved
+        return _along(by_x, None, curvature, solved, at.epsilon)
 
-    def _along_both(self, a: Tensor, b: Tensor) -> Along:
+    def _along_both(self, given_a: Tensor, given_b: Tensor) -> Along:
         at, x, y, factor = self._at, self._at.x, self._at.y, self._at.factor
         images, transposed_images = at.images, at.transposed_images
         r, c = at.r, at.c
-        (mean_a, a), (mean_b, b) = _less_mean(a, r), _less_mean(b, c)
-        shift, v = mean_a - mean_b, _dot(y, b)
-        of_b, of_v = both(at.times, beside(b, v))
-        e = at.by_row * (of_v - _dot(a, images) - _dot(x, of_b))
-        of_a, of_e = both(at.transposed_times, beside(a, e))
-        solved = self._solve(c * v - _dot(b, transposed_images) - _dot(of_a, y) - of_e)
-        w2 = at.here(solved.values.T)
-        t2, changes = w2 - factor * v, [(a, y), (x, b)]
-        moved = weighted(at.plan.times, y, changes)
-        of_y, of_w2 = both(at.times, beside(t2[..., None] * y, w2))
-        t1 = factor * e - at.by_row * of_w2
-        moved = moved.mul_(factor) + of_y + t1[..., None] * images
-        by_x = factor * (r[:, None] * (a + shift) - of_b - moved / at.epsilon)
-        moved = weighted(at.plan.transposed_times, x, changes).mul_(factor)
-        moved += at.transposed_times(t1[..., None] * x) + t2[..., None] * transposed_images
-        moved += at.here(solved.left.T)[..., None] * y
-        by_y = factor * (c[:, None] * (b - shift) - of_a - moved / at.epsilon)
+        a, b = at.directions(given_a), at.directions(given_b, of_y=True)
+        shift, v = a.mean - b.mean, b.dots(y)
+        by_x, by_y = torch.empty_like(given_a), torch.empty_like(given_b)
+        e = given_a.new_empty(by_x.shape[:2])
+        for part in at.products(b, v):
+            rows, of_b = part.rows, part.points
+            dots = dot(a.at(*part.at), images[rows]) + dot(x[rows], of_b)
+            e[part.at] = at.by_row[rows] * (part.numbers - dots)
+            by_x[part.at] = of_b
+        right = c * v - b.dots(transposed_images)
+        for part in at.products(a, e, transposed=True):
+            right[part.at] -= dot(part.points, y[part.rows]) + part.numbers
+            by_y[part.at] = part.points
+        solved = self._solve(right)
+        w2, left = at.here(solved.values.T), at.here(solved.left.T)
+        t1, t2 = torch.empty_like(e), w2 - factor * v
         curvature = factor * r.sum() * shift.square().sum((1, 2))
-        curvature += _dot(a, by_x).sum(1) + _dot(b, by_y).sum(1)
+        for part in at.changed(a, b, t2, w2):
+            rows, moved, own = part.rows, part.points, a.at(*part.at)
+            t1[part.at] = factor * e[part.at] - at.by_row[rows] * part.numbers
+            moved += t1[part.at][..., None] * images[rows]
+            rest = r[rows, None] * (own + shift[part.which]) - by_x[part.at]
+            by_x[part.at] = found = factor * (rest - moved / at.epsilon)
+            curvature[part.which] += dot(own, found).sum(1)
+        for part in at.changed(a, b, t1, transposed=True):
+            rows, moved, own = part.rows, part.points, b.at(*part.at)
+            moved += t2[part.at][..., None] * transposed_images[rows]
+            moved += left[part.at][..., None] * y[rows]
+            rest = c[rows, None] * (own - shift[part.which]) - by_y[part.at]
+            by_y[part.at] = found = factor * (rest - moved / at.epsilon)
+            curvature[part.which] += dot(own, found).sum(1)
         return _along(by_x, by_y, curvature, solved, at.epsilon)
 
     def _solve(self, right: Tensor) -> Solution:
@@ -166,27 +171,38 @@ class SelfCurvature:
     def __init__(
         self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
     ) -> None:
-        self._at = at = PlanPoints(operator, (term.f, term.f), term.epsilon, inputs)
+        self._at = at = plan_points(operator, (term.f, term.f), term.epsilon, inputs)
         quick, system = at.plan.quick, SelfSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SelfSystem(quick, cg.damping)
         self._solver = Solver(system, rounded, cg)
 
-    def along(self, a: Tensor) -> Along:
-        """Along A (s, n, d)."""
+    def less_half(self, given: Tensor, out: Tensor) -> Along:
+        """Along A (s, n, d), of whose derivatives half is taken off `out` (s, n, d).
+
+        The derivatives themselves, as large as the points, are never there.
+        """
         at, x, factor, images = self._at, self._at.x, self._at.factor, self._at.images
-        r = at.r
-        _, a = _less_mean(at.here(a), r)
-        u = _dot(x, a)
-        of_a, of_u = both(at.times, beside(a, u))
-        right = r * u - _dot(x, of_a) - _dot(a, images) + of_u
+        r, a = at.r, at.directions(at.here(given))
+        u = a.dots(x)
+        right = r * u - a.dots(images)
+        curvature = torch.zeros_like(right[:, 0])
+        for part in at.products(a, u):
+            rows, of_a, own = part.rows, part.points, a.at(*part.at)
+            right[part.at] += part.numbers - dot(x[rows], of_a)
+            rest = of_a.neg_().add_(own * r[rows, None])
+            curvature[part.which] += dot(own, rest).sum(1)
+            out[part.at] -= factor * rest
         solved = self._solver.solve((factor * right.double()).T)
-        t = (at.here(solved.values.T) - factor * u)[..., None]
-        moved = weighted(at.plan.times, x, [(a, x), (x, a)]).mul_(factor)
-        moved += at.times(t * x) + t * images
-        moved += at.here(solved.left.T)[..., None] * x
-        by_x = 2 * factor * (r[:, None] * a - of_a - moved / at.epsilon)
+        t, left = at.here(solved.values.T) - factor * u, at.here(solved.left.T)
+        for part in at.changed(a, a, t):
+            rows, moved = part.rows, part.points
+            moved += t[part.at][..., None] * images[rows]
+            moved += left[part.at][..., None] * x[rows]
+            moved /= at.epsilon
+            curvature[part.which] -= dot(a.at(*part.at), moved).sum(1)
+            out[part.at] += factor * moved
         # Both potentials, so twice.
-        return _along(by_x, None, _dot(a, by_x).sum(1), solved, at.epsilon / 2)
+        return _along(out, None, 2 * factor * curvature, solved, at.epsilon / 2)
 
 
 def _along(
@@ -205,14 +221,3 @@ def in_parts(run: Callable[[slice], Along], directions: int, coordinates: int) -
     x, y, *rest = zip(*parts, strict=True)
     by_y = None if any(part is None for part in y) else torch.cat(y)
     return Along(torch.cat(x), by_y, *(torch.cat(part) for part in rest))
-
-
-def _less_mean(directions: Tensor, masses: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean (s, 1, d) of directions (s, n, d) over masses (n,), and what is left of them."""
-    mean = torch.einsum("n,snd->sd", masses, directions)[:, None] / masses.sum()
-    return mean, directions - mean
-
-
-def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """<one_i, other_i>, over the last dimension."""
-    return (one * other).sum(-1)

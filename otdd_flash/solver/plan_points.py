@@ -6,60 +6,44 @@ by side in one, so that as many as possible share a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.operators.plan import Factors, plan_of
-from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.operators.plan import Factors, Plan
+from otdd_flash.solver.centred import less_origin
 from otdd_flash.solver.conjugate_gradients import inverse
+from otdd_flash.solver.directions import ALL, Directions, Part, Points
 
 # Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.
 MOST_MOMENTS = 256
 
 
 class PlanPoints:
-    """A plan and the points of its sides, about their origin, in its type."""
+    """A plan and the points of its sides, about an origin near them, in its type."""
 
-    def __init__(
-        self,
-        operator: Operator,
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
-        inputs: CostInputs,
-    ) -> None:
-        self.epsilon, self.factor = epsilon, 2 * inputs.cost.squared.lambda_x
-        self.plan = plan_of(refined(operator), *potentials, epsilon)
-        sides = [side.features for side in (inputs.source, inputs.target)]
-        clouds = zip(sides, (operator.a, operator.b), strict=True)
-        self._origin = origin_near(clouds, operator.dtype).to(self.plan.dtype)
-        self._sides = sides
+    def __init__(self, plan: Plan, epsilon: float, inputs: CostInputs, origin: Tensor) -> None:
+        self.plan, self.epsilon = plan, epsilon
+        self.factor = 2 * inputs.cost.squared.lambda_x
+        self._origin = origin.to(plan.dtype)
+        self._sides = [side.features for side in (inputs.source, inputs.target)]
 
     @cached_property
-    def x(self) -> Tensor:
+    def x(self) -> Points:
         """(n, d)."""
         return less_origin(self._sides[0], self._origin)
 
     @cached_property
-    def y(self) -> Tensor:
+    def y(self) -> Points:
         """(m, d)."""
         return less_origin(self._sides[1], self._origin)
 
     def here(self, values: Tensor) -> Tensor:
         """In the plan's type."""
         return values.to(self.plan.dtype)
-
-    def times(self, values: Tensor) -> Tensor:
-        """P V (s, n, k) for V (s, m, k)."""
-        return _apart(self.plan.times(_as_columns(values)), len(values))
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """P^T U (s, m, k) for U (s, n, k)."""
-        return _apart(self.plan.transposed_times(_as_columns(values)), len(values))
 
     @cached_property
     def r(self) -> Tensor:
@@ -79,17 +63,67 @@ class PlanPoints:
     @cached_property
     def images(self) -> Tensor:
         """P y (n, d)."""
-        return self.plan.times(self.y)
+        return self.plan.times(self.y[ALL])
 
     @cached_property
     def transposed_images(self) -> Tensor:
         """P^T x (m, d)."""
-        return self.plan.transposed_times(self.x)
+        return self.plan.transposed_times(self.x[ALL])
+
+    def directions(self, given: Tensor, *, of_y: bool = False) -> Directions:
+        """Directions (s, n, d) of x, or of y, less their means."""
+        return Directions(given, self.c if of_y else self.r)
+
+    def products(
+        self, a: Directions, numbers: Tensor, *, transposed: bool = False
+    ) -> Iterator[Part]:
+        """P A and P q, or P^T A and P^T q, for directions A of the other side and q (s, m)."""
+        found = self._times(beside(a.values, numbers), transposed=transposed)
+        yield Part(ALL, ALL, found[..., :-1], found[..., -1])
+
+    def changed(
+        self,
+        a: Directions,
+        b: Directions | None,
+        weights: Tensor,
+        numbers: Tensor | None = None,
+        *,
+        transposed: bool = False,
+    ) -> Iterator[Part]:
+        """(P o W) y for W = 2 L (A y^T + x B^T) + 1 t^T, weights t (s, m); and P q, numbers q.
+
+        If `transposed`, (P o W)^T x for W = 2 L (A y^T + x B^T) + t 1^T, weights t (s, n).
+        """
+        values = (self.x if transposed else self.y)[ALL]
+        moved = self._moved(a, b, transposed=transposed).mul_(self.factor)
+        if numbers is None:
+            moved += self._times(weights[..., None] * values, transposed=transposed)
+            yield Part(ALL, ALL, moved)
+            return
+        found = self._times(beside(values, numbers, weights), transposed=transposed)
+        yield Part(ALL, ALL, moved.add_(found[..., :-1]), found[..., -1])
+
+    def _moved(self, a: Directions, b: Directions | None, *, transposed: bool) -> Tensor:
+        """(P o (A y^T + x B^T)) y (s, n, d), or its transpose times x."""
+        y = self.y[ALL]
+        if b is None and not transposed and self._row_moments is not None:
+            return torch.einsum("nkl,snl->snk", self._row_moments, a.values)
+        changes = [(a.values, y)]
+        if b is not None:
+            changes.append((self.x[ALL], b.values))
+        if transposed:
+            return weighted(self.plan.transposed_times, self.x[ALL], changes)
+        return weighted(self.plan.times, y, changes)
+
+    def _times(self, values: Tensor, *, transposed: bool) -> Tensor:
+        """P V (s, n, k) for V (s, m, k), or P^T V."""
+        times = self.plan.transposed_times if transposed else self.plan.times
+        return _apart(times(_as_columns(values)), len(values))
 
     @cached_property
-    def row_moments(self) -> Tensor | None:
+    def _row_moments(self) -> Tensor | None:
         """sum_j P_ij y_j y_j^T (n, d, d), for few coordinates."""
-        return _moments(self.plan.times, self.y)
+        return _moments(self.plan.times, self.y[ALL])
 
 
 def weighted(times: Callable[..., Tensor], values: Tensor, changes: list[Factors]) -> Tensor:
@@ -128,15 +162,14 @@ def _balance(left: Tensor, right: Tensor) -> Tensor:
     return (ratio.log2() / 2).round().exp2()
 
 
-def beside(values: Tensor, numbers: Tensor) -> Tensor:
-    """V (m, k), or one for each direction, and q (s, m) as (s, m, k + 1)."""
-    return torch.cat((values.expand(*numbers.shape, -1), numbers[..., None]), 2)
-
-
-def both(times: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor, Tensor]:
-    """P V (s, n, k) and P q (s, n), for (V, q) side by side, in one pass."""
-    found = times(values)
-    return found[..., :-1], found[..., -1]
+def beside(values: Tensor, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
+    """V (m, k), or one for each direction, weighted (s, m), and q (s, m), as (s, m, k + 1)."""
+    found = numbers.new_empty((*numbers.shape, values.shape[-1] + 1))
+    found[..., :-1] = values
+    if weights is not None:
+        found[..., :-1] *= weights[..., None]
+    found[..., -1] = numbers
+    return found
 
 
 def _moments(times: Callable[[Tensor], Tensor], points: Tensor) -> Tensor | None:

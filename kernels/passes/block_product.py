@@ -40,7 +40,7 @@ class Weights(NamedTuple):
     numbers: Tensor
 
 
-class PackedProduct:
+class BlockProduct:
     """Q V for one V after another, times the masses of rows.
 
     Args:
