@@ -1,12 +1,12 @@
 """A plan times points that are packed already, some rows of the result after the other.
 
-    out = Q V,  or (Q o W) V,      W = factor sum A B^T + 1 t^T
+    out = Q V,  or (Q o W) V,      W = factor sum A B^T + s 1^T + 1 t^T
 
 Neither V nor A and B are copied, and no result as large as the points has to be there at once. Rows
 go by the potential that makes them sum to 1, so that none is out of `ROW_RANGE`, and are corrected
 by their sums after.
 
-Shapes: V (m, d), A (n, d), B (m, d) packed, t (M,).
+Shapes: V (m, d), A (n, d), B (m, d) packed, s (N,), t (M,).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Weights(NamedTuple):
     Attributes:
         pairs: one or two of A and B.
         factor: of their products, positive.
-        numbers: t (M,) float32, in the order of the points.
+        numbers: s (N,) and t (M,) float32, in the order of the points.
     """
 
     pairs: Sequence[Pair]
     factor: float
-    numbers: Tensor
+    numbers: tuple[Tensor, Tensor]
 
 
 class BlockProduct:
@@ -83,22 +83,24 @@ class BlockProduct:
             dim: the coordinates d of what is packed.
             weights: of the entries, A packed as the rows and B as the columns.
         """
-        blocks = self._weighted(weights)
+        blocks = self._blocks_of(weighted=weights is not None)
+        weighting = blocks.unweighted
+        if weights is not None:
+            layouts = self._rows, self._columns
+            numbers = zip(layouts, weights.numbers, strict=True)
+            of_rows, of_columns = (layout.spread(side, 0.0) for layout, side in numbers)
+            weighting = blocks.weighting(weights.pairs, weights.factor, (of_rows, of_columns))
         parts, buffer = values.coordinates.chunk(2), blocks.buffer()
-        unit = 2.0**-LOG2_SCALE * blocks.factor_unit / values.scale
+        unit = 2.0**-LOG2_SCALE * weighting.unit / values.scale
         for part in blocks.heights():
             found = torch.empty((part.stop - part.start, parts[0].shape[1]), device=blocks.device)
-            blocks.multiply(part.start, parts, found, buffer)
+            blocks.multiply(part.start, parts, found, buffer, weighting)
             rows, places = self._rows.points_of(part)
-            found = found[places, :dim]
-            yield rows, found.mul_((self._masses[rows] * unit).float()[:, None])
+            yield rows, found[places, :dim].mul_((self._masses[rows] * unit).float()[:, None])
+            # Before there is the next.
+            del found
 
-    def _weighted(self, weights: Weights | None) -> PlanBlocks:
-        weighted = weights is not None
+    def _blocks_of(self, *, weighted: bool) -> PlanBlocks:
         if weighted not in self._blocks:
             self._blocks[weighted] = PlanBlocks(*self._given, weighted=weighted)
-        blocks = self._blocks[weighted]
-        if weights is not None:
-            numbers = self._columns.spread(weights.numbers, 0.0)
-            blocks.weight(weights.pairs, weights.factor, numbers)
-        return blocks
+        return self._blocks[weighted]

@@ -49,8 +49,7 @@ def apply_plan_blocks(
         the second stays within `ROW_RANGE`.
     """
     launch = PlanBlocks(rows, columns, scores, potentials, epsilon, weighted=factors is not None)
-    if factors is not None:
-        launch.weight([factors])
+    weighting = launch.unweighted if factors is None else launch.weighting([factors])
     layout, device = rows.points.layout, launch.device
     count = len(layout.position)
     # Rows of padding go to one row past the end.
@@ -59,13 +58,13 @@ def apply_plan_blocks(
     out = torch.empty((count + 1, halves.shape[2]), device=device)
     sums = torch.empty(count + 1, device=device)
     unit = 2.0**-LOG2_SCALE
-    of_columns = unit * launch.factor_unit / scales
+    of_columns = unit * weighting.unit / scales
     parts, buffer = halves.unbind(1), launch.buffer()
     for rows_of in launch.heights():
         points = origin[rows_of]
         product = torch.empty((len(points), out.shape[1]), device=device)
         tile_sums: list[Tensor] = []
-        launch.multiply(rows_of.start, parts, product, buffer, tile_sums)
+        launch.multiply(rows_of.start, parts, product, buffer, weighting, tile_sums)
         row_sums = torch.cat(tile_sums).sum(0)
         product[:, : len(scales)] *= of_columns
         out.index_copy_(0, points, product)

@@ -1,18 +1,19 @@
 """Blocks of a plan, whose entries may be weighted, for the library's matrix products.
 
-    Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon) [W_ij],      W = factor sum A B^T + 1 t^T
+    Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon) [W_ij],      W = factor sum A B^T + s 1^T + 1 t^T
 
 Rows of Q sum to r_i / a_i before they are weighted, about 1, and are scaled by 2^LOG2_SCALE so that
 entries down to 2^-24 of the row keep all their bits. With three parts a block, A and B are sums hi
 + lo of two float16, of which hi hi + hi lo + lo hi is accumulated in float32.
 
-Shapes: A (n, r), B (m, r), t (m,), a block (1 or 2, height, width) float16.
+Shapes: A (n, r), B (m, r), s (n,), t (m,), a block (1 or 2, height, width) float16.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -88,7 +89,8 @@ def plan_block_kernel(
     b,  # (2 m, RANK) float16, read if PAIRS
     other_a,  # (2 n, RANK) float16, read if PAIRS is 2
     other_b,  # (2 m, RANK) float16, read if PAIRS is 2
-    numbers_ptr,  # (m,) float32, read if NUMBERS
+    row_numbers_ptr,  # (n,) float32, read if NUMBERS
+    column_numbers_ptr,  # (m,) float32, read if NUMBERS
     out_ptr,  # (PARTS > 1 ? 2 height : height, width) float16
     sums_ptr,  # (width / BLOCK_N, height) float32
     first_row,
@@ -149,7 +151,8 @@ def plan_block_kernel(
             )  # fmt: skip
         weights *= factor_scale
         if NUMBERS:
-            weights += tl.load(numbers_ptr + o_column)[None, :]
+            weights += tl.load(row_numbers_ptr + o_row)[:, None]
+            weights += tl.load(column_numbers_ptr + o_column)[None, :]
         plan = plan * weights
     o_out = o_block_row.to(tl.int64)[:, None] * width
     o_out += i_column * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -170,6 +173,28 @@ def plan_tile(depth: int, device: torch.device, *, factors: bool, gather: bool) 
     return narrow_tile(device)._replace(warps=8) if factors else tile_for(depth, device)
 
 
+class Weighting(NamedTuple):
+    """What entries are weighted by, as a kernel reads it.
+
+    Attributes:
+        factors: A and B of the first and of the last pair.
+        rank: their coordinates.
+        pairs: how many there are.
+        numbers: s and t, over the unit.
+        scale: of the products of the last pair, over the unit.
+        ratio: of the products of the first pair, over those of the last.
+        unit: what weighted entries are divided by.
+    """
+
+    factors: tuple[object, ...]
+    rank: int = 0
+    pairs: int = 0
+    numbers: tuple[Tensor, Tensor] | None = None
+    scale: float = 1.0
+    ratio: float = 1.0
+    unit: float = 1.0
+
+
 class PlanBlocks:
     """Fills blocks of Q, of the same potentials.
 
@@ -180,10 +205,7 @@ class PlanBlocks:
         potentials: f (N,) and g (M,), float32, in units of the cost.
         epsilon: in units of the cost.
         masses: (N,) float64; the rows of points without are 0. None leaves all as they are.
-        weighted: whether `weight` says by what entries are weighted.
-
-    Attributes:
-        factor_unit: what weighted entries are divided by.
+        weighted: whether entries are weighted.
     """
 
     def __init__(
@@ -213,38 +235,42 @@ class PlanBlocks:
             gather=not rows.points.layout.pure,
         )
         self._points = self._operands(self.rows, self.columns)
-        self._factors, self._rank, self._pairs = self._points * 2, 0, 0
-        self._numbers: Tensor | None = None
-        self._factor_scale = self._scale_ratio = self.factor_unit = 1.0
+        self.unweighted = Weighting(self._points * 2)
 
-    def weight(
-        self, pairs: Sequence[Pair], factor: float = 1.0, numbers: Tensor | None = None
-    ) -> None:
-        """Weight entries by those of factor (A B^T + ...) + 1 t^T.
+    def weighting(
+        self,
+        pairs: Sequence[Pair],
+        factor: float = 1.0,
+        numbers: tuple[Tensor, Tensor] | None = None,
+    ) -> Weighting:
+        """Weights of entries, W = factor (A B^T + ...) + s 1^T + 1 t^T.
 
         Args:
             pairs: one or two of A (n, r) and B (m, r), packed as the points.
             factor: positive.
-            numbers: t (m,) float32 in packed order; 0 for None.
+            numbers: s (n,) and t (m,) float32 in packed order; 0 for None.
         """
         # What is on the finer scale goes first, so that its products do not overflow on the other.
         pairs = sorted(pairs, key=lambda pair: pair[0].scale * pair[1].scale, reverse=True)
         scales = [left.scale * right.scale for left, right in pairs]
         sizes = [side.squares[1].max() for pair in pairs for side in pair]
-        if numbers is not None:
-            sizes.append(numbers.abs().max())
+        sizes += [] if numbers is None else [side.abs().max() for side in numbers]
         found = torch.stack(sizes).tolist()
-        squares = zip(found[: 2 * len(pairs) : 2], found[1 : 2 * len(pairs) : 2], strict=True)
         # Cauchy-Schwarz: no weight times the unit's inverse exceeds 1.
-        most = factor * sum(math.sqrt(one * other) for one, other in squares)
-        most += 0.0 if numbers is None else found[-1]
-        self.factor_unit = 2.0 ** math.ceil(math.log2(max(most, 1e-30)))
+        most = sum(found[2 * len(pairs) :])
+        for k in range(len(pairs)):
+            most += factor * math.sqrt(found[2 * k] * found[2 * k + 1])
+        unit = 2.0 ** math.ceil(math.log2(max(most, 1e-30)))
         operands = [self._operands(*pair) for pair in pairs]
-        self._factors, self._pairs = operands[0] + operands[-1], len(pairs)
-        self._rank = pairs[0][0].coordinates.shape[1]
-        self._factor_scale = factor / (scales[-1] * self.factor_unit)
-        self._scale_ratio = scales[-1] / scales[0]
-        self._numbers = None if numbers is None else numbers / self.factor_unit
+        return Weighting(
+            operands[0] + operands[-1],
+            pairs[0][0].coordinates.shape[1],
+            len(pairs),
+            None if numbers is None else (numbers[0] / unit, numbers[1] / unit),
+            factor / (scales[-1] * unit),
+            scales[-1] / scales[0],
+            unit,
+        )
 
     def heights(self) -> Iterator[slice]:
         """The rows of one block after the other."""
@@ -264,6 +290,7 @@ class PlanBlocks:
         values: Sequence[Tensor],
         out: Tensor,
         buffer: Tensor,
+        weighting: Weighting | None = None,
         sums: list[Tensor] | None = None,
     ) -> None:
         """Write Q V, scaled, of a block of rows from one on to `out` (height, k) float32.
@@ -273,13 +300,14 @@ class PlanBlocks:
             values: hi and lo parts of V, (m, k) float16 each; the latter is read for three parts.
             out: overwritten.
             buffer: likewise.
+            weighting: of the entries.
             sums: those of the rows are put here, (tiles, height) each, to be added up.
         """
         height, m, stored = len(out), self.columns.layout.size, self._stored
         for column in range(0, m, BLOCK_WIDTH):
             width = min(BLOCK_WIDTH, m - column)
             block = buffer[: stored * height * width].view(stored, height, width)
-            found = self(block, row, column)
+            found = self(block, row, column, weighting)
             if sums is not None:
                 sums.append(found)
             high, low = (part[column : column + width] for part in values)
@@ -292,13 +320,16 @@ class PlanBlocks:
     def _stored(self) -> int:
         return 2 if self.scores.parts == 3 else 1
 
-    def __call__(self, block: Tensor, row: int, column: int) -> Tensor:
-        """Write Q from (row, column) on to `block` (1 or 2, height, width).
+    def __call__(
+        self, block: Tensor, row: int, column: int, weighting: Weighting | None = None
+    ) -> Tensor:
+        """Write Q, or Q o W, from (row, column) on to `block` (1 or 2, height, width).
 
         Returns:
             Sums of the rows of each tile, (tiles, height), to be added up.
         """
         tile, (_, height, width) = self.tile, block.shape
+        by = weighting or self.unweighted
         sums = torch.empty((width // tile.columns, height), device=self.device)
         layout = self.rows.layout
         plan_block_kernel[(height // BLOCK_ROWS * (width // tile.columns),)](
@@ -308,8 +339,8 @@ class PlanBlocks:
             self.terms.costs,
             self.terms.rows,
             self.terms.columns,
-            *self._factors,
-            self.bias if self._numbers is None else self._numbers,
+            *by.factors,
+            *((self.bias, self.bias) if by.numbers is None else by.numbers),
             block,
             sums,
             row,
@@ -321,12 +352,12 @@ class PlanBlocks:
             self.scores.scale * self.scale,
             self.terms.costs.shape[1],
             self.scale,
-            self._factor_scale,
-            self._scale_ratio,
+            by.scale,
+            by.ratio,
             DIM=self.dim,
-            RANK=self._rank,
-            PAIRS=self._pairs,
-            NUMBERS=self._numbers is not None,
+            RANK=by.rank,
+            PAIRS=by.pairs,
+            NUMBERS=by.numbers is not None,
             PARTS=self.scores.parts,
             BLOCK_M=BLOCK_ROWS,
             BLOCK_N=tile.columns,

@@ -53,13 +53,13 @@ class WeightedProduct:
         """
         rows, columns = self._layouts
         blocks, n, count = self._blocks, rows.size, values.shape[1]
-        blocks.weight([_packed(left, right, self._layouts)])
+        weighting = blocks.weighting([_packed(left, right, self._layouts)])
         packed, scales = to_halves(values, columns, multiple=8)
         parts, buffer = packed.unbind(1), blocks.buffer()
         out = torch.empty((n, packed.shape[2]), device=values.device)
         for part in blocks.heights():
-            blocks.multiply(part.start, parts, out[part], buffer)
-        weights = self._masses * (2.0**-LOG2_SCALE * blocks.factor_unit)
+            blocks.multiply(part.start, parts, out[part], buffer, weighting)
+        weights = self._masses * (2.0**-LOG2_SCALE * weighting.unit)
         return from_halves(out[:, None, :count], scales, rows, weights)
 
 

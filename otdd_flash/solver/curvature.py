@@ -47,7 +47,7 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.solver.directions import dot
+from otdd_flash.solver.directions import Directions, dot
 from otdd_flash.solver.packed_plan_points import plan_points
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
 from otdd_flash.solver.term.result import TransportTerm
@@ -103,63 +103,71 @@ class CrossCurvature:
         return self._along_x(a) if b is None else self._along_both(a, self._at.here(b))
 
     def _along_x(self, given: Tensor) -> Along:
-        at, factor, images = self._at, self._at.factor, self._at.images
-        r, by_row, a = at.r, at.by_row, at.directions(given)
-        e = -by_row * a.dots(images)
-        right = given.new_empty((len(given), len(self._at.c)))
-        for part in at.products(a, e, transposed=True):
-            right[part.at] = -dot(part.points, at.y[part.rows]) - part.numbers
+        at, factor, r = self._at, self._at.factor, self._at.r
+        a = at.directions(given)
+        e = -at.by_row * a.dots(at.images)
+        right = self._right(a, e)
         solved = self._solve(right)
         w2 = at.here(solved.values.T)
+        columns, of_w2 = at.columns_change(w2, w2)
+        t1 = factor * e - at.by_row * of_w2
         by_x = torch.empty_like(given)
         # Means and what is left are orthogonal.
         curvature = factor * r.sum() * a.mean.square().sum((1, 2))
-        for part in at.changed(a, None, w2, w2):
-            rows, moved = part.rows, part.points
-            t1 = factor * e[part.at] - by_row[rows] * part.numbers
-            moved += t1[..., None] * images[rows]
-            moved *= -factor / at.epsilon
-            moved += given[part.at] * (factor * r[rows, None])
-            curvature[part.which] += dot(a.at(*part.at), moved).sum(1)
-            by_x[part.at] = moved
+        for part in at.changed(a, None, t1, columns):
+            found = part.points.mul_(-factor / at.epsilon)
+            found += given[part.at] * (factor * r[part.rows, None])
+            curvature[part.which] += dot(a.at(*part.at), found).sum(1)
+            by_x[part.at] = found
         return _along(by_x, None, curvature, solved, at.epsilon)
 
     def _along_both(self, given_a: Tensor, given_b: Tensor) -> Along:
-        at, x, y, factor = self._at, self._at.x, self._at.y, self._at.factor
-        images, transposed_images = at.images, at.transposed_images
+        at, y, factor = self._at, self._at.y, self._at.factor
         r, c = at.r, at.c
         a, b = at.directions(given_a), at.directions(given_b, of_y=True)
         shift, v = a.mean - b.mean, b.dots(y)
         by_x, by_y = torch.empty_like(given_a), torch.empty_like(given_b)
-        e = given_a.new_empty(by_x.shape[:2])
-        for part in at.products(b, v):
-            rows, of_b = part.rows, part.points
-            dots = dot(a.at(*part.at), images[rows]) + dot(x[rows], of_b)
-            e[part.at] = at.by_row[rows] * (part.numbers - dots)
-            by_x[part.at] = of_b
-        right = c * v - b.dots(transposed_images)
-        for part in at.products(a, e, transposed=True):
-            right[part.at] -= dot(part.points, y[part.rows]) + part.numbers
-            by_y[part.at] = part.points
+        e = self._row_sums(a, b, v, by_x)
+        right = c * v - b.dots(at.transposed_images)
+        right += self._right(a, e, by_y)
         solved = self._solve(right)
         w2, left = at.here(solved.values.T), at.here(solved.left.T)
-        t1, t2 = torch.empty_like(e), w2 - factor * v
+        t2 = w2 - factor * v
+        columns, of_w2 = at.columns_change(t2, w2)
+        t1 = factor * e - at.by_row * of_w2
         curvature = factor * r.sum() * shift.square().sum((1, 2))
-        for part in at.changed(a, b, t2, w2):
-            rows, moved, own = part.rows, part.points, a.at(*part.at)
-            t1[part.at] = factor * e[part.at] - at.by_row[rows] * part.numbers
-            moved += t1[part.at][..., None] * images[rows]
-            rest = r[rows, None] * (own + shift[part.which]) - by_x[part.at]
-            by_x[part.at] = found = factor * (rest - moved / at.epsilon)
+        for part in at.changed(a, b, t1, columns):
+            own = a.at(*part.at)
+            rest = r[part.rows, None] * (own + shift[part.which]) - by_x[part.at]
+            by_x[part.at] = found = factor * (rest - part.points / at.epsilon)
             curvature[part.which] += dot(own, found).sum(1)
-        for part in at.changed(a, b, t1, transposed=True):
-            rows, moved, own = part.rows, part.points, b.at(*part.at)
-            moved += t2[part.at][..., None] * transposed_images[rows]
-            moved += left[part.at][..., None] * y[rows]
-            rest = c[rows, None] * (own - shift[part.which]) - by_y[part.at]
+        columns, _ = at.columns_change(t1, transposed=True)
+        for part in at.changed(a, b, t2, columns, transposed=True):
+            own = b.at(*part.at)
+            moved = part.points.add_(left[part.at][..., None] * y[part.rows])
+            rest = c[part.rows, None] * (own - shift[part.which]) - by_y[part.at]
             by_y[part.at] = found = factor * (rest - moved / at.epsilon)
             curvature[part.which] += dot(own, found).sum(1)
         return _along(by_x, by_y, curvature, solved, at.epsilon)
+
+    def _row_sums(self, a: Directions, b: Directions, v: Tensor, out: Tensor) -> Tensor:
+        """The numbers e (s, n); P B is written to `out`."""
+        at, found = self._at, out.new_empty(out.shape[:2])
+        for part in at.products(b, v):
+            dots = dot(a.at(*part.at), at.images[part.rows]) + dot(at.x[part.rows], part.points)
+            found[part.at] = at.by_row[part.rows] * (part.numbers - dots)
+            out[part.at] = part.points
+        return found
+
+    def _right(self, a: Directions, e: Tensor, out: Tensor | None = None) -> Tensor:
+        """-<P^T A, y> - P^T e (s, m); P^T A is written to `out`."""
+        at = self._at
+        found = e.new_empty((len(e), len(at.c)))
+        for part in at.products(a, e, transposed=True):
+            found[part.at] = -dot(part.points, at.y[part.rows]) - part.numbers
+            if out is not None:
+                out[part.at] = part.points
+        return found
 
     def _solve(self, right: Tensor) -> Solution:
         return self._solver.solve((self._at.factor * right.double()).T)
@@ -181,23 +189,23 @@ class SelfCurvature:
 
         The derivatives themselves, as large as the points, are never there.
         """
-        at, x, factor, images = self._at, self._at.x, self._at.factor, self._at.images
-        r, a = at.r, at.directions(at.here(given))
+        at, x, factor, r = self._at, self._at.x, self._at.factor, self._at.r
+        a = at.directions(at.here(given))
         u = a.dots(x)
-        right = r * u - a.dots(images)
-        curvature = torch.zeros_like(right[:, 0])
+        right = r * u - a.dots(at.images)
+        curvature = torch.zeros_like(a.mean[:, 0, 0])
         for part in at.products(a, u):
-            rows, of_a, own = part.rows, part.points, a.at(*part.at)
-            right[part.at] += part.numbers - dot(x[rows], of_a)
-            rest = of_a.neg_().add_(own * r[rows, None])
+            own, of_a = a.at(*part.at), part.points
+            right[part.at] += part.numbers - dot(x[part.rows], of_a)
+            rest = own * r[part.rows, None] - of_a
             curvature[part.which] += dot(own, rest).sum(1)
             out[part.at] -= factor * rest
+            del part, own, of_a, rest
         solved = self._solver.solve((factor * right.double()).T)
         t, left = at.here(solved.values.T) - factor * u, at.here(solved.left.T)
-        for part in at.changed(a, a, t):
-            rows, moved = part.rows, part.points
-            moved += t[part.at][..., None] * images[rows]
-            moved += left[part.at][..., None] * x[rows]
+        columns, _ = at.columns_change(t)
+        for part in at.changed(a, a, t, columns):
+            moved = part.points.add_(left[part.at][..., None] * x[part.rows])
             moved /= at.epsilon
             curvature[part.which] -= dot(a.at(*part.at), moved).sum(1)
             out[part.at] += factor * moved

@@ -83,7 +83,7 @@ class Directions:
         s, n, d = self.given.shape
         height = max(1, LOOKED_AT // (s * d))
         for first in range(0, n, height):
-            yield slice(first, first + height)
+            yield slice(first, min(first + height, n))
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:

@@ -98,32 +98,35 @@ class PackedPlanPoints(PlanPoints):
         of_numbers = self._numbers(numbers, transposed=transposed)
         for k in range(len(numbers)):
             found = self._products.times(a.packed(k), transposed=transposed)
-            yield from _parts(k, found, of_numbers)
+            yield from _parts(k, found, of_numbers[k])
+
+    def columns_change(
+        self, t: Tensor, numbers: Tensor | None = None, *, transposed: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The numbers t themselves, and P q."""
+        return t, None if numbers is None else self._numbers(numbers, transposed=transposed)
 
     def changed(
         self,
         a: Directions,
         b: Directions | None,
-        weights: Tensor,
-        numbers: Tensor | None = None,
+        rows: Tensor,
+        columns: Tensor,
         *,
         transposed: bool = False,
     ) -> Iterator[Part]:
-        """(P o W) y and P q, or (P o W)^T x: see the base class."""
+        """(P o W) y, or its transpose times x, in one pass for a direction."""
         from otdd_flash.kernels.passes.block_product import Weights
 
         assert isinstance(a, PackedDirections)
         assert b is None or isinstance(b, PackedDirections)
         x, y = self._products.points
-        of_numbers = None if numbers is None else self._numbers(numbers, transposed=transposed)
-        for k, given in enumerate(weights):
+        for k, numbers in enumerate(zip(rows, columns, strict=True)):
             pairs = [(a.packed(k), y)] if b is None else [(a.packed(k), y), (x, b.packed(k))]
             if transposed:
                 pairs = [(right, left) for left, right in pairs]
-            weighted_by = Weights(pairs, self.factor, given)
-            values = x if transposed else y
-            found = self._products.times(values, weighted_by, transposed=transposed)
-            yield from _parts(k, found, of_numbers)
+            weights, values = Weights(pairs, self.factor, numbers), x if transposed else y
+            yield from _parts(k, self._products.times(values, weights, transposed=transposed))
 
     def _numbers(self, numbers: Tensor, *, transposed: bool) -> Tensor:
         """P q (s, n) for q (s, m), or P^T q."""
@@ -163,8 +166,12 @@ class PackedDirections(Directions):
         return self._packed[k]
 
 
-def _parts(k: int, found: Iterator[tuple[Rows, Tensor]], numbers: Tensor | None) -> Iterator[Part]:
-    """What is found for the direction k, with numbers (s, n)."""
-    which = slice(k, k + 1)
+def _parts(
+    k: int, found: Iterator[tuple[Rows, Tensor]], numbers: Tensor | None = None
+) -> Iterator[Part]:
+    """What is found for the direction k, with its numbers (n,)."""
     for rows, points in found:
-        yield Part(which, rows, points[None], None if numbers is None else numbers[which, rows])
+        of_rows = None if numbers is None else numbers[None, rows]
+        yield Part(slice(k, k + 1), rows, points[None], of_rows)
+        # Before there is the next.
+        del points

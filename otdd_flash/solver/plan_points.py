@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,27 +82,42 @@ class PlanPoints:
         found = self._times(beside(a.values, numbers), transposed=transposed)
         yield Part(ALL, ALL, found[..., :-1], found[..., -1])
 
+    def columns_change(
+        self, t: Tensor, numbers: Tensor | None = None, *, transposed: bool = False
+    ) -> tuple[Any, Tensor | None]:
+        """What `changed` takes of t (s, m), or if `transposed` of t (s, n), and P q (s, n).
+
+        The numbers q (s, m) share a pass where one is needed.
+        """
+        values = (self.x if transposed else self.y)[ALL]
+        if numbers is None:
+            return self._times(t[..., None] * values, transposed=transposed), None
+        found = self._times(beside(values, numbers, t), transposed=transposed)
+        return found[..., :-1], found[..., -1]
+
     def changed(
         self,
         a: Directions,
         b: Directions | None,
-        weights: Tensor,
-        numbers: Tensor | None = None,
+        rows: Tensor,
+        columns: Any,
         *,
         transposed: bool = False,
     ) -> Iterator[Part]:
-        """(P o W) y for W = 2 L (A y^T + x B^T) + 1 t^T, weights t (s, m); and P q, numbers q.
+        """(P o W) y for W = t1 1^T + 1 t2^T + 2 L (A y^T + x B^T), or its transpose times x.
 
-        If `transposed`, (P o W)^T x for W = 2 L (A y^T + x B^T) + t 1^T, weights t (s, n).
+        Args:
+            a: A of x.
+            b: B of y; 0 for None.
+            rows: t1 (s, n), or if `transposed` t2 (s, m).
+            columns: of `columns_change`, of the other.
+            transposed: as said.
         """
-        values = (self.x if transposed else self.y)[ALL]
-        moved = self._moved(a, b, transposed=transposed).mul_(self.factor)
-        if numbers is None:
-            moved += self._times(weights[..., None] * values, transposed=transposed)
-            yield Part(ALL, ALL, moved)
-            return
-        found = self._times(beside(values, numbers, weights), transposed=transposed)
-        yield Part(ALL, ALL, moved.add_(found[..., :-1]), found[..., -1])
+        images = self.transposed_images if transposed else self.images
+        moved = self._moved(a, b, transposed=transposed).mul_(self.factor).add_(columns)
+        for part, numbers in zip(moved, rows, strict=True):
+            part.addcmul_(numbers[:, None], images)
+        yield Part(ALL, ALL, moved)
 
     def _moved(self, a: Directions, b: Directions | None, *, transposed: bool) -> Tensor:
         """(P o (A y^T + x B^T)) y (s, n, d), or its transpose times x."""
