@@ -3,8 +3,7 @@
     out = Q V,  or (Q o W) V,      W = factor sum A B^T + s 1^T + 1 t^T
 
 Neither V nor A and B are copied, and no result as large as the points has to be there at once. Rows
-go by the potential that makes them sum to 1, so that none is out of `ROW_RANGE`, and are corrected
-by their sums after.
+out of `ROW_RANGE` go by the potential that makes them sum to 1, and are corrected after.
 
 Shapes: V (m, d), A (n, d), B (m, d) packed, s (N,), t (M,).
 """
@@ -20,7 +19,7 @@ from torch import Tensor
 from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import PackedPoints
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE
+from otdd_flash.kernels.points.row_terms import LOG2_SCALE, ROW_RANGE
 
 # Some points of a side.
 Rows = slice | Tensor
@@ -63,10 +62,12 @@ class BlockProduct:
         masses: Tensor,
         sums: Tensor,
     ) -> None:
-        f, g = potentials
+        (f, g), (low, high) = potentials, ROW_RANGE
         there = (masses > 0) & (sums > 0)
-        raised = torch.where(there, epsilon * (sums / masses).log(), 0)
-        near = (f.double() - raised).float()
+        share = torch.where(there, sums / masses, 1)
+        # Rows in range keep their potential, and so the rounding that their sums have.
+        outside = (share < low) | (share > high)
+        near = torch.where(outside, f.double() - epsilon * share.log(), f).float()
         off = (f.double() - near.double()) / epsilon
         self._masses = torch.where(there, masses * off.exp(), 0)
         self._given = rows, columns, scores, (near, g), epsilon, masses
