@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks
+from otdd_flash.kernels.linear.halves import to_halves
+from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, Weighting
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.packed_points import PackedPoints
+from otdd_flash.kernels.points.packed_points import Layout, PackedPoints
 from otdd_flash.kernels.points.row_terms import LOG2_SCALE, ROW_RANGE
 
 # Some points of a side.
@@ -37,6 +38,39 @@ class Weights(NamedTuple):
     pairs: Sequence[Pair]
     factor: float
     numbers: tuple[Tensor, Tensor]
+
+
+class Found(NamedTuple):
+    """Products of some rows.
+
+    Attributes:
+        rows: which (k,).
+        points: (k, d) float32.
+        numbers: (k,) float64, where any were multiplied.
+    """
+
+    rows: Rows
+    points: Tensor
+    numbers: Tensor | None
+
+
+class _Columns:
+    """Numbers (M,) as columns of halves (m, 16), hi parts in the first and lo parts in the ninth.
+
+    It is what a product of tensor cores takes, which then reads a block once for both.
+    """
+
+    def __init__(self, numbers: Tensor, layout: Layout) -> None:
+        packed, self._scales = to_halves(numbers[:, None], layout, multiple=8)
+        self._packed = packed.flatten(1)
+
+    def beside(self, found: Tensor) -> tuple[Tensor, Tensor]:
+        """Them, and memory for their product, of as many rows as another."""
+        return self._packed, found.new_empty((len(found), self._packed.shape[1]))
+
+    def product(self, found: Tensor) -> Tensor:
+        """What such a product (k, 16) is of the numbers, (k,) float64."""
+        return found[:, ::8].double().sum(1) / self._scales
 
 
 class BlockProduct:
@@ -75,31 +109,40 @@ class BlockProduct:
         self._blocks: dict[bool, PlanBlocks] = {}
 
     def __call__(
-        self, values: PackedPoints, dim: int, weights: Weights | None = None
-    ) -> Iterator[tuple[Rows, Tensor]]:
-        """Some rows (k,), and what is found for them (k, d) float32, until there are all.
+        self,
+        values: PackedPoints,
+        dim: int,
+        weights: Weights | None = None,
+        numbers: Tensor | None = None,
+    ) -> Iterator[Found]:
+        """What is found for some rows after the other, until there are all.
 
         Args:
             values: V, packed as the columns.
             dim: the coordinates d of what is packed.
             weights: of the entries, A packed as the rows and B as the columns.
+            numbers: q (M,), which is multiplied too.
         """
         blocks = self._blocks_of(weighted=weights is not None)
-        weighting = blocks.unweighted
-        if weights is not None:
-            layouts = self._rows, self._columns
-            numbers = zip(layouts, weights.numbers, strict=True)
-            of_rows, of_columns = (layout.spread(side, 0.0) for layout, side in numbers)
-            weighting = blocks.weighting(weights.pairs, weights.factor, (of_rows, of_columns))
+        weighting = blocks.unweighted if weights is None else self._weighting(blocks, weights)
         parts, buffer = values.coordinates.chunk(2), blocks.buffer()
-        unit = 2.0**-LOG2_SCALE * weighting.unit / values.scale
+        columns = None if numbers is None else _Columns(numbers, self._columns)
         for part in blocks.heights():
-            found = torch.empty((part.stop - part.start, parts[0].shape[1]), device=blocks.device)
-            blocks.multiply(part.start, parts, found, buffer, weighting)
             rows, places = self._rows.points_of(part)
-            yield rows, found[places, :dim].mul_((self._masses[rows] * unit).float()[:, None])
+            unit = self._masses[rows] * (2.0**-LOG2_SCALE * weighting.unit)
+            found = torch.empty((part.stop - part.start, parts[0].shape[1]), device=blocks.device)
+            beside = columns and columns.beside(found)
+            blocks.multiply(part.start, parts, found, buffer, weighting, beside=beside)
+            points = found[places, :dim].mul_((unit / values.scale).float()[:, None])
+            of_numbers = columns and columns.product(beside[1][places]) * unit
+            yield Found(rows, points, of_numbers)
             # Before there is the next.
-            del found
+            del found, points
+
+    def _weighting(self, blocks: PlanBlocks, weights: Weights) -> Weighting:
+        sides = zip((self._rows, self._columns), weights.numbers, strict=True)
+        of_rows, of_columns = (layout.spread(numbers, 0.0) for layout, numbers in sides)
+        return blocks.weighting(weights.pairs, weights.factor, (of_rows, of_columns))
 
     def _blocks_of(self, *, weighted: bool) -> PlanBlocks:
         if weighted not in self._blocks:

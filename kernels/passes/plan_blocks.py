@@ -292,6 +292,7 @@ class PlanBlocks:
         buffer: Tensor,
         weighting: Weighting | None = None,
         sums: list[Tensor] | None = None,
+        beside: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Write Q V, scaled, of a block of rows from one on to `out` (height, k) float32.
 
@@ -302,19 +303,26 @@ class PlanBlocks:
             buffer: likewise.
             weighting: of the entries.
             sums: those of the rows are put here, (tiles, height) each, to be added up.
+            beside: some columns (m, l) float16 that all parts are multiplied by too, and where to
+                write that (height, l) float32.
         """
         height, m, stored = len(out), self.columns.layout.size, self._stored
         for column in range(0, m, BLOCK_WIDTH):
             width = min(BLOCK_WIDTH, m - column)
             block = buffer[: stored * height * width].view(stored, height, width)
-            found = self(block, row, column, weighting)
+            tile_sums = self(block, row, column, weighting)
             if sums is not None:
-                sums.append(found)
+                sums.append(tile_sums)
             high, low = (part[column : column + width] for part in values)
             _multiply(block[0], high, out, add=column > 0)
             if stored == 2:
                 _multiply(block[0], low, out, add=True)
                 _multiply(block[1], high, out, add=True)
+            if beside is not None:
+                columns, found = beside
+                for k in range(stored):
+                    narrow = columns[column : column + width]
+                    _multiply(block[k], narrow, found, add=column + k > 0)
 
     @property
     def _stored(self) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from otdd_flash.kernels.passes.block_product import BlockProduct, Rows, Weights
+from otdd_flash.kernels.passes.block_product import BlockProduct, Found, Rows, Weights
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import PackedPoints, pack, power_of_two_scale
 
@@ -79,26 +78,30 @@ class PointProducts:
         return pack(values, layout, mean.double().contiguous(), power_of_two_scale(largest))
 
     def times(
-        self, values: PackedPoints, weights: Weights | None = None, *, transposed: bool = False
-    ) -> Iterator[tuple[Rows, Tensor]]:
-        """P V, or (P o W) V, a few rows at a time: which, and what is found for them (k, d).
+        self,
+        values: PackedPoints,
+        weights: Weights | None = None,
+        numbers: Tensor | None = None,
+        *,
+        transposed: bool = False,
+    ) -> Iterator[Found]:
+        """P V and P q, or (P o W) V, for some rows after the other; as `BlockProduct`.
 
         If `transposed`, the same of P^T, with A of the weights packed as the columns, and B as the
         rows.
         """
-        return self._product(transposed)(values, self._dim, weights)
+        return self._product(transposed)(values, self._dim, weights, numbers)
 
     def _product(self, transposed: bool) -> BlockProduct:
         if transposed not in self._products:
-            turn = -1 if transposed else 1
-            masses = self._masses[transposed]
-            sums = self._sums.columns if transposed else self._sums.rows
+            own, other = (1, 0) if transposed else (0, 1)
             self._products[transposed] = BlockProduct(
-                *self._sides[::turn],
-                self._scores[transposed],
-                self._potentials[::turn],
+                self._sides[own],
+                self._sides[other],
+                self._scores[own],
+                (self._potentials[own], self._potentials[other]),
                 self._epsilon,
-                masses,
-                sums.to(torch.float64),
+                self._masses[own],
+                self._sums.columns if transposed else self._sums.rows,
             )
         return self._products[transposed]

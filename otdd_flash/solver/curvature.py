@@ -109,7 +109,7 @@ class CrossCurvature:
         right = self._right(a, e)
         solved = self._solve(right)
         w2 = at.here(solved.values.T)
-        columns, of_w2 = at.columns_change(w2, w2)
+        columns, of_w2 = at.columns_change_beside(w2, w2)
         t1 = factor * e - at.by_row * of_w2
         by_x = torch.empty_like(given)
         # Means and what is left are orthogonal.
@@ -133,7 +133,7 @@ class CrossCurvature:
         solved = self._solve(right)
         w2, left = at.here(solved.values.T), at.here(solved.left.T)
         t2 = w2 - factor * v
-        columns, of_w2 = at.columns_change(t2, w2)
+        columns, of_w2 = at.columns_change_beside(t2, w2)
         t1 = factor * e - at.by_row * of_w2
         curvature = factor * r.sum() * shift.square().sum((1, 2))
         for part in at.changed(a, b, t1, columns):
@@ -141,7 +141,7 @@ class CrossCurvature:
             rest = r[part.rows, None] * (own + shift[part.which]) - by_x[part.at]
             by_x[part.at] = found = factor * (rest - part.points / at.epsilon)
             curvature[part.which] += dot(own, found).sum(1)
-        columns, _ = at.columns_change(t1, transposed=True)
+        columns = at.columns_change(t1, transposed=True)
         for part in at.changed(a, b, t2, columns, transposed=True):
             own = b.at(*part.at)
             moved = part.points.add_(left[part.at][..., None] * y[part.rows])
@@ -153,9 +153,9 @@ class CrossCurvature:
     def _row_sums(self, a: Directions, b: Directions, v: Tensor, out: Tensor) -> Tensor:
         """The numbers e (s, n); P B is written to `out`."""
         at, found = self._at, out.new_empty(out.shape[:2])
-        for part in at.products(b, v):
+        for part, numbers in at.products(b, v):
             dots = dot(a.at(*part.at), at.images[part.rows]) + dot(at.x[part.rows], part.points)
-            found[part.at] = at.by_row[part.rows] * (part.numbers - dots)
+            found[part.at] = at.by_row[part.rows] * (numbers - dots)
             out[part.at] = part.points
         return found
 
@@ -163,8 +163,8 @@ class CrossCurvature:
         """-<P^T A, y> - P^T e (s, m); P^T A is written to `out`."""
         at = self._at
         found = e.new_empty((len(e), len(at.c)))
-        for part in at.products(a, e, transposed=True):
-            found[part.at] = -dot(part.points, at.y[part.rows]) - part.numbers
+        for part, numbers in at.products(a, e, transposed=True):
+            found[part.at] = -dot(part.points, at.y[part.rows]) - numbers
             if out is not None:
                 out[part.at] = part.points
         return found
@@ -194,16 +194,16 @@ class SelfCurvature:
         u = a.dots(x)
         right = r * u - a.dots(at.images)
         curvature = torch.zeros_like(a.mean[:, 0, 0])
-        for part in at.products(a, u):
+        for part, numbers in at.products(a, u):
             own, of_a = a.at(*part.at), part.points
-            right[part.at] += part.numbers - dot(x[part.rows], of_a)
+            right[part.at] += numbers - dot(x[part.rows], of_a)
             rest = own * r[part.rows, None] - of_a
             curvature[part.which] += dot(own, rest).sum(1)
             out[part.at] -= factor * rest
             del part, own, of_a, rest
         solved = self._solver.solve((factor * right.double()).T)
         t, left = at.here(solved.values.T) - factor * u, at.here(solved.left.T)
-        columns, _ = at.columns_change(t)
+        columns = at.columns_change(t)
         for part in at.changed(a, a, t, columns):
             moved = part.points.add_(left[part.at][..., None] * x[part.rows])
             moved /= at.epsilon

@@ -32,13 +32,11 @@ class Part(NamedTuple):
         which: of s directions.
         rows: of n points.
         points: found for them, (s', k, d), of the caller to change.
-        numbers: likewise, (s', k), where any were multiplied.
     """
 
     which: Which
     rows: Rows
     points: Tensor
-    numbers: Tensor | None = None
 
     @property
     def at(self) -> tuple[Which, Rows]:

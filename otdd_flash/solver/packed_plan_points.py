@@ -81,8 +81,8 @@ class PackedPlanPoints(PlanPoints):
         own = self._sides[transposed]
         found = own.new_empty(own.shape, dtype=self.plan.dtype)
         values = self._products.points[not transposed]
-        for rows, part in self._products.times(values, transposed=transposed):
-            found[rows] = part
+        for part in self._products.times(values, transposed=transposed):
+            found[part.rows] = part.points
         return found
 
     def directions(self, given: Tensor, *, of_y: bool = False) -> PackedDirections:
@@ -92,19 +92,24 @@ class PackedPlanPoints(PlanPoints):
 
     def products(
         self, a: Directions, numbers: Tensor, *, transposed: bool = False
-    ) -> Iterator[Part]:
-        """P A and P q, or P^T A and P^T q."""
+    ) -> Iterator[tuple[Part, Tensor]]:
+        """P A with P q, or P^T A with P^T q."""
         assert isinstance(a, PackedDirections)
-        of_numbers = self._numbers(numbers, transposed=transposed)
-        for k in range(len(numbers)):
-            found = self._products.times(a.packed(k), transposed=transposed)
-            yield from _parts(k, found, of_numbers[k])
+        for k, given in enumerate(numbers):
+            found = self._products.times(a.packed(k), None, given, transposed=transposed)
+            for rows, points, of_numbers in found:
+                assert of_numbers is not None
+                yield Part(slice(k, k + 1), rows, points[None]), self.here(of_numbers)[None]
+                # Before there is the next.
+                del points
 
-    def columns_change(
-        self, t: Tensor, numbers: Tensor | None = None, *, transposed: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def columns_change(self, t: Tensor, *, transposed: bool = False) -> Tensor:
+        """The numbers themselves."""
+        return t
+
+    def columns_change_beside(self, t: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers t themselves, and P q."""
-        return t, None if numbers is None else self._numbers(numbers, transposed=transposed)
+        return t, self._times(numbers[..., None], transposed=False)[..., 0]
 
     def changed(
         self,
@@ -126,11 +131,10 @@ class PackedPlanPoints(PlanPoints):
             if transposed:
                 pairs = [(right, left) for left, right in pairs]
             weights, values = Weights(pairs, self.factor, numbers), x if transposed else y
-            yield from _parts(k, self._products.times(values, weights, transposed=transposed))
-
-    def _numbers(self, numbers: Tensor, *, transposed: bool) -> Tensor:
-        """P q (s, n) for q (s, m), or P^T q."""
-        return self._times(numbers[..., None], transposed=transposed)[..., 0]
+            found = self._products.times(values, weights, transposed=transposed)
+            for rows, points, _ in found:
+                yield Part(slice(k, k + 1), rows, points[None])
+                del points
 
 
 class PackedRows:
@@ -164,14 +168,3 @@ class PackedDirections(Directions):
             given = self.given[k], self.mean[k, 0], largest, self._side
             self._packed[k] = self._products.packed(*given)
         return self._packed[k]
-
-
-def _parts(
-    k: int, found: Iterator[tuple[Rows, Tensor]], numbers: Tensor | None = None
-) -> Iterator[Part]:
-    """What is found for the direction k, with its numbers (n,)."""
-    for rows, points in found:
-        of_rows = None if numbers is None else numbers[None, rows]
-        yield Part(slice(k, k + 1), rows, points[None], of_rows)
-        # Before there is the next.
-        del points

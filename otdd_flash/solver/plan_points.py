@@ -77,22 +77,19 @@ class PlanPoints:
 
     def products(
         self, a: Directions, numbers: Tensor, *, transposed: bool = False
-    ) -> Iterator[Part]:
-        """P A and P q, or P^T A and P^T q, for directions A of the other side and q (s, m)."""
+    ) -> Iterator[tuple[Part, Tensor]]:
+        """P A with P q (s', k), or P^T A with P^T q, for directions A of the other side and q."""
         found = self._times(beside(a.values, numbers), transposed=transposed)
-        yield Part(ALL, ALL, found[..., :-1], found[..., -1])
+        yield Part(ALL, ALL, found[..., :-1]), found[..., -1]
 
-    def columns_change(
-        self, t: Tensor, numbers: Tensor | None = None, *, transposed: bool = False
-    ) -> tuple[Any, Tensor | None]:
-        """What `changed` takes of t (s, m), or if `transposed` of t (s, n), and P q (s, n).
-
-        The numbers q (s, m) share a pass where one is needed.
-        """
+    def columns_change(self, t: Tensor, *, transposed: bool = False) -> Any:
+        """What `changed` takes of t (s, m), or if `transposed` of t (s, n)."""
         values = (self.x if transposed else self.y)[ALL]
-        if numbers is None:
-            return self._times(t[..., None] * values, transposed=transposed), None
-        found = self._times(beside(values, numbers, t), transposed=transposed)
+        return self._times(t[..., None] * values, transposed=transposed)
+
+    def columns_change_beside(self, t: Tensor, numbers: Tensor) -> tuple[Any, Tensor]:
+        """The same of t (s, m), and P q (s, n): one pass for both where the first needs one."""
+        found = self._times(beside(self.y[ALL], numbers, t), transposed=False)
         return found[..., :-1], found[..., -1]
 
     def changed(
