@@ -131,10 +131,12 @@ class BlockProduct:
             rows, places = self._rows.points_of(part)
             unit = self._masses[rows] * (2.0**-LOG2_SCALE * weighting.unit)
             found = torch.empty((part.stop - part.start, parts[0].shape[1]), device=blocks.device)
-            beside = columns and columns.beside(found)
+            beside = None if columns is None else columns.beside(found)
             blocks.multiply(part.start, parts, found, buffer, weighting, beside=beside)
             points = found[places, :dim].mul_((unit / values.scale).float()[:, None])
-            of_numbers = columns and columns.product(beside[1][places]) * unit
+            of_numbers = None
+            if columns is not None and beside is not None:
+                of_numbers = columns.product(beside[1][places]) * unit
             yield Found(rows, points, of_numbers)
             # Before there is the next.
             del found, points

@@ -97,9 +97,9 @@ class PackedPlanPoints(PlanPoints):
         assert isinstance(a, PackedDirections)
         for k, given in enumerate(numbers):
             found = self._products.times(a.packed(k), None, given, transposed=transposed)
-            for rows, points, of_numbers in found:
+            for some, points, of_numbers in found:
                 assert of_numbers is not None
-                yield Part(slice(k, k + 1), rows, points[None]), self.here(of_numbers)[None]
+                yield Part(slice(k, k + 1), some, points[None]), self.here(of_numbers)[None]
                 # Before there is the next.
                 del points
 
@@ -132,8 +132,8 @@ class PackedPlanPoints(PlanPoints):
                 pairs = [(right, left) for left, right in pairs]
             weights, values = Weights(pairs, self.factor, numbers), x if transposed else y
             found = self._products.times(values, weights, transposed=transposed)
-            for rows, points, _ in found:
-                yield Part(slice(k, k + 1), rows, points[None])
+            for some, points, _ in found:
+                yield Part(slice(k, k + 1), some, points[None])
                 del points
 
 

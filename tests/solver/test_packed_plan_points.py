@@ -1,0 +1,112 @@
+"""Second derivatives by points of many coordinates, which are multiplied as they are packed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash import CGOptions
+from otdd_flash.kernels.passes import plan_blocks
+from otdd_flash.operators import kernel_plans, labelled_cost
+from otdd_flash.solver import directions
+from otdd_flash.solver.hessian import DivergenceCurvature
+from otdd_flash.solver.packed_plan_points import PackedPlanPoints
+
+pytestmark = pytest.mark.slow
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DIM, CLASSES = 136, 3
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks_of_a_streamed_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kernel_plans, "holds", lambda *_: False)
+    monkeypatch.setattr(directions, "LOOKED_AT", 1 << 14)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 256)
+        monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)
+
+
+def cloud(n: int, seed: int) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randn(n, DIM, generator=draw) + 10 + seed / 5).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("labels", "debias", "lambda_x"), [(False, True, 0.5), (True, False, 0.5), (True, True, 1.0)]
+)
+def test_products_are_those_in_float64(labels: bool, debias: bool, lambda_x: float) -> None:
+    """Of x alone and of both clouds, for two directions of different sizes."""
+    (n, m), epsilon = (270, 140), 0.05 * DIM
+    x, y = cloud(n, 0), cloud(m, 1)
+    v, w = torch.stack((cloud(n, 2), 1e-3 * cloud(n, 3))), torch.stack((cloud(m, 4), cloud(m, 5)))
+    a = torch.rand(n, generator=torch.Generator().manual_seed(0)).double().to(DEVICE) + 0.1
+    a[:: n // 3] = 0
+    options = {"epsilon": epsilon, "debias": debias, "lambda_x": lambda_x}
+    if labels:
+        means = torch.randn(2 * CLASSES, 2, generator=torch.Generator().manual_seed(3)).double()
+        options |= {
+            "labels_x": torch.arange(n, device=DEVICE) % CLASSES,
+            "labels_y": torch.arange(m, device=DEVICE) % CLASSES,
+            "class_table": 4 * torch.cdist(means, means).square().to(DEVICE),
+            "class_totals": (CLASSES, CLASSES),
+        }
+    compute = otdd.ComputeOptions(str(DEVICE), backend="triton")
+    cg = CGOptions(1e-6)
+    found = otdd.sinkhorn_hessian(x, y, a / a.sum(), compute=compute, cg=cg, **options)
+    assert isinstance(found._curvature._cross._at, PackedPlanPoints)
+    points = (x.double(), y.double(), a / a.sum())
+    exact = otdd.sinkhorn_hessian(*points, cg=CGOptions(1e-10), **options)
+    terms = {
+        name: replace(term, f=term.f.double(), g=term.g.double())
+        for name, term in found.divergence.terms.items()
+    }
+    divergence = replace(exact.divergence, **terms)
+    expected = DivergenceCurvature(exact._problem, divergence, CGOptions(1e-10))
+    for along in ((v, None), (v, w)):
+        got = found._curvature.along(*along)
+        want = expected.along(*(None if part is None else part.double() for part in along))
+        for one, other in ((got.x, want.x), (got.y, want.y)):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                off = (one - other).flatten(1).norm(dim=1) / other.flatten(1).norm(dim=1)
+                assert float(off.max()) <= 2e-5
+        torch.testing.assert_close(got.curvature, want.curvature, rtol=2e-5, atol=0)
+
+
+def test_one_direction_for_all_points_moves_masses() -> None:
+    """And the plan not at all, far from 0 as well."""
+    x, y = cloud(140, 0) + 1e3, cloud(130, 1) + 1e3
+    compute = otdd.ComputeOptions(str(DEVICE), backend="triton")
+    found = otdd.sinkhorn_hessian(x, y, epsilon=0.1 * DIM, lambda_x=0.7, compute=compute)
+    values = found.product(torch.full_like(x, 2.0)).values
+    torch.testing.assert_close(values, torch.full_like(x, 1.4 * 2 / 140), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(("debias", "copies"), [(False, 4), (True, 6)])
+def test_few_copies_of_the_points_are_held(
+    debias: bool, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32: packed points, images of y and the direction; of a self term three more, less it.
+
+    Beside them the result, and for a block of a quarter of the rows what is found and made of it.
+    """
+    monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
+    monkeypatch.setattr(labelled_cost, "CHUNK_ELEMENTS_CPU", 1 << 14)
+    monkeypatch.setattr(labelled_cost, "CHUNK_ELEMENTS_GPU", 1 << 14)
+    count, dim = 512, 1024
+    draw = torch.Generator().manual_seed(0)
+    x, y, v = (torch.randn(count, dim, generator=draw).to(DEVICE) for _ in range(3))
+    compute = otdd.ComputeOptions(str(DEVICE), backend="triton")
+    hessian = otdd.sinkhorn_hessian(x, y, epsilon=0.3 * dim, debias=debias, compute=compute)
+    with LiveBytes() as live:
+        found = hessian.product(v)
+    assert bool(found.converged)
+    copy, inputs = 4 * count * dim, 3
+    print(live.highest / copy)
+    assert live.highest <= (inputs + copies + 1 + 1.75) * copy
