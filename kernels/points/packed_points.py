@@ -128,8 +128,8 @@ class Layout:
     def points_of(self, rows: slice) -> tuple[slice | Tensor, slice | Tensor]:
         """The points (k,) of some packed rows, and which of these rows are theirs (k,)."""
         if self.ordered:
-            stop = min(rows.stop, len(self.position))
-            return slice(rows.start, stop), slice(0, stop - rows.start)
+            start, stop = (min(row, len(self.position)) for row in (rows.start, rows.stop))
+            return slice(start, stop), slice(0, stop - start)
         places = self.filled[rows].nonzero()[:, 0]
         return self.origin[rows][places], places
 
