@@ -41,7 +41,7 @@ from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, milliseconds
 from otdd_flash.kernels.passes.half_step import half_step_kernel
-from otdd_flash.kernels.passes.plan_application import plan_block_kernel
+from otdd_flash.kernels.passes.plan_blocks import plan_block_kernel
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.points.packed_points import arrange
 from otdd_flash.kernels.tiling import BLOCK_ROWS, narrow_tile, tile_for

@@ -15,116 +15,12 @@ Work: 2 n m (d + k + r) operations on tensor cores, times three in `high`, and n
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LOG2_E, on_device
-from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.passes.half_step import bias_of
+from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
-from otdd_flash.kernels.points.packed_points import PackedPoints
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE, row_terms
-from otdd_flash.kernels.tiling import (
-    BLOCK_ROWS,
-    Tile,
-    gathering_tile,
-    load_step,
-    narrow_tile,
-    operand,
-    tile_for,
-)
-
-# A block of the plan: 64 MiB a part. In blocks that the second-level cache holds, launches and not
-# memory take most of the time.
-BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
-# Programs of neighbouring rows run together, so that tiles of y are read from the cache.
-GROUP = 8
-
-
-@on_its_device
-@triton.jit
-def plan_block_kernel(
-    x,  # (2 n, DIM) float16
-    y,  # (2 m, DIM) float16
-    bias_ptr,  # (m,) float32
-    row_term_ptr,  # (n,) float32
-    costs_ptr,  # (V_x, costs_width) float32
-    row_classes_ptr,  # int32, of `row_offsets`
-    column_classes_ptr,  # int32, of `add_bias`
-    a,  # (2 n, RANK) float16, read if RANK
-    b,  # (2 m, RANK) float16, read if RANK
-    out_ptr,  # (PARTS > 1 ? 2 height : height, width) float16
-    sums_ptr,  # (width / BLOCK_N, height) float32
-    first_row,
-    first_column,
-    height,
-    width,
-    n,
-    m,
-    scale,
-    costs_width,
-    costs_scale,
-    factor_scale,
-    DIM: tl.constexpr,
-    RANK: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    CLASSES: tl.constexpr,
-):
-    """One program per tile (BLOCK_M, BLOCK_N) of the block."""
-    i_program = tl.program_id(0)
-    per_group = GROUP * (width // BLOCK_N)
-    first_in_group = (i_program // per_group) * GROUP
-    group = tl.minimum(height // BLOCK_M - first_in_group, GROUP)
-    i_row = first_in_group + (i_program % per_group) % group
-    i_column = (i_program % per_group) // group
-    row, column = first_row + i_row * BLOCK_M, first_column + i_column * BLOCK_N
-    o_row, o_column = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-
-    STEPS: tl.constexpr = PARTS * ((DIM + BLOCK_K - 1) // BLOCK_K)
-    scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        b_x, b_y = load_step(
-            x, y, row, column, step, n, m,
-            DIM, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS,
-        )  # fmt: skip
-        scores = tl.dot(b_x, b_y.T, scores)  # (BLOCK_M, BLOCK_N)
-    o_costs = row_offsets(row_classes_ptr, row // BLOCK_M, o_row, costs_width, CLASSES)
-    logits = add_bias(
-        scores * scale, tl.load(bias_ptr + o_column), column, o_costs,
-        column_classes_ptr, costs_ptr, costs_scale, BLOCK_N, CLASSES,
-    )  # fmt: skip
-    plan = tl.exp2(logits + tl.load(row_term_ptr + o_row)[:, None])
-    o_block_row = i_row * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(sums_ptr + i_column * height + o_block_row, tl.sum(plan, 1))
-    if RANK > 0:
-        RANK_STEPS: tl.constexpr = PARTS * ((RANK + BLOCK_K - 1) // BLOCK_K)
-        factors = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in tl.range(0, RANK_STEPS, num_stages=STAGES):
-            b_a, b_b = load_step(
-                a, b, row, column, step, n, m,
-                RANK, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIPTORS,
-            )  # fmt: skip
-            factors = tl.dot(b_a, b_b.T, factors)
-        plan = plan * (factors * factor_scale)
-    o_out = o_block_row.to(tl.int64)[:, None] * width
-    o_out += i_column * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    high = plan.to(tl.float16)
-    tl.store(out_ptr + o_out, high)
-    if PARTS == 3:
-        low = (plan - high.to(tl.float32)).to(tl.float16)
-        tl.store(out_ptr + height.to(tl.int64) * width + o_out, low)
+from otdd_flash.kernels.points.row_terms import LOG2_SCALE
 
 
 def apply_plan_blocks(
@@ -134,7 +30,7 @@ def apply_plan_blocks(
     potentials: tuple[Tensor, Tensor],
     epsilon: float,
     values: tuple[Tensor, Tensor],
-    factors: tuple[PackedPoints, PackedPoints] | None = None,
+    factors: Pair | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Q V, or (Q o A B^T) V, and Q 1, with Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon).
 
@@ -153,9 +49,7 @@ def apply_plan_blocks(
         the second stays within `ROW_RANGE`.
     """
     launch = PlanBlocks(rows, columns, scores, potentials, epsilon, weighted=factors is not None)
-    if factors is not None:
-        launch.weight(*factors)
-    n = rows.points.layout.size
+    weighting = launch.unweighted if factors is None else launch.weighting([factors])
     layout, device = rows.points.layout, launch.device
     count = len(layout.position)
     # Rows of padding go to one row past the end.
@@ -164,12 +58,14 @@ def apply_plan_blocks(
     out = torch.empty((count + 1, halves.shape[2]), device=device)
     sums = torch.empty(count + 1, device=device)
     unit = 2.0**-LOG2_SCALE
-    of_columns = unit * launch.factor_unit / scales
+    of_columns = unit * weighting.unit / scales
     parts, buffer = halves.unbind(1), launch.buffer()
-    for row in range(0, n, BLOCK_HEIGHT):
-        product = torch.empty((min(BLOCK_HEIGHT, n - row), out.shape[1]), device=device)
-        row_sums = torch.cat(launch.multiply(row, parts, product, buffer)).sum(0)
-        points = origin[row : row + BLOCK_HEIGHT]
+    for rows_of in launch.heights():
+        points = origin[rows_of]
+        product = torch.empty((len(points), out.shape[1]), device=device)
+        tile_sums: list[Tensor] = []
+        launch.multiply(rows_of.start, parts, product, buffer, weighting, tile_sums)
+        row_sums = torch.cat(tile_sums).sum(0)
         product[:, : len(scales)] *= of_columns
         out.index_copy_(0, points, product)
         sums.index_copy_(0, points, row_sums.mul_(unit))
@@ -202,172 +98,6 @@ def hold_plan(
     n, m = rows.points.layout.size, columns.points.layout.size
     out = torch.empty((n, m), dtype=torch.float16, device=launch.device)
     sums = torch.empty(n, device=launch.device)
-    for row in range(0, n, BLOCK_HEIGHT):
-        part = slice(row, min(row + BLOCK_HEIGHT, n))
-        torch.sum(launch(out[None, part], row, 0), 0, out=sums[part])
+    for part in launch.heights():
+        torch.sum(launch(out[None, part], part.start, 0), 0, out=sums[part])
     return out, sums
-
-
-def plan_tile(depth: int, device: torch.device, *, factors: bool, gather: bool) -> Tile:
-    """The tile for products of `depth` coordinates.
-
-    Two blocks of accumulators need more registers than four warps have.
-    """
-    if gather:
-        return gathering_tile(device)
-    return narrow_tile(device)._replace(warps=8) if factors else tile_for(depth, device)
-
-
-class PlanBlocks:
-    """Fills blocks of Q, of the same potentials.
-
-    Args:
-        rows: n packed points.
-        columns: m packed points.
-        scores: how they make scores.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
-        masses: (N,) float64; the rows of points without are 0. None leaves all as they are.
-        weighted: whether `weight` says by what entries are weighted.
-
-    Attributes:
-        factor_unit: what weighted entries are divided by.
-    """
-
-    def __init__(
-        self,
-        rows: Side,
-        columns: Side,
-        scores: Scores,
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
-        masses: Tensor | None = None,
-        *,
-        weighted: bool = False,
-    ) -> None:
-        self.rows, self.columns, self.scores = rows.points, columns.points, scores
-        self.scale = LOG2_E.value / epsilon
-        f, g = potentials
-        self.device = f.device
-        self.bias = bias_of(columns, scores, g, on_device(epsilon, self.device))
-        layouts = rows.points.layout, columns.points.layout
-        self.row_term = row_terms(f, masses, layouts[0], rows.squares, self.scale)
-        self.terms = ClassTerms.of(*layouts, scores.costs)
-        self.dim = self.rows.coordinates.shape[1]
-        self.tile = plan_tile(
-            self.dim * scores.parts,
-            self.device,
-            factors=weighted,
-            gather=not rows.points.layout.pure,
-        )
-        self._points = self._operands(self.rows, self.columns)
-        self._factors, self._rank = self._points, 0
-        self._factor_scale = self.factor_unit = 1.0
-
-    def weight(self, left: PackedPoints, right: PackedPoints) -> None:
-        """Weight entries by those of A B^T, of A (n, r) and B (m, r) packed as the points."""
-        largest = torch.stack([side.squares[1].max() for side in (left, right)]).tolist()
-        # Cauchy-Schwarz: no entry of A B^T times the unit's inverse exceeds 1.
-        most = max(largest[0] * largest[1], 1e-60)
-        self.factor_unit = 2.0 ** math.ceil(math.log2(most) / 2)
-        self._factors, self._rank = self._operands(left, right), left.coordinates.shape[1]
-        self._factor_scale = 1 / (left.scale * right.scale * self.factor_unit)
-
-    def buffer(self) -> Tensor:
-        """Memory for the blocks of a pass, float16."""
-        (n, m), stored = (side.layout.size for side in (self.rows, self.columns)), self._stored
-        size = stored * min(BLOCK_HEIGHT, n) * min(BLOCK_WIDTH, m)
-        return torch.empty(size, dtype=torch.float16, device=self.device)
-
-    def multiply(
-        self, row: int, values: Sequence[Tensor], out: Tensor, buffer: Tensor
-    ) -> list[Tensor]:
-        """Write Q V, scaled, of a block of rows from one on to `out` (height, k) float32.
-
-        Args:
-            row: the first.
-            values: hi and lo parts of V, (m, k) float16 each; the latter is read for three parts.
-            out: overwritten.
-            buffer: likewise.
-
-        Returns:
-            Sums of the rows, (tiles, height) each, to be added up.
-        """
-        height, m, stored = len(out), self.columns.layout.size, self._stored
-        sums = []
-        for column in range(0, m, BLOCK_WIDTH):
-            width = min(BLOCK_WIDTH, m - column)
-            block = buffer[: stored * height * width].view(stored, height, width)
-            sums.append(self(block, row, column))
-            high, low = (part[column : column + width] for part in values)
-            _multiply(block[0], high, out, add=column > 0)
-            if stored == 2:
-                _multiply(block[0], low, out, add=True)
-                _multiply(block[1], high, out, add=True)
-        return sums
-
-    @property
-    def _stored(self) -> int:
-        return 2 if self.scores.parts == 3 else 1
-
-    def __call__(self, block: Tensor, row: int, column: int) -> Tensor:
-        """Write Q from (row, column) on to `block` (1 or 2, height, width).
-
-        Returns:
-            Sums of the rows of each tile, (tiles, height), to be added up.
-        """
-        tile, (_, height, width) = self.tile, block.shape
-        sums = torch.empty((width // tile.columns, height), device=self.device)
-        layout = self.rows.layout
-        plan_block_kernel[(height // BLOCK_ROWS * (width // tile.columns),)](
-            *self._points,
-            self.bias,
-            self.row_term,
-            self.terms.costs,
-            self.terms.rows,
-            self.terms.columns,
-            *self._factors,
-            block,
-            sums,
-            row,
-            column,
-            height,
-            width,
-            layout.size,
-            self.columns.layout.size,
-            self.scores.scale * self.scale,
-            self.terms.costs.shape[1],
-            self.scale,
-            self._factor_scale,
-            DIM=self.dim,
-            RANK=self._rank,
-            PARTS=self.scores.parts,
-            BLOCK_M=BLOCK_ROWS,
-            BLOCK_N=tile.columns,
-            BLOCK_K=tile.depth,
-            STAGES=tile.stages,
-            GROUP=GROUP,
-            DESCRIPTORS=tile.descriptors,
-            CLASSES=self.terms.kind,
-            num_warps=tile.warps,
-        )
-        return sums
-
-    def _operands(self, left: PackedPoints, right: PackedPoints) -> tuple[object, object]:
-        return (
-            operand(left.coordinates, BLOCK_ROWS, self.tile),
-            operand(right.coordinates, self.tile.columns, self.tile),
-        )
-
-
-def _multiply(block: Tensor, values: Tensor, out: Tensor, *, add: bool) -> None:
-    """Out (+)= block @ values, float16 in and float32 out."""
-    if block.is_cuda:
-        if add:
-            torch.addmm(out, block, values, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(block, values, out_dtype=torch.float32, out=out)
-    elif add:
-        out.addmm_(block.float(), values.float())
-    else:
-        torch.mm(block.float(), values.float(), out=out)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.linear.halves import from_halves, to_halves
-from otdd_flash.kernels.passes.plan_application import BLOCK_HEIGHT, PlanBlocks
+from otdd_flash.kernels.passes.plan_blocks import PlanBlocks
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
 from otdd_flash.kernels.points.row_terms import LOG2_SCALE
@@ -53,13 +53,13 @@ class WeightedProduct:
         """
         rows, columns = self._layouts
         blocks, n, count = self._blocks, rows.size, values.shape[1]
-        blocks.weight(*_packed(left, right, self._layouts))
+        weighting = blocks.weighting([_packed(left, right, self._layouts)])
         packed, scales = to_halves(values, columns, multiple=8)
         parts, buffer = packed.unbind(1), blocks.buffer()
         out = torch.empty((n, packed.shape[2]), device=values.device)
-        for row in range(0, n, BLOCK_HEIGHT):
-            blocks.multiply(row, parts, out[row : row + BLOCK_HEIGHT], buffer)
-        weights = self._masses * (2.0**-LOG2_SCALE * blocks.factor_unit)
+        for part in blocks.heights():
+            blocks.multiply(part.start, parts, out[part], buffer, weighting)
+        weights = self._masses * (2.0**-LOG2_SCALE * weighting.unit)
         return from_halves(out[:, None, :count], scales, rows, weights)
 
 

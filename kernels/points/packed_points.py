@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -118,6 +119,20 @@ class Layout:
         """Packed rows n, padding included."""
         return self.origin.shape[0]
 
+    @cached_property
+    def ordered(self) -> bool:
+        """Whether points stand in their own order, with all padding after them."""
+        order = torch.arange(len(self.position), device=self.position.device)
+        return torch.equal(self.position, order)
+
+    def points_of(self, rows: slice) -> tuple[slice | Tensor, slice | Tensor]:
+        """The points (k,) of some packed rows, and which of these rows are theirs (k,)."""
+        if self.ordered:
+            start, stop = (min(row, len(self.position)) for row in (rows.start, rows.stop))
+            return slice(start, stop), slice(0, stop - start)
+        places = self.filled[rows].nonzero()[:, 0]
+        return self.origin[rows][places], places
+
     def spread(self, values: Tensor, padding: float) -> Tensor:
         """Values (N,) in packed order (n,)."""
         return torch.where(self.filled, values[self.origin], padding)
@@ -139,6 +154,12 @@ class PackedPoints:
     coordinates: Tensor
     squares: Tensor
     scale: float
+
+    def some(self, rows: slice | Tensor, dim: int) -> Tensor:
+        """Some points (k, dim), float32, as sums of both parts."""
+        high, low = self.coordinates[:, :dim].chunk(2)
+        places = rows if self.layout.ordered else self.layout.position[rows]
+        return high[places].float().add_(low[places]).div_(self.scale)
 
     def rounded(self, parts: int) -> Tensor:
         """The points (N, d), float64, that a kernel sees with 1 or 3 parts."""

@@ -143,6 +143,9 @@ class Execution(NamedTuple):
         rounded_by: by how much costs differ from those of `refined`, root mean square, about.
         of_columns: the cost between all rows and some columns (l,), int64, of the masses that they
             have, for one pass; None where it takes as long as one over all columns.
+        point_products: prepares products of such a plan with the points, where they are packed, as
+            point_products(plan, f, g, epsilon), a `point_products.PointProducts`; None from it, or
+            in its place, where products with any matrix are as good.
     """
 
     backend: str
@@ -155,6 +158,7 @@ class Execution(NamedTuple):
     in_blocks: Callable[..., Any] | None = None
     rounded_by: Callable[[], float] | None = None
     of_columns: Callable[[Tensor], Operator] | None = None
+    point_products: Callable[..., Any] | None = None
 
 
 class Certifiable(Protocol):

@@ -48,7 +48,7 @@ def kernel_bytes(size: CostSize) -> int:
     """
     # Triton, which these need, is not everywhere.
     from otdd_flash.kernels.passes.fused_product import HELD_COORDINATES
-    from otdd_flash.kernels.passes.plan_application import BLOCK_HEIGHT, BLOCK_WIDTH
+    from otdd_flash.kernels.passes.plan_blocks import BLOCK_HEIGHT, BLOCK_WIDTH
     from otdd_flash.kernels.passes.symmetric_step import STRIPE_BYTES
     from otdd_flash.kernels.tiling import BLOCK_ROWS
 

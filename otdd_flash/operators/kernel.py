@@ -132,6 +132,7 @@ class KernelOperator:
             self._plans.rounded,
             rounded_by=partial(float16_rounding, self.cost),
             of_columns=self._of_columns,
+            point_products=self._plans.with_points if self._plan_parts == 3 else None,
         )
 
     def _of_columns(self, columns: Tensor) -> KernelOperator:

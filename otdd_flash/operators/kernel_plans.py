@@ -7,7 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.passes.fused_product import NARROW, FusedProduct, most_columns
+from otdd_flash.kernels.passes.fused_product import (
+    HELD_COORDINATES,
+    NARROW,
+    FusedProduct,
+    most_columns,
+)
 from otdd_flash.kernels.passes.plan_application import hold_plan
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
@@ -16,6 +21,7 @@ from otdd_flash.kernels.points.row_terms import LOG2_SCALE, ROW_RANGE
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
+from otdd_flash.operators.point_products import PointProducts
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan, HeldPlan
 
 # The most that a plan in float64 takes, and coordinates up to which it may fill half of what memory
@@ -94,6 +100,23 @@ class KernelPlans(NamedTuple):
             if not in_range(product(ones)[1], layouts[side], masses[side]):
                 return None
         return FusedPlan(products, masses, layouts)
+
+    def with_points(
+        self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float
+    ) -> PointProducts | None:
+        """Products with points of so many coordinates that they go through blocks anyway."""
+        dim = self.cost.points[0].shape[1]
+        if dim <= HELD_COORDINATES:
+            return None
+        return PointProducts(
+            (self.rows, self.columns),
+            (self.scores._replace(parts=3), self.transposed._replace(parts=3)),
+            (single(f), single(g)),
+            epsilon,
+            (self.cost.a, self.cost.b),
+            streamed,
+            dim,
+        )
 
     def _of_one_part(self) -> KernelPlans:
         rows, columns = (

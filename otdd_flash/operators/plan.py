@@ -19,6 +19,7 @@ from otdd_flash.operators.base import Operator
 
 if TYPE_CHECKING:
     # It imports this file, and Triton.
+    from otdd_flash.operators.point_products import PointProducts
     from otdd_flash.operators.triton_plans import Way
 
 # Unit roundoffs that long sums are off by: a few, as those of their terms are of either sign.
@@ -71,6 +72,11 @@ class Plan(Products, Protocol):
     @property
     def quick(self) -> Products:
         """The same, or one near it, whose products take less time and are less accurate."""
+        ...
+
+    @property
+    def with_points(self) -> PointProducts | None:
+        """Products with the points of its sides, which need no copy of them; None for others."""
         ...
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
@@ -133,6 +139,13 @@ class StreamedPlan:
         found: Products | None = None if prepare is None else prepare(*self._at, self._most)
         return found or self
 
+    @cached_property
+    def with_points(self) -> PointProducts | None:
+        """If the operator has any."""
+        prepare = self._operator.execution.point_products
+        found: PointProducts | None = None if prepare is None else prepare(self, *self._at)
+        return found
+
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k), or (P o A B^T) V."""
         return self._apply(values, factors, transposed=False)
@@ -158,7 +171,7 @@ class KeptPlan:
     """
 
     dtype, precision = torch.float64, SUM_UNITS * torch.finfo(torch.float64).eps / 2
-    ways = None
+    ways = with_points = None
 
     def __init__(self, entries: Tensor, quick: Products | None = None) -> None:
         self._entries, self.quick = entries, quick or self

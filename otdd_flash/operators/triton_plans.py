@@ -140,6 +140,7 @@ class ExactFusedPlan:
     """
 
     dtype, precision = torch.float64, PRECISION
+    with_points = None
 
     def __init__(
         self,

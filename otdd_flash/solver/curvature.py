@@ -47,7 +47,8 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.solver.plan_points import PlanPoints, beside, both, weighted
+from otdd_flash.solver.directions import Directions, dot
+from otdd_flash.solver.packed_plan_points import plan_points
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
 from otdd_flash.solver.term.result import TransportTerm
 
@@ -88,7 +89,7 @@ class CrossCurvature:
     def __init__(
         self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
     ) -> None:
-        self._at = at = PlanPoints(operator, (term.f, term.g), term.epsilon, inputs)
+        self._at = at = plan_points(operator, (term.f, term.g), term.epsilon, inputs)
         quick, system = at.plan.quick, SchurSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SchurSystem(quick, cg.damping)
         self._solver = Solver(system, rounded, cg)
@@ -102,59 +103,71 @@ class CrossCurvature:
         return self._along_x(a) if b is None else self._along_both(a, self._at.here(b))
 
     def _along_x(self, given: Tensor) -> Along:
-        at, factor, images = self._at, self._at.factor, self._at.images
-        r, by_row = at.r, at.by_row
-        shift, a = _less_mean(given, r)
-        e = -by_row * _dot(a, images)
-        of_a, of_e = both(at.transposed_times, beside(a, e))
-        right = -_dot(of_a, at.y) - of_e
-        # As large as the points: what is not needed for a while is given up, here and below.
-        del of_a, of_e
+        at, factor, r = self._at, self._at.factor, self._at.r
+        a = at.directions(given)
+        e = -at.by_row * a.dots(at.images)
+        right = self._right(a, e)
         solved = self._solve(right)
         w2 = at.here(solved.values.T)
-        if at.row_moments is None:
-            moved = weighted(at.plan.times, at.y, [(a, at.y)])
-        else:
-            moved = torch.einsum("nkl,snl->snk", at.row_moments, a)
-        del a
-        moved.mul_(factor)
-        of_y, of_w2 = both(at.times, beside(at.y, torch.ones_like(w2)).mul_(w2[..., None]))
-        moved.add_(of_y)
-        t1 = factor * e - by_row * of_w2
-        del of_y, of_w2
-        for part, of_images in zip(moved, t1, strict=True):
-            part.addcmul_(of_images[:, None], images)
-        a = given - shift
-        by_x = moved.mul_(-factor / at.epsilon)
-        by_x.add_((a + shift).mul_(factor * r[:, None]))
-        # Means and what is left are orthogonal.
-        curvature = factor * r.sum() * shift.square().sum((1, 2)) + _dot(a, by_x).sum(1)
-        return _along(by_x.contiguous(), None, curvature, solved, at.epsilon)
-
-    def _along_both(self, a: Tensor, b: Tensor) -> Along:
-        at, x, y, factor = self._at, self._at.x, self._at.y, self._at.factor
-        images, transposed_images = at.images, at.transposed_images
-        r, c = at.r, at.c
-        (mean_a, a), (mean_b, b) = _less_mean(a, r), _less_mean(b, c)
-        shift, v = mean_a - mean_b, _dot(y, b)
-        of_b, of_v = both(at.times, beside(b, v))
-        e = at.by_row * (of_v - _dot(a, images) - _dot(x, of_b))
-        of_a, of_e = both(at.transposed_times, beside(a, e))
-        solved = self._solve(c * v - _dot(b, transposed_images) - _dot(of_a, y) - of_e)
-        w2 = at.here(solved.values.T)
-        t2, changes = w2 - factor * v, [(a, y), (x, b)]
-        moved = weighted(at.plan.times, y, changes)
-        of_y, of_w2 = both(at.times, beside(t2[..., None] * y, w2))
+        columns, of_w2 = at.columns_change_beside(w2, w2)
         t1 = factor * e - at.by_row * of_w2
-        moved = moved.mul_(factor) + of_y + t1[..., None] * images
-        by_x = factor * (r[:, None] * (a + shift) - of_b - moved / at.epsilon)
-        moved = weighted(at.plan.transposed_times, x, changes).mul_(factor)
-        moved += at.transposed_times(t1[..., None] * x) + t2[..., None] * transposed_images
-        moved += at.here(solved.left.T)[..., None] * y
-        by_y = factor * (c[:, None] * (b - shift) - of_a - moved / at.epsilon)
+        by_x = torch.empty_like(given)
+        # Means and what is left are orthogonal.
+        curvature = factor * r.sum() * a.mean.square().sum((1, 2))
+        for part in at.changed(a, None, t1, columns):
+            found = part.points.mul_(-factor / at.epsilon)
+            found += given[part.at] * (factor * r[part.rows, None])
+            curvature[part.which] += dot(a.at(*part.at), found).sum(1)
+            by_x[part.at] = found
+        return _along(by_x, None, curvature, solved, at.epsilon)
+
+    def _along_both(self, given_a: Tensor, given_b: Tensor) -> Along:
+        at, y, factor = self._at, self._at.y, self._at.factor
+        r, c = at.r, at.c
+        a, b = at.directions(given_a), at.directions(given_b, of_y=True)
+        shift, v = a.mean - b.mean, b.dots(y)
+        by_x, by_y = torch.empty_like(given_a), torch.empty_like(given_b)
+        e = self._row_sums(a, b, v, by_x)
+        right = c * v - b.dots(at.transposed_images)
+        right += self._right(a, e, by_y)
+        solved = self._solve(right)
+        w2, left = at.here(solved.values.T), at.here(solved.left.T)
+        t2 = w2 - factor * v
+        columns, of_w2 = at.columns_change_beside(t2, w2)
+        t1 = factor * e - at.by_row * of_w2
         curvature = factor * r.sum() * shift.square().sum((1, 2))
-        curvature += _dot(a, by_x).sum(1) + _dot(b, by_y).sum(1)
+        for part in at.changed(a, b, t1, columns):
+            own = a.at(*part.at)
+            rest = r[part.rows, None] * (own + shift[part.which]) - by_x[part.at]
+            by_x[part.at] = found = factor * (rest - part.points / at.epsilon)
+            curvature[part.which] += dot(own, found).sum(1)
+        columns = at.columns_change(t1, transposed=True)
+        for part in at.changed(a, b, t2, columns, transposed=True):
+            own = b.at(*part.at)
+            moved = part.points.add_(left[part.at][..., None] * y[part.rows])
+            rest = c[part.rows, None] * (own - shift[part.which]) - by_y[part.at]
+            by_y[part.at] = found = factor * (rest - moved / at.epsilon)
+            curvature[part.which] += dot(own, found).sum(1)
         return _along(by_x, by_y, curvature, solved, at.epsilon)
+
+    def _row_sums(self, a: Directions, b: Directions, v: Tensor, out: Tensor) -> Tensor:
+        """The numbers e (s, n); P B is written to `out`."""
+        at, found = self._at, out.new_empty(out.shape[:2])
+        for part, numbers in at.products(b, v):
+            dots = dot(a.at(*part.at), at.images[part.rows]) + dot(at.x[part.rows], part.points)
+            found[part.at] = at.by_row[part.rows] * (numbers - dots)
+            out[part.at] = part.points
+        return found
+
+    def _right(self, a: Directions, e: Tensor, out: Tensor | None = None) -> Tensor:
+        """-<P^T A, y> - P^T e (s, m); P^T A is written to `out`."""
+        at = self._at
+        found = e.new_empty((len(e), len(at.c)))
+        for part, numbers in at.products(a, e, transposed=True):
+            found[part.at] = -dot(part.points, at.y[part.rows]) - numbers
+            if out is not None:
+                out[part.at] = part.points
+        return found
 
     def _solve(self, right: Tensor) -> Solution:
         return self._solver.solve((self._at.factor * right.double()).T)
@@ -166,27 +179,38 @@ class SelfCurvature:
     def __init__(
         self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
     ) -> None:
-        self._at = at = PlanPoints(operator, (term.f, term.f), term.epsilon, inputs)
+        self._at = at = plan_points(operator, (term.f, term.f), term.epsilon, inputs)
         quick, system = at.plan.quick, SelfSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SelfSystem(quick, cg.damping)
         self._solver = Solver(system, rounded, cg)
 
-    def along(self, a: Tensor) -> Along:
-        """Along A (s, n, d)."""
-        at, x, factor, images = self._at, self._at.x, self._at.factor, self._at.images
-        r = at.r
-        _, a = _less_mean(at.here(a), r)
-        u = _dot(x, a)
-        of_a, of_u = both(at.times, beside(a, u))
-        right = r * u - _dot(x, of_a) - _dot(a, images) + of_u
+    def less_half(self, given: Tensor, out: Tensor) -> Along:
+        """Along A (s, n, d), of whose derivatives half is taken off `out` (s, n, d).
+
+        The derivatives themselves, as large as the points, are never there.
+        """
+        at, x, factor, r = self._at, self._at.x, self._at.factor, self._at.r
+        a = at.directions(at.here(given))
+        u = a.dots(x)
+        right = r * u - a.dots(at.images)
+        curvature = torch.zeros_like(a.mean[:, 0, 0])
+        for part, numbers in at.products(a, u):
+            own, of_a = a.at(*part.at), part.points
+            right[part.at] += numbers - dot(x[part.rows], of_a)
+            rest = own * r[part.rows, None] - of_a
+            curvature[part.which] += dot(own, rest).sum(1)
+            out[part.at] -= factor * rest
+            del part, own, of_a, rest
         solved = self._solver.solve((factor * right.double()).T)
-        t = (at.here(solved.values.T) - factor * u)[..., None]
-        moved = weighted(at.plan.times, x, [(a, x), (x, a)]).mul_(factor)
-        moved += at.times(t * x) + t * images
-        moved += at.here(solved.left.T)[..., None] * x
-        by_x = 2 * factor * (r[:, None] * a - of_a - moved / at.epsilon)
+        t, left = at.here(solved.values.T) - factor * u, at.here(solved.left.T)
+        columns = at.columns_change(t)
+        for part in at.changed(a, a, t, columns):
+            moved = part.points.add_(left[part.at][..., None] * x[part.rows])
+            moved /= at.epsilon
+            curvature[part.which] -= dot(a.at(*part.at), moved).sum(1)
+            out[part.at] += factor * moved
         # Both potentials, so twice.
-        return _along(by_x, None, _dot(a, by_x).sum(1), solved, at.epsilon / 2)
+        return _along(out, None, 2 * factor * curvature, solved, at.epsilon / 2)
 
 
 def _along(
@@ -205,14 +229,3 @@ def in_parts(run: Callable[[slice], Along], directions: int, coordinates: int) -
     x, y, *rest = zip(*parts, strict=True)
     by_y = None if any(part is None for part in y) else torch.cat(y)
     return Along(torch.cat(x), by_y, *(torch.cat(part) for part in rest))
-
-
-def _less_mean(directions: Tensor, masses: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean (s, 1, d) of directions (s, n, d) over masses (n,), and what is left of them."""
-    mean = torch.einsum("n,snd->sd", masses, directions)[:, None] / masses.sum()
-    return mean, directions - mean
-
-
-def _dot(one: Tensor, other: Tensor) -> Tensor:
-    """<one_i, other_i>, over the last dimension."""
-    return (one * other).sum(-1)

@@ -208,9 +208,9 @@ class DivergenceCurvature:
     def _along(self, a: Tensor, b: Tensor | None) -> Along:
         found = self._cross.along(a, b)
         if "xx" in self._terms:
-            found = _less_half(found, self._own_x.along(a), of_y=False)
-        if b is not None and "yy" in self._terms:
-            found = _less_half(found, self._own_y.along(b), of_y=True)
+            found = _with(found, self._own_x.less_half(a, found.x))
+        if b is not None and found.y is not None and "yy" in self._terms:
+            found = _with(found, self._own_y.less_half(b, found.y))
         return found
 
     @cached_property
@@ -229,17 +229,11 @@ class DivergenceCurvature:
         return self._problem.operator(name), self._terms[name], self._problem.inputs(name)
 
 
-def _less_half(found: Along, own: Along, *, of_y: bool) -> Along:
-    """The derivatives less half of those of a self term."""
-    x, y = found.x, found.y
-    if of_y:
-        assert y is not None
-        y = torch.sub(y, own.x, alpha=0.5)
-    else:
-        x = torch.sub(x, own.x, alpha=0.5)
+def _with(found: Along, own: Along) -> Along:
+    """Derivatives that half of a self term's was taken off, with what is known of both."""
     return Along(
-        x,
-        y,
+        found.x,
+        found.y,
         found.curvature - own.curvature / 2,
         found.iterations + own.iterations,
         torch.maximum(found.residual, own.residual),

@@ -6,60 +6,45 @@ by side in one, so that as many as possible share a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.operators.plan import Factors, plan_of
-from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.operators.plan import Factors, Plan
+from otdd_flash.solver.centred import less_origin
 from otdd_flash.solver.conjugate_gradients import inverse
+from otdd_flash.solver.directions import ALL, Directions, Part, Points
 
 # Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.
 MOST_MOMENTS = 256
 
 
 class PlanPoints:
-    """A plan and the points of its sides, about their origin, in its type."""
+    """A plan and the points of its sides, about an origin near them, in its type."""
 
-    def __init__(
-        self,
-        operator: Operator,
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
-        inputs: CostInputs,
-    ) -> None:
-        self.epsilon, self.factor = epsilon, 2 * inputs.cost.squared.lambda_x
-        self.plan = plan_of(refined(operator), *potentials, epsilon)
-        sides = [side.features for side in (inputs.source, inputs.target)]
-        clouds = zip(sides, (operator.a, operator.b), strict=True)
-        self._origin = origin_near(clouds, operator.dtype).to(self.plan.dtype)
-        self._sides = sides
+    def __init__(self, plan: Plan, epsilon: float, inputs: CostInputs, origin: Tensor) -> None:
+        self.plan, self.epsilon = plan, epsilon
+        self.factor = 2 * inputs.cost.squared.lambda_x
+        self._origin = origin.to(plan.dtype)
+        self._sides = [side.features for side in (inputs.source, inputs.target)]
 
     @cached_property
-    def x(self) -> Tensor:
+    def x(self) -> Points:
         """(n, d)."""
         return less_origin(self._sides[0], self._origin)
 
     @cached_property
-    def y(self) -> Tensor:
+    def y(self) -> Points:
         """(m, d)."""
         return less_origin(self._sides[1], self._origin)
 
     def here(self, values: Tensor) -> Tensor:
         """In the plan's type."""
         return values.to(self.plan.dtype)
-
-    def times(self, values: Tensor) -> Tensor:
-        """P V (s, n, k) for V (s, m, k)."""
-        return _apart(self.plan.times(_as_columns(values)), len(values))
-
-    def transposed_times(self, values: Tensor) -> Tensor:
-        """P^T U (s, m, k) for U (s, n, k)."""
-        return _apart(self.plan.transposed_times(_as_columns(values)), len(values))
 
     @cached_property
     def r(self) -> Tensor:
@@ -79,17 +64,79 @@ class PlanPoints:
     @cached_property
     def images(self) -> Tensor:
         """P y (n, d)."""
-        return self.plan.times(self.y)
+        return self.plan.times(self.y[ALL])
 
     @cached_property
     def transposed_images(self) -> Tensor:
         """P^T x (m, d)."""
-        return self.plan.transposed_times(self.x)
+        return self.plan.transposed_times(self.x[ALL])
+
+    def directions(self, given: Tensor, *, of_y: bool = False) -> Directions:
+        """Directions (s, n, d) of x, or of y, less their means."""
+        return Directions(given, self.c if of_y else self.r)
+
+    def products(
+        self, a: Directions, numbers: Tensor, *, transposed: bool = False
+    ) -> Iterator[tuple[Part, Tensor]]:
+        """P A with P q (s', k), or P^T A with P^T q, for directions A of the other side and q."""
+        found = self._times(beside(a.values, numbers), transposed=transposed)
+        yield Part(ALL, ALL, found[..., :-1]), found[..., -1]
+
+    def columns_change(self, t: Tensor, *, transposed: bool = False) -> Any:
+        """What `changed` takes of t (s, m), or if `transposed` of t (s, n)."""
+        values = (self.x if transposed else self.y)[ALL]
+        return self._times(t[..., None] * values, transposed=transposed)
+
+    def columns_change_beside(self, t: Tensor, numbers: Tensor) -> tuple[Any, Tensor]:
+        """The same of t (s, m), and P q (s, n): one pass for both where the first needs one."""
+        found = self._times(beside(self.y[ALL], numbers, t), transposed=False)
+        return found[..., :-1], found[..., -1]
+
+    def changed(
+        self,
+        a: Directions,
+        b: Directions | None,
+        rows: Tensor,
+        columns: Any,
+        *,
+        transposed: bool = False,
+    ) -> Iterator[Part]:
+        """(P o W) y for W = t1 1^T + 1 t2^T + 2 L (A y^T + x B^T), or its transpose times x.
+
+        Args:
+            a: A of x.
+            b: B of y; 0 for None.
+            rows: t1 (s, n), or if `transposed` t2 (s, m).
+            columns: of `columns_change`, of the other.
+            transposed: as said.
+        """
+        images = self.transposed_images if transposed else self.images
+        moved = self._moved(a, b, transposed=transposed).mul_(self.factor).add_(columns)
+        for part, numbers in zip(moved, rows, strict=True):
+            part.addcmul_(numbers[:, None], images)
+        yield Part(ALL, ALL, moved)
+
+    def _moved(self, a: Directions, b: Directions | None, *, transposed: bool) -> Tensor:
+        """(P o (A y^T + x B^T)) y (s, n, d), or its transpose times x."""
+        y = self.y[ALL]
+        if b is None and not transposed and self._row_moments is not None:
+            return torch.einsum("nkl,snl->snk", self._row_moments, a.values)
+        changes = [(a.values, y)]
+        if b is not None:
+            changes.append((self.x[ALL], b.values))
+        if transposed:
+            return weighted(self.plan.transposed_times, self.x[ALL], changes)
+        return weighted(self.plan.times, y, changes)
+
+    def _times(self, values: Tensor, *, transposed: bool) -> Tensor:
+        """P V (s, n, k) for V (s, m, k), or P^T V."""
+        times = self.plan.transposed_times if transposed else self.plan.times
+        return _apart(times(_as_columns(values)), len(values))
 
     @cached_property
-    def row_moments(self) -> Tensor | None:
+    def _row_moments(self) -> Tensor | None:
         """sum_j P_ij y_j y_j^T (n, d, d), for few coordinates."""
-        return _moments(self.plan.times, self.y)
+        return _moments(self.plan.times, self.y[ALL])
 
 
 def weighted(times: Callable[..., Tensor], values: Tensor, changes: list[Factors]) -> Tensor:
@@ -128,15 +175,14 @@ def _balance(left: Tensor, right: Tensor) -> Tensor:
     return (ratio.log2() / 2).round().exp2()
 
 
-def beside(values: Tensor, numbers: Tensor) -> Tensor:
-    """V (m, k), or one for each direction, and q (s, m) as (s, m, k + 1)."""
-    return torch.cat((values.expand(*numbers.shape, -1), numbers[..., None]), 2)
-
-
-def both(times: Callable[[Tensor], Tensor], values: Tensor) -> tuple[Tensor, Tensor]:
-    """P V (s, n, k) and P q (s, n), for (V, q) side by side, in one pass."""
-    found = times(values)
-    return found[..., :-1], found[..., -1]
+def beside(values: Tensor, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
+    """V (m, k), or one for each direction, weighted (s, m), and q (s, m), as (s, m, k + 1)."""
+    found = numbers.new_empty((*numbers.shape, values.shape[-1] + 1))
+    found[..., :-1] = values
+    if weights is not None:
+        found[..., :-1] *= weights[..., None]
+    found[..., -1] = numbers
+    return found
 
 
 def _moments(times: Callable[[Tensor], Tensor], points: Tensor) -> Tensor | None:

@@ -25,7 +25,7 @@ from otdd_flash.kernels.passes import resident_half_step
 from otdd_flash.kernels.passes.fused_product import fused_product_kernel
 from otdd_flash.kernels.passes.half_step import half_step_kernel
 from otdd_flash.kernels.passes.marginal_tiles import MarginalTile
-from otdd_flash.kernels.passes.plan_application import plan_block_kernel
+from otdd_flash.kernels.passes.plan_blocks import plan_block_kernel
 from otdd_flash.kernels.passes.plan_marginals import GROUP, plan_marginals_kernel
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.points.digits import base_of, keeps_fractions
@@ -35,17 +35,18 @@ from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
 # registers, which may have 255.
 KEPT_OVER_CALLS = 16
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-HALF_POINTERS = ("x", "y", "a", "b", "out_ptr", "values_ptr")
+LEFT, RIGHT = ("x", "a", "other_a"), ("y", "b", "other_b")
+HALF_POINTERS = (*LEFT, *RIGHT, "out_ptr", "values_ptr")
 INTEGER_POINTERS = ("row_classes_ptr", "column_classes_ptr", "marked_ptr", "ranges_ptr")
 DOUBLES = {"epsilon_ptr": "*fp64", "product_scale": "fp64"}
 # Of `class_terms`; with the first, kernels look up nothing.
 CLASSES = ("in_bias", "blocks", "columns", "scores")
-FLOATS = ("scale", "costs_scale", "factor_scale")
+FLOATS = ("scale", "costs_scale", "factor_scale", "scale_ratio")
 
 
 def argument_type(name: str, tile: Tile) -> str:
-    if name in ("x", "y", "a", "b") and tile.descriptors:
-        rows = tile.columns if name in ("y", "b") else BLOCK_ROWS
+    if name in (*LEFT, *RIGHT) and tile.descriptors:
+        rows = tile.columns if name in RIGHT else BLOCK_ROWS
         return f"tensordesc<fp16[{rows}, {tile.depth}]>"
     if name in DOUBLES:
         return DOUBLES[name]
@@ -159,6 +160,10 @@ def dumped(cubin: str, what: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def weighted_by(pairs: int, *, numbers: bool) -> dict[str, object]:
+    return {"RANK": 64 * (pairs > 0), "PAIRS": pairs, "NUMBERS": numbers, "GROUP": 8}
+
+
 def main() -> None:
     capability, dim, parts = (int(argument) for argument in sys.argv[1:4])
     given = json.loads(sys.argv[4])
@@ -179,8 +184,11 @@ def main() -> None:
             half_step_kernel,
             [{"SHIFTED": shifted, "REPAIR": not shifted} for shifted in (False, True)],
         ),
-        "plan_block": (plan_block_kernel, [{"RANK": 0, "GROUP": 8}]),
-        "plan_block_with_factors": (plan_block_kernel, [{"RANK": 64, "GROUP": 8}]),
+        "plan_block": (plan_block_kernel, [weighted_by(0, numbers=False)]),
+        "plan_block_with_factors": (
+            plan_block_kernel,
+            [weighted_by(1, numbers=False), weighted_by(2, numbers=True)],
+        ),
         "symmetric_step": (symmetric_step_kernel, [{}]),
     }
     for name in tiles:

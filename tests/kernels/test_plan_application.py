@@ -18,7 +18,7 @@ from kernel_cases import (
 )
 from pairwise import pairwise
 
-from otdd_flash.kernels.passes import plan_application
+from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import kernel
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
@@ -30,8 +30,8 @@ TOLERANCE = {"fast": 2**-10, "high": 2e-6}
 @pytest.fixture(autouse=True)
 def _several_blocks(monkeypatch):
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(plan_application, "BLOCK_HEIGHT", 256)
-        monkeypatch.setattr(plan_application, "BLOCK_WIDTH", 256)
+        monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 256)
+        monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)
 
 
 class Applied:

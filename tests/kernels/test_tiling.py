@@ -9,7 +9,7 @@ import torch
 from kernel_cases import DEVICE, EPSILON, LARGE, cost_of, largest_error, potentials, self_cost_of
 
 from otdd_flash.kernels import tiling
-from otdd_flash.kernels.passes import half_step, plan_application, symmetric_step
+from otdd_flash.kernels.passes import half_step, plan_blocks, symmetric_step
 from otdd_flash.kernels.tiling import Tile, column_ranges, tile_for
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
@@ -83,7 +83,7 @@ def test_cards_without_descriptors_compute_the_same(case, monkeypatch):
 
     monkeypatch.setattr(kernel_operator, "MANY_SCORES", 1)
     expected = passes()
-    for module in (half_step, plan_application, symmetric_step):
+    for module in (half_step, plan_blocks, symmetric_step):
         for name in ("tile_for", "narrow_tile"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *_: older)

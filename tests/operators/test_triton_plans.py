@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 
-from otdd_flash.kernels.passes import plan_application
+from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import kernel_plans, memory
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
@@ -64,7 +64,7 @@ def test_products_and_sums(
 ) -> None:
     if kind is FusedPlan:
         without_memory(monkeypatch)
-    monkeypatch.setattr(plan_application, "BLOCK_HEIGHT", 128)
+    monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
     cost = operator(n, m, classes)
     f, g = potentials(cost)
     # Of a point without mass nothing is known.

@@ -1,0 +1,152 @@
+"""A plan times points that are packed already, some rows of the result after the other.
+
+    out = Q V,  or (Q o W) V,      W = factor sum A B^T + s 1^T + 1 t^T
+
+Neither V nor A and B are copied, and no result as large as the points has to be there at once. Rows
+out of `ROW_RANGE` go by the potential that makes them sum to 1, and are corrected after.
+
+Shapes: V (m, d), A (n, d), B (m, d) packed, s (N,), t (M,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.kernels.linear.halves import to_halves
+from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, Weighting
+from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.packed_points import Layout, PackedPoints
+from otdd_flash.kernels.points.row_terms import LOG2_SCALE, ROW_RANGE
+
+# Some points of a side.
+Rows = slice | Tensor
+
+
+class Weights(NamedTuple):
+    """What the entries of a plan are weighted by.
+
+    Attributes:
+        pairs: one or two of A and B.
+        factor: of their products, positive.
+        numbers: s (N,) and t (M,) float32, in the order of the points.
+    """
+
+    pairs: Sequence[Pair]
+    factor: float
+    numbers: tuple[Tensor, Tensor]
+
+
+class Found(NamedTuple):
+    """Products of some rows.
+
+    Attributes:
+        rows: which (k,).
+        points: (k, d) float32.
+        numbers: (k,) float64, where any were multiplied.
+    """
+
+    rows: Rows
+    points: Tensor
+    numbers: Tensor | None
+
+
+class _Columns:
+    """Numbers (M,) as columns of halves (m, 16), hi parts in the first and lo parts in the ninth.
+
+    It is what a product of tensor cores takes, which then reads a block once for both.
+    """
+
+    def __init__(self, numbers: Tensor, layout: Layout) -> None:
+        packed, self._scales = to_halves(numbers[:, None], layout, multiple=8)
+        self._packed = packed.flatten(1)
+
+    def beside(self, found: Tensor) -> tuple[Tensor, Tensor]:
+        """Them, and memory for their product, of as many rows as another."""
+        return self._packed, found.new_empty((len(found), self._packed.shape[1]))
+
+    def product(self, found: Tensor) -> Tensor:
+        """What such a product (k, 16) is of the numbers, (k,) float64."""
+        return found[:, ::8].double().sum(1) / self._scales
+
+
+class BlockProduct:
+    """Q V for one V after another, times the masses of rows.
+
+    Args:
+        rows: n packed points.
+        columns: m packed points.
+        scores: how they make scores, of three parts.
+        potentials: f (N,) and g (M,), float32, in units of the cost.
+        epsilon: in units of the cost.
+        masses: a (N,) float64.
+        sums: P 1 (N,) float64, of these potentials.
+    """
+
+    def __init__(
+        self,
+        rows: Side,
+        columns: Side,
+        scores: Scores,
+        potentials: tuple[Tensor, Tensor],
+        epsilon: float,
+        masses: Tensor,
+        sums: Tensor,
+    ) -> None:
+        (f, g), (low, high) = potentials, ROW_RANGE
+        there = (masses > 0) & (sums > 0)
+        share = torch.where(there, sums / masses, 1)
+        # Rows in range keep their potential, and so the rounding that their sums have.
+        outside = (share < low) | (share > high)
+        near = torch.where(outside, f.double() - epsilon * share.log(), f).float()
+        off = (f.double() - near.double()) / epsilon
+        self._masses = torch.where(there, masses * off.exp(), 0)
+        self._given = rows, columns, scores, (near, g), epsilon, masses
+        self._rows, self._columns = rows.points.layout, columns.points.layout
+        self._blocks: dict[bool, PlanBlocks] = {}
+
+    def __call__(
+        self,
+        values: PackedPoints,
+        dim: int,
+        weights: Weights | None = None,
+        numbers: Tensor | None = None,
+    ) -> Iterator[Found]:
+        """What is found for some rows after the other, until there are all.
+
+        Args:
+            values: V, packed as the columns.
+            dim: the coordinates d of what is packed.
+            weights: of the entries, A packed as the rows and B as the columns.
+            numbers: q (M,), which is multiplied too.
+        """
+        blocks = self._blocks_of(weighted=weights is not None)
+        weighting = blocks.unweighted if weights is None else self._weighting(blocks, weights)
+        parts, buffer = values.coordinates.chunk(2), blocks.buffer()
+        columns = None if numbers is None else _Columns(numbers, self._columns)
+        for part in blocks.heights():
+            rows, places = self._rows.points_of(part)
+            unit = self._masses[rows] * (2.0**-LOG2_SCALE * weighting.unit)
+            found = torch.empty((part.stop - part.start, parts[0].shape[1]), device=blocks.device)
+            beside = None if columns is None else columns.beside(found)
+            blocks.multiply(part.start, parts, found, buffer, weighting, beside=beside)
+            points = found[places, :dim].mul_((unit / values.scale).float()[:, None])
+            of_numbers = None
+            if columns is not None and beside is not None:
+                of_numbers = columns.product(beside[1][places]) * unit
+            yield Found(rows, points, of_numbers)
+            # Before there is the next.
+            del found, points
+
+    def _weighting(self, blocks: PlanBlocks, weights: Weights) -> Weighting:
+        sides = zip((self._rows, self._columns), weights.numbers, strict=True)
+        of_rows, of_columns = (layout.spread(numbers, 0.0) for layout, numbers in sides)
+        return blocks.weighting(weights.pairs, weights.factor, (of_rows, of_columns))
+
+    def _blocks_of(self, *, weighted: bool) -> PlanBlocks:
+        if weighted not in self._blocks:
+            self._blocks[weighted] = PlanBlocks(*self._given, weighted=weighted)
+        return self._blocks[weighted]

@@ -1,0 +1,89 @@
+"""Directions of points, and what a plan makes of them, for some of the points at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+# Some directions, or some points.
+Which = slice
+Rows = slice | Tensor
+ALL = slice(None)
+
+# Coordinates that are read at once where all are only looked at.
+LOOKED_AT = 1 << 22
+
+
+class Points(Protocol):
+    """Points (n, d), of which some are read at a time; a tensor is one."""
+
+    def __getitem__(self, rows: Rows) -> Tensor:
+        """Some of them, (k, d)."""
+        ...
+
+
+class Part(NamedTuple):
+    """What a plan makes of some directions, for some points.
+
+    Attributes:
+        which: of s directions.
+        rows: of n points.
+        points: found for them, (s', k, d), of the caller to change.
+    """
+
+    which: Which
+    rows: Rows
+    points: Tensor
+
+    @property
+    def at(self) -> tuple[Which, Rows]:
+        """Where it belongs in what is of all directions and points."""
+        return self.which, self.rows
+
+
+class Directions:
+    """Directions of points, each less its mean.
+
+    Args:
+        given: (s, n, d).
+        masses: (n,), that means are over.
+
+    Attributes:
+        mean: (s, 1, d).
+    """
+
+    def __init__(self, given: Tensor, masses: Tensor) -> None:
+        self.given = given
+        self.mean = torch.einsum("n,snd->sd", masses, given)[:, None] / masses.sum()
+
+    @property
+    def values(self) -> Tensor:
+        """All of them (s, n, d), anew."""
+        return self.given - self.mean
+
+    def at(self, which: Which, rows: Rows) -> Tensor:
+        """Some directions of some points (s', k, d), anew."""
+        return self.given[which, rows] - self.mean[which]
+
+    def dots(self, points: Points) -> Tensor:
+        """<direction_i, point_i> (s, n)."""
+        return torch.cat([dot(self.at(ALL, rows), points[rows]) for rows in self._rows()], 1)
+
+    def largest(self, which: Which) -> float:
+        """The largest coordinate of some, in absolute value."""
+        found = [extreme for rows in self._rows() for extreme in self.at(which, rows).aminmax()]
+        return float(torch.stack(found).abs().max())
+
+    def _rows(self) -> Iterator[slice]:
+        s, n, d = self.given.shape
+        height = max(1, LOOKED_AT // (s * d))
+        for first in range(0, n, height):
+            yield slice(first, min(first + height, n))
+
+
+def dot(one: Tensor, other: Tensor) -> Tensor:
+    """<one_i, other_i>, over the last dimension."""
+    return (one * other).sum(-1)

@@ -1,0 +1,170 @@
+"""Products of a plan with points and directions where the points are packed already.
+
+Points take the memory of one copy in float32 then, directions that of another while they are
+multiplied, and what is found for a few points at a time none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from otdd_flash.operators.base import Operator, refined
+from otdd_flash.operators.build import CostInputs
+from otdd_flash.operators.plan import Plan, plan_of
+from otdd_flash.solver.centred import origin_near
+from otdd_flash.solver.directions import Directions, Part, Points, Rows
+from otdd_flash.solver.plan_points import PlanPoints
+
+if TYPE_CHECKING:
+    # These need Triton.
+    from otdd_flash.kernels.points.packed_points import PackedPoints
+    from otdd_flash.operators.point_products import PointProducts
+
+
+def plan_points(
+    operator: Operator, potentials: tuple[Tensor, Tensor], epsilon: float, inputs: CostInputs
+) -> PlanPoints:
+    """The plan of potentials f (n,) and g (m,) with the points of the cost that `inputs` describe.
+
+    They are packed as the operator has them, where products need no more of them.
+    """
+    plan = plan_of(refined(operator), *potentials, epsilon)
+    sides = [side.features for side in (inputs.source, inputs.target)]
+    clouds = zip(sides, (operator.a, operator.b), strict=True)
+    given = plan, epsilon, inputs, origin_near(clouds, operator.dtype)
+    with_points = plan.with_points
+    return PlanPoints(*given) if with_points is None else PackedPlanPoints(*given, with_points)
+
+
+class PackedPlanPoints(PlanPoints):
+    """A plan with packed points, about the centre of these.
+
+    One direction is multiplied after the other, as each takes weights of its own.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        epsilon: float,
+        inputs: CostInputs,
+        origin: Tensor,
+        products: PointProducts,
+    ) -> None:
+        super().__init__(plan, epsilon, inputs, origin)
+        self._products = products
+
+    @property
+    def x(self) -> Points:
+        """(n, d)."""
+        return PackedRows(self._products, 0)
+
+    @property
+    def y(self) -> Points:
+        """(m, d)."""
+        return PackedRows(self._products, 1)
+
+    @cached_property
+    def images(self) -> Tensor:
+        """P y (n, d)."""
+        return self._images(transposed=False)
+
+    @cached_property
+    def transposed_images(self) -> Tensor:
+        """P^T x (m, d)."""
+        return self._images(transposed=True)
+
+    def _images(self, *, transposed: bool) -> Tensor:
+        own = self._sides[transposed]
+        found = own.new_empty(own.shape, dtype=self.plan.dtype)
+        values = self._products.points[not transposed]
+        for part in self._products.times(values, transposed=transposed):
+            found[part.rows] = part.points
+        return found
+
+    def directions(self, given: Tensor, *, of_y: bool = False) -> PackedDirections:
+        """Directions (s, n, d) of x, or of y, less their means, to be packed."""
+        masses = self.c if of_y else self.r
+        return PackedDirections(given, masses, self._products, int(of_y))
+
+    def products(
+        self, a: Directions, numbers: Tensor, *, transposed: bool = False
+    ) -> Iterator[tuple[Part, Tensor]]:
+        """P A with P q, or P^T A with P^T q."""
+        assert isinstance(a, PackedDirections)
+        for k, given in enumerate(numbers):
+            found = self._products.times(a.packed(k), None, given, transposed=transposed)
+            for some, points, of_numbers in found:
+                assert of_numbers is not None
+                yield Part(slice(k, k + 1), some, points[None]), self.here(of_numbers)[None]
+                # Before there is the next.
+                del points
+
+    def columns_change(self, t: Tensor, *, transposed: bool = False) -> Tensor:
+        """The numbers themselves."""
+        return t
+
+    def columns_change_beside(self, t: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers t themselves, and P q."""
+        return t, self._times(numbers[..., None], transposed=False)[..., 0]
+
+    def changed(
+        self,
+        a: Directions,
+        b: Directions | None,
+        rows: Tensor,
+        columns: Tensor,
+        *,
+        transposed: bool = False,
+    ) -> Iterator[Part]:
+        """(P o W) y, or its transpose times x, in one pass for a direction."""
+        from otdd_flash.kernels.passes.block_product import Weights
+
+        assert isinstance(a, PackedDirections)
+        assert b is None or isinstance(b, PackedDirections)
+        x, y = self._products.points
+        for k, numbers in enumerate(zip(rows, columns, strict=True)):
+            pairs = [(a.packed(k), y)] if b is None else [(a.packed(k), y), (x, b.packed(k))]
+            if transposed:
+                pairs = [(right, left) for left, right in pairs]
+            weights, values = Weights(pairs, self.factor, numbers), x if transposed else y
+            found = self._products.times(values, weights, transposed=transposed)
+            for some, points, _ in found:
+                yield Part(slice(k, k + 1), some, points[None])
+                del points
+
+
+class PackedRows:
+    """Points of a side (n, d), unpacked where some of them are read.
+
+    Args:
+        products: that have them.
+        side: 0 for x, 1 for y.
+    """
+
+    def __init__(self, products: PointProducts, side: int) -> None:
+        self._products, self._side = products, side
+
+    def __getitem__(self, rows: Rows) -> Tensor:
+        """Some of them, (k, d) float32."""
+        return self._products.some(self._side, rows)
+
+
+class PackedDirections(Directions):
+    """Directions that are packed as the points of their side, once asked for."""
+
+    def __init__(self, given: Tensor, masses: Tensor, products: PointProducts, side: int) -> None:
+        super().__init__(given, masses)
+        self._products, self._side = products, side
+        self._packed: dict[int, PackedPoints] = {}
+
+    def packed(self, k: int) -> PackedPoints:
+        """The direction k less its mean."""
+        if k not in self._packed:
+            largest = self.largest(slice(k, k + 1))
+            given = self.given[k], self.mean[k, 0], largest, self._side
+            self._packed[k] = self._products.packed(*given)
+        return self._packed[k]

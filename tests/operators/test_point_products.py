@@ -1,0 +1,224 @@
+"""Products of a plan with its own packed points and with directions, against dense float64."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from otdd_flash.kernels.passes import plan_blocks
+from otdd_flash.kernels.passes.block_product import Weights
+from otdd_flash.kernels.points.packed_points import PackedPoints
+from otdd_flash.operators import kernel_plans
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.plan import StreamedPlan, plan_of
+from otdd_flash.operators.point_products import PointProducts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.slow
+EPSILON, DIM = 0.4, 136
+N, M = 300, 170
+# What multiplies has 22 bits; exponents are float32, and those of far rows large.
+TOLERANCE = {False: 2e-7, True: 1e-5}
+# Numbers are alike, so that their roundings add up.
+OF_NUMBERS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks_of_a_streamed_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kernel_plans, "holds", lambda *_: False)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 256)
+        monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)
+
+
+class Case:
+    """A plan with its products, and the same dense; some rows sum to far from their masses."""
+
+    def __init__(self, classes: int, *, far: bool) -> None:
+        draw = torch.Generator().manual_seed(0)
+        x, y = (torch.randn(k, DIM, generator=draw) / DIM**0.5 + 3 for k in (N, M))
+        a, b = (torch.rand(k, generator=draw).double() + 0.1 for k in (N, M))
+        a[N // 2], b[0] = 0, 0
+        self.a, self.b = (a / a.sum()).to(DEVICE), (b / b.sum()).to(DEVICE)
+        labels = [torch.arange(k, device=DEVICE) % classes for k in (N, M)]
+        costs = torch.rand(classes, classes, generator=draw).double().to(DEVICE)
+        cost = LabelledCost(
+            *(x.to(DEVICE), y.to(DEVICE), self.a, self.b),
+            labels_x=labels[0],
+            labels_y=labels[1],
+            class_costs=costs,
+            lambda_x=0.5,
+        )
+        operator = KernelOperator(cost, "high")
+        g = torch.zeros(M, device=DEVICE)
+        for _ in range(5):
+            f = operator.softmin_rows(g, EPSILON)
+            g = operator.softmin_columns(f, EPSILON)
+        if far:
+            f = f + 12 * EPSILON * torch.randn(N, generator=draw).to(DEVICE)
+        # Of a point without mass nothing is known.
+        f[N // 2] = 1e4
+        self.streamed = plan_of(operator, f, g, EPSILON)
+        assert isinstance(self.streamed, StreamedPlan)
+        found = self.streamed.with_points
+        assert isinstance(found, PointProducts)
+        self.products = found
+        dense = reference.dense_cost(x.double(), y.double(), 0.5).to(DEVICE)
+        dense += costs[labels[0]][:, labels[1]]
+        self.plan = reference.plan(dense, self.a, self.b, f, g, EPSILON)
+        self.x, self.y = (points.to(DEVICE).double() - cost.centre for points in (x, y))
+        self.directions = [
+            torch.randn(k, DIM, generator=draw).to(DEVICE) * size + 5
+            for k, size in ((N, 1.0), (M, 1e-3))
+        ]
+
+    def packed(self, side: int) -> PackedPoints:
+        given = self.directions[side]
+        left = self.left(side)
+        return self.products.packed(given, given.mean(0), float(left.abs().max()), side)
+
+    def left(self, side: int) -> Tensor:
+        given = self.directions[side].double()
+        return given - self.directions[side].mean(0).double()
+
+
+@lru_cache
+def case_of(classes: int, *, far: bool) -> Case:
+    return Case(classes, far=far)
+
+
+def gathered(products: PointProducts, *args: object, transposed: bool) -> tuple[Tensor, Tensor]:
+    """All rows of a product, each once."""
+    size = M if transposed else N
+    points = torch.full((size, DIM), torch.nan, device=DEVICE)
+    numbers = torch.zeros(size, dtype=torch.float64, device=DEVICE)
+    for part in products.times(*args, transposed=transposed):  # type: ignore[arg-type]
+        assert bool(points[part.rows].isnan().all())
+        points[part.rows] = part.points
+        if part.numbers is not None:
+            numbers[part.rows] = part.numbers
+    return points.double(), numbers
+
+
+def agree(
+    found: Tensor, weights: Tensor, values: Tensor, tolerance: float, size: Tensor | None = None
+) -> None:
+    """Up to what the sizes of all terms lose."""
+    size = weights.abs() if size is None else size
+    scale = size.sum(1, keepdim=True) * values.abs().max()
+    error = (found - weights @ values).abs() / scale.clamp_min(1e-300)
+    assert float(error.max()) <= tolerance
+
+
+CASES = pytest.mark.parametrize(
+    ("classes", "far"), [(1, False), (1, True), (3, True), (60, False)], ids=str
+)
+
+
+@CASES
+def test_products_with_points_and_directions(classes: int, far: bool) -> None:
+    """There and back, with numbers beside; both parts of what is multiplied count."""
+    case, tolerance = case_of(classes, far=far), TOLERANCE[far]
+    x, y = case.products.points
+    agree(gathered(case.products, y, transposed=False)[0], case.plan, case.y, tolerance)
+    agree(gathered(case.products, x, transposed=True)[0], case.plan.T, case.x, tolerance)
+    for side, plan in ((0, case.plan.T), (1, case.plan)):
+        q = torch.full((plan.shape[1],), 1e-4 / 3, device=DEVICE)
+        given = case.packed(side), None, q
+        points, numbers = gathered(case.products, *given, transposed=side == 0)
+        agree(points, plan, case.left(side), tolerance)
+        agree(numbers[:, None], plan, q.double()[:, None], OF_NUMBERS)
+
+
+@CASES
+@pytest.mark.parametrize("both", [False, True])
+def test_products_of_a_plan_that_changes(classes: int, far: bool, both: bool) -> None:
+    """Weights of a direction or of one on either side, whose sizes differ, and of numbers."""
+    case, tolerance = case_of(classes, far=far), TOLERANCE[far]
+    x, y = case.products.points
+    draw = torch.Generator().manual_seed(1)
+    s, t = (torch.randn(k, generator=draw).to(DEVICE) for k in (N, M))
+    pairs = [(case.packed(0), y)]
+    products, factor = case.left(0) @ case.y.T, 1.5
+    size = case.left(0).abs() @ case.y.abs().T
+    if both:
+        pairs.append((x, case.packed(1)))
+        products = products + case.x @ case.left(1).T
+        size = size + case.x.abs() @ case.left(1).abs().T
+    weights = factor * products + s[:, None].double() + t.double()
+    bound = case.plan * (factor * size.max() + s.abs().max() + t.abs().max())
+    given = y, Weights(pairs, factor, (s, t))
+    found, _ = gathered(case.products, *given, transposed=False)
+    agree(found, case.plan * weights, case.y, tolerance, bound)
+    turned = [(right, left) for left, right in pairs]
+    given = x, Weights(turned, factor, (t, s))
+    found, _ = gathered(case.products, *given, transposed=True)
+    agree(found, (case.plan * weights).T, case.x, tolerance, bound.T)
+
+
+def test_directions_of_very_different_sizes() -> None:
+    """What is far smaller neither counts nor spoils what counts, on whichever side it is."""
+    case = case_of(1, far=False)
+    x, y = case.products.points
+    still = torch.zeros(N, device=DEVICE), torch.zeros(M, device=DEVICE)
+    draw = torch.Generator().manual_seed(1)
+    for sizes in ((1e15, 1e-15), (1e-15, 1e15)):
+        a, b = (
+            size * torch.randn(k, DIM, generator=draw).to(DEVICE)
+            for size, k in zip(sizes, (N, M), strict=True)
+        )
+        pairs = [
+            (case.products.packed(a, torch.zeros_like(a[0]), float(a.abs().max()), 0), y),
+            (x, case.products.packed(b, torch.zeros_like(b[0]), float(b.abs().max()), 1)),
+        ]
+        given = y, Weights(pairs, 1.0, still)
+        found, _ = gathered(case.products, *given, transposed=False)
+        weights = a.double() @ case.y.T + case.x @ b.double().T
+        bound = case.plan * weights.abs().max()
+        agree(found, case.plan * weights, case.y, 1e-6, bound)
+
+
+def test_sums_are_of_the_numbers_that_are_multiplied() -> None:
+    """Whatever large potentials round off: differences of products and sums are what matters."""
+    case = case_of(1, far=False)
+    f, g, _ = case.streamed._at
+    # Sums of a row out of range would be taken with other potentials for all.
+    near = torch.where(case.a > 0, f, f[0])
+    far = StreamedPlan(case.streamed._operator, near + 40, g - 40, EPSILON)
+    products = far.with_points
+    assert products is not None
+    ones = torch.ones((M, DIM), device=DEVICE)
+    packed = products.packed(ones, torch.zeros_like(ones[0]), 1.0, 1)
+    found, _ = gathered(products, packed, transposed=False)
+    there = case.a > 0
+    sums = far.rows[there]
+    off = (found[there, 0] / sums - 1).abs().max()
+    # They are known far less well than they agree.
+    error = (sums / case.plan.sum(1)[there] - 1).abs().max()
+    assert float(off) <= 5e-7 < 2e-6 <= float(error)
+
+
+@CASES
+def test_points_are_read_as_they_are_multiplied(classes: int, far: bool) -> None:
+    case = case_of(classes, far=far)
+    for side, points in ((0, case.x), (1, case.y)):
+        largest = float(points.abs().max())
+        for rows in (slice(3, 90), torch.tensor([5, 160, 0], device=DEVICE)):
+            off = case.products.some(side, rows).double() - points[rows]
+            assert float(off.abs().max()) <= 2**-21 * largest
+
+
+def test_points_of_few_coordinates_have_no_products_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other plans take less time for them, or share passes between directions."""
+    case = case_of(1, far=False)
+    monkeypatch.setattr(kernel_plans, "HELD_COORDINATES", DIM)
+    plan = StreamedPlan(case.streamed._operator, *case.streamed._at)  # type: ignore[attr-defined]
+    assert plan.with_points is None
