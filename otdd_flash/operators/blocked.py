@@ -42,8 +42,9 @@ from otdd_flash.operators.rounding import float16_rounding
 
 # Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
 ROW_BYTES, COLUMN_BYTES = 8, 16
-# Of what points may take, the share of the columns; and points that a block has at the least.
-COLUMN_SHARE, LEAST_POINTS = 0.25, 256
+# Of what points may take, the least share of the columns, as the fewer blocks of rows there are the
+# fewer times columns come; and points that a block has at the least.
+COLUMN_SHARE, LEAST_POINTS = 0.125, 256
 
 # Roundings of a mass that is divided by its block's and multiplied again.
 ROUNDINGS = 8
@@ -80,12 +81,14 @@ class BlockedOperator:
             else coarse._there.for_parts(packing)
         )
 
-    def _tile(self, sides: tuple[There, There], *, diagonal: bool = False) -> Tile:
+    def _tile(self, sides: tuple[There, There]) -> Tile:
         x, y = sides
-        part = self.cost.part(x.block.rows, y.block.rows, (x.points, y.points))
+        diagonal = x is y
+        rows, points = x.block.rows, (x.points, y.points)
+        part = self.cost.part(rows, rows if diagonal else y.block.rows, points, diagonal=diagonal)
         part.packed = x.packed, y.packed
         part.a, row_mass = self._normalised(0, x.block, part.a)
-        part.b, column_mass = self._normalised(1, y.block, part.b)
+        part.b, column_mass = self._normalised(0 if diagonal else 1, y.block, part.b)
         operator = self._build(part)
         if self._high:
             operator = cast(BlockOperator, refined(operator))
@@ -109,10 +112,12 @@ class BlockedOperator:
         if by_columns:
             outer, inner, outers, inners = inner, outer, inners, outers
         for turn, own in enumerate(self._there.stream(outer, outers, points=points)):
-            after = inners[turn if upper else 0 :]
-            for place, other in enumerate(self._there.stream(inner, after, points=points)):
-                sides = (other, own) if by_columns else (own, other)
-                yield self._tile(sides, diagonal=upper and place == 0)
+            after = inners
+            if upper:
+                yield self._tile((own, own))
+                after = inners[turn + 1 :]
+            for other in self._there.stream(inner, after, points=points):
+                yield self._tile((other, own) if by_columns else (own, other))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,14 +197,11 @@ class BlockedOperator:
         """The softmin of one potential, each pair of blocks computed once."""
         joined = Joined(self.a, epsilon)
         for tile in self._tiles(upper=True):
-            one, other = f[tile.rows], f[tile.columns]
-            if tile.diagonal:
-                found = tile.operator.softmin_part(other, epsilon, one, columns=False)
-                joined.add(tile.rows, found, tile.masses[1])
-                continue
+            one, other = tile.some(f, f)
             of_rows, of_columns = tile.operator.softmin_pair(one, other, epsilon)
             joined.add(tile.rows, of_rows, tile.masses[1])
-            joined.add(tile.columns, of_columns, tile.masses[0])
+            if not tile.diagonal:
+                joined.add(tile.columns, of_columns, tile.masses[0])
         if not joined.is_near(f):
             return self._softmin(f, epsilon, None, columns=False)
         return joined.potential.to(self.dtype)
@@ -215,7 +217,7 @@ class BlockedOperator:
         cost_rounding = relative_error = lost = 0.0
         for tile in self._tiles(upper=once, points=True):
             here, there, mass = tile.rows, tile.columns, tile.mass
-            found = tile.operator.marginals(f[here], g[there], epsilon, accurate=accurate)
+            found = tile.operator.marginals(*tile.some(f, g), epsilon, accurate=accurate)
             _raise(row_errors, here, found.row_errors)
             _raise(column_errors, there, found.column_errors)
             rows[here] += mass * found.rows
@@ -300,19 +302,28 @@ class BlockedOperator:
 
 
 def _blocks(cost: LabelledCost) -> tuple[list[Block], list[Block]]:
-    """Blocks of rows and of columns; the same of a cloud with itself."""
+    """Blocks of rows and of columns, of about one size each; the same of a cloud with itself.
+
+    One block of a cloud with itself needs no other beside it.
+    """
     (x, _), (n, m) = on_host(cost), cost.shape
     room = x.streaming.room // x.shape[1]
     if cost.symmetric:
-        size = max(LEAST_POINTS, room // (ROW_BYTES + COLUMN_BYTES))
-        blocks = by_class(cost.labels[0], cost.class_costs.shape[0], min(n, size))
+        whole = n * ROW_BYTES <= room
+        size = n if whole else max(LEAST_POINTS, room // (ROW_BYTES + COLUMN_BYTES))
+        blocks = by_class(cost.labels[0], cost.class_costs.shape[0], _even(n, size))
         return blocks, blocks
-    rows = max(LEAST_POINTS, int(room * (1 - COLUMN_SHARE)) // ROW_BYTES)
-    columns = max(LEAST_POINTS, int(room * COLUMN_SHARE) // COLUMN_BYTES)
+    rows = _even(n, max(LEAST_POINTS, int(room * (1 - COLUMN_SHARE)) // ROW_BYTES))
+    columns = _even(m, max(LEAST_POINTS, (room - rows * ROW_BYTES) // COLUMN_BYTES))
     return (
-        by_class(cost.labels[0], cost.class_costs.shape[0], min(n, rows)),
-        by_class(cost.labels[1], cost.class_costs.shape[1], min(m, columns)),
+        by_class(cost.labels[0], cost.class_costs.shape[0], rows),
+        by_class(cost.labels[1], cost.class_costs.shape[1], columns),
     )
+
+
+def _even(count: int, most: int) -> int:
+    """The size of as few blocks of so many points as there can be, which differ by few."""
+    return -(-count // -(-count // most))
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:

@@ -184,6 +184,10 @@ class KernelOperator:
     def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
         """`softmin_part` of rows and of columns near f (n,) and g (m,), float64, in one pass."""
         level = on_device(epsilon, f.device)
+        if self._masses is not None and f is g:
+            one = KernelSelf(self._rows, self._scores, self._masses, self._fixed_point)
+            found = one.softmin(f, level)
+            return found, found
         x, y = self._packed
         masses = (x.layout.spread(self.a, 0.0).float(), y.layout.spread(self.b, 0.0).float())
         near = single(f), single(g)

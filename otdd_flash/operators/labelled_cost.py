@@ -203,12 +203,17 @@ class LabelledCost:
         )
 
     def part(
-        self, rows: Cut, columns: Cut, points: tuple[Tensor, Tensor] | None = None
+        self,
+        rows: Cut,
+        columns: Cut,
+        points: tuple[Tensor, Tensor] | None = None,
+        *,
+        diagonal: bool = False,
     ) -> LabelledCost:
         """Some rows and columns, with their masses, and all else of the whole cost.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.
-        Their `points` may be given where they are there.
+        Their `points` may be given where they are there; on the `diagonal` both sides are one.
         """
         found, cuts = copy(self), (rows, columns)
         found._whole = self.whole
@@ -219,7 +224,7 @@ class LabelledCost:
             (pair[0][rows], pair[1][columns]) for pair in pairs
         )
         found.a, found.b = (side[cut] for side, cut in zip((self.a, self.b), cuts, strict=True))
-        found.symmetric = False
+        found.symmetric = diagonal and self.symmetric
         return found
 
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -88,6 +88,8 @@ class PackedBlocks:
     def stream(self, side: int, blocks: Sequence[Block], *, points: bool) -> Iterator[There]:
         """One block after the other, the next on its way; `points` asks for the points, too."""
         packing, source = self._packing, self._points[side]
+        if not blocks:
+            return
         if packing is None:
             for block, there in zip(blocks, source.stream(blocks), strict=True):
                 yield There(block, there, None)
