@@ -75,6 +75,11 @@ class Tile(NamedTuple):
         """Likewise."""
         return self.sides[1].block.rows
 
+    def beside(self, there: There, side: int) -> tuple[There, There]:
+        """Another block on a side, and this tile's on the other."""
+        one, other = self.sides
+        return (one, there) if side else (there, other)
+
     def some(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """What these rows and columns have of both potentials; one tensor on the diagonal."""
         of_rows = f[self.rows]

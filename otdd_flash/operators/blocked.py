@@ -57,10 +57,16 @@ class BlockedOperator:
         cost: its points are `HostPoints`.
         build: makes the operator of a pair of blocks.
         coarse: the operator that this one is to refine.
+        rows: of an operator of the same rows.
     """
 
     def __init__(
-        self, cost: LabelledCost, build: Build, *, coarse: BlockedOperator | None = None
+        self,
+        cost: LabelledCost,
+        build: Build,
+        *,
+        coarse: BlockedOperator | None = None,
+        rows: BlockedOperator | None = None,
     ) -> None:
         self.cost, self._build, self._high = cost, build, coarse is not None
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
@@ -68,6 +74,8 @@ class BlockedOperator:
         self._blocks: tuple[list[Block], list[Block]] = (
             _blocks(cost) if coarse is None else coarse._blocks
         )
+        if rows is not None:
+            self._blocks = rows._rows, self._blocks[1]
         self._rows, self._columns = self._blocks
         # By side and block; these live as long as this.
         self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
@@ -75,18 +83,19 @@ class BlockedOperator:
         one, other = (There(first, points[first.rows], None) for points in sides)
         self._first = self._tile((one, other))
         packing = self._first.operator.packing
-        self._there: PackedBlocks = (
-            PackedBlocks(sides, cost.labels, packing)
-            if coarse is None
-            else coarse._there.for_parts(packing)
-        )
+        if coarse is not None:
+            self._there = coarse._there.for_parts(packing)
+        elif rows is not None:
+            self._there = rows._there.beside(sides[1], cost.labels[1])
+        else:
+            self._there = PackedBlocks(sides, cost.labels, packing)
 
     def _tile(self, sides: tuple[There, There]) -> Tile:
         x, y = sides
         diagonal = x is y
         rows, points = x.block.rows, (x.points, y.points)
         part = self.cost.part(rows, rows if diagonal else y.block.rows, points, diagonal=diagonal)
-        part.packed = x.packed, y.packed
+        part.packed, part.known_of = (x.packed, y.packed), (x.known, y.known)
         part.a, row_mass = self._normalised(0, x.block, part.a)
         part.b, column_mass = self._normalised(0 if diagonal else 1, y.block, part.b)
         operator = self._build(part)
@@ -137,11 +146,21 @@ class BlockedOperator:
         of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
         if self.cost.symmetric:
             of_columns = of_rows
-        for tile in self._tiles(upper=self.cost.symmetric, points=True):
+        self._measure()
+        points = not self._there.are_packed
+        for tile in self._tiles(upper=self.cost.symmetric, points=points):
             rows, columns = tile.operator.accurate_errors
             _raise(of_rows, tile.rows, rows)
             _raise(of_columns, tile.columns, columns)
         return of_rows, of_columns
+
+    def _measure(self) -> None:
+        """Find out what packed blocks lose of their points, which are read once for it."""
+        if not self._there.are_packed:
+            return
+        for side, blocks in enumerate(self._blocks[: 1 if self.cost.symmetric else 2]):
+            for there in self._there.stream(side, blocks, points=True):
+                _ = self._tile(self._first.beside(there, side)).operator.accurate_errors
 
     @property
     def execution(self) -> Execution:
@@ -158,7 +177,13 @@ class BlockedOperator:
             None if first.refined is None else self._refine,
             in_blocks=self.applied_blocks,
             rounded_by=partial(float16_rounding, self.cost),
+            of_columns=self._of_columns,
         )
+
+    def _of_columns(self, columns: Tensor) -> BlockedOperator:
+        """The cost between all rows and some columns (l,), int64, rows packed as they are."""
+        part = self.cost.part(slice(None), columns)
+        return BlockedOperator(part, self._build, rows=self)
 
     def _refine(self) -> BlockedOperator:
         return BlockedOperator(self.cost, self._build, coarse=self)

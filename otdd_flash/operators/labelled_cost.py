@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import CostRange
-from otdd_flash.operators.host_points import HostPoints, slices
+from otdd_flash.operators.host_points import PIECE_BYTES, HostPoints, slices
 
 # Points (n, d) on the device, or what streams them there; and some of them.
 Points = Tensor | HostPoints
@@ -59,6 +59,7 @@ class LabelledCost:
         squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64.
         known: what others have found out of it, and need not again.
         packed: both clouds as kernels pack them, where that is done already.
+        known_of: what is found of the points of either cloud, where others take the same later.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class LabelledCost:
         self._whole: LabelledCost | None = None
         self.known: dict[str, Any] = {}
         self.packed: tuple[Any, Any] = (None, None)
+        self.known_of: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
         mean_x = weighted_mean(x, a)
         mean_y = mean_x if self.symmetric else weighted_mean(y, b)
         self.centre = (mean_x + mean_y) / 2
@@ -216,7 +218,7 @@ class LabelledCost:
         Their `points` may be given where they are there; on the `diagonal` both sides are one.
         """
         found, cuts = copy(self), (rows, columns)
-        found._whole = self.whole
+        found._whole, found.known_of = self.whole, (None, None)
         x, y = self.points
         found.points = points or (_some(x, rows), _some(y, columns))
         pairs = (self.labels, self.squares, self.magnitudes)
@@ -273,6 +275,13 @@ class _Norms(NamedTuple):
 
 def _norms(points: Points, masses: Tensor, centre: Tensor) -> _Norms:
     """The largest coordinate, and the highest (on the support) and mean squared norm."""
+    if isinstance(points, HostPoints):
+        find = partial(_found_norms, points, masses, centre)
+        return points.recalled("norms", (masses, centre), find)
+    return _found_norms(points, masses, centre)
+
+
+def _found_norms(points: Points, masses: Tensor, centre: Tensor) -> _Norms:
     extremes: list[Tensor] = []
     squares = []
     for _, rows in in_float64(points):
@@ -290,15 +299,18 @@ def in_float64(points: Points) -> Iterator[tuple[slice, Tensor]]:
     elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
     size = min(count, max(1, elements // dim))
     buffer = torch.empty((size, dim), dtype=torch.float64, device=points.device)
-    blocks = slices(count, size)
-    found: Iterable[Tensor]
+    held: Iterable[Tensor]
     if isinstance(points, HostPoints):
-        found = points.stream(blocks)
+        # On a GPU few blocks: each has to be waited for.
+        blocks = max(1, PIECE_BYTES // (4 * elements)) if points.is_cuda else 1
+        held = points.stream(slices(count, blocks * size))
     else:
-        found = (points[block.rows] for block in blocks)
-    for block, rows in zip(blocks, found, strict=True):
-        assert isinstance(block.rows, slice)
-        yield block.rows, buffer[: len(rows)].copy_(rows)
+        held = [points]
+    first = 0
+    for there in held:
+        for rows in torch.split(there, size):
+            yield slice(first, first + len(rows)), buffer[: len(rows)].copy_(rows)
+            first += len(rows)
 
 
 def _squared_norms(rows: Tensor) -> Tensor:
@@ -308,6 +320,12 @@ def _squared_norms(rows: Tensor) -> Tensor:
 
 def weighted_mean(points: Points, masses: Tensor) -> Tensor:
     """sum_i a_i x_i (d,), float64, for masses (n,) on the device."""
+    if isinstance(points, HostPoints):
+        return points.recalled("mean", (masses,), partial(_found_mean, points, masses))
+    return _found_mean(points, masses)
+
+
+def _found_mean(points: Points, masses: Tensor) -> Tensor:
     mean = masses.new_zeros(points.shape[1])
     for part, rows in in_float64(points):
         mean += masses[part] @ rows

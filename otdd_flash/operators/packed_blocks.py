@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,11 +43,13 @@ class There(NamedTuple):
         block: which points.
         points: (k, d); a tensor without memory where only their packed form is there.
         packed: that, where kernels pack points.
+        known: what passes have found of the points, for later ones.
     """
 
     block: Block
     points: Tensor
     packed: PackedPoints | None
+    known: dict[str, Any] | None = None
 
 
 class _Held(NamedTuple):
@@ -58,11 +60,25 @@ class _Held(NamedTuple):
     pieces: list[Tensor]
 
 
+class _Store(NamedTuple):
+    """What is kept of the blocks of a side, by the objects that these are: they outlive it.
+
+    Attributes:
+        slabs: host memory for packed forms.
+        held: what is there.
+        known: what passes have found of the points.
+    """
+
+    slabs: Slabs
+    held: dict[int, _Held]
+    known: dict[int, dict[str, Any]]
+
+
 class PackedBlocks:
     """The blocks of both sides of a cost.
 
     Args:
-        points: rows and columns.
+        points: rows and columns, one object for a cloud with itself.
         labels: of each.
         packing: how they are packed; None where operators take points as they are.
     """
@@ -75,19 +91,31 @@ class PackedBlocks:
     ) -> None:
         self._points, self._labels, self._packing = points, labels, packing
         streaming = points[0].streaming
-        self._slabs = Slabs(streaming.tally, streaming.host_room)
-        # By block; its object stays while this lives.
-        self._held: dict[int, _Held] = {}
+        slabs = Slabs(streaming.tally, streaming.host_room)
+        rows = _Store(slabs, {}, {})
+        self._stores = rows, rows if points[0] is points[1] else _Store(slabs, {}, {})
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether passes take packed blocks, and find out what they lose of points once a block."""
+        return self._packing is not None
 
     def for_parts(self, packing: Packing | None) -> PackedBlocks:
-        """The same blocks for kernels that read other parts; what is held is shared."""
+        """The same blocks for kernels that read other parts; what is kept is shared."""
         found = PackedBlocks(self._points, self._labels, packing)
-        found._slabs, found._held = self._slabs, self._held
+        found._stores = self._stores
+        return found
+
+    def beside(self, points: HostPoints, labels: Tensor) -> PackedBlocks:
+        """The same rows beside other columns, of which nothing is held as they come once."""
+        one, tally = self._points[0], self._points[0].streaming.tally
+        found = PackedBlocks((one, points), (self._labels[0], labels), self._packing)
+        found._stores = self._stores[0], _Store(Slabs(tally, 0), {}, {})
         return found
 
     def stream(self, side: int, blocks: Sequence[Block], *, points: bool) -> Iterator[There]:
         """One block after the other, the next on its way; `points` asks for the points, too."""
-        packing, source = self._packing, self._points[side]
+        packing, source, store = self._packing, self._points[side], self._stores[side]
         if not blocks:
             return
         if packing is None:
@@ -98,42 +126,25 @@ class PackedBlocks:
         copied: set[int] = set()
 
         def arrive(block: Block) -> Arrived:
-            held = None if points else self._held.get(id(block))
+            held = None if points else store.held.get(id(block))
             if held is None:
                 return source.arrive(block)
             copied.add(id(block))
             return self._copied(source, held)
 
         for block, there in zip(blocks, source.stream(blocks, arrive), strict=True):
-            held = self._held.get(id(block))
+            held, known = store.held.get(id(block)), store.known.setdefault(id(block), {})
             if held is not None and id(block) in copied:
                 packed = replace(held.without, coordinates=there)
                 shape = len(held.without.layout.position), source.shape[1]
                 # Whoever reads it fails.
-                yield There(block, torch.empty(shape, dtype=source.dtype, device="meta"), packed)
+                nowhere = torch.empty(shape, dtype=source.dtype, device="meta")
+                yield There(block, nowhere, packed, known)
                 continue
             packed = packing.pack(side, self._labels[side][block.rows], there)
             if held is None:
-                self._hold(source, block, packed)
-            yield There(block, there, packed)
-
-    def _hold(self, source: HostPoints, block: Block, packed: PackedPoints) -> None:
-        """Copy a packed block to the host, if there is room and it does not change."""
-        if source.are_there:
-            return
-        flat = packed.coordinates.view(torch.uint8).flatten()
-        pieces = self._slabs.take(flat.numel(), pinned=source.is_cuda)
-        if pieces is None:
-            return
-        with source.copying(after=True):
-            for piece, part in zip(
-                pieces, torch.split(flat, [len(p) for p in pieces]), strict=True
-            ):
-                piece.copy_(part, non_blocking=True)
-            source.keep(packed.coordinates)
-        empty = packed.coordinates[:0]
-        without = replace(packed, coordinates=empty.clone())
-        self._held[id(block)] = _Held(without, packed.coordinates.shape, pieces)
+                _hold(store, source, block, packed)
+            yield There(block, there, packed, known)
 
     def _copied(self, source: HostPoints, held: _Held) -> Arrived:
         """The coordinates (2 n, d) of a held block on the device, of one part or of both."""
@@ -150,6 +161,23 @@ class PackedBlocks:
                 at += count
         source.streaming.tally.copied += wanted
         return Arrived(out, source.copied())
+
+
+def _hold(store: _Store, source: HostPoints, block: Block, packed: PackedPoints) -> None:
+    """Copy a packed block to the host, if there is room and it does not change."""
+    if source.are_there:
+        return
+    flat = packed.coordinates.view(torch.uint8).flatten()
+    pieces = store.slabs.take(flat.numel(), pinned=source.is_cuda)
+    if pieces is None:
+        return
+    with source.copying(after=True):
+        for piece, part in zip(pieces, torch.split(flat, [len(p) for p in pieces]), strict=True):
+            piece.copy_(part, non_blocking=True)
+        source.keep(packed.coordinates)
+    empty = packed.coordinates[:0]
+    without = replace(packed, coordinates=empty.clone())
+    store.held[id(block)] = _Held(without, packed.coordinates.shape, pieces)
 
 
 class Slabs:

@@ -166,8 +166,9 @@ def test_a_gpu_copies_packed_blocks_from_page_locked_memory(
     streamed._operator.softmin_rows(streamed.potentials[1], streamed.epsilon)
     pieces = [
         piece
-        for blocks in streamed._operator._there._held.values()  # type: ignore[attr-defined]
-        for piece in blocks.pieces
+        for store in streamed._operator._there._stores  # type: ignore[attr-defined]
+        for block in store.held.values()
+        for piece in block.pieces
     ]
     assert pieces
     assert all(piece.is_pinned() for piece in pieces)
