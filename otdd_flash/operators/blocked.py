@@ -88,7 +88,8 @@ class BlockedOperator:
         elif rows is not None:
             self._there = rows._there.beside(sides[1], cost.labels[1])
         else:
-            self._there = PackedBlocks(sides, cost.labels, packing)
+            single = len(self._rows) == 1
+            self._there = PackedBlocks(sides, cost.labels, packing, single=single)
 
     def _tile(self, sides: tuple[There, There]) -> Tile:
         x, y = sides

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -129,6 +130,7 @@ class Streaming:
         host_room: bytes of host memory that packed blocks of a cost may take.
         tally: of what was read.
         found: of whole clouds, for those who ask the same.
+        staying: whose points may still be on the device, while it lives.
     """
 
     device: torch.device
@@ -136,6 +138,11 @@ class Streaming:
     host_room: int = 0
     tally: Tally = field(default_factory=Tally)
     found: deque[_Found] = field(default_factory=lambda: deque(maxlen=MOST_RECALLED), init=False)
+    staying: WeakSet[Any] = field(default_factory=WeakSet, init=False)
+
+    def __reduce__(self) -> tuple[type[Streaming], tuple[Any, ...]]:
+        # What is on a device stays there.
+        return Streaming, (self.device, self.room, self.host_room, self.tally)
 
 
 class HostPoints:

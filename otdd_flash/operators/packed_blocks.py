@@ -3,13 +3,15 @@
 A block is packed on the GPU when it first comes, and its packed form is copied to page-locked host
 memory. Later passes copy that back, of half the bytes or fewer where kernels read float16 alone,
 and pack nothing. Order, norms and labels of packed rows stay on the GPU. Passes that need the
-points themselves, those of certificates and products, read them as they are.
+points themselves, those of certificates and products, read them as they are. Rows of one block
+stay on the GPU, points and packed form, until another cost is streamed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -60,18 +62,23 @@ class _Held(NamedTuple):
     pieces: list[Tensor]
 
 
-class _Store(NamedTuple):
+@dataclass(eq=False)
+class _Store:
     """What is kept of the blocks of a side, by the objects that these are: they outlive it.
 
     Attributes:
         slabs: host memory for packed forms.
+        single: whether it is one block of rows, which stays on the GPU.
         held: what is there.
         known: what passes have found of the points.
+        stays: that block.
     """
 
     slabs: Slabs
-    held: dict[int, _Held]
-    known: dict[int, dict[str, Any]]
+    single: bool
+    held: dict[int, _Held] = field(default_factory=dict)
+    known: dict[int, dict[str, Any]] = field(default_factory=dict)
+    stays: There | None = None
 
 
 class PackedBlocks:
@@ -81,6 +88,7 @@ class PackedBlocks:
         points: rows and columns, one object for a cloud with itself.
         labels: of each.
         packing: how they are packed; None where operators take points as they are.
+        single: whether the rows are one block.
     """
 
     def __init__(
@@ -88,12 +96,14 @@ class PackedBlocks:
         points: tuple[HostPoints, HostPoints],
         labels: tuple[Tensor, Tensor],
         packing: Packing | None,
+        *,
+        single: bool,
     ) -> None:
         self._points, self._labels, self._packing = points, labels, packing
         streaming = points[0].streaming
         slabs = Slabs(streaming.tally, streaming.host_room)
-        rows = _Store(slabs, {}, {})
-        self._stores = rows, rows if points[0] is points[1] else _Store(slabs, {}, {})
+        rows = _Store(slabs, single)
+        self._stores = rows, rows if points[0] is points[1] else _Store(slabs, single=False)
 
     @property
     def are_packed(self) -> bool:
@@ -102,15 +112,15 @@ class PackedBlocks:
 
     def for_parts(self, packing: Packing | None) -> PackedBlocks:
         """The same blocks for kernels that read other parts; what is kept is shared."""
-        found = PackedBlocks(self._points, self._labels, packing)
-        found._stores = self._stores
+        found = copy(self)
+        found._packing = packing
         return found
 
     def beside(self, points: HostPoints, labels: Tensor) -> PackedBlocks:
         """The same rows beside other columns, of which nothing is held as they come once."""
-        one, tally = self._points[0], self._points[0].streaming.tally
-        found = PackedBlocks((one, points), (self._labels[0], labels), self._packing)
-        found._stores = self._stores[0], _Store(Slabs(tally, 0), {}, {})
+        found, slabs = copy(self), Slabs(points.streaming.tally, 0)
+        found._points, found._labels = (self._points[0], points), (self._labels[0], labels)
+        found._stores = self._stores[0], _Store(slabs, single=False)
         return found
 
     def stream(self, side: int, blocks: Sequence[Block], *, points: bool) -> Iterator[There]:
@@ -121,6 +131,10 @@ class PackedBlocks:
         if packing is None:
             for block, there in zip(blocks, source.stream(blocks), strict=True):
                 yield There(block, there, None)
+            return
+        self._make_room()
+        if store.stays is not None:
+            yield store.stays
             return
 
         copied: set[int] = set()
@@ -142,9 +156,22 @@ class PackedBlocks:
                 yield There(block, nowhere, packed, known)
                 continue
             packed = packing.pack(side, self._labels[side][block.rows], there)
-            if held is None:
+            found = There(block, there, packed, known)
+            if store.single:
+                store.stays = found
+            elif held is None:
                 _hold(store, source, block, packed)
-            yield There(block, there, packed, known)
+            yield found
+
+    def _make_room(self) -> None:
+        """Let go of what another cost left on the device."""
+        rows = self._stores[0]
+        staying = self._points[0].streaming.staying
+        for other in staying:
+            if other is not rows:
+                other.stays = None
+        staying.clear()
+        staying.add(rows)
 
     def _copied(self, source: HostPoints, held: _Held) -> Arrived:
         """The coordinates (2 n, d) of a held block on the device, of one part or of both."""
