@@ -75,7 +75,7 @@ class BlockedOperator:
             _blocks(cost) if coarse is None else coarse._blocks
         )
         if rows is not None:
-            self._blocks = rows._rows, self._blocks[1]
+            self._blocks = rows._blocks[0], self._blocks[1]
         self._rows, self._columns = self._blocks
         # By side and block; these live as long as this.
         self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
@@ -83,6 +83,7 @@ class BlockedOperator:
         one, other = (There(first, points[first.rows], None) for points in sides)
         self._first = self._tile((one, other))
         packing = self._first.operator.packing
+        self._there: PackedBlocks
         if coarse is not None:
             self._there = coarse._there.for_parts(packing)
         elif rows is not None:

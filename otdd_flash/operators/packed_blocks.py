@@ -147,7 +147,8 @@ class PackedBlocks:
             return self._copied(source, held)
 
         for block, there in zip(blocks, source.stream(blocks, arrive), strict=True):
-            held, known = store.held.get(id(block)), store.known.setdefault(id(block), {})
+            held, came = store.held.get(id(block)), id(block) in store.known
+            known = store.known.setdefault(id(block), {})
             if held is not None and id(block) in copied:
                 packed = replace(held.without, coordinates=there)
                 shape = len(held.without.layout.position), source.shape[1]
@@ -159,7 +160,8 @@ class PackedBlocks:
             found = There(block, there, packed, known)
             if store.single:
                 store.stays = found
-            elif held is None:
+            # One that stays is held as well once it had to go.
+            if held is None and (came or not store.single):
                 _hold(store, source, block, packed)
             yield found
 
