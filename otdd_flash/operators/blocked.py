@@ -36,7 +36,7 @@ from otdd_flash.operators.block_tiles import (
     Tile,
 )
 from otdd_flash.operators.host_points import Block, by_class
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost, on_host
+from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost, Moments, on_host
 from otdd_flash.operators.packed_blocks import PackedBlocks, There
 from otdd_flash.operators.rounding import float16_rounding
 
@@ -320,8 +320,21 @@ class BlockedOperator:
             yield AppliedBlock(there, out)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
-        return self.cost.expected_costs(masses)
+        """sum_j C_ij q_j (n,) for masses q (m,), float64; columns are read, and rows that left."""
+        one, other = self._first.sides
+        parts = [
+            self.cost.part(one.block.rows, there.block.rows, (one.points, there.points)).moments(
+                masses[there.block.rows]
+            )
+            for there in self._there.stream(1, self._columns, points=True)
+        ]
+        moments = Moments(*(torch.stack(each).sum(0) for each in zip(*parts, strict=True)))
+        found = torch.empty_like(self.a)
+        for there in self._there.stream(0, self._rows, points=True):
+            rows = there.block.rows
+            part = self.cost.part(rows, other.block.rows, (there.points, other.points))
+            found[rows] = part.costs_of(moments)
+        return found
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""

@@ -36,6 +36,22 @@ CHUNK_ELEMENTS_CPU = 1 << 18
 CHUNK_ELEMENTS_GPU = 1 << 21
 
 
+class Moments(NamedTuple):
+    """Of masses q (m,) on columns, whose centred points are z, float64; those of parts add up.
+
+    Attributes:
+        total: sum_j q_j.
+        first: sum_j q_j z_j (d,).
+        squares: sum_j q_j ||z_j||^2.
+        classes: the masses of each class (V_y,).
+    """
+
+    total: Tensor
+    first: Tensor
+    squares: Tensor
+    classes: Tensor
+
+
 class LabelledCost:
     """The cost between two labelled clouds.
 
@@ -86,8 +102,8 @@ class LabelledCost:
         mean_x = weighted_mean(x, a)
         mean_y = mean_x if self.symmetric else weighted_mean(y, b)
         self.centre = (mean_x + mean_y) / 2
-        seen_x = _norms(x, a, self.centre)
-        seen_y = seen_x if self.symmetric else _norms(y, b, self.centre)
+        seen_x = _norms(x, a, self.centre, mean_x)
+        seen_y = seen_x if self.symmetric else _norms(y, b, self.centre, mean_y)
         self.squares = seen_x.squares, seen_y.squares
         class_a = _mass_per_class(a, labels_x, class_costs.shape[0])
         class_b = _mass_per_class(b, labels_y, class_costs.shape[1])
@@ -154,15 +170,23 @@ class LabelledCost:
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64: O((n + m) d), from q's moments."""
-        (x, y), (labels_x, labels_y) = self.points, self.labels
-        total = masses.sum()
-        moment, squares = _moments(y, masses, self.centre)
-        found = masses.new_empty(x.shape[0])
-        for part, rows in in_float64(x):
-            centred = rows.sub_(self.centre)
-            found[part] = total * self.squares[0][part] - 2 * (centred @ moment) + squares
-        classes = self.class_costs @ _mass_per_class(masses, labels_y, self.class_costs.shape[1])
-        return self.lambda_x * found + classes[labels_x]
+        return self.costs_of(self.moments(masses))
+
+    def moments(self, masses: Tensor) -> Moments:
+        """Of masses q (m,)."""
+        first = torch.zeros_like(self.centre)
+        for part, rows in in_float64(self.points[1]):
+            first += masses[part] @ rows.sub_(self.centre)
+        classes = _mass_per_class(masses, self.labels[1], self.class_costs.shape[1])
+        return Moments(masses.sum(), first, masses @ self.squares[1], classes)
+
+    def costs_of(self, moments: Moments) -> Tensor:
+        """sum_j C_ij q_j (n,), float64, for masses of these moments."""
+        total, first, squares, of_classes = moments
+        found = total * self.squares[0] + squares
+        for part, rows in in_float64(self.points[0]):
+            found[part] -= 2 * (rows.sub_(self.centre) @ first)
+        return self.lambda_x * found + (self.class_costs @ of_classes)[self.labels[0]]
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) of a cloud with itself, float64."""
@@ -273,24 +297,37 @@ class _Norms(NamedTuple):
     squares: Tensor
 
 
-def _norms(points: Points, masses: Tensor, centre: Tensor) -> _Norms:
-    """The largest coordinate, and the highest (on the support) and mean squared norm."""
-    if isinstance(points, HostPoints):
-        find = partial(_found_norms, points, masses, centre)
-        return points.recalled("norms", (masses, centre), find)
-    return _found_norms(points, masses, centre)
+def _norms(points: Points, masses: Tensor, centre: Tensor, mean: Tensor) -> _Norms:
+    """The largest coordinate, and the highest (on the support) and mean squared norm.
+
+    Of points that stream also those about their mean, for the cost of the cloud with itself.
+    """
+    if not isinstance(points, HostPoints):
+        return _found_norms(points, masses, (centre,))[0]
+
+    def find() -> _Norms:
+        found = _found_norms(points, masses, (centre, mean))
+        points.recalled("norms", (masses, mean), lambda: found[1])
+        return found[0]
+
+    return points.recalled("norms", (masses, centre), find)
 
 
-def _found_norms(points: Points, masses: Tensor, centre: Tensor) -> _Norms:
-    extremes: list[Tensor] = []
-    squares = []
+def _found_norms(points: Points, masses: Tensor, centres: tuple[Tensor, ...]) -> list[_Norms]:
+    extremes: list[list[Tensor]] = [[] for _ in centres]
+    squares: list[list[Tensor]] = [[] for _ in centres]
     for _, rows in in_float64(points):
-        centred = rows.sub_(centre)
-        extremes += torch.aminmax(centred)
-        squares.append(_squared_norms(centred))
-    norms = torch.cat(squares)
-    highest = torch.where(masses > 0, norms, 0.0).max()
-    return _Norms(torch.stack(extremes).abs().max(), highest, masses @ norms, norms)
+        for place, centre in enumerate(centres):
+            last = place == len(centres) - 1
+            centred = rows.sub_(centre) if last else rows - centre
+            extremes[place] += torch.aminmax(centred)
+            squares[place].append(_squared_norms(centred))
+    found = []
+    for ends, parts in zip(extremes, squares, strict=True):
+        norms = torch.cat(parts)
+        highest = torch.where(masses > 0, norms, 0.0).max()
+        found.append(_Norms(torch.stack(ends).abs().max(), highest, masses @ norms, norms))
+    return found
 
 
 def in_float64(points: Points) -> Iterator[tuple[slice, Tensor]]:
@@ -330,16 +367,6 @@ def _found_mean(points: Points, masses: Tensor) -> Tensor:
     for part, rows in in_float64(points):
         mean += masses[part] @ rows
     return mean
-
-
-def _moments(points: Points, masses: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_j q_j z_j (d,) and sum_j q_j ||z_j||^2 of the centred points z."""
-    first, second = torch.zeros_like(centre), masses.new_zeros(())
-    for part, rows in in_float64(points):
-        centred, weights = rows.sub_(centre), masses[part]
-        first += weights @ centred
-        second += weights @ _squared_norms(centred)
-    return first, second
 
 
 def _centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:

@@ -128,6 +128,7 @@ def test_rows_of_one_block_stay_and_points_are_read_as_often_as_they_must(tmp_pa
     assert moved(lambda: refined(found).softmin_rows(g, EPSILON)) == (2 * floats(1), 2 * packed)
     # Columns as they are, for their digits.
     assert moved(lambda: found.marginals(f, g, EPSILON)) == (floats(M), 0)
+    assert moved(lambda: found.expected_costs(found.b)) == (floats(M), 0)
     of_columns = found.execution.of_columns
     assert of_columns is not None
     sampled = torch.tensor([1, 5, 80])
@@ -205,6 +206,14 @@ def test_means_and_norms_are_found_once_and_a_lattice_is_refused_early(
     # The second block was on its way.
     assert tally.moved - before == floats(2 * 16)
     assert again.cost_range == found.cost.cost_range
+    # Norms about the mean of one cloud, too.
+    before, (x, _), (labels, _) = tally.moved, found.cost.points, found.cost.labels
+    mine = {"labels_x": labels, "labels_y": labels, "class_costs": again.class_costs}
+    own = LabelledCost(x, x, found.a, found.a, **mine, lambda_x=again.lambda_x)
+    assert own.symmetric
+    assert tally.moved == before
+    squares = (x[:] - x[:].double().mean(0)).square().sum(1)
+    torch.testing.assert_close(own.squares[0], squares)
     assert again.mean_cost == found.cost.mean_cost
 
 
