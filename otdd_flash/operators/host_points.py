@@ -34,8 +34,6 @@ PIECE_BYTES = 1 << 25
 # divergence.
 MOST_RECALLED = 8
 
-PAGE_LOCKED: dict[str, Any] = {"device": "cpu", "pin_memory": True}
-
 T = TypeVar("T")
 
 
@@ -257,7 +255,7 @@ class HostPoints:
         for start in range(first, last, size):
             part = slice(start, min(start + size, last))
             to = points[start - first : part.stop - first]
-            piece = to if self._stream is None else torch.empty_like(to, **PAGE_LOCKED)
+            piece = to if self._stream is None else _page_locked(to)
             began = time.perf_counter()
             self._read(part if isinstance(rows, slice) else rows[part], piece)
             self.streaming.tally.reading += time.perf_counter() - began
@@ -310,6 +308,10 @@ class HostPoints:
             out.copy_(features[rows])
         else:
             torch.index_select(features.detach(), 0, rows, out=out)
+
+
+def _page_locked(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def slices(count: int, size: int) -> list[Block]:

@@ -23,6 +23,7 @@ from otdd_flash.kernels.passes.plan_application import apply_plan_blocks
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import (
+    Layout,
     PackedPoints,
     arrange,
     pack,
@@ -310,10 +311,16 @@ def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoint
 
 
 def _pack(
-    cost: LabelledCost, lattice: Lattice | None, side: int, labels: Tensor, points: Tensor
+    cost: LabelledCost,
+    lattice: Lattice | None,
+    side: int,
+    labels: Tensor,
+    points: Tensor,
+    layout: Layout | None = None,
 ) -> PackedPoints:
     """Some points (k, d) of a side, with labels (k,)."""
-    layout = arrange(labels, cost.class_costs.shape[side])
+    if layout is None:
+        layout = arrange(labels, cost.class_costs.shape[side])
     if lattice:
         return pack(points, layout, lattice.centre, lattice.scale)
     return pack(points, layout, cost.centre, power_of_two_scale(cost.largest))

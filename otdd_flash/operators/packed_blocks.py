@@ -20,7 +20,7 @@ from torch import Tensor
 from otdd_flash.operators.host_points import Arrived, Block, HostPoints, Tally
 
 if TYPE_CHECKING:
-    from otdd_flash.kernels.points.packed_points import PackedPoints
+    from otdd_flash.kernels.points.packed_points import Layout, PackedPoints
 
 # Page-locked memory is taken in such pieces: what one term gives back then fits the next.
 SLAB_BYTES = 1 << 26
@@ -30,11 +30,12 @@ class Packing(NamedTuple):
     """How the blocks of a cost are packed.
 
     Attributes:
-        pack: gives the packed form of some points, as pack(side, labels (k,), points (k, d)).
+        pack: gives the packed form of some points, as pack(side, labels (k,), points (k, d)), in a
+            `layout` that is known, or None.
         parts: of the two of a coordinate, how many softmins read: 1 or 2.
     """
 
-    pack: Callable[[int, Tensor, Tensor], PackedPoints]
+    pack: Callable[[int, Tensor, Tensor, Layout | None], PackedPoints]
     parts: int
 
 
@@ -156,7 +157,8 @@ class PackedBlocks:
                 nowhere = torch.empty(shape, dtype=source.dtype, device="meta")
                 yield There(block, nowhere, packed, known)
                 continue
-            packed = packing.pack(side, self._labels[side][block.rows], there)
+            layout = None if held is None else held.without.layout
+            packed = packing.pack(side, self._labels[side][block.rows], there, layout)
             found = There(block, there, packed, known)
             if store.single:
                 store.stays = found
