@@ -43,7 +43,10 @@ class BlockOperator(Operator, Protocol):
         ...
 
     def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
-        """`softmin_part` of rows near f (n,) and of columns near g (m,)."""
+        """`softmin_part` of rows near f (n,) and of columns near g (m,).
+
+        Both are one where f is g, of a cloud with itself.
+        """
         ...
 
 
@@ -54,7 +57,7 @@ class Tile(NamedTuple):
         sides: both.
         operator: the cost between them, of masses that sum to 1 on each side that has any.
         masses: of the rows and of the columns, in the whole; 0 where all of a block's are.
-        diagonal: they are one block, and other pairs come once.
+        diagonal: they are one block, whose cost is of a cloud with itself.
     """
 
     sides: tuple[There, There]
@@ -71,6 +74,16 @@ class Tile(NamedTuple):
     def columns(self) -> Cut:
         """Likewise."""
         return self.sides[1].block.rows
+
+    def beside(self, there: There, side: int) -> tuple[There, There]:
+        """Another block on a side, and this tile's on the other."""
+        one, other = self.sides
+        return (one, there) if side else (there, other)
+
+    def some(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """What these rows and columns have of both potentials; one tensor on the diagonal."""
+        of_rows = f[self.rows]
+        return of_rows, of_rows if self.diagonal else g[self.columns]
 
     @property
     def mass(self) -> float:

@@ -36,14 +36,15 @@ from otdd_flash.operators.block_tiles import (
     Tile,
 )
 from otdd_flash.operators.host_points import Block, by_class
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost, on_host
+from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost, Moments, on_host
 from otdd_flash.operators.packed_blocks import PackedBlocks, There
 from otdd_flash.operators.rounding import float16_rounding
 
 # Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
 ROW_BYTES, COLUMN_BYTES = 8, 16
-# Of what points may take, the share of the columns; and points that a block has at the least.
-COLUMN_SHARE, LEAST_POINTS = 0.25, 256
+# Of what points may take, the least share of the columns, as the fewer blocks of rows there are the
+# fewer times columns come; and points that a block has at the least.
+COLUMN_SHARE, LEAST_POINTS = 0.125, 256
 
 # Roundings of a mass that is divided by its block's and multiplied again.
 ROUNDINGS = 8
@@ -56,10 +57,16 @@ class BlockedOperator:
         cost: its points are `HostPoints`.
         build: makes the operator of a pair of blocks.
         coarse: the operator that this one is to refine.
+        rows: of an operator of the same rows.
     """
 
     def __init__(
-        self, cost: LabelledCost, build: Build, *, coarse: BlockedOperator | None = None
+        self,
+        cost: LabelledCost,
+        build: Build,
+        *,
+        coarse: BlockedOperator | None = None,
+        rows: BlockedOperator | None = None,
     ) -> None:
         self.cost, self._build, self._high = cost, build, coarse is not None
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
@@ -67,6 +74,8 @@ class BlockedOperator:
         self._blocks: tuple[list[Block], list[Block]] = (
             _blocks(cost) if coarse is None else coarse._blocks
         )
+        if rows is not None:
+            self._blocks = rows._blocks[0], self._blocks[1]
         self._rows, self._columns = self._blocks
         # By side and block; these live as long as this.
         self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
@@ -74,18 +83,23 @@ class BlockedOperator:
         one, other = (There(first, points[first.rows], None) for points in sides)
         self._first = self._tile((one, other))
         packing = self._first.operator.packing
-        self._there: PackedBlocks = (
-            PackedBlocks(sides, cost.labels, packing)
-            if coarse is None
-            else coarse._there.for_parts(packing)
-        )
+        self._there: PackedBlocks
+        if coarse is not None:
+            self._there = coarse._there.for_parts(packing)
+        elif rows is not None:
+            self._there = rows._there.beside(sides[1], cost.labels[1])
+        else:
+            single = len(self._rows) == 1
+            self._there = PackedBlocks(sides, cost.labels, packing, single=single)
 
-    def _tile(self, sides: tuple[There, There], *, diagonal: bool = False) -> Tile:
+    def _tile(self, sides: tuple[There, There]) -> Tile:
         x, y = sides
-        part = self.cost.part(x.block.rows, y.block.rows, (x.points, y.points))
-        part.packed = x.packed, y.packed
+        diagonal = x is y
+        rows, points = x.block.rows, (x.points, y.points)
+        part = self.cost.part(rows, rows if diagonal else y.block.rows, points, diagonal=diagonal)
+        part.packed, part.known_of = (x.packed, y.packed), (x.known, y.known)
         part.a, row_mass = self._normalised(0, x.block, part.a)
-        part.b, column_mass = self._normalised(1, y.block, part.b)
+        part.b, column_mass = self._normalised(0 if diagonal else 1, y.block, part.b)
         operator = self._build(part)
         if self._high:
             operator = cast(BlockOperator, refined(operator))
@@ -109,10 +123,12 @@ class BlockedOperator:
         if by_columns:
             outer, inner, outers, inners = inner, outer, inners, outers
         for turn, own in enumerate(self._there.stream(outer, outers, points=points)):
-            after = inners[turn if upper else 0 :]
-            for place, other in enumerate(self._there.stream(inner, after, points=points)):
-                sides = (other, own) if by_columns else (own, other)
-                yield self._tile(sides, diagonal=upper and place == 0)
+            after = inners
+            if upper:
+                yield self._tile((own, own))
+                after = inners[turn + 1 :]
+            for other in self._there.stream(inner, after, points=points):
+                yield self._tile((other, own) if by_columns else (own, other))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,11 +148,21 @@ class BlockedOperator:
         of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
         if self.cost.symmetric:
             of_columns = of_rows
-        for tile in self._tiles(upper=self.cost.symmetric, points=True):
+        self._measure()
+        points = not self._there.are_packed
+        for tile in self._tiles(upper=self.cost.symmetric, points=points):
             rows, columns = tile.operator.accurate_errors
             _raise(of_rows, tile.rows, rows)
             _raise(of_columns, tile.columns, columns)
         return of_rows, of_columns
+
+    def _measure(self) -> None:
+        """Find out what packed blocks lose of their points, which are read once for it."""
+        if not self._there.are_packed:
+            return
+        for side, blocks in enumerate(self._blocks[: 1 if self.cost.symmetric else 2]):
+            for there in self._there.stream(side, blocks, points=True):
+                _ = self._tile(self._first.beside(there, side)).operator.accurate_errors
 
     @property
     def execution(self) -> Execution:
@@ -153,7 +179,13 @@ class BlockedOperator:
             None if first.refined is None else self._refine,
             in_blocks=self.applied_blocks,
             rounded_by=partial(float16_rounding, self.cost),
+            of_columns=self._of_columns,
         )
+
+    def _of_columns(self, columns: Tensor) -> BlockedOperator:
+        """The cost between all rows and some columns (l,), int64, rows packed as they are."""
+        part = self.cost.part(slice(None), columns)
+        return BlockedOperator(part, self._build, rows=self)
 
     def _refine(self) -> BlockedOperator:
         return BlockedOperator(self.cost, self._build, coarse=self)
@@ -192,14 +224,11 @@ class BlockedOperator:
         """The softmin of one potential, each pair of blocks computed once."""
         joined = Joined(self.a, epsilon)
         for tile in self._tiles(upper=True):
-            one, other = f[tile.rows], f[tile.columns]
-            if tile.diagonal:
-                found = tile.operator.softmin_part(other, epsilon, one, columns=False)
-                joined.add(tile.rows, found, tile.masses[1])
-                continue
+            one, other = tile.some(f, f)
             of_rows, of_columns = tile.operator.softmin_pair(one, other, epsilon)
             joined.add(tile.rows, of_rows, tile.masses[1])
-            joined.add(tile.columns, of_columns, tile.masses[0])
+            if not tile.diagonal:
+                joined.add(tile.columns, of_columns, tile.masses[0])
         if not joined.is_near(f):
             return self._softmin(f, epsilon, None, columns=False)
         return joined.potential.to(self.dtype)
@@ -215,7 +244,7 @@ class BlockedOperator:
         cost_rounding = relative_error = lost = 0.0
         for tile in self._tiles(upper=once, points=True):
             here, there, mass = tile.rows, tile.columns, tile.mass
-            found = tile.operator.marginals(f[here], g[there], epsilon, accurate=accurate)
+            found = tile.operator.marginals(*tile.some(f, g), epsilon, accurate=accurate)
             _raise(row_errors, here, found.row_errors)
             _raise(column_errors, there, found.column_errors)
             rows[here] += mass * found.rows
@@ -291,8 +320,21 @@ class BlockedOperator:
             yield AppliedBlock(there, out)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
-        return self.cost.expected_costs(masses)
+        """sum_j C_ij q_j (n,) for masses q (m,), float64; columns are read, and rows that left."""
+        one, other = self._first.sides
+        parts = [
+            self.cost.part(one.block.rows, there.block.rows, (one.points, there.points)).moments(
+                masses[there.block.rows]
+            )
+            for there in self._there.stream(1, self._columns, points=True)
+        ]
+        moments = Moments(*(torch.stack(each).sum(0) for each in zip(*parts, strict=True)))
+        found = torch.empty_like(self.a)
+        for there in self._there.stream(0, self._rows, points=True):
+            rows = there.block.rows
+            part = self.cost.part(rows, other.block.rows, (there.points, other.points))
+            found[rows] = part.costs_of(moments)
+        return found
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
@@ -300,19 +342,28 @@ class BlockedOperator:
 
 
 def _blocks(cost: LabelledCost) -> tuple[list[Block], list[Block]]:
-    """Blocks of rows and of columns; the same of a cloud with itself."""
+    """Blocks of rows and of columns, of about one size each; the same of a cloud with itself.
+
+    One block of a cloud with itself needs no other beside it.
+    """
     (x, _), (n, m) = on_host(cost), cost.shape
     room = x.streaming.room // x.shape[1]
     if cost.symmetric:
-        size = max(LEAST_POINTS, room // (ROW_BYTES + COLUMN_BYTES))
-        blocks = by_class(cost.labels[0], cost.class_costs.shape[0], min(n, size))
+        whole = n * ROW_BYTES <= room
+        size = n if whole else max(LEAST_POINTS, room // (ROW_BYTES + COLUMN_BYTES))
+        blocks = by_class(cost.labels[0], cost.class_costs.shape[0], _even(n, size))
         return blocks, blocks
-    rows = max(LEAST_POINTS, int(room * (1 - COLUMN_SHARE)) // ROW_BYTES)
-    columns = max(LEAST_POINTS, int(room * COLUMN_SHARE) // COLUMN_BYTES)
+    rows = _even(n, max(LEAST_POINTS, int(room * (1 - COLUMN_SHARE)) // ROW_BYTES))
+    columns = _even(m, max(LEAST_POINTS, (room - rows * ROW_BYTES) // COLUMN_BYTES))
     return (
-        by_class(cost.labels[0], cost.class_costs.shape[0], min(n, rows)),
-        by_class(cost.labels[1], cost.class_costs.shape[1], min(m, columns)),
+        by_class(cost.labels[0], cost.class_costs.shape[0], rows),
+        by_class(cost.labels[1], cost.class_costs.shape[1], columns),
     )
+
+
+def _even(count: int, most: int) -> int:
+    """The size of as few blocks of so many points as there can be, which differ by few."""
+    return -(-count // -(-count // most))
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:

@@ -8,9 +8,9 @@ four by 2^-26; integers within 256 values of each other take one digit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,15 +26,16 @@ from otdd_flash.kernels.passes.plan_marginals import DigitSide, plan_marginals
 from otdd_flash.kernels.points.digits import carry_error, longest, pack_digits, padded_dim
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.labelled_cost import LabelledCost, squared_distances
 from otdd_flash.operators.lattice import Lattice
 from otdd_flash.operators.product_errors import (
     TINY,
     Pair,
     magnitudes_about,
     product_errors,
-    squares_about,
 )
+
+T = TypeVar("T")
 
 LOG2_E = math.log2(math.e)
 
@@ -80,10 +81,7 @@ class FixedPoint:
 
     @cached_property
     def _whole(self) -> Tensor | None:
-        """A centre on the lattice from which one digit holds all coordinates, if there is one.
-
-        Points are read when sums are asked for: softmins of packed blocks have none.
-        """
+        """A centre on the lattice from which one digit holds all coordinates, if there is one."""
         return None if self._lattice is None else _whole_centre(self.cost, self._lattice)
 
     @cached_property
@@ -102,7 +100,10 @@ class FixedPoint:
     @cached_property
     def squares(self) -> Pair:
         """||x_i||^2 (n,) and ||y_j||^2 (m,) about the centre, float64."""
-        return self.cost.squares if self._whole is None else squares_about(self.cost, self._centre)
+        if self._whole is None:
+            return self.cost.squares
+        of_x = self._known(0, "squares", self._squares)
+        return of_x, of_x if self.cost.symmetric else self._known(1, "squares", self._squares)
 
     @cached_property
     def cost_error(self) -> float:
@@ -222,7 +223,10 @@ class FixedPoint:
         """A (n,) and B (m,): what points in fixed point, and float64, lose of costs."""
         if digits not in self._errors:
             cost = self.cost
-            parts = [self._missing(side, digits) for side in ((0,) if cost.symmetric else (0, 1))]
+            parts = [
+                self._known(side, f"{digits} digits", partial(self._missing, digits))
+                for side in ((0,) if cost.symmetric else (0, 1))
+            ]
             lost, omitted = zip(parts[0], parts[-1], strict=True)
             carries = carry_error(digits, cost.points[0].shape[1]) / self._scale**2
             of_x, of_y = (
@@ -234,7 +238,20 @@ class FixedPoint:
             self._errors[digits] = of_x, of_y
         return self._errors[digits]
 
-    def _missing(self, side: int, digits: int) -> Pair:
+    def _known(self, side: int, name: str, find: Callable[[int], T]) -> T:
+        """What is found of the points of a side; once, of a block that comes in every pass."""
+        known = self.cost.known_of[side]
+        if known is None:
+            return find(side)
+        if name not in known:
+            known[name] = find(side)
+        found: T = known[name]
+        return found
+
+    def _squares(self, side: int) -> Tensor:
+        return squared_distances(self.cost.points[side], self._centre)
+
+    def _missing(self, digits: int, side: int) -> Pair:
         """Of one side, in the order of the points, float64: what digits lack of a point and pairs.
 
         ||x_i - x'_i||^2 (n,), and shares (n,) of the products that scores leave out.
@@ -253,9 +270,6 @@ class FixedPoint:
 
 def _whole_centre(cost: LabelledCost, lattice: Lattice) -> Tensor | None:
     """A centre (d,) on the lattice from which all points are within int8, if there is one."""
-    sides = cost.held[: 1 if cost.symmetric else 2]
-    ends = torch.stack([end.double() for side in sides for end in torch.aminmax(side)]).tolist()
-    lowest, highest = (round(end * lattice.scale) for end in (min(ends), max(ends)))
-    if highest - lowest > 255 or 128**2 * cost.points[0].shape[1] >= 2**31:
+    if lattice.highest - lattice.lowest > 255 or 128**2 * cost.points[0].shape[1] >= 2**31:
         return None
-    return torch.full_like(cost.centre, (lowest + 128) / lattice.scale)
+    return torch.full_like(cost.centre, (lattice.lowest + 128) / lattice.scale)

@@ -23,6 +23,7 @@ from otdd_flash.kernels.passes.plan_application import apply_plan_blocks
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import (
+    Layout,
     PackedPoints,
     arrange,
     pack,
@@ -185,6 +186,10 @@ class KernelOperator:
     def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
         """`softmin_part` of rows and of columns near f (n,) and g (m,), float64, in one pass."""
         level = on_device(epsilon, f.device)
+        if self._masses is not None and f is g:
+            one = KernelSelf(self._rows, self._scores, self._masses, self._fixed_point)
+            found = one.softmin(f, level)
+            return found, found
         x, y = self._packed
         masses = (x.layout.spread(self.a, 0.0).float(), y.layout.spread(self.b, 0.0).float())
         near = single(f), single(g)
@@ -307,10 +312,16 @@ def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoint
 
 
 def _pack(
-    cost: LabelledCost, lattice: Lattice | None, side: int, labels: Tensor, points: Tensor
+    cost: LabelledCost,
+    lattice: Lattice | None,
+    side: int,
+    labels: Tensor,
+    points: Tensor,
+    layout: Layout | None = None,
 ) -> PackedPoints:
     """Some points (k, d) of a side, with labels (k,)."""
-    layout = arrange(labels, cost.class_costs.shape[side])
+    if layout is None:
+        layout = arrange(labels, cost.class_costs.shape[side])
     if lattice:
         return pack(points, layout, lattice.centre, lattice.scale)
     return pack(points, layout, cost.centre, power_of_two_scale(cost.largest))

@@ -7,7 +7,7 @@ sums of all ranks simply add up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +41,15 @@ class KernelSelf(NamedTuple):
     masses: Tensor
     fixed_point: FixedPoint
 
+    def softmin(
+        self, f: Tensor, epsilon: Tensor, blocks: Sequence[tuple[int, int]] | None = None
+    ) -> Tensor:
+        """The softmin (n,) near f, float64, over the pairs of some stripes of blocks, or of all."""
+        layout, potential = self.side.points.layout, single(f)
+        stripes = [(0, layout.size // BLOCK_ROWS)] if blocks is None else blocks
+        given = self.side, self.scores, self.masses, potential, epsilon
+        return potential.double() - epsilon * triangle_sums(*given, stripes).log_()[layout.position]
+
 
 class KernelSelfShare:
     """Stripes of a cost of labelled points on a GPU.
@@ -67,10 +76,7 @@ class KernelSelfShare:
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """See `SelfShare`."""
-        (side, scores, masses, _), potential = self._cost, single(f)
-        level = on_device(epsilon, f.device)
-        totals = triangle_sums(side, scores, masses, potential, level, self._blocks)
-        return potential.double() - level * totals.log_()[side.points.layout.position]
+        return self._cost.softmin(f, on_device(epsilon, f.device), self._blocks)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
         """See `SelfShare`."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import CostRange
-from otdd_flash.operators.host_points import HostPoints, slices
+from otdd_flash.operators.host_points import PIECE_BYTES, HostPoints, slices
 
 # Points (n, d) on the device, or what streams them there; and some of them.
 Points = Tensor | HostPoints
@@ -34,6 +34,22 @@ LOG_NOTHING = -1e200
 # the points on a GPU, which wants few, large launches.
 CHUNK_ELEMENTS_CPU = 1 << 18
 CHUNK_ELEMENTS_GPU = 1 << 21
+
+
+class Moments(NamedTuple):
+    """Of masses q (m,) on columns, whose centred points are z, float64; those of parts add up.
+
+    Attributes:
+        total: sum_j q_j.
+        first: sum_j q_j z_j (d,).
+        squares: sum_j q_j ||z_j||^2.
+        classes: the masses of each class (V_y,).
+    """
+
+    total: Tensor
+    first: Tensor
+    squares: Tensor
+    classes: Tensor
 
 
 class LabelledCost:
@@ -59,6 +75,7 @@ class LabelledCost:
         squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64.
         known: what others have found out of it, and need not again.
         packed: both clouds as kernels pack them, where that is done already.
+        known_of: what is found of the points of either cloud, where others take the same later.
     """
 
     def __init__(
@@ -81,11 +98,12 @@ class LabelledCost:
         self._whole: LabelledCost | None = None
         self.known: dict[str, Any] = {}
         self.packed: tuple[Any, Any] = (None, None)
+        self.known_of: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
         mean_x = weighted_mean(x, a)
         mean_y = mean_x if self.symmetric else weighted_mean(y, b)
         self.centre = (mean_x + mean_y) / 2
-        seen_x = _norms(x, a, self.centre)
-        seen_y = seen_x if self.symmetric else _norms(y, b, self.centre)
+        seen_x = _norms(x, a, self.centre, mean_x)
+        seen_y = seen_x if self.symmetric else _norms(y, b, self.centre, mean_y)
         self.squares = seen_x.squares, seen_y.squares
         class_a = _mass_per_class(a, labels_x, class_costs.shape[0])
         class_b = _mass_per_class(b, labels_y, class_costs.shape[1])
@@ -152,15 +170,23 @@ class LabelledCost:
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64: O((n + m) d), from q's moments."""
-        (x, y), (labels_x, labels_y) = self.points, self.labels
-        total = masses.sum()
-        moment, squares = _moments(y, masses, self.centre)
-        found = masses.new_empty(x.shape[0])
-        for part, rows in in_float64(x):
-            centred = rows.sub_(self.centre)
-            found[part] = total * self.squares[0][part] - 2 * (centred @ moment) + squares
-        classes = self.class_costs @ _mass_per_class(masses, labels_y, self.class_costs.shape[1])
-        return self.lambda_x * found + classes[labels_x]
+        return self.costs_of(self.moments(masses))
+
+    def moments(self, masses: Tensor) -> Moments:
+        """Of masses q (m,)."""
+        first = torch.zeros_like(self.centre)
+        for part, rows in in_float64(self.points[1]):
+            first += masses[part] @ rows.sub_(self.centre)
+        classes = _mass_per_class(masses, self.labels[1], self.class_costs.shape[1])
+        return Moments(masses.sum(), first, masses @ self.squares[1], classes)
+
+    def costs_of(self, moments: Moments) -> Tensor:
+        """sum_j C_ij q_j (n,), float64, for masses of these moments."""
+        total, first, squares, of_classes = moments
+        found = total * self.squares[0] + squares
+        for part, rows in in_float64(self.points[0]):
+            found[part] -= 2 * (rows.sub_(self.centre) @ first)
+        return self.lambda_x * found + (self.class_costs @ of_classes)[self.labels[0]]
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) of a cloud with itself, float64."""
@@ -203,15 +229,20 @@ class LabelledCost:
         )
 
     def part(
-        self, rows: Cut, columns: Cut, points: tuple[Tensor, Tensor] | None = None
+        self,
+        rows: Cut,
+        columns: Cut,
+        points: tuple[Tensor, Tensor] | None = None,
+        *,
+        diagonal: bool = False,
     ) -> LabelledCost:
         """Some rows and columns, with their masses, and all else of the whole cost.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.
-        Their `points` may be given where they are there.
+        Their `points` may be given where they are there; on the `diagonal` both sides are one.
         """
         found, cuts = copy(self), (rows, columns)
-        found._whole = self.whole
+        found._whole, found.known_of = self.whole, (None, None)
         x, y = self.points
         found.points = points or (_some(x, rows), _some(y, columns))
         pairs = (self.labels, self.squares, self.magnitudes)
@@ -219,7 +250,7 @@ class LabelledCost:
             (pair[0][rows], pair[1][columns]) for pair in pairs
         )
         found.a, found.b = (side[cut] for side, cut in zip((self.a, self.b), cuts, strict=True))
-        found.symmetric = False
+        found.symmetric = diagonal and self.symmetric
         return found
 
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -266,17 +297,37 @@ class _Norms(NamedTuple):
     squares: Tensor
 
 
-def _norms(points: Points, masses: Tensor, centre: Tensor) -> _Norms:
-    """The largest coordinate, and the highest (on the support) and mean squared norm."""
-    extremes: list[Tensor] = []
-    squares = []
+def _norms(points: Points, masses: Tensor, centre: Tensor, mean: Tensor) -> _Norms:
+    """The largest coordinate, and the highest (on the support) and mean squared norm.
+
+    Of points that stream also those about their mean, for the cost of the cloud with itself.
+    """
+    if not isinstance(points, HostPoints):
+        return _found_norms(points, masses, (centre,))[0]
+
+    def find() -> _Norms:
+        found = _found_norms(points, masses, (centre, mean))
+        points.recalled("norms", (masses, mean), lambda: found[1])
+        return found[0]
+
+    return points.recalled("norms", (masses, centre), find)
+
+
+def _found_norms(points: Points, masses: Tensor, centres: tuple[Tensor, ...]) -> list[_Norms]:
+    extremes: list[list[Tensor]] = [[] for _ in centres]
+    squares: list[list[Tensor]] = [[] for _ in centres]
     for _, rows in in_float64(points):
-        centred = rows.sub_(centre)
-        extremes += torch.aminmax(centred)
-        squares.append(_squared_norms(centred))
-    norms = torch.cat(squares)
-    highest = torch.where(masses > 0, norms, 0.0).max()
-    return _Norms(torch.stack(extremes).abs().max(), highest, masses @ norms, norms)
+        for place, centre in enumerate(centres):
+            last = place == len(centres) - 1
+            centred = rows.sub_(centre) if last else rows - centre
+            extremes[place] += torch.aminmax(centred)
+            squares[place].append(_squared_norms(centred))
+    found = []
+    for ends, parts in zip(extremes, squares, strict=True):
+        norms = torch.cat(parts)
+        highest = torch.where(masses > 0, norms, 0.0).max()
+        found.append(_Norms(torch.stack(ends).abs().max(), highest, masses @ norms, norms))
+    return found
 
 
 def in_float64(points: Points) -> Iterator[tuple[slice, Tensor]]:
@@ -285,15 +336,18 @@ def in_float64(points: Points) -> Iterator[tuple[slice, Tensor]]:
     elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
     size = min(count, max(1, elements // dim))
     buffer = torch.empty((size, dim), dtype=torch.float64, device=points.device)
-    blocks = slices(count, size)
-    found: Iterable[Tensor]
+    held: Iterable[Tensor]
     if isinstance(points, HostPoints):
-        found = points.stream(blocks)
+        # On a GPU few blocks: each has to be waited for.
+        blocks = max(1, PIECE_BYTES // (4 * elements)) if points.is_cuda else 1
+        held = points.stream(slices(count, blocks * size))
     else:
-        found = (points[block.rows] for block in blocks)
-    for block, rows in zip(blocks, found, strict=True):
-        assert isinstance(block.rows, slice)
-        yield block.rows, buffer[: len(rows)].copy_(rows)
+        held = [points]
+    first = 0
+    for there in held:
+        for rows in torch.split(there, size):
+            yield slice(first, first + len(rows)), buffer[: len(rows)].copy_(rows)
+            first += len(rows)
 
 
 def _squared_norms(rows: Tensor) -> Tensor:
@@ -303,20 +357,16 @@ def _squared_norms(rows: Tensor) -> Tensor:
 
 def weighted_mean(points: Points, masses: Tensor) -> Tensor:
     """sum_i a_i x_i (d,), float64, for masses (n,) on the device."""
+    if isinstance(points, HostPoints):
+        return points.recalled("mean", (masses,), partial(_found_mean, points, masses))
+    return _found_mean(points, masses)
+
+
+def _found_mean(points: Points, masses: Tensor) -> Tensor:
     mean = masses.new_zeros(points.shape[1])
     for part, rows in in_float64(points):
         mean += masses[part] @ rows
     return mean
-
-
-def _moments(points: Points, masses: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_j q_j z_j (d,) and sum_j q_j ||z_j||^2 of the centred points z."""
-    first, second = torch.zeros_like(centre), masses.new_zeros(())
-    for part, rows in in_float64(points):
-        centred, weights = rows.sub_(centre), masses[part]
-        first += weights @ centred
-        second += weights @ _squared_norms(centred)
-    return first, second
 
 
 def _centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,13 +7,14 @@ such points lose nothing to it, and one product of their coordinates is as exact
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.host_points import STREAMED_ROWS, slices
-from otdd_flash.operators.labelled_cost import LabelledCost, Points
+from otdd_flash.operators.labelled_cost import LabelledCost
 
 # Steps per unit: of counts and raw grey values, and of grey values divided by 255.
 SCALES = (1.0, 255.0)
@@ -31,10 +32,14 @@ class Lattice(NamedTuple):
     Attributes:
         scale: steps between neighbouring values of a coordinate in one unit of the points.
         centre: (d,) float64, a point of it near the points' centre.
+        lowest: of all coordinates, in steps.
+        highest: likewise.
     """
 
     scale: float
     centre: Tensor
+    lowest: int
+    highest: int
 
 
 def lattice_of(cost: LabelledCost) -> Lattice | None:
@@ -51,23 +56,41 @@ def _found(cost: LabelledCost) -> Lattice | None:
     scales = [scale for scale in SCALES if cost.largest * scale + 1 <= LARGEST_INTEGER]
     if not scales:
         return None
-    sides = list(zip(cost.points, (cost.a, cost.b), strict=True))[: 1 if cost.symmetric else 2]
-    squares = [[masses @ _distances(points, scale) for points, masses in sides] for scale in scales]
-    # One tensor, so that the host waits once.
-    roots = torch.stack([torch.stack(row) for row in squares]).sqrt().mean(1).tolist()
-    for scale, root in zip(scales, roots, strict=True):
-        if not math.isnan(root):
-            centre = (cost.centre * scale).round() / scale
-            return Lattice(scale, centre)
-    return None
-
-
-def _distances(points: Points, scale: float) -> Tensor:
-    """What `lattice_distance` says of every point (n,)."""
     # Triton is not everywhere.
     from otdd_flash.kernels.points.lattice_distance import lattice_distance
 
-    if isinstance(points, Tensor):
-        return lattice_distance(points, scale, ROUNDING)
-    blocks = slices(points.shape[0], STREAMED_ROWS)
-    return torch.cat([lattice_distance(rows, scale, ROUNDING) for rows in points.stream(blocks)])
+    lowest, highest = math.inf, -math.inf
+    for pieces in _pieces(cost):
+        found = [
+            torch.stack([lattice_distance(rows, scale, ROUNDING).sum() for scale in scales])
+            for rows in pieces
+        ]
+        ends = [torch.stack(torch.aminmax(rows)).double() for rows in pieces]
+        # One tensor, so that the host waits once.
+        numbers = torch.stack([torch.cat(pair) for pair in zip(found, ends, strict=True)]).tolist()
+        # Distances of points that are beside the lattice are NaN.
+        scales = [
+            scale
+            for place, scale in enumerate(scales)
+            if not any(math.isnan(row[place]) for row in numbers)
+        ]
+        if not scales:
+            return None
+        lowest = min(lowest, *(row[-2] for row in numbers))
+        highest = max(highest, *(row[-1] for row in numbers))
+    scale = scales[0]
+    centre = (cost.centre * scale).round() / scale
+    return Lattice(scale, centre, round(lowest * scale), round(highest * scale))
+
+
+def _pieces(cost: LabelledCost) -> Iterator[list[Tensor]]:
+    """All points that the device holds at once, or the next of those that stream."""
+    sides = list(cost.points[: 1 if cost.symmetric else 2])
+    held = [points for points in sides if isinstance(points, Tensor)]
+    if held:
+        yield held
+    for points in sides:
+        if not isinstance(points, Tensor):
+            # As a rule the first block says that there is no lattice.
+            for rows in points.stream(slices(points.shape[0], STREAMED_ROWS)):
+                yield [rows]

@@ -3,14 +3,16 @@
 A block is packed on the GPU when it first comes, and its packed form is copied to page-locked host
 memory. Later passes copy that back, of half the bytes or fewer where kernels read float16 alone,
 and pack nothing. Order, norms and labels of packed rows stay on the GPU. Passes that need the
-points themselves, those of certificates and products, read them as they are.
+points themselves, those of certificates and products, read them as they are. Rows of one block
+stay on the GPU, points and packed form, until another cost is streamed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch import Tensor
 from otdd_flash.operators.host_points import Arrived, Block, HostPoints, Tally
 
 if TYPE_CHECKING:
-    from otdd_flash.kernels.points.packed_points import PackedPoints
+    from otdd_flash.kernels.points.packed_points import Layout, PackedPoints
 
 # Page-locked memory is taken in such pieces: what one term gives back then fits the next.
 SLAB_BYTES = 1 << 26
@@ -28,11 +30,12 @@ class Packing(NamedTuple):
     """How the blocks of a cost are packed.
 
     Attributes:
-        pack: gives the packed form of some points, as pack(side, labels (k,), points (k, d)).
+        pack: gives the packed form of some points, as pack(side, labels (k,), points (k, d)), in a
+            `layout` that is known, or None.
         parts: of the two of a coordinate, how many softmins read: 1 or 2.
     """
 
-    pack: Callable[[int, Tensor, Tensor], PackedPoints]
+    pack: Callable[[int, Tensor, Tensor, Layout | None], PackedPoints]
     parts: int
 
 
@@ -43,11 +46,13 @@ class There(NamedTuple):
         block: which points.
         points: (k, d); a tensor without memory where only their packed form is there.
         packed: that, where kernels pack points.
+        known: what passes have found of the points, for later ones.
     """
 
     block: Block
     points: Tensor
     packed: PackedPoints | None
+    known: dict[str, Any] | None = None
 
 
 class _Held(NamedTuple):
@@ -58,13 +63,33 @@ class _Held(NamedTuple):
     pieces: list[Tensor]
 
 
+@dataclass(eq=False)
+class _Store:
+    """What is kept of the blocks of a side, by the objects that these are: they outlive it.
+
+    Attributes:
+        slabs: host memory for packed forms.
+        single: whether it is one block of rows, which stays on the GPU.
+        held: what is there.
+        known: what passes have found of the points.
+        stays: that block.
+    """
+
+    slabs: Slabs
+    single: bool
+    held: dict[int, _Held] = field(default_factory=dict)
+    known: dict[int, dict[str, Any]] = field(default_factory=dict)
+    stays: There | None = None
+
+
 class PackedBlocks:
     """The blocks of both sides of a cost.
 
     Args:
-        points: rows and columns.
+        points: rows and columns, one object for a cloud with itself.
         labels: of each.
         packing: how they are packed; None where operators take points as they are.
+        single: whether the rows are one block.
     """
 
     def __init__(
@@ -72,66 +97,85 @@ class PackedBlocks:
         points: tuple[HostPoints, HostPoints],
         labels: tuple[Tensor, Tensor],
         packing: Packing | None,
+        *,
+        single: bool,
     ) -> None:
         self._points, self._labels, self._packing = points, labels, packing
         streaming = points[0].streaming
-        self._slabs = Slabs(streaming.tally, streaming.host_room)
-        # By block; its object stays while this lives.
-        self._held: dict[int, _Held] = {}
+        slabs = Slabs(streaming.tally, streaming.host_room)
+        rows = _Store(slabs, single)
+        self._stores = rows, rows if points[0] is points[1] else _Store(slabs, single=False)
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether passes take packed blocks, and find out what they lose of points once a block."""
+        return self._packing is not None
 
     def for_parts(self, packing: Packing | None) -> PackedBlocks:
-        """The same blocks for kernels that read other parts; what is held is shared."""
-        found = PackedBlocks(self._points, self._labels, packing)
-        found._slabs, found._held = self._slabs, self._held
+        """The same blocks for kernels that read other parts; what is kept is shared."""
+        found = copy(self)
+        found._packing = packing
+        return found
+
+    def beside(self, points: HostPoints, labels: Tensor) -> PackedBlocks:
+        """The same rows beside other columns, of which nothing is held as they come once."""
+        found, slabs = copy(self), Slabs(points.streaming.tally, 0)
+        found._points, found._labels = (self._points[0], points), (self._labels[0], labels)
+        found._stores = self._stores[0], _Store(slabs, single=False)
         return found
 
     def stream(self, side: int, blocks: Sequence[Block], *, points: bool) -> Iterator[There]:
         """One block after the other, the next on its way; `points` asks for the points, too."""
-        packing, source = self._packing, self._points[side]
+        packing, source, store = self._packing, self._points[side], self._stores[side]
+        if not blocks:
+            return
         if packing is None:
             for block, there in zip(blocks, source.stream(blocks), strict=True):
                 yield There(block, there, None)
+            return
+        self._make_room()
+        if store.stays is not None:
+            yield store.stays
             return
 
         copied: set[int] = set()
 
         def arrive(block: Block) -> Arrived:
-            held = None if points else self._held.get(id(block))
+            held = None if points else store.held.get(id(block))
             if held is None:
                 return source.arrive(block)
             copied.add(id(block))
             return self._copied(source, held)
 
         for block, there in zip(blocks, source.stream(blocks, arrive), strict=True):
-            held = self._held.get(id(block))
+            held, came = store.held.get(id(block)), id(block) in store.known
+            known = store.known.setdefault(id(block), {})
             if held is not None and id(block) in copied:
                 packed = replace(held.without, coordinates=there)
                 shape = len(held.without.layout.position), source.shape[1]
                 # Whoever reads it fails.
-                yield There(block, torch.empty(shape, dtype=source.dtype, device="meta"), packed)
+                nowhere = torch.empty(shape, dtype=source.dtype, device="meta")
+                yield There(block, nowhere, packed, known)
                 continue
-            packed = packing.pack(side, self._labels[side][block.rows], there)
-            if held is None:
-                self._hold(source, block, packed)
-            yield There(block, there, packed)
+            layout = None if held is None else held.without.layout
+            packed = packing.pack(side, self._labels[side][block.rows], there, layout)
+            found = There(block, there, packed, known)
+            if store.single:
+                store.stays = found
+            # One that stays is held as well once it had to go.
+            if held is None and (came or not store.single):
+                _hold(store, source, block, packed)
+            yield found
 
-    def _hold(self, source: HostPoints, block: Block, packed: PackedPoints) -> None:
-        """Copy a packed block to the host, if there is room and it does not change."""
-        if source.are_there:
-            return
-        flat = packed.coordinates.view(torch.uint8).flatten()
-        pieces = self._slabs.take(flat.numel(), pinned=source.is_cuda)
-        if pieces is None:
-            return
-        with source.copying(after=True):
-            for piece, part in zip(
-                pieces, torch.split(flat, [len(p) for p in pieces]), strict=True
-            ):
-                piece.copy_(part, non_blocking=True)
-            source.keep(packed.coordinates)
-        empty = packed.coordinates[:0]
-        without = replace(packed, coordinates=empty.clone())
-        self._held[id(block)] = _Held(without, packed.coordinates.shape, pieces)
+    def _make_room(self) -> None:
+        """Let go of what another cost left on the device."""
+        rows = self._stores[0]
+        staying = self._points[0].streaming.staying
+        for other in staying:
+            if other is not rows:
+                other.stays = None
+        staying.clear()
+        staying.add(rows)
 
     def _copied(self, source: HostPoints, held: _Held) -> Arrived:
         """The coordinates (2 n, d) of a held block on the device, of one part or of both."""
@@ -148,6 +192,23 @@ class PackedBlocks:
                 at += count
         source.streaming.tally.copied += wanted
         return Arrived(out, source.copied())
+
+
+def _hold(store: _Store, source: HostPoints, block: Block, packed: PackedPoints) -> None:
+    """Copy a packed block to the host, if there is room and it does not change."""
+    if source.are_there:
+        return
+    flat = packed.coordinates.view(torch.uint8).flatten()
+    pieces = store.slabs.take(flat.numel(), pinned=source.is_cuda)
+    if pieces is None:
+        return
+    with source.copying(after=True):
+        for piece, part in zip(pieces, torch.split(flat, [len(p) for p in pieces]), strict=True):
+            piece.copy_(part, non_blocking=True)
+        source.keep(packed.coordinates)
+    empty = packed.coordinates[:0]
+    without = replace(packed, coordinates=empty.clone())
+    store.held[id(block)] = _Held(without, packed.coordinates.shape, pieces)
 
 
 class Slabs:

@@ -28,7 +28,7 @@ SYMMETRIC, CROSS = (0, 0), (0, 1)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that divide neither side: 64 + 64 + 12 rows, 64 + 26 columns."""
+    """Blocks that divide neither side: 47 + 47 + 46 rows, 45 + 45 columns."""
     monkeypatch.setattr(blocked, "LEAST_POINTS", 64)
     monkeypatch.setattr(request, "UNASKED", 0)
 
@@ -92,7 +92,7 @@ def test_every_operation_is_that_of_the_dense_cost(
 ) -> None:
     found = operator(tmp_path, backend, precision, pair)
     assert isinstance(found, BlockedOperator)
-    assert "streamed in blocks of 64 x 64" in found.execution.backend
+    assert f"in blocks of 47 x {47 if pair == SYMMETRIC else 45}" in found.execution.backend
     cost, a, b = dense(pair)
     draw = torch.Generator().manual_seed(2)
     f, g = (torch.randn(len(masses), generator=draw).double() for masses in (a, b))
@@ -105,6 +105,11 @@ def test_every_operation_is_that_of_the_dense_cost(
 
     same(found.softmin_rows(at[1], EPSILON), reference.softmin_rows(cost, b, g, EPSILON))
     same(found.softmin_columns(at[0], EPSILON), reference.softmin_rows(cost.T, a, f, EPSILON))
+    of_columns, some = found.execution.of_columns, torch.arange(5, len(b), 3)
+    assert of_columns is not None
+    here = some.to(HERE)
+    expected = reference.softmin_rows(cost[:, some], b[some], g[some], EPSILON)
+    same(of_columns(here).softmin_rows(at[1][here], EPSILON), expected)
     plan = a[:, None] * b * ((f[:, None] + g - cost) / EPSILON).exp()
     sums = found.marginals(*at, EPSILON, accurate=True)
     close = {"rtol": 1e-12 if precision == "double" else 2e-6, "atol": 0.0}
@@ -266,7 +271,7 @@ def test_a_self_term_takes_every_pair_of_blocks_once(
         got = found.softmin_rows(f, EPSILON, f)
         torch.testing.assert_close(got.double().cpu(), expected, **near)
         f = (f + got) / 2
-    # Of 64 + 64 + 12 points.
+    # Of 47 + 47 + 46 points.
     assert taken == [True, False, False, True, False, True] * 2
     plan = a[:, None] * a * ((f[:, None] + f - cost.to(HERE)) / EPSILON).double().cpu().exp()
     sums = found.marginals(f, f, EPSILON, accurate=True)

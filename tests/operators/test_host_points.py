@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from otdd_flash.operators import host_points
 from otdd_flash.operators.host_points import Arrived, Block, HostPoints, Streaming, slices
 
 BLOCKS = slices(50, 10)
@@ -73,6 +74,35 @@ def test_what_a_reader_raises_is_raised_where_its_block_is_asked_for() -> None:
     assert len(came) == 2
     # Its threads go on.
     assert torch.equal(torch.cat(list(points.stream(BLOCKS))), points.features)
+
+
+def test_blocks_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_points, "PIECE_BYTES", 3 * 8)
+    points = on_cpu()
+    rows = torch.tensor([7, 3, 44, 9, 0, 13, 21, 22])
+    assert torch.equal(points[rows], points.features[rows])
+    assert torch.equal(points[4:15], points.features[4:15])
+    assert torch.equal(
+        points.part(rows)[torch.tensor([5, 1, 2, 0])], points.features[[13, 3, 44, 7]]
+    )
+    assert points.streaming.tally.moved == 8 * (8 + 11 + 4)
+
+
+def test_what_was_found_of_all_points_is_found_again_when_they_or_the_numbers_change() -> None:
+    points, masses = on_cpu(), torch.ones(50)
+
+    def total(masses: torch.Tensor) -> torch.Tensor:
+        return points.recalled("total", (masses,), lambda: masses @ points.features)
+
+    first = total(masses)
+    assert total(masses.clone()) is first
+    # Another object for the same points, as each operator has its own.
+    assert HostPoints(points.features, points.streaming).recalled("total", (masses,), int) is first
+    assert torch.equal(total(2 * masses), 2 * first)
+    assert points.recalled("other", (masses,), int) == 0
+    points.features += 1
+    assert torch.equal(total(masses), first + 50)
+    assert points.part(torch.tensor([1])).recalled("total", (masses,), int) == 0
 
 
 @pytest.mark.gpu

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +14,16 @@ import reference
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.operators import blocked, packed_blocks, request
+from otdd_flash.kernels.passes import plan_marginals
+from otdd_flash.operators import blocked, kernel, lattice, packed_blocks, request
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.blocked import BlockedOperator
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.host_points import Tally
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.labelled_cost import LabelledCost, on_host
+from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.operators.packed_blocks import Slabs
 from otdd_flash.operators.request import Request
 
@@ -32,8 +39,10 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_blocks, "SLAB_BYTES", 1000)
 
 
-def operator(tmp_path: Path, pair: tuple[int, int], room: int) -> tuple[BlockedOperator, Tally]:
-    """As beside a GPU with so much host memory for blocks."""
+def operator(
+    tmp_path: Path, pair: tuple[int, int], room: int, on_device: int = 1
+) -> tuple[BlockedOperator, Tally]:
+    """As beside a GPU with so much memory for points, and host memory for their blocks."""
     draw = torch.Generator().manual_seed(0)
     sides = []
     (folder := tmp_path / str(room)).mkdir()
@@ -45,7 +54,8 @@ def operator(tmp_path: Path, pair: tuple[int, int], room: int) -> tuple[BlockedO
     compute = ComputeOptions("cpu", "triton", memory_budget=1)
     prepared = Request.prepare(sides, GroundCost(), compute)
     assert prepared.streaming is not None
-    prepared = replace(prepared, streaming=replace(prepared.streaming, host_room=room))
+    streaming = replace(prepared.streaming, host_room=room, room=on_device)
+    prepared = replace(prepared, streaming=streaming)
     table = (1 - torch.eye(3)).double()
     found = build_operator(prepared.inputs(pair, table))
     assert isinstance(found, BlockedOperator)
@@ -87,6 +97,128 @@ def test_later_passes_read_nothing(pair: tuple[int, int], tmp_path: Path) -> Non
     assert tally.moved > before[0]
     assert tally.copied == before[1]
     assert torch.equal(sums.rows, without.marginals(g.new_zeros(N), g, EPSILON).rows)
+
+
+def floats(points: int) -> int:
+    """Bytes of so many points."""
+    return 4 * DIM * points
+
+
+@pytest.mark.slow
+def test_rows_of_one_block_stay_and_points_are_read_as_often_as_they_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One block of 140 rows, two of 45 columns.
+    found, tally = operator(tmp_path, CROSS, 1 << 20, on_device=DIM * (8 * N + 16 * 60))
+    assert "in blocks of 140 x 45" in found.execution.backend
+    draw = torch.Generator().manual_seed(1)
+    f, g = torch.randn(N, generator=draw), torch.randn(M, generator=draw)
+
+    def moved(work: Callable[[], object]) -> tuple[int, int]:
+        before = tally.moved, tally.copied
+        work()
+        return tally.moved - before[0], tally.copied - before[1]
+
+    # Errors of costs ask each point once, and packing comes along.
+    assert moved(lambda: found.costs)[0] == floats(N + M)
+    packed = 2 * 8 * sum(len(held.without.layout.origin) for held in columns_held(found))
+    for softmin in (
+        lambda: found.softmin_rows(g, EPSILON),
+        lambda: found.softmin_columns(f, EPSILON, g),
+    ):
+        assert moved(softmin) == (0, packed)
+    assert moved(lambda: refined(found).softmin_rows(g, EPSILON)) == (2 * floats(1), 2 * packed)
+    # Columns as they are, for their digits, in the order that is known.
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel, "arrange", None)
+        assert moved(lambda: found.marginals(f, g, EPSILON)) == (floats(M), 0)
+    assert moved(lambda: found.expected_costs(found.b)) == (floats(M), 0)
+    of_columns = found.execution.of_columns
+    assert of_columns is not None
+    sampled = torch.tensor([1, 5, 80])
+    # Of both sides one more, of which the operator is made to be asked what it can.
+    read = moved(lambda: of_columns(sampled).softmin_rows(g[sampled], EPSILON))
+    assert read == (floats(3 + 2), 0)
+
+
+def columns_held(found: BlockedOperator) -> Iterable[packed_blocks._Held]:
+    return found._there._stores[1].held.values()
+
+
+@pytest.mark.slow
+def test_a_cloud_that_fits_is_one_block_of_half_the_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, tally = operator(tmp_path, SYMMETRIC, 1 << 20, on_device=DIM * 8 * N)
+    assert "in blocks of 140 x 140" in found.execution.backend
+    f = torch.randn(N, generator=torch.Generator().manual_seed(1))
+    triangles: list[bool] = []
+    launch = plan_marginals._Launch.__call__
+
+    def noted(self: plan_marginals._Launch, *args: Any) -> Any:
+        triangles.append(self._symmetric)
+        return launch(self, *args)
+
+    monkeypatch.setattr(plan_marginals._Launch, "__call__", noted)
+    monkeypatch.setattr(KernelOperator, "softmin_part", None)
+    before = tally.moved
+    _ = found.costs
+    assert tally.moved - before == floats(N)
+    found.softmin_rows(f, EPSILON, f)
+    found.marginals(f, f, EPSILON)
+    assert tally.moved - before == floats(N)
+    assert tally.copied == 0
+    assert triangles == [True]
+
+
+def test_one_cost_at_a_time_has_points_that_stay(tmp_path: Path) -> None:
+    found, tally = operator(tmp_path, SYMMETRIC, 1 << 20, on_device=DIM * 8 * N)
+    streaming = on_host(found.cost)[0].streaming
+    other = BlockedOperator(found.cost, found._build)
+    f, read = torch.zeros(N), []
+    for one, two in 3 * ((found, other), (other, found)):
+        before = tally.moved
+        one.softmin_rows(f, EPSILON, f)
+        read.append((tally.moved - before) // floats(N))
+        assert two._there._stores[0].stays is None
+    # What had to go is held by the host when it comes again.
+    assert read == [1, 1, 1, 1, 0, 0]
+    assert list(streaming.staying) == [other._there._stores[0]]
+    assert not pickle.loads(pickle.dumps(streaming)).staying
+    del one, two, other
+    assert not streaming.staying
+
+
+def test_means_and_norms_are_found_once_and_a_lattice_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lattice, "STREAMED_ROWS", 16)
+    found, tally = operator(tmp_path, CROSS, 0)
+    before = tally.moved
+    # What it is refined by is asked of one point a side; the first rows lie on no lattice.
+    again = LabelledCost(
+        *found.cost.points,
+        found.cost.a,
+        found.cost.b,
+        labels_x=found.cost.labels[0],
+        labels_y=found.cost.labels[1],
+        class_costs=found.cost.class_costs,
+        lambda_x=found.cost.lambda_x,
+    )
+    assert tally.moved == before
+    assert lattice_of(again) is None
+    # The second block was on its way.
+    assert tally.moved - before == floats(2 * 16)
+    assert again.cost_range == found.cost.cost_range
+    # Norms about the mean of one cloud, too.
+    before, (x, _), (labels, _) = tally.moved, found.cost.points, found.cost.labels
+    mine = {"labels_x": labels, "labels_y": labels, "class_costs": again.class_costs}
+    own = LabelledCost(x, x, found.a, found.a, **mine, lambda_x=again.lambda_x)
+    assert own.symmetric
+    assert tally.moved == before
+    squares = (x[:] - x[:].double().mean(0)).square().sum(1)
+    torch.testing.assert_close(own.squares[0], squares)
+    assert again.mean_cost == found.cost.mean_cost
 
 
 @pytest.mark.slow
@@ -166,8 +298,9 @@ def test_a_gpu_copies_packed_blocks_from_page_locked_memory(
     streamed._operator.softmin_rows(streamed.potentials[1], streamed.epsilon)
     pieces = [
         piece
-        for blocks in streamed._operator._there._held.values()  # type: ignore[attr-defined]
-        for piece in blocks.pieces
+        for store in streamed._operator._there._stores  # type: ignore[attr-defined]
+        for block in store.held.values()
+        for piece in block.pieces
     ]
     assert pieces
     assert all(piece.is_pinned() for piece in pieces)
