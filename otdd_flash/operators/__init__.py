@@ -3,8 +3,9 @@
 Between labelled clouds: `request` has the datasets of a comparison, checked, moved and seen by the
 `ground` cost once; `labelled_cost` is two of them and their cost, which the others read; `build`
 chooses between `kernel`, the passes in Triton on a GPU, and `tiled`, those in PyTorch: `stored`
-scores kept in memory, or `streamed` ones computed again in every pass. `footprint` says what they
-take, `memory` and `control_groups` what there is.
+scores kept in memory, or `streamed` ones computed again in every pass. `rounding` is about what
+points in float16 change in costs. `footprint` says what operators take, `memory` and
+`control_groups` what there is.
 
 What certificates read: `cost_tiles` are costs in float64, `fixed_point` the sums of a plan in
 Triton, `whole_points` and `lattice` points whose products are exact, `product_errors` what other
