@@ -19,7 +19,8 @@ Costs that are given: `matrix` in memory or as a function of blocks (`cost_block
 in Triton; `matrix_facts` is what one pass over it tells.
 
 Plans of two potentials, prepared for many products: `plan` has what they are asked and PyTorch's,
-`triton_plans` and `kernel_plans` those of Triton.
+`triton_plans` and `kernel_plans` those of Triton; `point_products` are those with the points as
+they are packed.
 
 Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
 what every rank holds of it; `owned` says which points are whose, `self_share` which pairs of a
