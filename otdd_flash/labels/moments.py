@@ -1,6 +1,6 @@
 """Mean and covariance of a class, in float64, the covariance as a factor A with S = A^T A.
 
-All of it is differentiable in the points; the weights are constants.
+All of it is differentiable in the points and in weights that keep their sum.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def _unevenness(weights: Tensor) -> Tensor:
     """
     heaviest = weights.argmax().reshape(1)
     others = weights.index_fill(0, heaviest, 0.0)
-    return (others * (1 - others)).sum() + weights.max() * others.sum()
+    # The same one, whose derivative that of the maximum would share among all that are as heavy.
+    heavy = weights.index_select(0, heaviest).squeeze(0)
+    return (others * (1 - others)).sum() + heavy * others.sum()
 
 
 def total_variances(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from otdd_flash.operators.labelled_cost import LabelledCost
 
 # Points of a side that tell it.
-TELLING = 1024
+TELLING = 256
 
 
 def float16_rounding(cost: LabelledCost) -> float:
@@ -31,8 +31,9 @@ def float16_rounding(cost: LabelledCost) -> float:
         rows = torch.arange(0, count, max(1, count // TELLING), device=cost.a.device)
         centred = (points[rows].double() - cost.centre) * scale
         lost = (centred.to(torch.float16).double() - centred).square()
-        powers = torch.stack((torch.ones_like(centred), centred, centred.square()))
-        moments.append(torch.stack((powers.mean(1), (powers * lost).mean(1))))
+        powers = torch.ones_like(centred), centred, centred.square()
+        means = [[power.mean(0), (power * lost).mean(0)] for power in powers]
+        moments.append(tuple(zip(*means, strict=True)))
     (x, lost_x), (y, lost_y) = moments
     products = sum(
         one[2] * other[0] - 2 * one[1] * other[1] + one[0] * other[2]
