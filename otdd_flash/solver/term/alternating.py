@@ -19,7 +19,7 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.term.approach import approach
 from otdd_flash.solver.term.certificate import Certificate, certify
-from otdd_flash.solver.term.iteration import Iteration
+from otdd_flash.solver.term.iteration import LITTLE_ROUNDING, Iteration
 from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term.tolerance import Limits
 
@@ -57,7 +57,8 @@ def solve_alternating(
         candidate, passes = start.to(operator.dtype), 0.0
         levels = Levels.descending(torch.full((1,), epsilon, dtype=torch.float64))
 
-    refine = not solve.can_end_on(operator)
+    rounding = solve.rounding(operator)
+    refine = rounding > LITTLE_ROUNDING
 
     def prove(segment: OneSegment, polished: bool) -> Certificate:
         nonlocal passes
@@ -72,7 +73,9 @@ def solve_alternating(
         passes += certificate.passes
         return certificate
 
-    certificate = solve.solve(operator, candidate, levels, prove, refine=refine)
+    certificate = solve.solve(
+        operator, candidate, levels, prove, refine=refine, room=0.0 if refine else rounding
+    )
     return TransportTerm.from_certificate(
         certificate,
         epsilon,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -80,19 +81,12 @@ class Iteration:
         """
         self.tolerance = reachable_tolerance(self.options, floor, self.epsilon, operator.dtype)
 
-    def can_end_on(self, operator: Operator) -> bool:
-        """Whether an operator that rounds costs does so by little beside the tolerance.
-
-        Iterations then aim lower, as the certificate sees the costs as they are.
-        """
+    def rounding(self, operator: Operator) -> float:
+        """What an operator rounds costs by, about, over epsilon and the tolerance."""
         rounded_by = operator.execution.rounded_by
         if operator.execution.refined is None or rounded_by is None:
-            return False
-        rounding = rounded_by() / (self.epsilon * self.tolerance)
-        if rounding > LITTLE_ROUNDING:
-            return False
-        self._aim *= 1 - rounding
-        return True
+            return math.inf
+        return rounded_by() / (self.epsilon * self.tolerance)
 
     def solve(
         self,
@@ -102,16 +96,19 @@ class Iteration:
         certify: Certify,
         *,
         refine: bool = True,
+        room: float = 0.0,
     ) -> Certificate:
         """Iterate from a column potential g (m,), then on the refined operator if any; certify.
 
-        Without `refine` the certificate may do without iterations on the refined operator.
+        Without `refine` the certificate may do without iterations on the refined operator; those
+        before it leave `room`, a part of what is aimed at, for what it finds beside.
         A certificate may find a larger marginal error than the iterations did, whose sums are less
         accurate: then it takes exact updates, and if these do not suffice iterations go on, aiming
         lower.
         """
         refined = base.refined(operator)
         coarse = refined is not operator
+        self._aim *= 1 - room
         aim = self._aim * (BEFORE_REFINED if coarse and refine else 1)
         segment: OneSegment = operator.execution.segment(
             operator, candidate, symmetric=self.form.symmetric
