@@ -25,9 +25,8 @@ def _several_blocks_of_a_streamed_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
     monkeypatch.setattr(kernel_plans, "holds", lambda *_: False)
     monkeypatch.setattr(directions, "LOOKED_AT", 1 << 14)
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
-        monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)
+    monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
+    monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)
 
 
 def cloud(n: int, seed: int) -> Tensor:
