@@ -51,6 +51,16 @@ def test_a_descent_leaves_the_saddle_and_ends_as_newton_does() -> None:
     assert end < 5 * near**2
 
 
+def test_a_step_whose_gain_rounding_hides_is_no_longer_than_twice_newtons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Loss, "rounding", 1.0)
+    descent = Descent(small_loss(40, 1e-7, epsilon=2.0), start(0), Rules(100, first_step=10.0))
+    descent.run()
+    assert descent.trace.ended_by_gradient
+    assert max(descent.trace.lengths) == 1.25
+
+
 def test_adam_alone_measures_no_eigenvalue() -> None:
     descent = Descent(small_loss(30, 1e-4), start(0), Rules(12, first_step=None))
     descent.run()

@@ -15,6 +15,8 @@ from experiments.regression.problem import Loss, Point, Spectrum
 LEARNING_RATE = 0.03
 LEAST_EIGENVALUE, STEPS_PER_CHECK = 1e-3, 10
 ARMIJO, HALVINGS = 0.1, 10
+# Twice Newton's step, at most, where its decrease cannot be seen: the gradient then is no larger.
+LONGEST_UNSEEN = 2.0
 SMALL_GRADIENT, PATIENCE = 5e-3, 3
 # Above this gradient norm Adam makes do with gradients of solves that end early.
 LARGE_GRADIENT = 10 * SMALL_GRADIENT
@@ -141,10 +143,14 @@ class Descent:
         here = self.point
         direction = spectrum.newton_direction(here.gradient)
         slope = float((direction * here.gradient).sum())
+        rounding = self._loss.rounding * abs(here.loss)
         for length in (first / 2**halved for halved in range(HALVINGS + 1)):
-            w = here.w + length * direction
-            # Up to rounding, or no step would be short enough near the end.
-            limit = here.loss + ARMIJO * length * slope + self._loss.rounding * abs(here.loss)
+            w, less = here.w + length * direction, -ARMIJO * length * slope
+            # Up to rounding, or no step would be short enough near the end; where rounding hides
+            # what a step gains, one that is longer than Newton's own leads away.
+            if length > LONGEST_UNSEEN and less < rounding:
+                continue
+            limit = here.loss - less + rounding
             found = self._loss.at_most(limit, w, near=here)
             if found is not None:
                 self.trace.modes += "n"
