@@ -7,6 +7,8 @@ Workloads, of random labelled clouds with W given unless it is what is measured:
 
 - imagenet_0.1, imagenet_0.01: the certified debiased divergence of 1,281,167 points a side, d =
   512, 1,000 classes a side, at that multiple of the mean cost;
+- imagenet_streamed: the first with points in host memory, of which the device holds a part, by one
+  process;
 - four_million: 4 million points a side, 10,000 classes a side, at 0.1;
 - class_table: Sinkhorn divergences between 2,000 + 2,000 classes of 64 points, 8 million pairs;
 - flow: 20 steps of a gradient flow of 60,000 points in 784 dimensions.

@@ -16,7 +16,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,9 +80,32 @@ def distance(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dic
     """The certified debiased divergence, W given."""
     device = settings["device"]
     compute = otdd.ComputeOptions(device, group=ranks)
+    return solved(settings, sizes, ranks, compute, lambda sizes: clouds(sizes, device))
+
+
+def streamed(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[str, Any]:
+    """The same of points in host memory, with a budget that holds half of them when packed."""
+    device = settings["device"]
+    budget = 4 * sizes.points * sizes.dimension
+    compute = otdd.ComputeOptions(device, group=ranks, memory_budget=budget)
+
+    def on_host(sizes: Sizes) -> list[otdd.LabeledSamples]:
+        return [side.to("cpu") for side in clouds(sizes, device)]
+
+    return solved(settings, sizes, ranks, compute, on_host)
+
+
+def solved(
+    settings: dict[str, Any],
+    sizes: Sizes,
+    ranks: Ranks | None,
+    compute: otdd.ComputeOptions,
+    sides_of: Callable[[Sizes], Sequence[otdd.LabeledSamples]],
+) -> dict[str, Any]:
+    """What a divergence between both sides takes and tells, after a smaller one."""
 
     def solve(sizes: Sizes) -> Callable[[], otdd.DistanceResult]:
-        table, sides = given_table(sizes, device), clouds(sizes, device)
+        table, sides = given_table(sizes, settings["device"]), sides_of(sizes)
         return lambda: otdd.dataset_distance(
             *sides,
             class_distances=table,
@@ -101,6 +124,7 @@ def distance(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dic
         "bounds": result.bounds,
         "converged": result.converged,
         "passes": sum(term.passes for term in (terms.xy, terms.xx, terms.yy) if term is not None),
+        **({} if result.streamed is None else {"streamed": result.streamed}),
         **compared(settings, {"f": terms.xy.f, "g": terms.xy.g}, ranks),
     }
 
@@ -158,6 +182,7 @@ def flow(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[st
 WORKLOADS = {
     "imagenet_0.1": Workload(Sizes(1_281_167, 512, 1000), 0.1, distance),
     "imagenet_0.01": Workload(Sizes(1_281_167, 512, 1000), 0.01, distance),
+    "imagenet_streamed": Workload(Sizes(1_281_167, 512, 1000), 0.1, streamed),
     "four_million": Workload(Sizes(4_000_000, 512, 10_000), 0.1, distance),
     "class_table": Workload(Sizes(128_000, 64, 2000), 0.05, class_table),
     "flow": Workload(Sizes(60_000, 784, 10), 0.05, flow),

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]
 SMALL = {
     "imagenet_0.1": ("--points", "300", "--dimension", "8", "--classes", "4"),
     "imagenet_0.01": ("--points", "200", "--dimension", "8", "--classes", "4"),
+    "imagenet_streamed": ("--points", "300", "--dimension", "8", "--classes", "4"),
     "four_million": ("--points", "200", "--dimension", "8", "--classes", "20"),
     "class_table": ("--points", "120", "--dimension", "8", "--classes", "12"),
     "flow": ("--points", "100", "--dimension", "8", "--classes", "4", "--steps", "2"),
