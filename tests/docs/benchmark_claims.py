@@ -155,6 +155,29 @@ def flows() -> Iterator[Claim]:
     )
 
 
+def on_a_processor() -> Iterator[Claim]:
+    """Given matrices, large ones and many small ones."""
+    names = {"OTT": "OTT-JAX", "POT": "POT sinkhorn_log"}
+    for start, n, epsilon, others in [
+        ("the same problem, 256 points, epsilon 0.1", 256, 0.1, ("PyTorch", "OTT", "POT")),
+        ("the same, 1,024 points, 0.01", 1024, 0.01, ("OTT", "PyTorch", "POT")),
+        ("the same, 2,048 points, 0.01", 2048, 0.01, ("OTT", "PyTorch", "POT")),
+    ]:
+        rows = [
+            row("bench_matrix_cpu", n=n, epsilon=epsilon, method=names.get(name, name))
+            for name in ("ours", *others)
+        ]
+        yield start, [1e3 * r["seconds"] for r in rows]
+    keys = {"iterations": 20, "backward": False}
+    for start, n, count, methods in [
+        ("65,536 matrices 4 × 4", 4, 65536, ("ours", "torch.compile", "loop")),
+        ("**256 matrices 4 × 4**", 4, 256, ("ours", "torch.compile", "loop")),
+        ("**64 matrices 128 × 128**", 128, 64, ("ours", "loop", "OTT-JAX")),
+    ]:
+        rows = [row("bench_batched_cpu", n=n, B=count, method=m, **keys) for m in methods]
+        yield start, [r["called"]["ms"] for r in rows]
+
+
 def gradients() -> Iterator[Claim]:
     start = "debiased divergence and its gradient, labels, 60,000 × 60,000, d = 784, ten iterations"
     for name, d in [(start, 784), ("the same, d = 512, with its gradient", 512)]:

@@ -7,7 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
-from benchmark_claims import bounds, class_distances, distances, flows, gradients, memory
+from benchmark_claims import (
+    bounds,
+    class_distances,
+    distances,
+    flows,
+    gradients,
+    memory,
+    on_a_processor,
+)
 from benchmark_details import balanced, convergence, half_steps, matrices, small_problems
 from result_rows import content
 
@@ -38,7 +46,7 @@ def _agree(shown: str, value: float) -> bool:
 
 TABLES = [
     *(distances, small_problems, convergence, half_steps, class_distances, flows),
-    *(matrices, balanced, gradients, memory, bounds),
+    *(matrices, balanced, on_a_processor, gradients, memory, bounds),
 ]
 CLAIMS = [claim for table in TABLES for claim in table()]
 
