@@ -116,6 +116,12 @@ def test_a_grey_scale_setting_is_not_guessed(command):
     assert "extractor.grayscale must be true or false, got 'yep'" in ended.error
 
 
+def test_a_functional_that_is_no_mapping_is_refused_before_anything_is_read(flow_command):
+    ended = flow_command(*ARRAYS, "source.path=nowhere.npz", "flow.functionals=[3]")
+    assert ended.code == 2
+    assert "a functional must be a mapping such as {name: norm, weight: 0.1}, got 3" in ended.error
+
+
 @pytest.mark.parametrize("run", ["command", "flow_command"])
 @pytest.mark.parametrize(
     "setting", ["backend=nothing", "epsilon=-1", "epsilon_relative=nan", "min_class_size=0"]
