@@ -23,7 +23,7 @@ from experiments.bench_adjoint import balanced
 from experiments.environment import RESULTS, environment, write_result
 from otdd_flash.batched.adjoint import plan_gradient
 
-CASES = ((4, 4.0), (4, 8.0), (16, 8.0), (16, 4.0))
+CASES = ((4, 4.0), (4, 8.0), (16, 4.0), (16, 8.0))
 ITERATIONS, ENOUGH, COUNT = (1, 2, 5, 10, 20, 50, 100), 20_000, 64
 # Colours that all common colour blindnesses tell apart (Okabe & Ito), and markers beside them.
 LINES = {
@@ -82,17 +82,18 @@ def draw_picture(rows: list[dict[str, Any]], path: Path) -> None:
     """Errors against iterations."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(CASES), figsize=(13, 3.2), sharey=True)
+    figure, axes = pyplot.subplots(1, len(CASES), figsize=(13, 3.6), sharey=True)
     for axis, (n, spread) in zip(axes, CASES, strict=True):
         here = [row for row in rows if (row["n"], row["range"]) == (n, spread)]
         for name, (color, marker) in LINES.items():
-            label = {"ones": "implicit, sums 1"}.get(name, name.replace("_", ", "))
+            label = {"ones": "implicit, as if all sums were 1"}.get(name, name.replace("_", ", "))
             along = [row["iterations"] for row in here], [row[name] for row in here]
             axis.loglog(*along, label=label, color=color, marker=marker, markersize=4)
         axis.set(title=f"{n} x {n}, logits in (0, {spread:g})", xlabel="iterations")
-    axes[0].set_ylabel("largest error")
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
+    axes[0].set_ylabel("largest error of the gradient")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(LINES), frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

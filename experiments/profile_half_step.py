@@ -268,6 +268,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             for unit, color in COLORS.items():
                 axes.bar(x + 0.2, row["floor_ms"][unit], 0.38, below, color=color, edgecolor=INK)
                 below += row["floor_ms"][unit]
+        # Room for the last share.
+        axes.margins(y=0.1)
         axes.set_xticks(range(len(shown)), [str(row["d"]) for row in shown])
         axes.set(title=name.replace("_", " "), xlabel="d", ylabel="milliseconds a call")
     bars = {"measured (highest floor's share)": "#bbbbbb"}

@@ -42,6 +42,12 @@ def test_what_fails(ended: Ended, failed: bool) -> None:
     assert (attempt.failure is not None) is failed
 
 
+def test_the_value_of_geomloss_may_lie_outside_of_bounds_of_the_converged_distance() -> None:
+    ended = Ended(0, "", "", {**DONE, "value": 0.5})
+    assert judged("command", "flow", ["solver=geomloss"], ended).failure is None
+    assert judged("command", "flow", ["solver=converged"], ended).failure is not None
+
+
 def test_failures_are_listed() -> None:
     attempts = [Attempt("call", "f(x=1)", "done"), Attempt("call", "f(x=2)", "raised", "TypeError")]
     content = summary(attempts)

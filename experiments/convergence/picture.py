@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-WIDTH, ROW_HEIGHT, MARGIN = 12.0, 3.7, 0.75
-# Heights of a panel's curves, in parts of the panel; names hang below.
-CURVES = 0.42
-# The least distance of two of them, in parts of a panel's width.
-NAME_GAP = 0.062
+# Inches; the legend lies above all panels.
+WIDTH, ROW_HEIGHT, ABOVE, BELOW = 10.0, 2.3, 0.75, 0.5
 NAMES = {"mnist": "MNIST", "usps": "USPS", "fashion_mnist": "Fashion-MNIST"}
 
 
@@ -43,7 +40,7 @@ STYLES = {
     "ours, labels": Style("ours, labels", "#0072B2", "o", ":"),
     "plain": Style("plain updates", "#777777", "", "-"),
     "flash-sinkhorn": Style("flash-sinkhorn", "#D55E00", "s"),
-    "flash-sinkhorn alternating": Style("flash, alternating", "#D55E00", "D", "--"),
+    "flash-sinkhorn alternating": Style("flash-sinkhorn, alternating", "#D55E00", "D", "--"),
     "geomloss": Style("geomloss", "#009E73", "^"),
     "OTT-JAX": Style("OTT-JAX", "#CC79A7", "v"),
     "POT": Style("POT", "#E69F00", "P"),
@@ -53,7 +50,7 @@ AXES = {
     "seconds": "seconds, from the clouds on the device",
     "passes": "sweeps over n × m scores",
 }
-QUANTITIES = {"error": "L1 marginal error", "width": "relative width of the bounds"}
+QUANTITIES = {"error": "marginal error", "width": "relative width of the bounds"}
 
 
 def draw(rows: Sequence[Row], folder: Path, name: str, *, everything: bool = False) -> None:
@@ -80,11 +77,11 @@ def draw_figure(rows: Sequence[Row], quantity: str, along: str, path: Path) -> N
     heights = [y for row in rows for _, y in _points(row, quantity, along)]
     if not heights:
         return
-    height = ROW_HEIGHT * len(problems) + MARGIN
+    height = ROW_HEIGHT * len(problems) + ABOVE + BELOW
     figure = new_figure(WIDTH, height)
     grid = figure.subplots(len(problems), len(epsilons), squeeze=False, sharey=True)
     figure.subplots_adjust(
-        0.105, 0.55 / height, 0.985, 1 - 0.3 / height, wspace=0.05, hspace=0.55 / ROW_HEIGHT
+        0.115, BELOW / height, 0.985, 1 - ABOVE / height, wspace=0.06, hspace=0.5 / ROW_HEIGHT
     )
     for line, (pair, points) in zip(grid, problems, strict=True):
         for axes, relative in zip(line, epsilons, strict=True):
@@ -105,6 +102,15 @@ def draw_figure(rows: Sequence[Row], quantity: str, along: str, path: Path) -> N
         )
     for axes in grid[-1]:
         axes.set_xlabel(AXES[along], fontsize=9.5, color=INK)
+    lines = {line.get_label(): line for axes in grid.flat for line in axes.get_lines()}
+    handles = [lines[style.label] for style in STYLES.values() if style.label in lines]
+    figure.legend(
+        handles=handles,
+        loc="upper center",
+        ncols=math.ceil(len(handles) / 2),
+        frameon=False,
+        fontsize=9.5,
+    )
     save_picture(figure, path)
 
 
@@ -122,14 +128,12 @@ def _panel(
     axes.grid(True, which="major", color="0.92", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(which="both", labelsize=8.5, colors=INK)
-    low, high = (math.log10(bound) for bound in heights)
-    bottom = low - (high - low) * CURVES / (1 - CURVES)
-    axes.set_ylim(10**bottom, 10**high * 1.5)
-    decades = [10.0**power for power in range(math.ceil(low), math.floor(high) + 1)]
-    axes.set_yticks(decades)
+    low, high = heights
+    axes.set_ylim(low / 1.5, high * 1.5)
+    powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+    axes.set_yticks([10.0**power for power in powers])
     axes.set_yticks([], minor=True)
     axes.xaxis.set_minor_formatter(NullFormatter())
-    ends: list[tuple[float, float, Style]] = []
     for method, style in STYLES.items():
         row = next((row for row in rows if row["method"] == method), None)
         line = [] if row is None else _points(row, quantity, along)
@@ -137,6 +141,7 @@ def _panel(
             continue
         axes.plot(
             *zip(*line, strict=True),
+            label=style.label,
             color=style.color,
             linestyle=style.dashes,
             marker=style.marker,
@@ -144,10 +149,8 @@ def _panel(
             linewidth=2.2 if method == "ours" else 1.3,
             zorder=3 if method.startswith("ours") else 2,
         )
-        ends.append((*line[-1], style))
     if quantity == "error":
         axes.axhline(TARGET, color=INK, linewidth=0.8, linestyle=":")
-    _name_lines(axes, ends)
 
 
 def _points(row: Row, quantity: str, along: str) -> list[tuple[float, float]]:
@@ -164,40 +167,3 @@ def _points(row: Row, quantity: str, along: str) -> list[tuple[float, float]]:
 
 def _width(low: float, high: float) -> float:
     return (high - low) / abs(high)
-
-
-def _name_lines(axes: Axes, ends: Sequence[tuple[float, float, Style]]) -> None:
-    """Names below the curves, from left to right as they end, each with a thread to its end."""
-    if not ends:
-        return
-    ordered = sorted(ends, key=lambda end: end[0])
-    axes.margins(x=0.06)
-    # Autoscaling is lazy, and the transform below is not.
-    axes.autoscale_view(scaley=False)
-    to_axes = axes.transData + axes.transAxes.inverted()
-    places = [to_axes.transform((x, y))[0] for x, y, _ in ordered]
-    gap = NAME_GAP
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + gap)
-    places[-1] = min(places[-1], 1 - gap / 4)
-    for i in reversed(range(len(places) - 1)):
-        places[i] = min(places[i], places[i + 1] - gap)
-    for place, (x, y, style) in zip(places, ordered, strict=True):
-        axes.annotate(
-            style.label,
-            (x, y),
-            xytext=(place, CURVES - 0.07),
-            textcoords="axes fraction",
-            rotation=90,
-            ha="center",
-            va="top",
-            fontsize=8,
-            color=style.color,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": style.color,
-                "linewidth": 0.6,
-                "shrinkA": 0,
-                "shrinkB": 2,
-            },
-        )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from otdd_flash.arguments.values import (
     CALLBACKS_CLASS,
     CHECKPOINTS_CLASS,
     FLOW_CLASS,
+    FUNCTIONAL_CLASS,
     PAIR,
     STEPPING_CLASS,
     any_number,
@@ -24,12 +28,22 @@ from otdd_flash.checks import (
     function,
     instance,
     integer,
+    is_a,
     mapping,
     optional,
     path,
+    refused,
     sequence,
     text,
 )
+
+
+def functional(name: str, value: Any) -> Any:
+    """A weighted functional, or what `build_functionals` makes one from."""
+    if not is_a(value, FUNCTIONAL_CLASS) and not isinstance(value, Mapping):
+        raise refused(name, "be a mapping such as {name: norm, weight: 0.1}", value)
+    return value
+
 
 GRADIENT_FLOW: Declaration = {
     **PAIR,
@@ -49,7 +63,7 @@ FLOW: Declaration = {
     "steps": integer(at_least=None),
     "mode": text,
     "stepping": instance("be a Stepping", STEPPING_CLASS),
-    "functionals": sequence(lambda name, value: value),
+    "functionals": sequence(called("a functional", functional)),
     "refresh": integer(at_least=None),
     "tolerance": optional(any_number),
     "keep_moments": flag,

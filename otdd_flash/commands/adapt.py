@@ -66,6 +66,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
     flow = settings.flow
     # Built before anything is read: a bad setting should not cost the time of loading.
     choose("flow.space", flow.space, SPACES)
+    settings.check()
     settings.report.check()
     check_tracker(settings.log)
     moves = _flow(settings, directory)

@@ -54,6 +54,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     """Compute one distance and write everything about it into `directory`."""
     settings = parse(config, DistanceSettings)
     # Built before anything is read: a bad setting should not cost the time of loading.
+    settings.check()
     solver = settings.solver.deferred()
     metric = settings.labels.metric(solver.asked_tolerance, settings.epsilon)
     compute_options = settings.compute_options()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import MissingConfigException
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from otdd_flash import conf
 
 # Advice of Hydra's to write +KEY=VALUE: keys are fixed here, and an added one is refused.
 ADVICE = "To append"
@@ -39,19 +42,29 @@ def unknown_key(key: str, config: Any) -> str:
         key: dotted.
         config: a configuration with the keys that there are.
     """
+    parent, _, last = key.rpartition(".")
+    if choices := _choices_with(parent, last):
+        more = " or ".join(f"{parent}={choice}" for choice in choices)
+        return f"this choice of {parent} has no {key}; choose {more}, or leave it out"
     known = [name for name in _names(config) if name != key]
     if not key.startswith("hydra."):
         known = [name for name in known if not name.startswith("hydra")]
-    parent, _, last = key.rpartition(".")
     beside = {_last(name): name for name in known if name.rpartition(".")[0] == parent}
-    elsewhere = {_last(name): name for name in known}
+    elsewhere = {} if parent and beside else {_last(name): name for name in known}
     close = (
-        [name for name in known if _last(name) == last]
+        [name for end, name in elsewhere.items() if end == last]
         or [beside[name] for name in get_close_matches(last, beside)]
         or [name for end, name in beside.items() if end.startswith(last)]
-        or [elsewhere[name] for name in get_close_matches(last, elsewhere)]
+        or [elsewhere[name] for name in get_close_matches(last, elsewhere, cutoff=0.7)]
     )
     return f"there is no setting {key}{_listed(close)}; --help explains all of them"
+
+
+def _choices_with(group: str, key: str) -> list[str]:
+    """The choices of a group that have a key."""
+    folder = "dataset" if group in ("source", "target") else group
+    files = sorted((Path(conf.__file__).parent / folder).glob("*.yaml")) if group else []
+    return [path.stem for path in files if key in OmegaConf.load(path)]
 
 
 def _last(key: str) -> str:

@@ -9,7 +9,9 @@ from typing import Any, TypeVar, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from otdd_flash.arguments.comparisons import COMPARING
 from otdd_flash.commands.hydra_errors import unknown_key
+from otdd_flash.commands.mistyped import mistyped
 from otdd_flash.commands.ranks import leading
 from otdd_flash.errors import DataNotice, InputError, choose
 from otdd_flash.labels import METRICS, LabelMetric, metric_named
@@ -135,6 +137,11 @@ class ComparisonSettings:
     min_class_size: int | None
     solver: SolverSettings
 
+    def check(self) -> None:
+        """Raise an `InputError` for numbers that no data can meet."""
+        for name in ("epsilon", "epsilon_relative", "min_class_size"):
+            COMPARING[name](name, getattr(self, name))
+
     def cost(self) -> GroundCost:
         """The ground cost, for the library."""
         return GroundCost(self.lambda_x, self.lambda_y, self.ground)
@@ -177,7 +184,7 @@ class FlowNode:
     minibatch: int | None
     refresh: int
     tolerance: float | None
-    functionals: list[dict[str, Any]]
+    functionals: list[Any]
     space: str
     image_size: int | None
     checkpoint_every: int
@@ -211,5 +218,8 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     except MissingMandatoryValue as error:
         raise InputError(f"{error.full_key} must be given: {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{error.full_key or 'configuration'}: {reason}") from error
+        key = error.full_key or ""
+        given = OmegaConf.select(OmegaConf.create({"all": config}), f"all.{key}") if key else config
+        plain = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+        reason = f"{key or 'configuration'}: {str(error).splitlines()[0]}"
+        raise mistyped(schema, key, plain) or InputError(reason) from error

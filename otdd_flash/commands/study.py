@@ -11,6 +11,8 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import Console
 
+from otdd_flash.arguments.values import count
+from otdd_flash.checks import optional
 from otdd_flash.commands.exit_codes import BAD_INPUT, DEFECT, NOT_CONVERGED
 from otdd_flash.commands.interrupts import interrupts_noted
 from otdd_flash.commands.progress import Phases
@@ -27,6 +29,9 @@ from otdd_flash.study.result import StudyResult
 from otdd_flash.study.study import Study
 from otdd_flash.study.transfer.settings import Transfer
 from otdd_flash.study.units.store import FOLDER
+from otdd_flash.study.units.work import Shard
+
+NO_TASKS = LoadedTasks({}, {}, None)
 
 
 @dataclass
@@ -77,15 +82,7 @@ def study(config: DictConfig, directory: Path) -> None:
         ConvergenceError: a solve stopped early and convergence is required; likewise.
     """
     settings = parse(config, StudySettings)
-    settings.report.check()
-    if leading() is not None:
-        raise InputError(
-            "a study is shared by jobs that each do some of its units: leave torchrun out, and "
-            "start the command with study.shard=1/4, 2/4, ... and one hydra.run.dir"
-        )
-    if settings.labels.full:
-        raise InputError("labels.full=true has no meaning in a study; leave it out")
-    check_tracker(settings.log)
+    _check(settings, directory)
     node = settings.study
     fraction = None if settings.transfer is None else settings.transfer.test_fraction
     with Phases() as phases, interrupts_noted() as interrupted:
@@ -98,7 +95,7 @@ def study(config: DictConfig, directory: Path) -> None:
                 directory,
                 resume=node.resume,
                 shard=node.shard,
-                workers=node.workers or os.cpu_count() or 1,
+                workers=os.cpu_count() or 1 if node.workers is None else node.workers,
                 threads=node.threads,
                 progress=progress,
                 stop=interrupted,
@@ -121,6 +118,29 @@ def study(config: DictConfig, directory: Path) -> None:
             f"solver.require_convergence is set, and the study was written to {directory}"
         )
     report.require_complete()
+
+
+def _check(settings: StudySettings, directory: Path) -> None:
+    """Raise an `InputError` for what no tasks can meet, before time is spent on reading these."""
+    settings.report.check()
+    if leading() is not None:
+        raise InputError(
+            "a study is shared by jobs that each do some of its units: leave torchrun out, and "
+            "start the command with study.shard=1/4, 2/4, ... and one hydra.run.dir"
+        )
+    if settings.labels.full:
+        raise InputError("labels.full=true has no meaning in a study; leave it out")
+    check_tracker(settings.log)
+    study_of(settings, NO_TASKS)
+    node = settings.study
+    Shard.parse(node.shard)
+    for name in ("workers", "threads"):
+        optional(count)(f"study.{name}", getattr(node, name))
+    if node.resume and node.shard is None and not (directory / STUDY_FILE).exists():
+        raise InputError(
+            f"study.resume=true, but there is no {directory / STUDY_FILE}; give the folder of the "
+            "study to go on with as hydra.run.dir=FOLDER, or leave study.resume out"
+        )
 
 
 def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:

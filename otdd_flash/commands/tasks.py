@@ -17,6 +17,7 @@ from otdd_flash.commands.sides import blamed, build, embed_side, image_shape_of
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.registry import load
 from otdd_flash.data.subset import stratified_rows, subset
+from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import reduce_pca, standardize
 from otdd_flash.samples import LabeledSamples
@@ -82,6 +83,7 @@ def load_tasks(
     """
     if test_fraction is not None and not 0 < test_fraction < 1:
         raise InputError(f"transfer.test_fraction must lie in (0, 1), got {test_fraction:g}")
+    resolve_device(settings.device)
     nodes = _named(group.datasets if given is None else given)
     extractor_node = dict(settings.extractor)
     if given is None and extractor_node["name"] == "pixels" and extractor_node["size"] is None:

@@ -62,7 +62,8 @@ class LabeledDataset:
         for what, values in (("labels", self.labels), ("weights", self.weights)):
             if values is not None and values.shape != (n,):
                 raise InputError(
-                    f"{self.name} has {n} inputs, but its {what} have shape {values.shape}"
+                    f"{self.name} has {n} inputs, but its {what} have shape {values.shape}; give "
+                    "one for each input"
                 )
         if self.labels is not None:
             _check_range(self.labels, self.class_names, self.name)
@@ -179,7 +180,9 @@ def _labelled_rows(
     """The rows that have a label."""
     name, count = dataset.name, len(dataset)
     if len(missing) != count:
-        raise InputError(f"{name} has {count} inputs, but {len(missing)} labels")
+        raise InputError(
+            f"{name} has {count} inputs, but {len(missing)} labels; give one for each input"
+        )
     if missing.all():
         raise InputError(f"{name}: all {count} labels are missing; load it without labels")
     if not drop:

@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
+from otdd_flash.commands.adapt import FlowSettings
 from otdd_flash.commands.compare import DistanceSettings
 from otdd_flash.commands.settings import parse
+from otdd_flash.commands.study import StudySettings
 from otdd_flash.errors import InputError
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
@@ -128,22 +131,43 @@ def test_shorthands_reach_both_sides_and_the_labels(composed):
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
-    ("override", "key", "value"),
+    ("override", "sentence"),
     [
-        ("epsilon=abc", "epsilon", "abc"),
-        ("epsilon=null", "epsilon", "None"),
-        ("epsilon=[1]", "epsilon", "1"),
-        ("solver.max_iterations=1.5", "solver.max_iterations", "1.5"),
-        ("debias=maybe", "debias", "maybe"),
-        ("seed=1.5", "seed", "1.5"),
-        ("max_samples=abc", "max_samples", "abc"),
-        ("labels.full=7up", "labels.full", "7up"),
-        ("cache_dir=[a]", "cache_dir", "a"),
+        ("epsilon=abc", "epsilon must be a number, got 'abc'"),
+        ("epsilon=null", "epsilon must be a number, got null"),
+        ("epsilon=[1]", "epsilon must be a number, got [1]"),
+        ("solver.max_iterations=1.5", "solver.max_iterations must be an integer, got 1.5"),
+        ("debias=maybe", "debias must be true or false, got 'maybe'"),
+        ("seed=1.5", "seed must be an integer, got 1.5"),
+        ("max_samples=abc", "max_samples must be an integer or null, got 'abc'"),
+        ("subsample=true", "subsample must be an integer or null, got true"),
+        ("labels.full=7up", "labels.full must be true or false, got '7up'"),
+        ("labels.epsilon={a: 1}", "labels.epsilon must be a number or null, got {'a': 1}"),
+        ("cache_dir=[a]", "cache_dir must be text or null, got ['a']"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_named_with_its_own_key(composed, override, key, value):
-    with pytest.raises(InputError, match=rf"^{re.escape(key)}: .*{re.escape(value)}"):
+def test_a_value_of_the_wrong_type_is_said_with_what_its_own_key_takes(
+    composed, override, sentence
+):
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
         parse(composed(override), DistanceSettings)
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(
+    ("name", "schema", "override", "sentence"),
+    [
+        ("study", StudySettings, "study.tasks=3", "study.tasks must be a list or null, got 3"),
+        ("study", StudySettings, "measures=otdd", "measures must be a list or null, got 'otdd'"),
+        ("study", StudySettings, "transfer=3", "transfer must be a mapping or null, got 3"),
+        ("flow", FlowSettings, "flow.functionals=3", "flow.functionals must be a list, got 3"),
+    ],
+)
+def test_lists_and_mappings_are_said_as_such(name, schema, override, sentence):
+    with initialize_config_module("otdd_flash.conf", version_base="1.3"):
+        config = compose(name, overrides=[override])
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}$"):
+        parse(config, schema)
 
 
 def test_an_added_key_is_unknown(composed):

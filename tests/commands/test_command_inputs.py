@@ -75,8 +75,8 @@ def test_bad_files(command, path, parts):
         ("solver.tolerance=0", ("solver.tolerance", "0")),
         ("solver.max_iterations=0", ("solver.max_iterations", "0")),
         ("solver.max_iterations=1.5", ("solver.max_iterations", "1.5")),
-        ("epsilon=abc", ("epsilon: ", "abc")),
-        ("debias=maybe", ("debias: ", "maybe")),
+        ("epsilon=abc", ("epsilon must be a number", "abc")),
+        ("debias=maybe", ("debias must be true or false", "maybe")),
         ("max_samples=3", ("max_samples=3", "5 classes", "raise max_samples")),
         ("max_samples=0", ("max_samples", "0")),
         ("source.max_samples=abc", ("source: ", "max_samples", "abc")),
@@ -100,7 +100,7 @@ def test_bad_files(command, path, parts):
         ("precision=nothing", ("'nothing'", "double")),
         ("memory_budget=lots", ("memory_budget", "lots", "GiB")),
         ("log_level=LOUD", ("log_level", "'LOUD'", "INFO")),
-        ("data_root=[a]", ("data_root: ", "a")),
+        ("data_root=[a]", ("data_root must be text or null", "a")),
     ],
 )
 def test_bad_settings(command, setting, parts):
@@ -116,9 +116,20 @@ def test_a_grey_scale_setting_is_not_guessed(command):
     assert "extractor.grayscale must be true or false, got 'yep'" in ended.error
 
 
-def test_a_bad_setting_is_found_before_anything_is_read(command):
-    ended = command(*ARRAYS, "source.path=nowhere.npz", "backend=nothing")
-    assert "backend" in ended.error
+def test_a_functional_that_is_no_mapping_is_refused_before_anything_is_read(flow_command):
+    ended = flow_command(*ARRAYS, "source.path=nowhere.npz", "flow.functionals=[3]")
+    assert ended.code == 2
+    assert "a functional must be a mapping such as {name: norm, weight: 0.1}, got 3" in ended.error
+
+
+@pytest.mark.parametrize("run", ["command", "flow_command"])
+@pytest.mark.parametrize(
+    "setting", ["backend=nothing", "epsilon=-1", "epsilon_relative=nan", "min_class_size=0"]
+)
+def test_a_bad_setting_is_found_before_anything_is_read(request, run, setting):
+    found = request.getfixturevalue(run)(*ARRAYS, "source.path=nowhere.npz", setting)
+    assert found.code == 2
+    assert setting.partition("=")[0] in found.error
 
 
 @pytest.mark.slow(after=1)

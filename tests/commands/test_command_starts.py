@@ -51,6 +51,13 @@ def test_help_shows_the_settings_that_the_arguments_lead_to(command):
         ("tolerance=1", "there is no setting tolerance (did you mean solver.tolerance?)"),
         ("solver.tol=1", "there is no setting solver.tol (did you mean solver.tolerance?)"),
         ("labels=gausian", "labels has no choice 'gausian' (did you mean gaussian?); choose one"),
+        (
+            "source.path=a.npz",
+            "this choice of source has no source.path; choose source=arrays or source=huggingface",
+        ),
+        ("solver.scaling=0.5", "this choice of solver has no solver.scaling; choose solver=geoml"),
+        ("source.pth=a.npz", "there is no setting source.pth; --help explains all of them"),
+        ("runtime.device=cpu", "there is no setting runtime; --help explains all of them"),
         ("nothing_like_it=1", "there is no setting nothing_like_it; --help explains all of them"),
         ("+labels=none", "labels has a choice already; write labels=CHOICE, without the +"),
         ("hydra.runn.dir=x", "there is no setting hydra.runn (did you mean hydra.run?)"),

@@ -225,6 +225,28 @@ def test_bad_input_ends_in_a_sentence_and_2(study, arguments, message) -> None:
     assert re.search(message, ended.error), ended.error
 
 
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("epsilon=nan", "epsilon must be positive and finite, got nan"),
+        ("measures=[oddt]", "unknown measure 'oddt'; choose one of"),
+        ("study.workers=0", "study.workers must be at least 1, got 0"),
+        ("study.threads=0", "study.threads must be at least 1, got 0"),
+        ("study.shard=2/1", "study.shard must be I/N"),
+        ("study.resume=true", "study.resume=true, but there is no .*study.json; give the folder"),
+        ("projections=1", "projections must be at least 2, got 1"),
+        ("transfer.seeds=0", "transfer.seeds must be at least 1, got 0"),
+        ("device=cuda:99", "^there is no device 'cuda:99' on this machine"),
+    ],
+)
+def test_a_bad_setting_is_found_before_any_task_is_read(study, argument, message) -> None:
+    nowhere = "{name: arrays, path: nowhere.npz}"
+    ended = study(f"study.tasks=[{nowhere}]", argument)
+    assert ended.code == 2
+    assert re.search(message, ended.error), ended.error
+
+
 @pytest.mark.slow
 def test_tasks_of_arrays_have_test_rows_split_off_where_asked_for(study, undrawn) -> None:
     tasks = ", ".join(

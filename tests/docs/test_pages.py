@@ -17,6 +17,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from page_blocks import (
     COMMAND,
+    PAGES,
     ROOT,
     TORCHRUN,
     Block,
@@ -202,3 +203,29 @@ def test_examples_of_the_pages(page, folder):
             check=False,
         )
         assert ended.returncode == 0, ended.stderr
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+LINKED = [
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "experiments" / "README.md",
+]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        found = (page.parent / name).resolve() if name else page
+        assert found.exists(), target
+        assert not anchor or anchor in _anchors(found), target

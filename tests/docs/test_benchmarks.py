@@ -1,0 +1,79 @@
+"""docs/benchmarks.md: the numbers of its tables are those of the files that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from benchmark_claims import (
+    bounds,
+    class_distances,
+    distances,
+    flows,
+    gradients,
+    memory,
+    on_a_processor,
+)
+from benchmark_details import balanced, convergence, half_steps, matrices, small_problems
+from result_rows import content
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+_RUN = re.compile(r"results/(\w+)\.json\), ([0-9a-f]{7}(?: and [0-9a-f]{7})*)")
+_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+
+
+def measured(start: str) -> str:
+    """The cells of the row that begins with `start`, but for that one, machine and run."""
+    rows = [line for line in PAGE.splitlines() if line.startswith(f"| {start} |")]
+    assert len(rows) == 1, (start, len(rows))
+    found = rows[0].strip("| ").split(" | ")[1:]
+    return " | ".join(found[:-2] if "json" in found[-1] or "the same" in found[-1] else found)
+
+
+def shows(text: str, values: list[float]) -> bool:
+    """Whether the numbers of a text are these, each to the digits that are shown."""
+    shown = _NUMBER.findall(text)
+    return len(shown) == len(values) and all(map(_agree, shown, values))
+
+
+def _agree(shown: str, value: float) -> bool:
+    number, _, power = shown.replace(",", "").partition("e")
+    unit = 10.0 ** (int(power or 0) - len(number.partition(".")[2]))
+    return abs(float(f"{number}e{power or 0}") - value) <= 0.5 * unit * (1 + 1e-6)
+
+
+TABLES = [
+    *(distances, small_problems, convergence, half_steps, class_distances, flows),
+    *(matrices, balanced, on_a_processor, gradients, memory, bounds),
+]
+CLAIMS = [claim for table in TABLES for claim in table()]
+
+
+@pytest.mark.parametrize(("start", "values"), CLAIMS, ids=[start for start, _ in CLAIMS])
+def test_a_row_shows_the_numbers_of_its_file(start: str, values: list[float]) -> None:
+    assert shows(measured(start), values), (measured(start), values)
+
+
+def test_every_run_is_of_a_commit_that_its_file_records() -> None:
+    runs = _RUN.findall(PAGE)
+    assert len(runs) > 25
+    for name, commits in runs:
+        recorded = re.findall(r'"commit": "(\w+)"', json.dumps(content(name)))
+        assert set(commits.split(" and ")) <= set(recorded), (name, commits)
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "agree"),
+    [
+        ("97 / 193 ms | 1e-2 and 4,563", [97.4, 192.6, 0.0118, 4563], True),
+        ("97 / 193 ms", [97.6, 193], False),
+        ("0.80 s", [0.806], False),
+        ("97", [97, 1], False),
+    ],
+)
+def test_numbers_are_compared_to_the_digits_that_are_shown(
+    text: str, values: list[float], agree: bool
+) -> None:
+    assert shows(text, values) == agree
