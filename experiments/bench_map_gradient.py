@@ -18,6 +18,7 @@ there before, of the backward pass.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 import warnings
@@ -145,9 +146,16 @@ def bench(work: Work, method: str) -> dict[str, Any]:
         milliseconds, _, found = timed(getattr(work, method), work.device)
     # A peer may fail in any way, and the other rows are still wanted.
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+        return {"failed": told(error)}
     off = float((found.to(reference) - reference).norm() / reference.norm())
     return {"difference": off, **({"ms": milliseconds} if off <= WORST else {})}
+
+
+def told(error: Exception) -> str:
+    """What went wrong: of a traceback inside of a message the error that it ends with."""
+    lines = [f"{type(error).__name__}: {error}", *str(error).splitlines()]
+    inner = [line.strip() for line in lines if re.match(r"\s*\w+Error: ", line)]
+    return inner[-1][:200]
 
 
 def ours(work: Work, name: str) -> dict[str, Any]:

@@ -199,6 +199,40 @@ def gradients() -> Iterator[Claim]:
     )
 
 
+def implicit() -> Iterator[Claim]:
+    def by(n: int, method: str = "potentials", epsilon: float = 0.1) -> list[float]:
+        r = row("bench_map_gradient_cuda", method=method, n=n, relative_epsilon=epsilon)
+        return [r["ms"]] if "ms" in r else [r["forward_ms"], r["backward_ms"]]
+
+    start = "**potentials by the points, 1,000 × 1,000, at 0.1**"
+    for name, n in [(start, 1000), ("the same, 10,000 × 10,000", 10000)]:
+        ours, (theirs,) = by(n), by(n, "ott_jax")
+        others = by(n, "flash_sinkhorn") if n == 1000 else []
+        iterations = [200.0] if others else []
+        yield name, [*ours, theirs, theirs / sum(ours), *iterations, *others]
+    yield "the same, 50,000 × 50,000", by(50000)
+    yield "map by the points, 50,000 × 50,000, at 0.1", by(50000, "map")
+    yield "the same, at 0.01", by(50000, "map", 0.01)
+
+
+def curvature() -> Iterator[Claim]:
+    def of(n: int, *methods: str, d: int = 64) -> list[float]:
+        return [row("bench_hvp_cuda", n=n, d=d, method=method)["ms"] for method in methods]
+
+    three = "product", "again", "flash_sinkhorn"
+    yield "one product, 10,000 × 10,000, d = 64, the first / another", of(10000, *three)
+    first, again, theirs = of(50000, *three)
+    yield (
+        "one product, 50,000 × 50,000, d = 64, the first / another",
+        [first, again, theirs, theirs / first],
+    )
+    yield (
+        "clouds to debiased product, solved to 1e-3 and certified, 50,000 × 50,000, d = 64",
+        of(50000, "end_to_end"),
+    )
+    yield "25 directions at once, 40,000 × 40,000, d = 5", of(40000, "directions", d=5)
+
+
 def memory() -> Iterator[Claim]:
     certified = content("time_to_certified")["rows"]
     yield (

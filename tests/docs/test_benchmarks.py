@@ -10,9 +10,11 @@ import pytest
 from benchmark_claims import (
     bounds,
     class_distances,
+    curvature,
     distances,
     flows,
     gradients,
+    implicit,
     memory,
     on_a_processor,
 )
@@ -46,7 +48,7 @@ def _agree(shown: str, value: float) -> bool:
 
 TABLES = [
     *(distances, small_problems, convergence, half_steps, class_distances, flows),
-    *(matrices, balanced, on_a_processor, gradients, memory, bounds),
+    *(matrices, balanced, on_a_processor, gradients, implicit, curvature, memory, bounds),
 ]
 CLAIMS = [claim for table in TABLES for claim in table()]
 
