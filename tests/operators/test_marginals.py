@@ -227,7 +227,7 @@ def test_every_part_of_the_error_is_needed(part: str, monkeypatch: pytest.Monkey
         rough = KernelOperator(cost, "fast").marginals(f, g, 0.1 * cost.mean_cost)
         assert_within(rough, matrix, cost, f, g, 0.1 * cost.mean_cost)
         monkeypatch.setattr(
-            fixed_point.FixedPoint, "_missing", lambda self, side, _: (0 * self.squares[side],) * 2
+            fixed_point.FixedPoint, "_missing", lambda self, _, side: (0 * self.squares[side],) * 2
         )
         operator = KernelOperator(cost, "fast")
     elif part == "products":
