@@ -32,12 +32,12 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import build_operator, class_indices
-from otdd_flash.operators.plan import Factors, Plan, Products, plan_of
+from otdd_flash.operators.plan import Factors, KeptPlan, Plan, Products, plan_of
 from otdd_flash.solver.centred import less_origin, origin_near
-from otdd_flash.solver.conjugate_gradients import inverse
+from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schur import CGOptions, SchurSystem, solve
+from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver
 from otdd_flash.solver.solved_gradient import report_system
 
 # Bytes of a plan that is held; a larger one is evaluated anew for every product.
@@ -49,44 +49,42 @@ class Entries:
 
     Args:
         masses: a (n,) and b (m,).
-        operator: makes the operator, on the `refined` form of which products run: of these masses,
-            or called with False of any that are positive, by which products are then divided.
-        potentials: f (n,) and g (m,), of points without mass as well.
-        epsilon: regularisation, in units of the cost.
+        plan: makes the plan, of potentials of points without mass as well: with these masses, or
+            called with False with equal ones. Products are divided by those.
 
     Attributes:
         a: (n,) masses.
         b: (m,) masses.
         whole: whether all masses are positive.
-        plan: of the operator.
+        plan: as said.
     """
 
-    def __init__(
-        self,
-        masses: tuple[Tensor, Tensor],
-        operator: Callable[[bool], Operator],
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
-    ) -> None:
+    def __init__(self, masses: tuple[Tensor, Tensor], plan: Callable[[bool], Plan]) -> None:
         self.a, self.b = masses
-        self.whole = bool((self.a > 0).all()) and bool((self.b > 0).all())
-        exact = refined(operator(self.whole))
-        self._masses = exact.a[:, None], exact.b[:, None]
-        self.plan: Plan = plan_of(exact, *potentials, epsilon, MOST_HELD)
+        self.whole = bool(torch.cat(masses).amin() > 0)
+        self.plan = plan(self.whole)
+        self._masses: tuple[Tensor | float, Tensor | float] = (
+            (self.a[:, None], self.b[:, None])
+            if self.whole
+            else (1 / len(self.a), 1 / len(self.b))
+        )
 
     @classmethod
     def of(cls, problem: Problem, f: Tensor, g: Tensor) -> Entries:
         """Of the cross term of two clouds."""
         inputs = problem.inputs("xy")
 
-        def operator(weighted: bool) -> Operator:
-            sides = inputs.source, inputs.target
+        def plan(weighted: bool) -> Plan:
+            given = inputs
             if not weighted:
-                sides = replace(sides[0], weights=None), replace(sides[1], weights=None)
-            return build_operator(replace(inputs, source=sides[0], target=sides[1]))
+                source, target = (
+                    replace(side, weights=None) for side in (inputs.source, inputs.target)
+                )
+                given = replace(inputs, source=source, target=target)
+            found = dense_plan(given, f, g, problem.epsilon)
+            return found or held_plan(build_operator(given), f, g, problem.epsilon)
 
-        masses = inputs.source.masses, inputs.target.masses
-        return cls(masses, operator, (f, g), problem.epsilon)
+        return cls((inputs.source.masses, inputs.target.masses), plan)
 
     def times(
         self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
@@ -129,22 +127,40 @@ class Entries:
         Raises:
             ConvergenceError: `options` require convergence, and the system was not solved.
         """
-        if not bool(s.isfinite().all() & t.isfinite().all()):
-            return torch.full_like(s, torch.nan), torch.full_like(t, torch.nan)
-        products: Products = self.plan if self.whole else _Weighted(self)
-        near = self.plan.quick if self.whole else products
-        per_row = inverse(products.rows)[:, None]
-        taken = products.transposed_times(per_row * s[:, None])
-        right = t[:, None] - taken
-        # Of a permutation nothing else is left, and no direction of it is to be trusted.
-        rounding = products.precision * (t.abs()[:, None] + taken.abs())
-        right = torch.where(right.abs() > rounding, right, 0)
+        products, near = self._products, self._products
+        if self.whole:
+            near = self.plan.quick
         system = SchurSystem(products, cg.damping)
-        rounded = system if near is products else SchurSystem(near, cg.damping)
-        found = solve(system, rounded, right, cg)
-        report_system(found, options)
-        w1 = per_row * (s[:, None] - products.times(found.values))
+        taken = products.transposed_times(system.by_row * s[:, None])
+        right = t[:, None] - taken
+        solver = Solver(
+            system, system if near is products else SchurSystem(near, cg.damping), cg
+        )
+        found = solver.directly(right)
+        if found is None:
+            if not bool(right.isfinite().all()):
+                return torch.full_like(s, torch.nan), torch.full_like(t, torch.nan)
+            # Of a permutation nothing else is left, and no direction of it is to be trusted.
+            rounding = products.precision * (t.abs()[:, None] + taken.abs())
+            found = solver.by_iterations(torch.where(right.abs() > rounding, right, 0))
+            report_system(found, options)
+        w1 = system.by_row * (s[:, None] - products.times(found.values))
         return w1[:, 0], found.values[:, 0]
+
+    @property
+    def _products(self) -> Products:
+        """With P."""
+        if self.whole:
+            return self.plan
+        if not isinstance(self.plan, KeptPlan):
+            return _Weighted(self)
+        rows, columns = len(self.a) * self.a[:, None], len(self.b) * self.b
+        return KeptPlan((self.plan.entries * rows).mul_(columns))
+
+
+def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
+    """The plan of f (n,) and g (m,) on the `refined` form of an operator."""
+    return plan_of(refined(operator), f, g, epsilon, MOST_HELD)
 
 
 class _Weighted:
@@ -166,8 +182,10 @@ class _Weighted:
         return entries.b[:, None] * entries.transposed_times(entries.a[:, None] * values)
 
 
-def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tensor:
-    """All w o V over masses (m, 1), side by side, of values V (m, k); V itself without weights."""
+def _weighted(
+    values: Tensor, weights: Sequence[Tensor], masses: Tensor | float
+) -> Tensor:
+    """All w o V over masses (m, 1) or equal ones, side by side, of values V (m, k); V itself without weights."""
     if not weights:
         return values / masses
     count = values.shape[1]

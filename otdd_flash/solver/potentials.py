@@ -159,13 +159,12 @@ class PotentialGradient:
         a, b = entries.a, entries.b
         surplus = of_f.sum() - of_g.sum()
         of_g = of_g + b * surplus
-        h = torch.where(a > 0, 0, of_f / entries.q)
-        k = torch.where(b > 0, 0, of_g / entries.p)
-        s, t = torch.where(a > 0, of_f, 0), torch.where(b > 0, of_g, 0)
-        if bool((a == 0).any()):
-            t = t - b * entries.transposed_times(h[:, None])[:, 0]
-        if bool((b == 0).any()):
-            s = s - a * entries.times(k[:, None])[:, 0]
+        s, t, h, k = of_f, of_g, 0.0, 0.0
+        if not entries.whole:
+            h = torch.where(a > 0, 0, of_f / entries.q)
+            k = torch.where(b > 0, 0, of_g / entries.p)
+            s = torch.where(a > 0, s, 0) - a * entries.times(k[:, None])[:, 0]
+            t = torch.where(b > 0, t, 0) - b * entries.transposed_times(h[:, None])[:, 0]
         w1, w2 = entries.solve(s, t, self._cg, self._options)
         h, k = h + a * w1, k + b * w2
         gradient = cost_gradient(problem, CostWeights(entries, h, k), self._needs)

@@ -21,7 +21,7 @@ from otdd_flash.arguments.transport import MATRIX_PLAN
 from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import MatrixOperator
-from otdd_flash.solver.adjoint import Entries
+from otdd_flash.solver.adjoint import Entries, held_plan
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.matrix.loss import check_gradient_type
 from otdd_flash.solver.matrix.problem import MatrixProblem
@@ -126,7 +126,9 @@ class PlanGradient:
         problem, epsilon = self._problem, self._term.epsilon
         a, b, cotangent = problem.a, problem.b, cotangents[0].to(problem.device)
         potentials = self._everywhere()
-        entries = Entries((a, b), self._tiles, potentials, epsilon)
+        entries = Entries(
+            (a, b), lambda weighted: held_plan(self._tiles(weighted), *potentials, epsilon)
+        )
         tiles = self._tiles(entries.whole)
         # Sums of e o G with the masses of the other side.
         s, t = torch.empty_like(a), torch.zeros_like(b)

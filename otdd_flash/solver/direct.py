@@ -1,0 +1,108 @@
+"""Linear systems of a small plan, decomposed once and solved for any right-hand side.
+
+Scaled by the masses on both sides, the matrices of `schur` are
+
+    (1 + delta) I - K^T K,    (1 + delta) I + K,    K = diag(r)^(-1/2) P diag(c)^(-1/2).
+
+Where rows are fewer than columns, w1 is what is solved for, with K K^T in place of K^T K, and w2
+follows from it:
+
+    ((1 + delta) diag(r) - P diag(1 / c) P^T) w1 = -P (t / c),    w2 = (t - P^T w1) / ((1 + delta) c)
+
+for S w2 = t. Without damping the first matrix takes c^(1/2) to 0. With omega omega^T added to it,
+omega = c^(1/2) / |c^(1/2)|, that has the eigenvalue 1, nothing else changes, and the matrix is
+positive definite: L L^T of Cholesky, without an iteration, at any epsilon.
+
+Two kinds of systems are not decomposed: a plan in separate blocks takes more to 0, and a self term
+with distances between classes may have negative eigenvalues. `sound` tells, and conjugate gradients
+take their place. That constants, or points without mass, stay out is as for these.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from otdd_flash.solver.conjugate_gradients import Metric
+
+# Points of the smaller side up to which a system is decomposed, and entries of a plan: it takes
+# (n + m) min(n, m)^2 operations, an iteration of conjugate gradients 4 n m.
+MOST_GPU, MOST_CPU, MOST_ENTRIES = 2048, 2048, 1 << 25
+
+
+def is_small(shape: tuple[int, int], device: torch.device) -> bool:
+    """Whether a plan (n, m) is held, and its systems decomposed."""
+    n, m = shape
+    most = MOST_GPU if device.type == "cuda" else MOST_CPU
+    return min(n, m) <= most and n * m <= MOST_ENTRIES
+
+
+class Direct(Protocol):
+    """A matrix (m, m) that is decomposed."""
+
+    @property
+    def sound(self) -> Tensor:
+        """Whether it could be, (): positive definite, by more than rounding."""
+        ...
+
+    def solve(self, right: Tensor) -> Tensor:
+        """The solutions (m, s) for right-hand sides (m, s), float64, in its range."""
+        ...
+
+
+class Cholesky:
+    """Of a matrix that is scaled by masses.
+
+    Args:
+        scaled: (m, m) float64.
+        metric: whose masses scale it.
+        terms: that its entries are sums of, which tells what rounding leaves of a pivot.
+    """
+
+    def __init__(self, scaled: Tensor, metric: Metric, terms: int) -> None:
+        self._scale = metric.scale
+        self._factor, failed = torch.linalg.cholesky_ex(scaled)
+        rounding = (terms + len(scaled)) * torch.finfo(torch.float64).eps
+        self.sound = (self._factor.diagonal().amin() > rounding**0.5) & (failed == 0)
+
+    def solve(self, right: Tensor) -> Tensor:
+        """As for `Direct`; rows without mass are 0."""
+        return torch.cholesky_solve(self._scale * right, self._factor).mul_(self._scale)
+
+
+def of_columns(entries: Tensor, rows: Metric, columns: Metric, damping: float) -> Cholesky:
+    """S + delta diag(c) of a plan P (n, m) with the metrics of its sums."""
+    scaled = (entries * rows.scale).mul_(columns.scale.T)
+    n, m = entries.shape
+    matrix = torch.addmm(_identity(m, damping, entries), scaled.T, scaled, alpha=-1)
+    if columns.constants:
+        matrix.addr_(columns.constant, columns.constant)
+    return Cholesky(matrix, columns, n)
+
+
+def of_self(entries: Tensor, rows: Metric, damping: float) -> Cholesky:
+    """(1 + delta) diag(r) + P of a symmetric plan P (n, n) with the metric of its sums."""
+    scaled = (entries * rows.scale).mul_(rows.scale.T)
+    return Cholesky(scaled.add_(_identity(len(entries), damping, entries)), rows, 1)
+
+
+class OfRows:
+    """S + delta diag(c) of a plan P (n, m) with fewer rows than columns; arguments as above."""
+
+    def __init__(self, entries: Tensor, rows: Metric, columns: Metric, damping: float) -> None:
+        self._entries, self._by_column = entries, columns.inverse
+        self._damped = 1 + damping
+        self._rows = of_columns(entries.T, columns, rows, damping)
+        self.sound = self._rows.sound
+
+    def solve(self, right: Tensor) -> Tensor:
+        """As for `Direct`."""
+        moved = self._rows.solve(self._entries @ (-self._by_column * right))
+        return self._by_column * (right - self._entries.T @ moved) / self._damped
+
+
+def _identity(size: int, damping: float, like: Tensor) -> Tensor:
+    found = torch.eye(size, dtype=like.dtype, device=like.device)
+    return found if damping == 0 else found.mul_(1 + damping)
