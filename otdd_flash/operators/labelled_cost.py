@@ -253,11 +253,12 @@ class LabelledCost:
         logs = torch.where(masses > 0, logs, LOG_NOTHING)
         logs.sub_(torch.linalg.vector_norm(points, dim=1).square_(), alpha=scale)
         (u, v), (x, y) = (part.tensor_split((n,)) for part in (logs, points))
-        bias = v - self.class_costs[:, labels_y] / epsilon
-        if len(bias) == 1:
-            found = torch.addmm(bias, x, y.T, alpha=2 * scale)
+        costs = self.class_costs / epsilon
+        if costs.numel() == 1:
+            found = torch.addmm(v - costs, x, y.T, alpha=2 * scale)
         else:
-            found = bias.index_select(0, labels_x).addmm_(x, y.T, alpha=2 * scale)
+            by_class = v - costs[:, labels_y]
+            found = by_class.index_select(0, labels_x).addmm_(x, y.T, alpha=2 * scale)
         return found.add_(u[:, None]).exp_()
 
     def sample(self, rows: Tensor, columns: Tensor) -> LabelledCost:

@@ -32,12 +32,13 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import build_operator, class_indices
+from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.plan import Factors, KeptPlan, Plan, Products, plan_of
-from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.solver.centred import less_origin
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver
+from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver, small_entries
 from otdd_flash.solver.solved_gradient import report_system
 
 # Bytes of a plan that is held; a larger one is evaluated anew for every product.
@@ -57,17 +58,16 @@ class Entries:
         b: (m,) masses.
         whole: whether all masses are positive.
         plan: as said.
+        masses: that it has, (n,) and (m,).
     """
 
     def __init__(self, masses: tuple[Tensor, Tensor], plan: Callable[[bool], Plan]) -> None:
         self.a, self.b = masses
         self.whole = bool(torch.cat(masses).amin() > 0)
         self.plan = plan(self.whole)
-        self._masses: tuple[Tensor | float, Tensor | float] = (
-            (self.a[:, None], self.b[:, None])
-            if self.whole
-            else (1 / len(self.a), 1 / len(self.b))
-        )
+        self.masses = masses
+        if not self.whole:
+            self.masses = equal_masses(self.a), equal_masses(self.b)
 
     @classmethod
     def of(cls, problem: Problem, f: Tensor, g: Tensor) -> Entries:
@@ -93,15 +93,16 @@ class Entries:
 
         With weights (m,) that of w o V, side by side for several of them.
         """
-        left, right = self._masses
-        return self.plan.times(_weighted(values, weights, right), factors).div_(left)
+        left, right = self.masses
+        return self.plan.times(_weighted(values, weights, right), factors).div_(left[:, None])
 
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
     ) -> Tensor:
         """The product e^T U (m, k) for U (n, k), or (e o A B^T)^T U; weights (n,) as above."""
-        left, right = self._masses
-        return self.plan.transposed_times(_weighted(values, weights, left), factors).div_(right)
+        left, right = self.masses
+        found = self.plan.transposed_times(_weighted(values, weights, left), factors)
+        return found.div_(right[:, None])
 
     @cached_property
     def q(self) -> Tensor:
@@ -154,8 +155,16 @@ class Entries:
             return self.plan
         if not isinstance(self.plan, KeptPlan):
             return _Weighted(self)
-        rows, columns = len(self.a) * self.a[:, None], len(self.b) * self.b
-        return KeptPlan((self.plan.entries * rows).mul_(columns))
+        rows, columns = (
+            side / of_plan
+            for side, of_plan in zip((self.a, self.b), self.masses, strict=True)
+        )
+        return KeptPlan((self.plan.entries * rows[:, None]).mul_(columns))
+
+    @property
+    def small(self) -> Tensor | None:
+        """The entries of the plan (n, m), where it is held and small."""
+        return small_entries(self.plan)
 
 
 def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
@@ -182,16 +191,14 @@ class _Weighted:
         return entries.b[:, None] * entries.transposed_times(entries.a[:, None] * values)
 
 
-def _weighted(
-    values: Tensor, weights: Sequence[Tensor], masses: Tensor | float
-) -> Tensor:
-    """All w o V over masses (m, 1) or equal ones, side by side, of values V (m, k); V itself without weights."""
+def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tensor:
+    """All w o V over masses (m,), side by side, of values V (m, k); V itself without weights."""
     if not weights:
-        return values / masses
+        return values / masses[:, None]
     count = values.shape[1]
     found = values.new_empty((len(values), count * len(weights)))
     for part, weight in zip(torch.split(found, count, 1), weights, strict=True):
-        torch.mul(values, weight[:, None] / masses, out=part)
+        torch.mul(values, (weight / masses)[:, None], out=part)
     return found
 
 
@@ -213,6 +220,8 @@ class CostWeights:
 
     def times(self, values: Tensor) -> Tensor:
         """M V (n, j)."""
+        if self._held is not None:
+            return self._held @ values
         entries, b = self._entries, self._entries.b
         of_b, of_k = entries.times(values, weights=(b, self._k)).chunk(2, 1)
         found = torch.addcmul(self._h[:, None] * of_b, entries.a[:, None], of_k)
@@ -223,6 +232,8 @@ class CostWeights:
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """M^T U (m, j)."""
+        if self._held is not None:
+            return self._held.T @ values
         entries, b = self._entries, self._entries.b[:, None]
         of_h, of_a = entries.transposed_times(values, weights=(self._h, entries.a)).chunk(2, 1)
         found = torch.addcmul(b * of_h, self._k[:, None], of_a)
@@ -230,6 +241,25 @@ class CostWeights:
         if self._factors is not None:
             found += entries.transposed_times(values, self._factors).mul_(b)
         return found
+
+    @cached_property
+    def _held(self) -> Tensor | None:
+        """M itself (n, m), where the plan is held and small: in fewer operations than products."""
+        entries, held = self._entries, self._entries.small
+        if held is None:
+            return None
+        left, right = entries.masses
+        h, k = self._h / left, self._k / right
+        if entries.whole:
+            found = h[:, None] + k
+        else:
+            found = torch.outer(h, entries.b / right).addr_(entries.a / left, k)
+        if self._factors is not None:
+            of_rows, of_columns = self._factors
+            if not entries.whole:
+                of_columns = of_columns * (entries.b / right)[:, None]
+            found.addmm_(of_rows / left[:, None], of_columns.T)
+        return found.mul_(held)
 
 
 def cost_gradient(
@@ -242,14 +272,14 @@ def cost_gradient(
     inputs = problem.inputs("xy")
     gradient: dict[str, Tensor] = {}
     source, target = inputs.source, inputs.target
-    clouds = ((side.features, side.masses) for side in (source, target))
-    origin = origin_near(clouds, torch.float64)
+    # Points of x are about as far from it as from those that they are sent to.
+    origin = target.features.mean(0, dtype=torch.float64)
     # Made where they are used: nothing takes more memory than products, which need one of them.
     x, y = (partial(less_origin, side.features, origin) for side in (source, target))
     factor, dim = 2 * inputs.cost.squared.lambda_x, source.features.shape[1]
     by_class = bool(needs & {"classes", "lambda_y"})
     if needs & {"x", "lambda_x"} or by_class:
-        parts: list[Callable[[], Tensor]] = [lambda: torch.ones_like(target.masses)[:, None]]
+        parts: list[Callable[[], Tensor]] = [lambda: origin.new_ones((len(target), 1))]
         if needs & {"x", "lambda_x"}:
             parts.append(y)
         if by_class:
@@ -268,7 +298,7 @@ def cost_gradient(
             table[problem.classes["x"], problem.classes["y"]] = inputs.cost.lambda_y * block
             gradient["classes"] = table
     if needs & {"y", "lambda_x"}:
-        ones = torch.ones_like(source.masses)[:, None]
+        ones = origin.new_ones((len(source), 1))
         back = weights.transposed_times(torch.cat((ones, x()), 1) if "y" in needs else ones)
         if "y" in needs:
             gradient["y"] = factor * (back[:, :1] * y() - back[:, 1:])

@@ -87,11 +87,6 @@ class Metric:
         return self.masses.sum()
 
     @cached_property
-    def present(self) -> Tensor:
-        """Whether there is mass, (m, 1)."""
-        return self.masses > 0
-
-    @cached_property
     def inverse(self) -> Tensor:
         """One over the masses (m, 1), 0 where there is none."""
         return inverse(self.masses)
@@ -99,7 +94,7 @@ class Metric:
     @cached_property
     def scale(self) -> Tensor:
         """Masses^(-1/2) (m, 1), 0 where there is none."""
-        return torch.where(self.present, self.masses.rsqrt(), 0)
+        return _finite(self.masses.rsqrt())
 
     @cached_property
     def constant(self) -> Tensor:
@@ -108,7 +103,10 @@ class Metric:
 
     def in_range(self, values: Tensor) -> Tensor:
         """Values (m, s) less their part outside the range, 0 where there is no mass."""
-        values = torch.where(self.present, values, 0)
+        return self.less_constants(torch.where(self.masses > 0, values, 0))
+
+    def less_constants(self, values: Tensor) -> Tensor:
+        """Values (m, s) less their part outside the range, for some that are 0 where masses are."""
         if not self.constants:
             return values
         return torch.addcmul(values, self.masses, values.sum(0) / self.total, value=-1)
@@ -230,4 +228,9 @@ class Iterates:
 
 def inverse(masses: Tensor) -> Tensor:
     """One over masses, 0 where there is none."""
-    return torch.where(masses > 0, 1 / masses, 0)
+    return _finite(masses.reciprocal())
+
+
+def _finite(powers: Tensor) -> Tensor:
+    """Negative powers of masses, in place 0 where they are infinite."""
+    return powers.nan_to_num_(nan=torch.nan, posinf=0, neginf=0)

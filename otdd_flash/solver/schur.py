@@ -92,7 +92,7 @@ class SchurSystem:
     @property
     def direct(self) -> Direct | None:
         """Of the smaller side."""
-        entries = _small(self._plan)
+        entries = small_entries(self._plan)
         if entries is None:
             return None
         rows = Metric(self._plan.rows, constants=self._damping == 0)
@@ -160,7 +160,7 @@ class SelfSystem:
     @property
     def direct(self) -> Direct | None:
         """If it is small."""
-        entries = _small(self._plan)
+        entries = small_entries(self._plan)
         return None if entries is None else of_self(entries, self.metric, self._damping)
 
     @property
@@ -190,7 +190,7 @@ class SelfSystem:
         return Image(found, scales, there.weights, self._scaled_masses, position)
 
 
-def _small(plan: Products) -> Tensor | None:
+def small_entries(plan: Products) -> Tensor | None:
     """The entries of a plan that is held and small."""
     held = isinstance(plan, KeptPlan) and is_small(plan.entries.shape, plan.entries.device)
     return plan.entries if held else None
@@ -245,7 +245,7 @@ class Solver:
         metric, direct = self._system.metric, self._direct
         if direct is None:
             return None
-        right = metric.in_range(right)
+        right = metric.less_constants(right)
         values = direct.solve(right)
         left = right - self._system.times(values)
         size = metric.size(right)
