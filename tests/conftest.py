@@ -104,8 +104,7 @@ def iterations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear systems of few points are solved as those of many are, by conjugate gradients."""
     from otdd_flash.solver import direct
 
-    monkeypatch.setattr(direct, "MOST_CPU", 0)
-    monkeypatch.setattr(direct, "MOST_GPU", 0)
+    monkeypatch.setattr(direct, "MOST_POINTS", 0)
 
 
 @pytest.fixture

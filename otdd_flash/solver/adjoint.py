@@ -36,9 +36,10 @@ from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.plan import Factors, KeptPlan, Plan, Products, plan_of
 from otdd_flash.solver.centred import less_origin
 from otdd_flash.solver.dense_plan import dense_plan
+from otdd_flash.solver.direct import is_small
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver, small_entries
+from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver
 from otdd_flash.solver.solved_gradient import report_system
 
 # Bytes of a plan that is held; a larger one is evaluated anew for every product.
@@ -164,7 +165,8 @@ class Entries:
     @property
     def small(self) -> Tensor | None:
         """The entries of the plan (n, m), where it is held and small."""
-        return small_entries(self.plan)
+        plan = self.plan
+        return plan.entries if isinstance(plan, KeptPlan) and is_small(plan.entries.shape) else None
 
 
 def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:

@@ -19,7 +19,7 @@ def dense_plan(inputs: CostInputs, f: Tensor, g: Tensor, epsilon: float) -> Kept
     if inputs.streaming is not None or inputs.compute.group is not None:
         return None
     shape, device = (len(inputs.source), len(inputs.target)), inputs.source.features.device
-    if not is_small(shape, device):
+    if not is_small(shape):
         return None
     needed, stated = 8 * shape[0] * shape[1], stated_budget(inputs.compute.memory_budget)
     if (stated is not None and needed > stated) or not holds(needed, stated, device):

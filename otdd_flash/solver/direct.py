@@ -13,9 +13,10 @@ for S w2 = t. Without damping the first matrix takes c^(1/2) to 0. With omega om
 omega = c^(1/2) / |c^(1/2)|, that has the eigenvalue 1, nothing else changes, and the matrix is
 positive definite: L L^T of Cholesky, without an iteration, at any epsilon.
 
-Two kinds of systems are not decomposed: a plan in separate blocks takes more to 0, and a self term
-with distances between classes may have negative eigenvalues. `sound` tells, and conjugate gradients
-take their place. That constants, or points without mass, stay out is as for these.
+A plan in separate blocks, such as a permutation, takes more than constants to 0, and that of a self
+term with distances between classes may take differences of classes there: a pivot then is of the
+size of rounding. `sound` tells, and conjugate gradients solve instead. Points without mass have rows
+of the identity, and solutions of 0.
 """
 
 from __future__ import annotations
@@ -27,16 +28,24 @@ from torch import Tensor
 
 from otdd_flash.solver.conjugate_gradients import Metric
 
-# Points of the smaller side up to which a system is decomposed, and entries of a plan: it takes
-# (n + m) min(n, m)^2 operations, an iteration of conjugate gradients 4 n m.
-MOST_GPU, MOST_CPU, MOST_ENTRIES = 2048, 2048, 1 << 25
+# Points of the smaller side up to which a plan is held and its systems are decomposed, and entries.
+MOST_POINTS, MOST_ENTRIES = 2048, 1 << 25
+
+# The same for a decomposition on a CPU: of 1,000 points it takes as long as 100 iterations of
+# conjugate gradients, and at a tenth of the mean cost ten are enough.
+MOST_POINTS_CPU = 512
 
 
-def is_small(shape: tuple[int, int], device: torch.device) -> bool:
-    """Whether a plan (n, m) is held, and its systems decomposed."""
+def is_small(shape: tuple[int, int]) -> bool:
+    """Whether a plan (n, m) is held."""
     n, m = shape
-    most = MOST_GPU if device.type == "cuda" else MOST_CPU
-    return min(n, m) <= most and n * m <= MOST_ENTRIES
+    return min(n, m) <= MOST_POINTS and n * m <= MOST_ENTRIES
+
+
+def is_decomposed(entries: Tensor) -> bool:
+    """Whether systems of a plan P (n, m) that is held are solved without iterations."""
+    most = MOST_POINTS if entries.is_cuda else MOST_POINTS_CPU
+    return is_small(entries.shape) and min(entries.shape) <= most
 
 
 class Direct(Protocol):

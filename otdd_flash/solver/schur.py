@@ -38,7 +38,7 @@ from otdd_flash.solver.conjugate_gradients import (
     System,
     inverse,
 )
-from otdd_flash.solver.direct import Direct, OfRows, is_small, of_columns, of_self
+from otdd_flash.solver.direct import Direct, OfRows, is_decomposed, of_columns, of_self
 
 if TYPE_CHECKING:
     # These need Triton.
@@ -54,8 +54,8 @@ REFINEMENTS = 3
 class CGOptions:
     """When a linear system counts as solved, and when conjugate gradients stop.
 
-    Up to 2,048 points on the smaller side a system is decomposed, and conjugate gradients take over
-    where that leaves a residual above the tolerance.
+    Up to 2,048 points on the smaller side, 512 on a CPU, a system is decomposed. Conjugate gradients
+    take over where that leaves a residual above the tolerance.
 
     Attributes:
         tolerance: of the residual over the right-hand side, both scaled by the masses.
@@ -92,7 +92,7 @@ class SchurSystem:
     @property
     def direct(self) -> Direct | None:
         """Of the smaller side."""
-        entries = small_entries(self._plan)
+        entries = _decomposed(self._plan)
         if entries is None:
             return None
         rows = Metric(self._plan.rows, constants=self._damping == 0)
@@ -160,7 +160,7 @@ class SelfSystem:
     @property
     def direct(self) -> Direct | None:
         """If it is small."""
-        entries = small_entries(self._plan)
+        entries = _decomposed(self._plan)
         return None if entries is None else of_self(entries, self.metric, self._damping)
 
     @property
@@ -190,10 +190,9 @@ class SelfSystem:
         return Image(found, scales, there.weights, self._scaled_masses, position)
 
 
-def small_entries(plan: Products) -> Tensor | None:
-    """The entries of a plan that is held and small."""
-    held = isinstance(plan, KeptPlan) and is_small(plan.entries.shape, plan.entries.device)
-    return plan.entries if held else None
+def _decomposed(plan: Products) -> Tensor | None:
+    """The entries of a plan whose systems are decomposed."""
+    return plan.entries if isinstance(plan, KeptPlan) and is_decomposed(plan.entries) else None
 
 
 class Solution(NamedTuple):
