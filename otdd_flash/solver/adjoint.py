@@ -135,9 +135,7 @@ class Entries:
         system = SchurSystem(products, cg.damping)
         taken = products.transposed_times(system.by_row * s[:, None])
         right = t[:, None] - taken
-        solver = Solver(
-            system, system if near is products else SchurSystem(near, cg.damping), cg
-        )
+        solver = Solver(system, system if near is products else SchurSystem(near, cg.damping), cg)
         found = solver.directly(right)
         if found is None:
             if not bool(right.isfinite().all()):
@@ -157,8 +155,7 @@ class Entries:
         if not isinstance(self.plan, KeptPlan):
             return _Weighted(self)
         rows, columns = (
-            side / of_plan
-            for side, of_plan in zip((self.a, self.b), self.masses, strict=True)
+            side / of_plan for side, of_plan in zip((self.a, self.b), self.masses, strict=True)
         )
         return KeptPlan((self.plan.entries * rows[:, None]).mul_(columns))
 

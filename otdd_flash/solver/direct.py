@@ -4,23 +4,24 @@ Scaled by the masses on both sides, the matrices of `schur` are
 
     (1 + delta) I - K^T K,    (1 + delta) I + K,    K = diag(r)^(-1/2) P diag(c)^(-1/2).
 
-Where rows are fewer than columns, w1 is what is solved for, with K K^T in place of K^T K, and w2
-follows from it:
+Where rows are fewer than columns, S w2 = t is solved for w1 first, with K K^T in place of K^T K:
 
-    ((1 + delta) diag(r) - P diag(1 / c) P^T) w1 = -P (t / c),    w2 = (t - P^T w1) / ((1 + delta) c)
+    ((1 + delta) diag(r) - P diag(1 / c) P^T) w1 = -P (t / c)
+    w2 = (t - P^T w1) / ((1 + delta) c)
 
-for S w2 = t. Without damping the first matrix takes c^(1/2) to 0. With omega omega^T added to it,
+Without damping the first matrix takes c^(1/2) to 0. With omega omega^T added to it,
 omega = c^(1/2) / |c^(1/2)|, that has the eigenvalue 1, nothing else changes, and the matrix is
 positive definite: L L^T of Cholesky, without an iteration, at any epsilon.
 
 A plan in separate blocks, such as a permutation, takes more than constants to 0, and that of a self
 term with distances between classes may take differences of classes there: a pivot then is of the
-size of rounding. `sound` tells, and conjugate gradients solve instead. Points without mass have rows
-of the identity, and solutions of 0.
+size of rounding. `sound` tells, and conjugate gradients solve instead. Points without mass have
+rows of the identity, and solutions of 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -28,15 +29,16 @@ from torch import Tensor
 
 from otdd_flash.solver.conjugate_gradients import Metric
 
-# Points of the smaller side up to which a plan is held and its systems are decomposed, and entries.
-MOST_POINTS, MOST_ENTRIES = 2048, 1 << 25
+# Points of the smaller side up to which a plan is held and its systems are decomposed, and entries:
+# 128 MiB, and as much again for what is made of them.
+MOST_POINTS, MOST_ENTRIES = 2048, 1 << 24
 
 # The same for a decomposition on a CPU: of 1,000 points it takes as long as 100 iterations of
 # conjugate gradients, and at a tenth of the mean cost ten are enough.
 MOST_POINTS_CPU = 512
 
 
-def is_small(shape: tuple[int, int]) -> bool:
+def is_small(shape: Sequence[int]) -> bool:
     """Whether a plan (n, m) is held."""
     n, m = shape
     return min(n, m) <= MOST_POINTS and n * m <= MOST_ENTRIES

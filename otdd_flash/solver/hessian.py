@@ -48,6 +48,9 @@ def sinkhorn_hessian(
 ) -> SinkhornHessian:
     """The Sinkhorn divergence with its first and second derivatives by the points x.
 
+    Linear systems of few points are decomposed by the first product, for all of them; those of more
+    points are solved by conjugate gradients (see `CGOptions`).
+
     Args:
         x: (n, d) points; this and what follows as in `sinkhorn_loss`, numbers for the lambdas.
         y: (m, d) points, which stand still.
@@ -102,8 +105,8 @@ class HessianProduct:
         values: of the shape and type of the directions, and where they are.
         curvature: <v, T v> (s,), float64. Without debiasing it is at most the exact one but for
             rounding, however early the linear system was left; with it an estimate.
-        iterations: of conjugate gradients, those of both terms, (s,) int64; 0 where systems were
-            solved by a decomposition, as those of up to 2,048 points are.
+        iterations: of conjugate gradients, those of both terms, (s,) int64; 0 where systems
+            were decomposed.
         residual: of the linear system over its right-hand side, the larger of both terms', (s,).
         converged: whether residuals are within the tolerance, (s,) bool.
     """

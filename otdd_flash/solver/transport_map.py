@@ -75,10 +75,11 @@ def transport_map(
     """T = diag(1 / r) P V: what the plan of OT_epsilon(x, y) sends to every x_i, for autograd.
 
     Differentiable once by x, y, values, a, b, class_table, lambda_x and lambda_y. The backward pass
-    solves one linear system by conjugate gradients, from the potentials alone: memory is that of
-    the inputs, however many iterations the solve took, and a plan of more than 256 MiB is never
-    stored. The gradient is that of the optimum at the masses that the plan has, and not of
-    the iterations. By masses it is the one along the simplex, up to a constant.
+    solves one linear system, by a decomposition where points are few and else by conjugate
+    gradients (see `CGOptions`), from the potentials alone: memory is that of the inputs, however
+    many iterations the solve took, and a plan of more than 256 MiB is never stored. The gradient is
+    that of the optimum at the masses that the plan has, and not of the iterations. By masses it is
+    the one along the simplex, up to a constant.
 
     Args:
         x: (n, d) points; this and what follows as in `sinkhorn_loss`.

@@ -15,6 +15,7 @@ from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, solve
 
 pytestmark = pytest.mark.usefixtures("iterations_alone")
 
+
 def plan(n: int, m: int, *, symmetric: bool = False, spread: float = 3.0) -> Tensor:
     draw = torch.Generator().manual_seed(0)
     logs = spread * torch.randn(n, m, generator=draw, dtype=torch.float64)

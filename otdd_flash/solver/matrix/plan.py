@@ -49,8 +49,8 @@ def matrix_plan(
 ) -> Tensor:
     """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) at the optimum, for autograd.
 
-    Differentiable once, by costs and masses. The backward pass solves one linear system by
-    conjugate gradients, from the potentials alone: memory is that of the inputs and the plan,
+    Differentiable once, by costs and masses. The backward pass solves one linear system, of few
+    points by a decomposition, from the potentials alone: memory is that of the inputs and the plan,
     however many iterations the solve took. The gradient is that of the optimum at the masses that
     the plan has, and not of the iterations; by masses the one along the simplex. With
     `epsilon_relative` epsilon counts as a constant. A cotangent that is not finite gives NaN.
