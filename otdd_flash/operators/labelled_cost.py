@@ -241,14 +241,14 @@ class LabelledCost:
 
             log P_ij = u_i + v[l_i, j] + 2 lambda_x <x_i, y_j> / epsilon
 
-        with points about the mean of all of them; v is gathered by class. Nothing else of the cost
-        is asked for, and the exponential is taken in place. Potentials of points without mass are
-        not read.
+        v is gathered by class, and the exponential is taken in place. Nothing else that is known of
+        the cost is asked for, and potentials of points without mass are not read.
         """
         (labels_x, labels_y), n = self.labels, self.shape[0]
-        points = torch.cat(self.held).double()
-        points -= points.mean(0)
         masses, scale = torch.cat((self.a, self.b)), self.lambda_x / epsilon
+        points = torch.cat(self.held).double()
+        # About the mean of both clouds' means, wherever points without mass may be.
+        points -= (masses @ points) / 2
         logs = masses.log().add_(torch.cat((f, g)), alpha=1 / epsilon)
         logs = torch.where(masses > 0, logs, LOG_NOTHING)
         logs.sub_(torch.linalg.vector_norm(points, dim=1).square_(), alpha=scale)

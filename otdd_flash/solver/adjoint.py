@@ -34,7 +34,7 @@ from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import build_operator, class_indices
 from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.plan import Factors, KeptPlan, Plan, Products, plan_of
-from otdd_flash.solver.centred import less_origin
+from otdd_flash.solver.centred import less_origin, mean_near
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.direct import is_small
 from otdd_flash.solver.problem import Problem
@@ -120,11 +120,11 @@ class Entries:
         return self.transposed_times(self.a[:, None])[:, 0]
 
     def solve(
-        self, s: Tensor, t: Tensor, cg: CGOptions, options: Schedule
+        self, s: Tensor | None, t: Tensor, cg: CGOptions, options: Schedule
     ) -> tuple[Tensor, Tensor]:
         """Both w1 (n,) and w2 (m,) with r o w1 + P w2 = s and P^T w1 + c o w2 = t; 0 at no mass.
 
-        Where s or t are not finite, NaN.
+        Without s it is 0. Where s or t are not finite, NaN.
 
         Raises:
             ConvergenceError: `options` require convergence, and the system was not solved.
@@ -133,18 +133,24 @@ class Entries:
         if self.whole:
             near = self.plan.quick
         system = SchurSystem(products, cg.damping)
-        taken = products.transposed_times(system.by_row * s[:, None])
-        right = t[:, None] - taken
+        right, taken = t[:, None], None
+        if s is not None:
+            taken = products.transposed_times(system.by_row * s[:, None])
+            right = right - taken
         solver = Solver(system, system if near is products else SchurSystem(near, cg.damping), cg)
         found = solver.directly(right)
         if found is None:
             if not bool(right.isfinite().all()):
-                return torch.full_like(s, torch.nan), torch.full_like(t, torch.nan)
-            # Of a permutation nothing else is left, and no direction of it is to be trusted.
-            rounding = products.precision * (t.abs()[:, None] + taken.abs())
-            found = solver.by_iterations(torch.where(right.abs() > rounding, right, 0))
+                return torch.full_like(self.a, torch.nan), torch.full_like(t, torch.nan)
+            if taken is not None:
+                # Of a permutation nothing else is left, and no direction of it is to be trusted.
+                rounding = products.precision * (t.abs()[:, None] + taken.abs())
+                right = torch.where(right.abs() > rounding, right, 0)
+            found = solver.by_iterations(right)
             report_system(found, options)
-        w1 = system.by_row * (s[:, None] - products.times(found.values))
+        w1 = products.times(found.values).mul_(-system.by_row)
+        if s is not None:
+            w1 += system.by_row * s[:, None]
         return w1[:, 0], found.values[:, 0]
 
     @property
@@ -194,6 +200,8 @@ def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tens
     """All w o V over masses (m,), side by side, of values V (m, k); V itself without weights."""
     if not weights:
         return values / masses[:, None]
+    if len(weights) == 1 and weights[0] is masses:
+        return values
     count = values.shape[1]
     found = values.new_empty((len(values), count * len(weights)))
     for part, weight in zip(torch.split(found, count, 1), weights, strict=True):
@@ -272,7 +280,7 @@ def cost_gradient(
     gradient: dict[str, Tensor] = {}
     source, target = inputs.source, inputs.target
     # Points of x are about as far from it as from those that they are sent to.
-    origin = target.features.mean(0, dtype=torch.float64)
+    origin = mean_near(target.features, target.masses)
     # Made where they are used: nothing takes more memory than products, which need one of them.
     x, y = (partial(less_origin, side.features, origin) for side in (source, target))
     factor, dim = 2 * inputs.cost.squared.lambda_x, source.features.shape[1]

@@ -36,7 +36,6 @@ from otdd_flash.solver.conjugate_gradients import (
     Limits,
     Metric,
     System,
-    inverse,
 )
 from otdd_flash.solver.direct import Direct, OfRows, is_decomposed, of_columns, of_self
 
@@ -95,10 +94,9 @@ class SchurSystem:
         entries = _decomposed(self._plan)
         if entries is None:
             return None
-        rows = Metric(self._plan.rows, constants=self._damping == 0)
         fewer_rows = entries.shape[0] < entries.shape[1]
         decomposed = OfRows if fewer_rows else of_columns
-        return decomposed(entries, rows, self.metric, self._damping)
+        return decomposed(entries, self._rows, self.metric, self._damping)
 
     @property
     def layout(self) -> Layout | None:
@@ -107,9 +105,14 @@ class SchurSystem:
         return None if ways is None else ways[0].layouts[1]
 
     @cached_property
+    def _rows(self) -> Metric:
+        """Of row sums r."""
+        return Metric(self._plan.rows, constants=self._damping == 0)
+
+    @property
     def by_row(self) -> Tensor:
         """One over row sums (n, 1), 0 where there is no mass."""
-        return inverse(self._plan.rows)[:, None]
+        return self._rows.inverse
 
     @cached_property
     def _scaled_masses(self) -> Tensor:

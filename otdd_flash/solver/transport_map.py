@@ -40,7 +40,7 @@ from otdd_flash.solver.adjoint import (
     cost_gradient,
     potentials_everywhere,
 )
-from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.solver.centred import less_origin, mean_near
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
@@ -211,7 +211,7 @@ class MapGradient:
             by_values = b[:, None] * pulled[:, :-1]
         # Here and below what is not needed any more is let go: nothing else takes more memory.
         del pulled
-        w1, w2 = entries.solve(torch.zeros_like(a), b * sums, self._cg, self._options)
+        w1, w2 = entries.solve(None, b * sums, self._cg, self._options)
         factors = left.div_(-problem.epsilon), right
         weights = CostWeights(entries, a * w1 / problem.epsilon, b * w2 / problem.epsilon, factors)
         gradient = cost_gradient(problem, weights, self.needs)
@@ -241,5 +241,5 @@ class MapGradient:
         """V about an origin (k,) near it, and that, float64."""
         target = self._problem.inputs("xy").target
         values = target.features if self._images is None else self._images.to(target.masses.device)
-        origin = origin_near([(values, target.masses)], torch.float64)
+        origin = mean_near(values, target.masses)
         return less_origin(values, origin), origin
