@@ -22,6 +22,7 @@ def dense_plan(inputs: CostInputs, f: Tensor, g: Tensor, epsilon: float) -> Kept
     if not is_small(shape):
         return None
     needed, stated = 8 * shape[0] * shape[1], stated_budget(inputs.compute.memory_budget)
-    if (stated is not None and needed > stated) or not holds(needed, stated, device):
+    # What is made of a plan takes as much again.
+    if (stated is not None and needed > stated) or not holds(2 * needed, None, device):
         return None
     return KeptPlan(labelled_cost(inputs).plan_entries(f, g, epsilon))
