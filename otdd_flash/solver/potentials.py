@@ -26,12 +26,8 @@ from otdd_flash.arguments.transport import SINKHORN_POTENTIALS
 from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.solver.adjoint import (
-    CostWeights,
-    Entries,
-    cost_gradient,
-    potentials_everywhere,
-)
+from otdd_flash.solver.adjoint import Entries, potentials_everywhere
+from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem

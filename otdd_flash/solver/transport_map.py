@@ -33,14 +33,11 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import Compute, build_operator
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.plan import Factors, StreamedPlan
-from otdd_flash.solver.adjoint import (
-    CostWeights,
-    Entries,
-    cost_gradient,
-    potentials_everywhere,
-)
+from otdd_flash.operators.plan import Factors, Plan, StreamedPlan
+from otdd_flash.solver.adjoint import Entries, potentials_everywhere
 from otdd_flash.solver.centred import less_origin, mean_near
+from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
+from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
@@ -189,8 +186,10 @@ class MapGradient:
         inputs, (values, origin) = self._problem.inputs("xy"), self._centred()
         # Rows without mass have a conditional plan, which is the same at any other mass.
         inputs = replace(inputs, source=replace(inputs.source, weights=None))
-        operator = refined(build_operator(inputs, keep_scores=False))
-        plan = StreamedPlan(operator, *self._potentials, self._problem.epsilon)
+        at = *self._potentials, self._problem.epsilon
+        plan: Plan | None = dense_plan(inputs, *at)
+        if plan is None:
+            plan = StreamedPlan(refined(build_operator(inputs, keep_scores=False)), *at)
         found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
         return found[:, :-1] / found[:, -1:] + origin
 
