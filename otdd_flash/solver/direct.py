@@ -13,10 +13,10 @@ Without damping the first matrix takes c^(1/2) to 0. With omega omega^T added to
 omega = c^(1/2) / |c^(1/2)|, that has the eigenvalue 1, nothing else changes, and the matrix is
 positive definite: L L^T of Cholesky, without an iteration.
 
-A plan in separate blocks takes more than constants to 0, as one that is nearly a permutation does at
-a small epsilon, and that of a self term with distances between classes may take differences of
-classes there: a pivot then is of the size of rounding. `sound` tells, and conjugate gradients solve instead. Points without mass have
-rows of the identity, and solutions of 0.
+A plan in separate blocks takes more than constants to 0, as one that is nearly a permutation does
+at a small epsilon, and that of a self term with distances between classes may take differences of
+classes there: a pivot then is of the size of rounding. `sound` tells, and conjugate gradients solve
+instead. Points without mass have rows of the identity, and solutions of 0.
 """
 
 from __future__ import annotations
