@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ class LabeledSamples:
         """The feature dimension d."""
         return self.features.shape[1]
 
-    @property
+    @cached_property
     def masses(self) -> Tensor:
         """The weights (n,), float64, summing to 1; uniform if none were given."""
         if self.weights is not None:

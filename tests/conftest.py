@@ -100,6 +100,14 @@ def _quicker_interpreter() -> None:
 
 
 @pytest.fixture
+def iterations_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear systems of few points are solved as those of many are, by conjugate gradients."""
+    from otdd_flash.solver import direct
+
+    monkeypatch.setattr(direct, "MOST_POINTS", 0)
+
+
+@pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated holds NaN until it is written."""
     empty = torch.empty

@@ -52,6 +52,17 @@ class Moments(NamedTuple):
     classes: Tensor
 
 
+class _Measured(NamedTuple):
+    """What a cost tells of its points, as properties of `LabelledCost`."""
+
+    centre: Tensor
+    squares: tuple[Tensor, Tensor]
+    largest: float
+    farthest: float
+    cost_range: CostRange
+    mean_cost: float
+
+
 class LabelledCost:
     """The cost between two labelled clouds.
 
@@ -66,13 +77,7 @@ class LabelledCost:
         lambda_x: weight of the squared Euclidean distance.
 
     Attributes:
-        centre: (d,) float64, the mean of both clouds' means.
-        largest: of all coordinates, in absolute value, after centring.
-        farthest: the largest ||x||^2 of all points, after centring.
-        cost_range: an interval that holds C on the support.
-        mean_cost: sum_ij a_i b_j C_ij.
         symmetric: whether both sides are one cloud with one set of labels and masses.
-        squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64.
         known: what others have found out of it, and need not again.
         packed: both clouds as kernels pack them, where that is done already.
         known_of: what is found of the points of either cloud, where others take the same later.
@@ -99,16 +104,21 @@ class LabelledCost:
         self.known: dict[str, Any] = {}
         self.packed: tuple[Any, Any] = (None, None)
         self.known_of: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+
+    @cached_property
+    def _measured(self) -> _Measured:
+        """What the points tell, once something asks for it."""
+        (x, y), (labels_x, labels_y) = self.points, self.labels
+        a, b, class_costs = self.a, self.b, self.class_costs
         mean_x = weighted_mean(x, a)
         mean_y = mean_x if self.symmetric else weighted_mean(y, b)
-        self.centre = (mean_x + mean_y) / 2
-        seen_x = _norms(x, a, self.centre, mean_x)
-        seen_y = seen_x if self.symmetric else _norms(y, b, self.centre, mean_y)
-        self.squares = seen_x.squares, seen_y.squares
+        centre = (mean_x + mean_y) / 2
+        seen_x = _norms(x, a, centre, mean_x)
+        seen_y = seen_x if self.symmetric else _norms(y, b, centre, mean_y)
         class_a = _mass_per_class(a, labels_x, class_costs.shape[0])
         class_b = _mass_per_class(b, labels_y, class_costs.shape[1])
         met = (class_a > 0)[:, None] & (class_b > 0)[None, :]
-        products = (mean_x - self.centre) @ (mean_y - self.centre)
+        products = (mean_x - centre) @ (mean_y - centre)
         # One tensor, so that the host waits once.
         numbers = torch.stack(
             (
@@ -122,13 +132,47 @@ class LabelledCost:
                 torch.maximum(seen_x.squares.max(), seen_y.squares.max()),
             )
         )
-        self.largest, highest_x, highest_y, squares, low, high, classes, self.farthest = (
-            numbers.tolist()
-        )
-        self.mean_cost = lambda_x * squares + classes
+        largest, highest_x, highest_y, squares, low, high, classes, farthest = numbers.tolist()
         # 0 <= ||x - y||^2 <= (max ||x|| + max ||y||)^2.
-        reach = lambda_x * (math.sqrt(highest_x) + math.sqrt(highest_y)) ** 2
-        self.cost_range = CostRange(low, reach + high)
+        reach = self.lambda_x * (math.sqrt(highest_x) + math.sqrt(highest_y)) ** 2
+        return _Measured(
+            centre,
+            (seen_x.squares, seen_y.squares),
+            largest,
+            farthest,
+            CostRange(low, reach + high),
+            self.lambda_x * squares + classes,
+        )
+
+    @property
+    def centre(self) -> Tensor:
+        """(d,) float64, the mean of both clouds' means."""
+        return self.whole._measured.centre
+
+    @property
+    def largest(self) -> float:
+        """Of all coordinates, in absolute value, after centring."""
+        return self.whole._measured.largest
+
+    @property
+    def farthest(self) -> float:
+        """The largest ||x||^2 of all points, after centring."""
+        return self.whole._measured.farthest
+
+    @property
+    def cost_range(self) -> CostRange:
+        """An interval that holds C on the support."""
+        return self.whole._measured.cost_range
+
+    @property
+    def mean_cost(self) -> float:
+        """sum_ij a_i b_j C_ij."""
+        return self.whole._measured.mean_cost
+
+    @cached_property
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """||x_i||^2 (n,) and ||y_j||^2 (m,) after centring, float64."""
+        return self._measured.squares
 
     @property
     def whole(self) -> LabelledCost:
@@ -197,22 +241,25 @@ class LabelledCost:
 
             log P_ij = u_i + v[l_i, j] + 2 lambda_x <x_i, y_j> / epsilon
 
-        One product of matrices adds u, v is gathered by class, and the exponential is taken in
-        place. Potentials of points without mass are not read.
+        v is gathered by class, and the exponential is taken in place. Nothing else that is known of
+        the cost is asked for, and potentials of points without mass are not read.
         """
-        (x, y), (labels_x, labels_y) = self.held, self.labels
-        u, v = (
-            torch.where(masses > 0, masses.log() + potential / epsilon, LOG_NOTHING)
-            - self.lambda_x / epsilon * squares
-            for masses, potential, squares in zip(
-                (self.a, self.b), (f.double(), g.double()), self.squares, strict=True
-            )
-        )
-        left = torch.cat((x.double() - self.centre, u[:, None]), 1)
-        right = (y.double() - self.centre) * (2 * self.lambda_x / epsilon)
-        right = torch.cat((right, torch.ones_like(v)[:, None]), 1)
-        logs = (v - self.class_costs[:, labels_y] / epsilon).index_select(0, labels_x)
-        return logs.addmm_(left, right.T).exp_()
+        (labels_x, labels_y), n = self.labels, self.shape[0]
+        masses, scale = torch.cat((self.a, self.b)), self.lambda_x / epsilon
+        points = torch.cat(self.held).double()
+        # About the mean of both clouds' means, wherever points without mass may be.
+        points -= (masses @ points) / 2
+        logs = masses.log().add_(torch.cat((f, g)), alpha=1 / epsilon)
+        logs = torch.where(masses > 0, logs, LOG_NOTHING)
+        logs.sub_(torch.linalg.vector_norm(points, dim=1).square_(), alpha=scale)
+        (u, v), (x, y) = (part.tensor_split((n,)) for part in (logs, points))
+        costs = self.class_costs / epsilon
+        if costs.numel() == 1:
+            found = torch.addmm(v - costs, x, y.T, alpha=2 * scale)
+        else:
+            by_class = v - costs[:, labels_y]
+            found = by_class.index_select(0, labels_x).addmm_(x, y.T, alpha=2 * scale)
+        return found.add_(u[:, None]).exp_()
 
     def sample(self, rows: Tensor, columns: Tensor) -> LabelledCost:
         """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
@@ -251,6 +298,13 @@ class LabelledCost:
         )
         found.a, found.b = (side[cut] for side, cut in zip((self.a, self.b), cuts, strict=True))
         found.symmetric = diagonal and self.symmetric
+        return found
+
+    def without_points(self) -> LabelledCost:
+        """The same with no point, and all that follows from these."""
+        magnitudes, (x, y) = self.magnitudes, self.points
+        found = copy(self)
+        found.magnitudes, found.points = magnitudes, (x[:0], y[:0])
         return found
 
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -168,30 +168,35 @@ class KeptPlan:
     Args:
         entries: P.
         quick: products with a plan near it that take less time, if there are any.
+
+    Attributes:
+        entries: P.
     """
 
     dtype, precision = torch.float64, SUM_UNITS * torch.finfo(torch.float64).eps / 2
     ways = with_points = None
 
     def __init__(self, entries: Tensor, quick: Products | None = None) -> None:
-        self._entries, self.quick = entries, quick or self
+        self.entries, self.quick = entries, quick or self
 
     @cached_property
     def rows(self) -> Tensor:
         """P 1 (n,)."""
-        return self._entries.sum(1)
+        return self.entries.sum(1)
 
     @cached_property
     def columns(self) -> Tensor:
         """P^T 1 (m,)."""
-        return self._entries.sum(0)
+        return self.entries.sum(0)
 
     def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P V (n, k) for V (m, k), or (P o A B^T) V."""
         if factors is not None and _few(factors, values):
             left, right = (factor.double() for factor in factors)
             return _unfolded(self.times, values.double(), left, right)
-        found = values.new_empty((len(self._entries), values.shape[1]), dtype=torch.float64)
+        if factors is None:
+            return self.entries @ values.double()
+        found = values.new_empty((len(self.entries), values.shape[1]), dtype=torch.float64)
         for rows, entries in self._blocks(factors):
             torch.mm(entries, values.double(), out=found[rows])
         return found
@@ -201,22 +206,21 @@ class KeptPlan:
         if factors is not None and _few(factors, values):
             left, right = (factor.double() for factor in factors)
             return _unfolded(self.transposed_times, values.double(), right, left)
-        found = values.new_zeros((self._entries.shape[1], values.shape[1]), dtype=torch.float64)
+        if factors is None:
+            return self.entries.T @ values.double()
+        found = values.new_zeros((self.entries.shape[1], values.shape[1]), dtype=torch.float64)
         for rows, entries in self._blocks(factors):
             found.addmm_(entries.T, values[rows].double())
         return found
 
-    def _blocks(self, factors: Factors | None) -> Iterator[tuple[slice, Tensor]]:
+    def _blocks(self, factors: Factors) -> Iterator[tuple[slice, Tensor]]:
         """Rows and their entries, weighted."""
-        n, m = self._entries.shape
-        if factors is None:
-            yield slice(0, n), self._entries
-            return
+        n, m = self.entries.shape
         left, right = (factor.double() for factor in factors)
         height = max(1, (BLOCK_GPU if left.is_cuda else BLOCK_CPU) // m)
         for first in range(0, n, height):
             rows = slice(first, first + height)
-            yield rows, (left[rows] @ right.T).mul_(self._entries[rows])
+            yield rows, (left[rows] @ right.T).mul_(self.entries[rows])
 
 
 # Entries that are weighted at once: what a cache holds, and few launches.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -93,13 +92,9 @@ def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
         # Asked of all points, which no rank has.
         lattice_of(cost)
     numbers = [_shards(ranks, cloud) for cloud in (inputs.source, inputs.target)]
-    bare = copy(cost)
-    # They follow from all points, too.
-    bare.magnitudes = cost.magnitudes
-    bare.points = bare.points[0][:0], bare.points[1][:0]
     first = cost.points[0][:1], cost.points[1][:1]
     ranks.layout, number = "ring", ranks.number()
-    ranks.order(_hold_ring, number, *numbers, saved(bare), *first, compute)
+    ranks.order(_hold_ring, number, *numbers, saved(cost.without_points()), *first, compute)
     return number
 
 

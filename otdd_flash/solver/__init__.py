@@ -9,10 +9,11 @@ and `shortfall` says what to do when they are not. `small` problems are solved o
 terms side by side; `matrix` has the problems of given costs.
 
 First derivatives in closed form: `term_gradient` of a solved term, `gradient` of the divergence,
-with the symmetry of `class_blocks`. What needs the linear system of `schur`, by
-`conjugate_gradients`: `curvature` and `hessian` are second derivatives, `adjoint` the derivatives
-of a function of the plan or of its potentials. `known_gradient`, `second_derivatives` and
-`solved_gradient` hand them to autograd.
+with the symmetry of `class_blocks`. What needs the linear system of `schur`: `curvature` and
+`hessian` are second derivatives, `adjoint` and `cost_weights` the derivatives of a function of the
+plan or of its potentials. Of few points the plan is held (`dense_plan`) and the system decomposed
+(`direct`), of more it is solved by `conjugate_gradients`. `known_gradient`, `second_derivatives`
+and `solved_gradient` hand them to autograd.
 
 Entry points are `clouds`, and of tensors, checked by `tensor_problem`: `loss`, `losses`,
 `potentials` and `transport_map`, whose plans `plan_blocks` applies about an origin (`centred`).

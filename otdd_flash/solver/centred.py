@@ -26,12 +26,15 @@ def origin_near(clouds: Iterable[tuple[Points, Tensor]], dtype: torch.dtype) -> 
     It is near the points, not their exact mean: what is computed about it does not depend on it.
     """
     means = [
-        masses.to(points.dtype) @ points
-        if isinstance(points, Tensor)
-        else weighted_mean(points, masses)
+        mean_near(points, masses) if isinstance(points, Tensor) else weighted_mean(points, masses)
         for points, masses in clouds
     ]
     return torch.stack([mean.to(dtype) for mean in means]).mean(0)
+
+
+def mean_near(points: Tensor, masses: Tensor) -> Tensor:
+    """A point (d,), float64, near the mean of points (n, d) with masses (n,): to their rounding."""
+    return (masses.to(points.dtype) @ points).double()
 
 
 def less_origin(points: Tensor, origin: Tensor) -> Tensor:

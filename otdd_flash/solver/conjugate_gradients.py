@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     # It needs Triton, which computers without a GPU may lack.
     from otdd_flash.kernels.linear.cg_step import Image
     from otdd_flash.kernels.points.packed_points import Layout
+    from otdd_flash.solver.direct import Direct
 
 # What part of the tolerance conjugate gradients aim at: corrections then rarely follow.
 AIM = 0.5
@@ -51,6 +52,11 @@ class System(Protocol):
         """Where points stand in what tensor cores multiply; None where they do not."""
         ...
 
+    @property
+    def direct(self) -> Direct | None:
+        """The matrix decomposed, if it is a small one."""
+        ...
+
     def times(self, values: Tensor) -> Tensor:
         """Its product (m, s) with values (m, s), float64."""
         ...
@@ -69,30 +75,46 @@ class Metric:
 
     Attributes:
         masses: (m, 1).
-        inverse: one over them, 0 where there is none.
-        total: of the masses, ().
         constants: as said.
     """
 
     def __init__(self, masses: Tensor, *, constants: bool) -> None:
         self.masses, self.constants = masses[:, None], constants
-        self.total = masses.sum()
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Of the masses, ()."""
+        return self.masses.sum()
 
     @cached_property
     def inverse(self) -> Tensor:
         """One over the masses (m, 1), 0 where there is none."""
         return inverse(self.masses)
 
+    @cached_property
+    def scale(self) -> Tensor:
+        """Masses^(-1/2) (m, 1), 0 where there is none."""
+        return _finite(self.masses.rsqrt())
+
+    @cached_property
+    def constant(self) -> Tensor:
+        """Masses^(1/2) (m,) over their length: constants, scaled."""
+        return (self.masses[:, 0] / self.total).sqrt_()
+
     def in_range(self, values: Tensor) -> Tensor:
         """Values (m, s) less their part outside the range, 0 where there is no mass."""
-        values = torch.where(self.masses > 0, values, 0)
+        return self.less_constants(torch.where(self.masses > 0, values, 0))
+
+    def less_constants(self, values: Tensor) -> Tensor:
+        """Values (m, s) less their part outside the range, for some that are 0 where masses are."""
         if not self.constants:
             return values
         return torch.addcmul(values, self.masses, values.sum(0) / self.total, value=-1)
 
     def size(self, values: Tensor) -> Tensor:
         """Sizes (s,) of values (m, s), scaled by masses^(-1/2)."""
-        return (values.square() * self.inverse).sum(0).sqrt()
+        found: Tensor = torch.linalg.vector_norm(values * self.scale, dim=0)
+        return found
 
 
 class Limits(NamedTuple):
@@ -206,4 +228,9 @@ class Iterates:
 
 def inverse(masses: Tensor) -> Tensor:
     """One over masses, 0 where there is none."""
-    return torch.where(masses > 0, 1 / masses, 0)
+    return _finite(masses.reciprocal())
+
+
+def _finite(powers: Tensor) -> Tensor:
+    """Negative powers of masses, in place 0 where they are infinite."""
+    return powers.nan_to_num_(nan=torch.nan, posinf=0, neginf=0)

@@ -45,7 +45,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs
 from otdd_flash.solver.directions import Directions, dot
 from otdd_flash.solver.packed_plan_points import plan_points
@@ -80,16 +79,13 @@ class CrossCurvature:
     """Of OT_epsilon between two clouds, at the potentials of a term.
 
     Args:
-        operator: the cost that `inputs` describe.
-        term: potentials f (n,) and g (m,), and epsilon.
         inputs: clouds and ground cost, squared Euclidean distances.
+        term: potentials f (n,) and g (m,), and epsilon.
         cg: how the linear systems are solved.
     """
 
-    def __init__(
-        self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
-    ) -> None:
-        self._at = at = plan_points(operator, (term.f, term.g), term.epsilon, inputs)
+    def __init__(self, inputs: CostInputs, term: TransportTerm, cg: CGOptions) -> None:
+        self._at = at = plan_points(inputs, (term.f, term.g), term.epsilon)
         quick, system = at.plan.quick, SchurSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SchurSystem(quick, cg.damping)
         self._solver = Solver(system, rounded, cg)
@@ -176,10 +172,8 @@ class CrossCurvature:
 class SelfCurvature:
     """Of OT_epsilon between a cloud and itself, both arguments moving; arguments as above."""
 
-    def __init__(
-        self, operator: Operator, term: TransportTerm, inputs: CostInputs, cg: CGOptions
-    ) -> None:
-        self._at = at = plan_points(operator, (term.f, term.f), term.epsilon, inputs)
+    def __init__(self, inputs: CostInputs, term: TransportTerm, cg: CGOptions) -> None:
+        self._at = at = plan_points(inputs, (term.f, term.f), term.epsilon)
         quick, system = at.plan.quick, SelfSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SelfSystem(quick, cg.damping)
         self._solver = Solver(system, rounded, cg)

@@ -12,7 +12,6 @@ from torch import Tensor
 from otdd_flash.arguments.transport import SINKHORN_HESSIAN
 from otdd_flash.checks import shown, takes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
-from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import Compute, CostInputs
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
@@ -48,6 +47,9 @@ def sinkhorn_hessian(
     compute: Compute | None = None,
 ) -> SinkhornHessian:
     """The Sinkhorn divergence with its first and second derivatives by the points x.
+
+    Linear systems of few points are decomposed by the first product, for all of them; those of more
+    points are solved by conjugate gradients (see `CGOptions`).
 
     Args:
         x: (n, d) points; this and what follows as in `sinkhorn_loss`, numbers for the lambdas.
@@ -103,7 +105,8 @@ class HessianProduct:
         values: of the shape and type of the directions, and where they are.
         curvature: <v, T v> (s,), float64. Without debiasing it is at most the exact one but for
             rounding, however early the linear system was left; with it an estimate.
-        iterations: of conjugate gradients, those of both terms, (s,) int64.
+        iterations: of conjugate gradients, those of both terms, (s,) int64; 0 where systems
+            were decomposed.
         residual: of the linear system over its right-hand side, the larger of both terms', (s,).
         converged: whether residuals are within the tolerance, (s,) bool.
     """
@@ -225,8 +228,8 @@ class DivergenceCurvature:
     def _own_y(self) -> SelfCurvature:
         return SelfCurvature(*self._of("yy"), self._cg)
 
-    def _of(self, name: str) -> tuple[Operator, TransportTerm, CostInputs]:
-        return self._problem.operator(name), self._terms[name], self._problem.inputs(name)
+    def _of(self, name: str) -> tuple[CostInputs, TransportTerm]:
+        return self._problem.inputs(name), self._terms[name]
 
 
 def _with(found: Along, own: Along) -> Along:

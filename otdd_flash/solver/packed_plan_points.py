@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.build import CostInputs
+from otdd_flash.operators.base import refined
+from otdd_flash.operators.build import CostInputs, build_operator
 from otdd_flash.operators.plan import Plan, plan_of
 from otdd_flash.solver.centred import origin_near
+from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.directions import Directions, Part, Points, Rows
 from otdd_flash.solver.plan_points import PlanPoints
 
@@ -26,15 +27,20 @@ if TYPE_CHECKING:
 
 
 def plan_points(
-    operator: Operator, potentials: tuple[Tensor, Tensor], epsilon: float, inputs: CostInputs
+    inputs: CostInputs, potentials: tuple[Tensor, Tensor], epsilon: float
 ) -> PlanPoints:
     """The plan of potentials f (n,) and g (m,) with the points of the cost that `inputs` describe.
 
-    They are packed as the operator has them, where products need no more of them.
+    Where products with points need no other form of them than an operator has, they are packed as
+    there.
     """
+    sides = inputs.source, inputs.target
+    clouds = [(side.features, side.masses) for side in sides]
+    dense = dense_plan(inputs, *potentials, epsilon)
+    if dense is not None:
+        return PlanPoints(dense, epsilon, inputs, origin_near(clouds, dense.dtype))
+    operator = build_operator(inputs)
     plan = plan_of(refined(operator), *potentials, epsilon)
-    sides = [side.features for side in (inputs.source, inputs.target)]
-    clouds = zip(sides, (operator.a, operator.b), strict=True)
     given = plan, epsilon, inputs, origin_near(clouds, operator.dtype)
     with_points = plan.with_points
     return PlanPoints(*given) if with_points is None else PackedPlanPoints(*given, with_points)

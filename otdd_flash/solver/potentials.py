@@ -26,12 +26,8 @@ from otdd_flash.arguments.transport import SINKHORN_POTENTIALS
 from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.solver.adjoint import (
-    CostWeights,
-    Entries,
-    cost_gradient,
-    potentials_everywhere,
-)
+from otdd_flash.solver.adjoint import Entries, potentials_everywhere
+from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
@@ -65,10 +61,11 @@ def sinkhorn_potentials(
     """Optimal potentials f (n,) and g (m,) of OT_epsilon(x, y) with <b, g> = 0, for autograd.
 
     Differentiable once by x, y, a, b, class_table, lambda_x and lambda_y. The backward pass solves
-    one linear system by conjugate gradients, from the potentials alone: memory is that of the
-    inputs, however many iterations the solve took. The gradient is that of the optimum at the
-    masses that the plan has, and not of the iterations. By masses it is the one along the simplex,
-    up to a constant. A cotangent that is not finite gives NaN.
+    one linear system, by a decomposition where points are few and else by conjugate gradients (see
+    `CGOptions`), from the potentials alone: memory is that of the inputs, however many iterations
+    the solve took. The gradient is that of the optimum at the masses that the plan has, and not of
+    the iterations. By masses it is the one along the simplex, up to a constant. A cotangent that is
+    not finite gives NaN.
 
     Args:
         x: (n, d) points; this and what follows as in `sinkhorn_loss`.
@@ -159,15 +156,18 @@ class PotentialGradient:
         a, b = entries.a, entries.b
         surplus = of_f.sum() - of_g.sum()
         of_g = of_g + b * surplus
-        h = torch.where(a > 0, 0, of_f / entries.q)
-        k = torch.where(b > 0, 0, of_g / entries.p)
-        s, t = torch.where(a > 0, of_f, 0), torch.where(b > 0, of_g, 0)
-        if bool((a == 0).any()):
-            t = t - b * entries.transposed_times(h[:, None])[:, 0]
-        if bool((b == 0).any()):
-            s = s - a * entries.times(k[:, None])[:, 0]
+        s, t = of_f, of_g
+        if not entries.whole:
+            # What potentials of points without mass, which are softmins, pass on to the others'.
+            h = torch.where(a > 0, 0, of_f / entries.q)
+            k = torch.where(b > 0, 0, of_g / entries.p)
+            s = torch.where(a > 0, of_f, 0) - a * entries.times(k[:, None])[:, 0]
+            t = torch.where(b > 0, of_g, 0) - b * entries.transposed_times(h[:, None])[:, 0]
         w1, w2 = entries.solve(s, t, self._cg, self._options)
-        h, k = h + a * w1, k + b * w2
+        if entries.whole:
+            h, k = a * w1, b * w2
+        else:
+            h, k = h + a * w1, k + b * w2
         gradient = cost_gradient(problem, CostWeights(entries, h, k), self._needs)
         if "a" in self._needs:
             gradient["a"] = -epsilon * entries.times(k[:, None])[:, 0]

@@ -131,7 +131,7 @@ class Problem:
         Raises:
             InputError: the block of a self term is not symmetric.
         """
-        return self._self_blocks[term] if term in ("xx", "yy") else self._given_block(term)
+        return self._self_blocks[term] if term in ("xx", "yy") else self._given_blocks[term]
 
     def inputs(self, term: str) -> CostInputs:
         """What the cost of a term is made of, on the device."""
@@ -231,7 +231,7 @@ class Problem:
         """The blocks of both self terms, symmetric; not asked for by a cross term alone."""
         blocks = {}
         for term in ("xx", "yy"):
-            given = self._given_block(term)
+            given = self._given_blocks[term]
             blocks[term] = symmetrized(
                 f"the entries [{term[0]}, {term[1]}] of class_table",
                 given,
@@ -240,8 +240,10 @@ class Problem:
             )
         return blocks
 
-    def _given_block(self, term: str) -> Tensor:
-        return self.table[self.classes[term[0]], self.classes[term[1]]]
+    @cached_property
+    def _given_blocks(self) -> dict[str, Tensor]:
+        """Those of all terms, as they were given."""
+        return {term: self.table[self.classes[term[0]], self.classes[term[1]]] for term in SIDES}
 
 
 def _checked_table(table: Tensor | None, sizes: tuple[int, int], device: torch.device) -> Tensor:

@@ -11,9 +11,10 @@ It is symmetric and positive but for constants, whose image is 0; scaled by c^(-
 its eigenvalues lie in [0, 1]. Between a cloud and itself, where both potentials are one, the system
 is (diag(r) + P) w = s, scaled with eigenvalues in [0, 2], in [1, 2] for squared distances.
 
-Both are solved by `conjugate_gradients`. Products may be those of a rounded plan with its own sums;
-then the residual of the plan itself corrects the solution (iterative refinement, as Higham 2002,
-Accuracy and stability of numerical algorithms).
+Those of a small plan that is held are decomposed, see `direct`, and the others are solved by
+`conjugate_gradients`. Their products may be those of a rounded plan with its own sums; then the
+residual of the plan itself corrects the solution (iterative refinement, as Higham 2002, Accuracy
+and stability of numerical algorithms).
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from torch import Tensor
 from otdd_flash.arguments.transport import CG_OPTIONS
 from otdd_flash.checks import check_fields
 from otdd_flash.engine.late_reader import LateReader
-from otdd_flash.operators.plan import Products
+from otdd_flash.operators.plan import KeptPlan, Products
 from otdd_flash.solver.conjugate_gradients import (
     MANY_ROWS,
     Iterates,
     Limits,
     Metric,
     System,
-    inverse,
 )
+from otdd_flash.solver.direct import Direct, OfRows, is_decomposed, of_columns, of_self
 
 if TYPE_CHECKING:
     # These need Triton.
@@ -50,11 +51,14 @@ REFINEMENTS = 3
 
 @dataclass(frozen=True)
 class CGOptions:
-    """When conjugate gradients stop.
+    """When a linear system counts as solved, and when conjugate gradients stop.
+
+    Up to 2,048 points on the smaller side, 512 on a CPU, a system is decomposed. Conjugate
+    gradients take over where that leaves a residual above the tolerance.
 
     Attributes:
         tolerance: of the residual over the right-hand side, both scaled by the masses.
-        max_iterations: for every direction and system.
+        max_iterations: of conjugate gradients, for every direction and system.
         damping: delta >= 0 solves with S + delta diag(c), or (1 + delta) diag(r) + P: for systems
             that are nearly singular. It changes the solution.
 
@@ -85,14 +89,30 @@ class SchurSystem:
         return Metric(self._plan.columns, constants=self._damping == 0)
 
     @property
+    def direct(self) -> Direct | None:
+        """Of the smaller side."""
+        entries = _decomposed(self._plan)
+        if entries is None:
+            return None
+        fewer_rows = entries.shape[0] < entries.shape[1]
+        decomposed = OfRows if fewer_rows else of_columns
+        return decomposed(entries, self._rows, self.metric, self._damping)
+
+    @property
     def layout(self) -> Layout | None:
         """Of columns."""
         ways = self._plan.ways
         return None if ways is None else ways[0].layouts[1]
 
     @cached_property
-    def _by_row(self) -> Tensor:
-        return inverse(self._plan.rows)[:, None]
+    def _rows(self) -> Metric:
+        """Of row sums r."""
+        return Metric(self._plan.rows, constants=self._damping == 0)
+
+    @property
+    def by_row(self) -> Tensor:
+        """One over row sums (n, 1), 0 where there is no mass."""
+        return self._rows.inverse
 
     @cached_property
     def _scaled_masses(self) -> Tensor:
@@ -105,14 +125,14 @@ class SchurSystem:
         """What products are weighted by, those with P in packed order, and those with P^T."""
         assert self._plan.ways is not None
         there, back = self._plan.ways
-        weights = self._by_row[:, 0] * there.weights
+        weights = self.by_row[:, 0] * there.weights
         if back.given is not None:
             weights *= back.given
         return there.layouts[0].spread(weights, 0.0), -back.weights
 
     def times(self, values: Tensor) -> Tensor:
         """S w (m, s)."""
-        image = self._plan.times(values).mul_(self._by_row)
+        image = self._plan.times(values).mul_(self.by_row)
         taken = self._plan.transposed_times(image)
         return torch.addcmul(taken.neg_(), self._scaled_masses, values)
 
@@ -141,6 +161,12 @@ class SelfSystem:
         return Metric(self._plan.rows, constants=False)
 
     @property
+    def direct(self) -> Direct | None:
+        """If it is small."""
+        entries = _decomposed(self._plan)
+        return None if entries is None else of_self(entries, self.metric, self._damping)
+
+    @property
     def layout(self) -> Layout | None:
         """Of rows, and of columns."""
         ways = self._plan.ways
@@ -167,6 +193,11 @@ class SelfSystem:
         return Image(found, scales, there.weights, self._scaled_masses, position)
 
 
+def _decomposed(plan: Products) -> Tensor | None:
+    """The entries of a plan whose systems are decomposed."""
+    return plan.entries if isinstance(plan, KeptPlan) and is_decomposed(plan.entries) else None
+
+
 class Solution(NamedTuple):
     """Of one system with s right-hand sides.
 
@@ -174,7 +205,7 @@ class Solution(NamedTuple):
         values: (m, s) float64.
         left: the residual (m, s) of `values`, recomputed.
         residual: its size over that of the right-hand side, (s,).
-        iterations: of conjugate gradients, (s,) int64.
+        iterations: of conjugate gradients, (s,) int64; 0 where there were none.
         converged: (s,) bool.
     """
 
@@ -187,6 +218,9 @@ class Solution(NamedTuple):
 
 class Solver:
     """Solves with one matrix for one set of right-hand sides after another.
+
+    A matrix that could be decomposed solves all of them, up to the first that it leaves a residual
+    above the tolerance of. Then, and for others, conjugate gradients do.
 
     Where the recomputed residual no longer halves from one correction to the next, the matrix near
     it is too far away and iterations go on with the matrix itself; then rounding makes it seem to
@@ -202,9 +236,32 @@ class Solver:
         self._system, self._rounded = system, rounded
         self._limits = Limits(options.tolerance, options.max_iterations)
         self._iterates: Iterates | KernelIterates | None = None
+        self._direct = system.direct
 
     def solve(self, right: Tensor) -> Solution:
         """For right-hand sides (m, s) float64, in the range of the matrix but for rounding."""
+        return self.directly(right) or self.by_iterations(right)
+
+    def directly(self, right: Tensor) -> Solution | None:
+        """Without an iteration, or None: a residual, which is of the plan itself, may be large."""
+        metric, direct = self._system.metric, self._direct
+        if direct is None:
+            return None
+        right = metric.less_constants(right)
+        values = direct.solve(right)
+        left = right - self._system.times(values)
+        size = metric.size(right)
+        residual = metric.size(left) / size.clamp_min(torch.finfo(size.dtype).tiny)
+        converged = residual <= self._limits.tolerance
+        # The host waits once, for all that can go wrong.
+        if not bool(converged.all() & direct.sound):
+            self._direct = None
+            return None
+        none = torch.zeros_like(residual, dtype=torch.int64)
+        return Solution(values, left, residual, none, converged)
+
+    def by_iterations(self, right: Tensor) -> Solution:
+        """By conjugate gradients."""
         iterates = self._iterates_for(right)
         iterates.begin(right, self._rounded)
         if self._improve(iterates) and self._rounded is not self._system:

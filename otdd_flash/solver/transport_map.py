@@ -33,14 +33,11 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import Compute, build_operator
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.plan import Factors, StreamedPlan
-from otdd_flash.solver.adjoint import (
-    CostWeights,
-    Entries,
-    cost_gradient,
-    potentials_everywhere,
-)
-from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.operators.plan import Factors, Plan, StreamedPlan
+from otdd_flash.solver.adjoint import Entries, potentials_everywhere
+from otdd_flash.solver.centred import less_origin, mean_near
+from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
+from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
@@ -75,10 +72,11 @@ def transport_map(
     """T = diag(1 / r) P V: what the plan of OT_epsilon(x, y) sends to every x_i, for autograd.
 
     Differentiable once by x, y, values, a, b, class_table, lambda_x and lambda_y. The backward pass
-    solves one linear system by conjugate gradients, from the potentials alone: memory is that of
-    the inputs, however many iterations the solve took, and a plan of more than 256 MiB is never
-    stored. The gradient is that of the optimum at the masses that the plan has, and not of
-    the iterations. By masses it is the one along the simplex, up to a constant.
+    solves one linear system, by a decomposition where points are few and else by conjugate
+    gradients (see `CGOptions`), from the potentials alone: memory is that of the inputs, however
+    many iterations the solve took, and a plan of more than 256 MiB is never stored. The gradient is
+    that of the optimum at the masses that the plan has, and not of the iterations. By masses it is
+    the one along the simplex, up to a constant.
 
     Args:
         x: (n, d) points; this and what follows as in `sinkhorn_loss`.
@@ -188,8 +186,10 @@ class MapGradient:
         inputs, (values, origin) = self._problem.inputs("xy"), self._centred()
         # Rows without mass have a conditional plan, which is the same at any other mass.
         inputs = replace(inputs, source=replace(inputs.source, weights=None))
-        operator = refined(build_operator(inputs, keep_scores=False))
-        plan = StreamedPlan(operator, *self._potentials, self._problem.epsilon)
+        at = *self._potentials, self._problem.epsilon
+        plan: Plan | None = dense_plan(inputs, *at)
+        if plan is None:
+            plan = StreamedPlan(refined(build_operator(inputs, keep_scores=False)), *at)
         found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
         return found[:, :-1] / found[:, -1:] + origin
 
@@ -210,7 +210,7 @@ class MapGradient:
             by_values = b[:, None] * pulled[:, :-1]
         # Here and below what is not needed any more is let go: nothing else takes more memory.
         del pulled
-        w1, w2 = entries.solve(torch.zeros_like(a), b * sums, self._cg, self._options)
+        w1, w2 = entries.solve(None, b * sums, self._cg, self._options)
         factors = left.div_(-problem.epsilon), right
         weights = CostWeights(entries, a * w1 / problem.epsilon, b * w2 / problem.epsilon, factors)
         gradient = cost_gradient(problem, weights, self.needs)
@@ -240,5 +240,5 @@ class MapGradient:
         """V about an origin (k,) near it, and that, float64."""
         target = self._problem.inputs("xy").target
         values = target.features if self._images is None else self._images.to(target.masses.device)
-        origin = origin_near([(values, target.masses)], torch.float64)
+        origin = mean_near(values, target.masses)
         return less_origin(values, origin), origin

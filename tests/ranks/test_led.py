@@ -54,12 +54,10 @@ def derivatives(compute: otdd.ComputeOptions) -> list[Any]:
 
 
 def potentials(compute: otdd.ComputeOptions) -> list[Any]:
-    """Potentials, and their gradient."""
+    """Potentials, and their gradient, whose linear system ranks iterate for."""
     x = X.double().requires_grad_()
-    options = otdd.Converged(1e-9)
-    f, g = otdd.sinkhorn_potentials(
-        x, Y.double(), epsilon=EPSILON, options=options, compute=compute
-    )
+    options = {"options": otdd.Converged(1e-9), "cg": otdd.CGOptions(1e-10)}
+    f, g = otdd.sinkhorn_potentials(x, Y.double(), epsilon=EPSILON, compute=compute, **options)
     (f.sin().sum() + g.cos().sum()).backward()
     return [f.detach(), g.detach(), x.grad]
 

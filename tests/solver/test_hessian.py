@@ -22,6 +22,7 @@ from otdd_flash.solver import curvature, plan_points
 from otdd_flash.solver.hessian import DivergenceCurvature
 from otdd_flash.solver.schur import Solver
 
+pytestmark = pytest.mark.usefixtures("iterations_alone")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPSILON = 0.4
 EXACT = Converged(tolerance=1e-12)

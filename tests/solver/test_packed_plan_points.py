@@ -15,7 +15,7 @@ from otdd_flash.operators import kernel_plans, labelled_cost
 from otdd_flash.solver import directions
 from otdd_flash.solver.packed_plan_points import PackedPlanPoints
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("iterations_alone")]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DIM, CLASSES = 136, 3
 

@@ -13,6 +13,8 @@ from otdd_flash.solver import schur
 from otdd_flash.solver.conjugate_gradients import Iterates, Limits, Metric, System
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, solve
 
+pytestmark = pytest.mark.usefixtures("iterations_alone")
+
 
 def plan(n: int, m: int, *, symmetric: bool = False, spread: float = 3.0) -> Tensor:
     draw = torch.Generator().manual_seed(0)
@@ -153,7 +155,7 @@ def test_groups_with_no_mass_between_them() -> None:
 class InFloat32:
     """A matrix whose products are rounded."""
 
-    precision, layout = 8 * 2.0**-24, None
+    precision, layout, direct = 8 * 2.0**-24, None, None
 
     def __init__(self, matrix: Tensor) -> None:
         ones = torch.ones(len(matrix), dtype=torch.float64)

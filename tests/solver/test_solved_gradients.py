@@ -20,6 +20,7 @@ from otdd_flash.solver.adjoint import Entries
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.transport_map import MapGradient
 
+pytestmark = pytest.mark.usefixtures("iterations_alone")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPSILON = 1.0
 EXACT, TIGHT = Converged(tolerance=1e-12), CGOptions(tolerance=1e-12)

@@ -12,7 +12,7 @@ which u_i is the mean of G_ij - v_j.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from otdd_flash.arguments.transport import MATRIX_PLAN
 from otdd_flash.checks import takes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import MatrixOperator
-from otdd_flash.solver.adjoint import Entries
+from otdd_flash.solver.adjoint import Entries, held_plan
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.matrix.loss import check_gradient_type
 from otdd_flash.solver.matrix.problem import MatrixProblem
@@ -32,6 +32,10 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_solves import Potentials
+
+# Masses of a side, or 1 for all; and rows with what is asked for of them.
+Weights = Tensor | float
+Tiles = Callable[[], Iterator[tuple[slice, Tensor]]]
 
 
 @takes(MATRIX_PLAN)
@@ -49,8 +53,8 @@ def matrix_plan(
 ) -> Tensor:
     """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) at the optimum, for autograd.
 
-    Differentiable once, by costs and masses. The backward pass solves one linear system by
-    conjugate gradients, from the potentials alone: memory is that of the inputs and the plan,
+    Differentiable once, by costs and masses. The backward pass solves one linear system, of few
+    points by a decomposition, from the potentials alone: memory is that of the inputs and the plan,
     however many iterations the solve took. The gradient is that of the optimum at the masses that
     the plan has, and not of the iterations; by masses the one along the simplex. With
     `epsilon_relative` epsilon counts as a constant. A cotangent that is not finite gives NaN.
@@ -126,21 +130,27 @@ class PlanGradient:
         problem, epsilon = self._problem, self._term.epsilon
         a, b, cotangent = problem.a, problem.b, cotangents[0].to(problem.device)
         potentials = self._everywhere()
-        entries = Entries((a, b), self._tiles, potentials, epsilon)
-        tiles = self._tiles(entries.whole)
+        entries = Entries(
+            (a, b), lambda weighted: held_plan(self._tiles(weighted), *potentials, epsilon)
+        )
+        (left, right), tiles = self._weighted_tiles(entries, potentials)
+        # Weights that are left to give to an entry of a tile.
+        of_rows, of_columns = a / left, b / right
         # Sums of e o G with the masses of the other side.
         s, t = torch.empty_like(a), torch.zeros_like(b)
-        for rows, e in tiles.exact_tiles(*potentials, epsilon):
-            e.mul_(cotangent[rows])
-            s[rows] = e @ b
-            t += a[rows] @ e
+        for rows, e in tiles():
+            weighted = e * cotangent[rows]
+            s[rows] = weighted @ of_columns
+            t += of_rows[rows] @ weighted
+        s, t = s / left, t / right
         w1, w2 = entries.solve(a * s, b * t, self._cg, self._options)
         found = {}
         if "costs" in self._needs:
-            gradient = torch.empty(tiles.shape, dtype=tiles.source.dtype, device=problem.device)
-            for rows, e in tiles.exact_tiles(*potentials, epsilon):
-                e.mul_(a[rows, None] / -epsilon).mul_(b)
-                gradient[rows] = e.mul_(cotangent[rows] - w1[rows, None] - w2)
+            shape, dtype = cotangent.shape, problem.source.dtype
+            gradient = torch.empty(shape, dtype=dtype, device=problem.device)
+            for rows, e in tiles():
+                change = (cotangent[rows] - w1[rows, None]).sub_(w2).mul_(e)
+                gradient[rows] = change.mul_(of_rows[rows, None] / -epsilon).mul_(of_columns)
             found["costs"] = gradient
         if "a" in self._needs:
             alone = (s - entries.times((b * w2)[:, None])[:, 0]) / entries.q
@@ -149,6 +159,18 @@ class PlanGradient:
             alone = (t - entries.transposed_times((a * w1)[:, None])[:, 0]) / entries.p
             found["b"] = _along_simplex(torch.where(b > 0, w2, alone), b)
         return found
+
+    def _weighted_tiles(
+        self, entries: Entries, potentials: tuple[Tensor, Tensor]
+    ) -> tuple[tuple[Weights, Weights], Tiles]:
+        """Masses that e is multiplied by, and rows of it, some after the other, not to be changed.
+
+        A small plan is one tile that is there already.
+        """
+        if (plan := entries.small) is not None:
+            return entries.masses, lambda: iter([(slice(0, len(plan)), plan)])
+        operator, at = self._tiles(entries.whole), (*potentials, self._term.epsilon)
+        return (1.0, 1.0), lambda: operator.exact_tiles(*at)
 
     def _everywhere(self) -> tuple[Tensor, Tensor]:
         """Potentials f (n,) and g (m,); those of points without mass are softmins of the others."""

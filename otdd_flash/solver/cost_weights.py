@@ -1,0 +1,130 @@
+"""Derivatives by what costs are made of, from a weight for each cost.
+
+    dL/dC = M,    M_ij = e_ij (A_i . B_j b_j + h_i b_j + a_i k_j),
+
+of which x, y, the class distances and both lambdas see M V and M^T U alone:
+
+    dL/dx = 2 lambda_x ((M 1) o x - M y)         dL/dlambda_x = sum_ij M_ij ||x_i - y_j||^2
+    dL/dy = 2 lambda_x ((M^T 1) o y - M^T x)     dL/dlambda_y = sum_ij M_ij W[l_i, l_j]
+    dL/dW[k, l] = lambda_y sum of M over the pairs of classes k, l.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.build import class_indices
+from otdd_flash.operators.plan import Factors
+from otdd_flash.solver.adjoint import Entries
+from otdd_flash.solver.centred import less_origin, mean_near
+from otdd_flash.solver.problem import Problem
+
+
+class CostWeights:
+    """M of the head of this file.
+
+    Args:
+        entries: e, with a and b.
+        h: (n,) float64, as is what follows.
+        k: (m,).
+        factors: A (n, r) and B (m, r), if there are any.
+    """
+
+    def __init__(
+        self, entries: Entries, h: Tensor, k: Tensor, factors: Factors | None = None
+    ) -> None:
+        self._entries, self._factors = entries, factors
+        self._h, self._k = h, k
+
+    def times(self, values: Tensor) -> Tensor:
+        """M V (n, j)."""
+        if self._held is not None:
+            return self._held @ values
+        entries, b = self._entries, self._entries.b
+        of_b, of_k = entries.times(values, weights=(b, self._k)).chunk(2, 1)
+        found = torch.addcmul(self._h[:, None] * of_b, entries.a[:, None], of_k)
+        del of_b, of_k
+        if self._factors is not None:
+            found += entries.times(values, self._factors, (b,))
+        return found
+
+    def transposed_times(self, values: Tensor) -> Tensor:
+        """M^T U (m, j)."""
+        if self._held is not None:
+            return self._held.T @ values
+        entries, b = self._entries, self._entries.b[:, None]
+        of_h, of_a = entries.transposed_times(values, weights=(self._h, entries.a)).chunk(2, 1)
+        found = torch.addcmul(b * of_h, self._k[:, None], of_a)
+        del of_h, of_a
+        if self._factors is not None:
+            found += entries.transposed_times(values, self._factors).mul_(b)
+        return found
+
+    @cached_property
+    def _held(self) -> Tensor | None:
+        """M itself (n, m), where the plan is held and small: in fewer operations than products."""
+        entries, held = self._entries, self._entries.small
+        if held is None:
+            return None
+        left, right = entries.masses
+        h, k = self._h / left, self._k / right
+        if entries.whole:
+            found = h[:, None] + k
+        else:
+            found = torch.outer(h, entries.b / right).addr_(entries.a / left, k)
+        if self._factors is not None:
+            of_rows, of_columns = self._factors
+            if not entries.whole:
+                of_columns = of_columns * (entries.b / right)[:, None]
+            found.addmm_(of_rows / left[:, None], of_columns.T)
+        return found.mul_(held)
+
+
+def cost_gradient(
+    problem: Problem, weights: CostWeights, needs: frozenset[str]
+) -> dict[str, Tensor]:
+    """Derivatives by "x", "y", "classes" and both lambdas, those of them that are needed, float64.
+
+    "classes" is the table (V_x + V_y, V_x + V_y), 0 outside of the block [x, y].
+    """
+    inputs = problem.inputs("xy")
+    gradient: dict[str, Tensor] = {}
+    source, target = inputs.source, inputs.target
+    # Points of x are about as far from it as from those that they are sent to.
+    origin = mean_near(target.features, target.masses)
+    # Made where they are used: nothing takes more memory than products, which need one of them.
+    x, y = (partial(less_origin, side.features, origin) for side in (source, target))
+    factor, dim = 2 * inputs.cost.squared.lambda_x, source.features.shape[1]
+    by_class = bool(needs & {"classes", "lambda_y"})
+    if needs & {"x", "lambda_x"} or by_class:
+        parts: list[Callable[[], Tensor]] = [lambda: origin.new_ones((len(target), 1))]
+        if needs & {"x", "lambda_x"}:
+            parts.append(y)
+        if by_class:
+            classes = inputs.class_distances.shape[1]
+            belonging = partial(torch.nn.functional.one_hot, class_indices(target), classes)
+            parts.append(lambda: belonging().double())
+        found = weights.times(torch.cat([part() for part in parts], 1))
+        rows, moved = found[:, :1], found[:, 1 : 1 + dim]
+        if "x" in needs:
+            gradient["x"] = factor * (rows * x() - moved)
+        if by_class:
+            block = torch.zeros_like(inputs.class_distances)
+            block.index_add_(0, class_indices(source), found[:, -classes:])
+            gradient["lambda_y"] = (block * inputs.class_distances).sum()
+            table = block.new_zeros(problem.table.shape)
+            table[problem.classes["x"], problem.classes["y"]] = inputs.cost.lambda_y * block
+            gradient["classes"] = table
+    if needs & {"y", "lambda_x"}:
+        ones = origin.new_ones((len(source), 1))
+        back = weights.transposed_times(torch.cat((ones, x()), 1) if "y" in needs else ones)
+        if "y" in needs:
+            gradient["y"] = factor * (back[:, :1] * y() - back[:, 1:])
+        if "lambda_x" in needs:
+            of_squares = (rows * x().square()).sum() + (back[:, :1] * y().square()).sum()
+            gradient["lambda_x"] = of_squares - 2 * (x() * moved).sum()
+    return gradient

@@ -1,0 +1,28 @@
+"""The plan of a small problem, made of its clouds alone."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from otdd_flash.operators.build import CostInputs, labelled_cost
+from otdd_flash.operators.memory import holds, stated_budget
+from otdd_flash.operators.plan import KeptPlan
+from otdd_flash.solver.direct import is_small
+
+
+def dense_plan(inputs: CostInputs, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
+    """The plan of f (n,) and g (m,), of the original points in float64, on any backend.
+
+    No operator is built for it, which takes longer than the plan. None where the problem is not
+    small, where points stream or are shared between processes, or where memory is short.
+    """
+    if inputs.streaming is not None or inputs.compute.group is not None:
+        return None
+    shape, device = (len(inputs.source), len(inputs.target)), inputs.source.features.device
+    if not is_small(shape):
+        return None
+    needed, stated = 8 * shape[0] * shape[1], stated_budget(inputs.compute.memory_budget)
+    # What is made of a plan takes as much again.
+    if (stated is not None and needed > stated) or not holds(2 * needed, None, device):
+        return None
+    return KeptPlan(labelled_cost(inputs).plan_entries(f, g, epsilon))

@@ -1,0 +1,115 @@
+"""Plans that are made of small clouds alone, and how little a backward pass then asks for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import reference
+import torch
+from direct_cases import CLASSES, DEVICE, EPSILON, clouds, drawn, labelled, masses, quiet
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import otdd_flash as otdd
+from otdd_flash import CGOptions, ComputeOptions, Converged
+from otdd_flash.operators import memory
+from otdd_flash.operators.host_points import Streaming
+from otdd_flash.solver import direct
+from otdd_flash.solver.dense_plan import dense_plan
+
+
+def cross_term(n: int, m: int, **settings: Any) -> tuple[Any, Any]:
+    """What the cost of two labelled clouds with masses of 0 is made of, and their term."""
+    options = labelled(n, m) | settings
+    weights = masses(n, 0, zeros=True), masses(m, 1, zeros=True)
+    found = quiet(otdd.sinkhorn_hessian, *clouds(n, m), *weights, debias=False, **options)
+    return found._problem.inputs("xy"), found.divergence.xy
+
+
+def test_a_plan_is_made_of_its_clouds() -> None:
+    inputs, term = cross_term(9, 7)
+    found = dense_plan(inputs, term.f, term.g, EPSILON)
+    assert found is not None
+    options, (x, y) = labelled(9, 7), clouds(9, 7)
+    block = 0.5 * options["class_table"][:CLASSES, CLASSES:]
+    cost = reference.dense_cost(x, y, 0.5, block, options["labels_x"], options["labels_y"])
+    weights = inputs.source.masses, inputs.target.masses
+    expected = reference.plan(cost, *weights, term.f, term.g, EPSILON)
+    torch.testing.assert_close(found.entries, expected, rtol=1e-12, atol=0)
+    # Whatever potentials are where there is no mass.
+    f = torch.where(weights[0] > 0, term.f, torch.nan)
+    again = dense_plan(inputs, f, term.g, EPSILON)
+    assert again is not None
+    assert torch.equal(again.entries, found.entries)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_points_far_from_the_origin(zeros: bool) -> None:
+    (x, y), a = clouds(9, 7), masses(9, 0, zeros=zeros)
+    found = []
+    for shift in (0.0, 1e6):
+        given = (x + shift).requires_grad_(), (y + shift).requires_grad_()
+        mapped = quiet(otdd.transport_map, *given, a, values=y)
+        found.append((mapped, *torch.autograd.grad(mapped, given, drawn(9, 3))))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-7)
+
+
+def test_where_no_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many points, of more than the memory that is stated or free, of streams and of ranks."""
+    inputs, term = cross_term(9, 7)
+
+    def made(given: Any = inputs) -> bool:
+        return dense_plan(given, term.f, term.g, EPSILON) is not None
+
+    assert made()
+    for budget, enough in ((8 * 9 * 7, True), (8 * 9 * 7 - 1, False)):
+        compute = ComputeOptions(precision="double", memory_budget=budget)
+        assert made(cross_term(9, 7, compute=compute)[0]) == enough
+    room = Streaming(torch.device(DEVICE), 1 << 30, 1 << 30)
+    assert not made(replace(inputs, streaming=room))
+    assert not made(replace(inputs, compute=replace(inputs.compute, group="world")))
+    with monkeypatch.context() as limited:
+        limited.setattr(direct, "MOST_POINTS", 6)
+        assert not made()
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda _: 8 * 9 * 7)
+    assert not made()
+
+
+class Calls(TorchDispatchMode):
+    """Counts what PyTorch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.by_name[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("function", "most"), [("sinkhorn_potentials", 160), ("transport_map", 190)]
+)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+def test_a_backward_pass_asks_for_little(
+    function: str, most: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No operator is built, and nothing repeats; the gradient is that of many points' way."""
+    x, y = (points.float().to(DEVICE) for points in clouds(300, 300, 20))
+    x.requires_grad_()
+    compute = ComputeOptions(DEVICE, backend=backend, precision="high")
+    settings = {"epsilon": 2.0, "options": Converged(1e-3), "compute": compute}
+    result = quiet(getattr(otdd, function), x, y, cg=CGOptions(), **settings)
+    result = result if isinstance(result, Tensor) else result[0]
+    cotangent = drawn(*result.shape).to(result)
+    with Calls() as calls:
+        (found,) = torch.autograd.grad(result, x, cotangent, retain_graph=True)
+    assert calls.by_name.total() <= most
+    assert calls.by_name["aten._local_scalar_dense.default"] <= 2
+    monkeypatch.setattr(direct, "MOST_POINTS", 0)
+    (expected,) = torch.autograd.grad(result, x, cotangent)
+    assert float((found - expected).norm() / expected.norm()) <= 1e-4
