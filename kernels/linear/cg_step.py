@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.linear.halves import load_parts, scale_below, store_halves
+from otdd_flash.kernels.linear.halves import Unmerged, load_found, scale_below, store_halves
 
 BLOCK = 4096
 
@@ -64,14 +64,14 @@ class Image(NamedTuple):
     """The image of directions, diagonal direction + weights found / scale.
 
     Attributes:
-        found: (rows, parts, s) float32 or float64, of any strides.
+        found: products (rows, parts, s), or of more columns.
         scales: (s,) float64.
         weights: (m,) float64.
         diagonal: (m,) float64.
         position: (m,) int64, the row of a point.
     """
 
-    found: Tensor
+    found: Unmerged
     scales: Tensor
     weights: Tensor
     diagonal: Tensor
@@ -103,7 +103,7 @@ def pack_direction(
 @on_its_device
 @triton.jit
 def cg_step_kernel(
-    found_ptr,  # (rows, PARTS, s) float32 or float64
+    found_ptr,  # (rows, PARTS, s) float32 or float64, of any strides
     found_scales_ptr,  # (s,) float64
     weights_ptr,  # (m,) float64
     diagonal_ptr,  # (m,) float64
@@ -126,6 +126,9 @@ def cg_step_kernel(
     row_stride,
     part_stride,
     column_stride,
+    whole,
+    split,
+    slots,
     precision,
     PARTS: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -151,7 +154,10 @@ def cg_step_kernel(
         mask = o < m
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
         o_row = tl.load(position_ptr + o, mask=mask, other=0)
-        found = load_parts(found_ptr, o_row, row_stride, part_stride, mask, PARTS) / found_scale
+        found = load_found(
+            found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS
+        )
+        found /= found_scale
         image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * direction
         image += tl.load(weights_ptr + o, mask=mask, other=0.0) * found
         energies += direction * image
@@ -170,7 +176,10 @@ def cg_step_kernel(
         mask = o < m
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
         o_row = tl.load(position_ptr + o, mask=mask, other=0)
-        found = load_parts(found_ptr, o_row, row_stride, part_stride, mask, PARTS) / found_scale
+        found = load_found(
+            found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS
+        )
+        found /= found_scale
         image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * direction
         image += tl.load(weights_ptr + o, mask=mask, other=0.0) * found
         masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
@@ -239,16 +248,17 @@ def cg_step(
     """
     m, count = vectors.direction.shape
     cg_step_kernel[(count,)](
-        *image,
+        image.found.values,
+        *image[1:],
         *masses,
         *vectors,
         *numbers,
         *packed,
         m,
         count,
-        *image.found.stride(),
+        *image.found.places,
         precision,
-        PARTS=image.found.shape[1],
+        PARTS=image.found.values.shape[1],
         CONSTANTS=constants,
         BLOCK=BLOCK,
         num_warps=16,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LOG2_E, on_device
 from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.linear.halves import Unmerged
 from otdd_flash.kernels.passes.half_step import bias_of
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
@@ -194,8 +195,8 @@ class FusedProduct:
         self._terms = ClassTerms.of(layout, columns.points.layout, scores.costs)
         self._row_term = row_terms(f, masses, layout, rows.squares, self._scale)
 
-    def __call__(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Q V (n, k) and Q 1 (n,), float32 in packed order.
+    def __call__(self, values: Tensor) -> tuple[Unmerged, Unmerged]:
+        """Q V, of k columns or more, and Q 1, of one; packed rows.
 
         Args:
             values: V (m, 1, k) float16, or its hi and lo parts (m, 2, k) with three parts.
@@ -204,9 +205,13 @@ class FusedProduct:
         x, y, parts = self._rows.coordinates, self._columns.coordinates, self._scores.parts
         most = most_columns(x.shape[1], parts, x.device)
         if count > most:
-            size = -(-count // -(-count // most))
-            found = [self(part) for part in values.split(size, 2)]
-            return torch.cat([part for part, _ in found], 1), found[0][1]
+            chunks = values.split(-(-count // -(-count // most)), 2)
+            found = [self(chunk) for chunk in chunks]
+            merged = [
+                product.merged()[..., : chunk.shape[2]]
+                for chunk, (product, _) in zip(chunks, found, strict=True)
+            ]
+            return Unmerged.of(torch.cat(merged, 2)), found[0][1]
         columns, extra = widths(count)
         width = columns + extra
         if width > count:
@@ -252,10 +257,8 @@ class FusedProduct:
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if ranges.most > 1:
-            for part in (out, sums):
-                part[whole:n] += part[n:].view(ranges.most - 1, n - whole, *part.shape[1:]).sum(0)
-        return out[:n, :count], sums[:n]
+        slots = whole, n - whole, ranges.most
+        return Unmerged(out[:, None], *slots), Unmerged(sums[:, None, None], *slots)
 
 
 def most_columns(dim: int, parts: int, device: torch.device) -> int:
@@ -318,6 +321,7 @@ def apply_plan_fused(
     """Q V and Q 1 as `apply_plan_blocks` has them, without factors."""
     product = FusedProduct(rows, columns, scores, potentials, epsilon, None)
     halves, scales = values
-    out, sums = product(halves[:, : 1 if scores.parts == 1 else 2, : len(scales)])
+    found = product(halves[:, : 1 if scores.parts == 1 else 2, : len(scales)])
     position = rows.points.layout.position
-    return out[position].div_(scales), sums[position]
+    out, sums = (part.merged()[:, 0][position] for part in found)
+    return out[:, : len(scales)].div_(scales), sums[:, 0]

@@ -79,8 +79,8 @@ def hold_plan(
     potentials: tuple[Tensor, Tensor],
     epsilon: float,
     masses: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """All of Q in float16, and Q 1, both scaled by 2^LOG2_SCALE.
+) -> Tensor:
+    """All of Q in float16, scaled by 2^LOG2_SCALE.
 
     Args:
         rows: n packed points.
@@ -91,13 +91,12 @@ def hold_plan(
         masses: (N,) float64; the rows of points without, and of padding, are 0.
 
     Returns:
-        (n, m) float16 and (n,) float32 in packed order; the first holds only as long as the second,
-        unscaled, stays within `ROW_RANGE` where there are points.
+        (n, m) float16 in packed order; it holds only as long as its sums, unscaled, stay within
+        `ROW_RANGE` where there are points.
     """
     launch = PlanBlocks(rows, columns, scores, potentials, epsilon, masses)
     n, m = rows.points.layout.size, columns.points.layout.size
     out = torch.empty((n, m), dtype=torch.float16, device=launch.device)
-    sums = torch.empty(n, device=launch.device)
     for part in launch.heights():
-        torch.sum(launch(out[None, part], part.start, 0), 0, out=sums[part])
-    return out, sums
+        launch(out[None, part], part.start, 0)
+    return out

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.linear.halves import from_halves, to_halves
+from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
 from otdd_flash.kernels.passes.plan_blocks import PlanBlocks
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
@@ -52,7 +52,7 @@ class WeightedProduct:
             right: B (M, r).
         """
         rows, columns = self._layouts
-        blocks, n, count = self._blocks, rows.size, values.shape[1]
+        blocks, n = self._blocks, rows.size
         weighting = blocks.weighting([_packed(left, right, self._layouts)])
         packed, scales = to_halves(values, columns, multiple=8)
         parts, buffer = packed.unbind(1), blocks.buffer()
@@ -60,7 +60,7 @@ class WeightedProduct:
         for part in blocks.heights():
             blocks.multiply(part.start, parts, out[part], buffer, weighting)
         weights = self._masses * (2.0**-LOG2_SCALE * weighting.unit)
-        return from_halves(out[:, None, :count], scales, rows, weights)
+        return from_halves(Unmerged.of(out[:, None]), scales, rows, weights)
 
 
 def _packed(

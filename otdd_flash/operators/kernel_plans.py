@@ -16,8 +16,7 @@ from otdd_flash.kernels.passes.fused_product import (
 from otdd_flash.kernels.passes.plan_application import hold_plan
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
-from otdd_flash.kernels.points.packed_points import Layout
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE, ROW_RANGE
+from otdd_flash.kernels.points.row_terms import LOG2_SCALE
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
@@ -71,7 +70,6 @@ class KernelPlans(NamedTuple):
             self._products(f, g, epsilon),
             masses,
             layouts,
-            lambda sums, side: in_range(sums, layouts[side], masses[side]),
             FEW_CHUNKS * columns,
             streamed,
             lambda side: self._weighted(f, g, epsilon, side),
@@ -90,16 +88,9 @@ class KernelPlans(NamedTuple):
         if holds(2 * of_rows.size * of_columns.size, most, f.device):
             potentials, unit = (single(f), single(g)), 2.0**-LOG2_SCALE
             sides = near.rows, near.columns, near.scores
-            entries, sums = hold_plan(*sides, potentials, epsilon, masses[0])
-            if not in_range(sums * unit, of_rows, masses[0]):
-                return None
-            return HeldPlan(entries, unit, masses[0], layouts)
-        products = near._products(f, g, epsilon)
-        for side, product in enumerate(products):
-            ones = torch.ones((layouts[1 - side].size, 1, 1), dtype=torch.half, device=f.device)
-            if not in_range(product(ones)[1], layouts[side], masses[side]):
-                return None
-        return FusedPlan(products, masses, layouts)
+            entries = hold_plan(*sides, potentials, epsilon, masses[0])
+            return HeldPlan.of(entries, unit, masses[0], layouts)
+        return FusedPlan.of(near._products(f, g, epsilon), masses, layouts)
 
     def with_points(
         self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float
@@ -127,10 +118,13 @@ class KernelPlans(NamedTuple):
         return KernelPlans(self.cost, rows, columns, scores, transposed)
 
     def _products(self, f: Tensor, g: Tensor, epsilon: float) -> tuple[FusedProduct, FusedProduct]:
+        """There and back; one and the same of a cloud with itself at one potential."""
         forth, back = (single(f), single(g)), (single(g), single(f))
-        return (
-            FusedProduct(self.rows, self.columns, self.scores, forth, epsilon, self.cost.a),
-            FusedProduct(self.columns, self.rows, self.transposed, back, epsilon, self.cost.b),
+        there = FusedProduct(self.rows, self.columns, self.scores, forth, epsilon, self.cost.a)
+        if self.cost.symmetric and f is g:
+            return there, there
+        return there, FusedProduct(
+            self.columns, self.rows, self.transposed, back, epsilon, self.cost.b
         )
 
     def _weighted(self, f: Tensor, g: Tensor, epsilon: float, side: int) -> WeightedProduct:
@@ -140,13 +134,6 @@ class KernelPlans(NamedTuple):
             return WeightedProduct(*given, epsilon, self.cost.a)
         given = self.columns, self.rows, self.transposed, potentials[::-1]
         return WeightedProduct(*given, epsilon, self.cost.b)
-
-
-def in_range(sums: Tensor, layout: Layout, masses: Tensor) -> bool:
-    """Whether sums (n,) over masses, in packed order, are what float16 numbers may sum to."""
-    low, high = ROW_RANGE
-    there = sums[layout.position[masses > 0]]
-    return bool(((there >= low) & (there <= high)).all())
 
 
 def single(potential: Tensor) -> Tensor:

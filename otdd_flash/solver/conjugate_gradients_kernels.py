@@ -16,6 +16,7 @@ from torch import Tensor
 from otdd_flash.engine.recording import Repeated
 from otdd_flash.kernels.linear.cg_start import BEGIN, CORRECT, RESUME, Kept, cg_start
 from otdd_flash.kernels.linear.cg_step import Image, Numbers, Vectors, cg_step
+from otdd_flash.kernels.linear.halves import Unmerged
 from otdd_flash.solver.conjugate_gradients import AIM, Limits, Metric, System
 
 # Rows up to which a step takes less time than to launch it; a recording then pays, though it takes
@@ -101,7 +102,7 @@ class KernelIterates:
             return near.image(packed, scales)
         found, masses = near.times(self.direction), near.metric.masses
         weights = torch.ones_like(masses), torch.zeros_like(masses)
-        return Image(found[:, None], torch.ones_like(scales), *weights, position)
+        return Image(Unmerged.of(found[:, None]), torch.ones_like(scales), *weights, position)
 
     @property
     def _place(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -30,7 +30,8 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
         "to halves": (halves, "to_halves", partial(halves.to_halves, vectors[0], layout, masses))
     }
     for parts in (1, 2):
-        products = torch.zeros(layout.size, parts, count)
+        split = layout.size // 2
+        products = halves.Unmerged(torch.zeros(layout.size + split, parts, count), split, split, 2)
         image = cg_step.Image(products, scales, masses, masses, layout.position)
         step = partial(
             cg_step.cg_step, image, (masses, total), moving, stepping, (packed, scales), 1e-7

@@ -49,7 +49,9 @@ def held(plan: Tensor) -> HeldPlan:
     packed = torch.zeros((layout.size, layout.size), dtype=torch.float64, device=DEVICE)
     conditional = plan * 1024 * inverse(masses)[:, None]
     packed[layout.position[:, None], layout.position] = conditional
-    return HeldPlan(packed.half(), 2.0**-10, masses, (layout, layout))
+    found = HeldPlan.of(packed.half(), 2.0**-10, masses, (layout, layout))
+    assert found is not None
+    return found
 
 
 def system(of: Products, *, own: bool, damping: float = 0.0) -> System:
@@ -162,8 +164,9 @@ def test_products_go_on_as_halves(parts: int, monkeypatch: pytest.MonkeyPatch) -
     found *= torch.tensor([1e-20, 1e15, 0.0], device=DEVICE)
     scales = torch.tensor([4.0, 2.0**-80, 1.0], dtype=torch.float64, device=DEVICE)
     weights = torch.rand(150, generator=draw, dtype=torch.float64).to(DEVICE)
-    packed, now = onward.onward(found, scales, layout.spread(weights, 0.0))
-    expected = halves.to_halves(halves.from_halves(found, scales, layout, weights), layout)
+    products = halves.Unmerged.of(found)
+    packed, now = onward.onward(products, scales, layout.spread(weights, 0.0))
+    expected = halves.to_halves(halves.from_halves(products, scales, layout, weights), layout)
     assert torch.equal(now, expected[1])
     torch.testing.assert_close(packed.sum(1), expected[0].sum(1), rtol=2.0**-10, atol=0)
     difference = packed.double().sum(1) - expected[0].double().sum(1)
@@ -187,7 +190,7 @@ def test_numbers_as_two_halves(weighted: bool, monkeypatch: pytest.MonkeyPatch) 
     given = values * weights[:, None] if weighted else values
     assert bool((packed[~layout.filled] == 0).all())
     assert bool(packed.isfinite().all())
-    found = halves.from_halves(packed.float(), scales, layout, weights)
+    found = halves.from_halves(halves.Unmerged.of(packed.float()), scales, layout, weights)
     expected = weights[:, None] * given
     error = (found - expected).abs().amax(0)
     assert bool((error <= 2.0**-21 * given.abs().amax(0)).all())
