@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -61,7 +62,7 @@ class Numbers(NamedTuple):
 
 
 class Image(NamedTuple):
-    """The image of directions, diagonal direction + weights found / scale.
+    """The image of directions or of other values, diagonal value + weights found / scale.
 
     Attributes:
         found: products (rows, parts, s), or of more columns.
@@ -76,6 +77,38 @@ class Image(NamedTuple):
     weights: Tensor
     diagonal: Tensor
     position: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> Image:
+        """One that is there, (m, s) float64."""
+        (m, count), new = values.shape, values.new_ones
+        position = torch.arange(m, device=values.device)
+        found = Unmerged.of(values[:, None])
+        return cls(found, new(count), new(m), values.new_zeros(m), position)
+
+
+@triton.jit
+def load_image(
+    values,  # (BLOCK,) float64, whose image it is
+    found_ptr,
+    found_scale,
+    weights_ptr,  # (m,) float64
+    diagonal_ptr,  # (m,) float64
+    position_ptr,  # (m,) int64
+    o,
+    row_stride,
+    part_stride,
+    whole,
+    split,
+    slots,
+    mask,
+    PARTS: tl.constexpr,
+):
+    """Some of an image, float64."""
+    o_row = tl.load(position_ptr + o, mask=mask, other=0)
+    found = load_found(found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS)
+    image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * values
+    return image + tl.load(weights_ptr + o, mask=mask, other=0.0) * (found / found_scale)
 
 
 @triton.jit
@@ -153,13 +186,10 @@ def cg_step_kernel(
         o = first + tl.arange(0, BLOCK)
         mask = o < m
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
-        o_row = tl.load(position_ptr + o, mask=mask, other=0)
-        found = load_found(
-            found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS
-        )
-        found /= found_scale
-        image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * direction
-        image += tl.load(weights_ptr + o, mask=mask, other=0.0) * found
+        image = load_image(
+            direction, found_ptr, found_scale, weights_ptr, diagonal_ptr, position_ptr, o,
+            row_stride, part_stride, whole, split, slots, mask, PARTS,
+        )  # fmt: skip
         energies += direction * image
         lengths += direction * direction * tl.load(masses_ptr + o, mask=mask, other=0.0)
     energy = tl.sum(energies, 0)
@@ -175,13 +205,10 @@ def cg_step_kernel(
         o = first + tl.arange(0, BLOCK)
         mask = o < m
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
-        o_row = tl.load(position_ptr + o, mask=mask, other=0)
-        found = load_found(
-            found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS
-        )
-        found /= found_scale
-        image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * direction
-        image += tl.load(weights_ptr + o, mask=mask, other=0.0) * found
+        image = load_image(
+            direction, found_ptr, found_scale, weights_ptr, diagonal_ptr, position_ptr, o,
+            row_stride, part_stride, whole, split, slots, mask, PARTS,
+        )  # fmt: skip
         masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
         values = tl.load(values_ptr + o, mask=mask, other=0.0)
         left = tl.load(left_ptr + o, mask=mask, other=0.0) - step * image

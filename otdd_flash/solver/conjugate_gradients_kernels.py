@@ -16,7 +16,7 @@ from torch import Tensor
 from otdd_flash.engine.recording import Repeated
 from otdd_flash.kernels.linear.cg_start import BEGIN, CORRECT, RESUME, Kept, cg_start
 from otdd_flash.kernels.linear.cg_step import Image, Numbers, Vectors, cg_step
-from otdd_flash.kernels.linear.halves import Unmerged
+from otdd_flash.kernels.linear.halves import to_halves
 from otdd_flash.solver.conjugate_gradients import AIM, Limits, Metric, System
 
 # Rows up to which a step takes less time than to launch it; a recording then pays, though it takes
@@ -64,7 +64,7 @@ class KernelIterates:
     def resume(self, near: System) -> None:
         """Iterate with another system, wherever the tolerance is not met."""
         self._near = near
-        self._start(self._right, RESUME)
+        self._start(None, RESUME)
 
     def repeat(self) -> None:
         """Take a step or a few, recorded where they take less time than to launch them."""
@@ -97,12 +97,9 @@ class KernelIterates:
 
     def _image(self) -> Image:
         near = self._near
-        position, (packed, scales) = self._place
-        if near.layout is not None:
-            return near.image(packed, scales)
-        found, masses = near.times(self.direction), near.metric.masses
-        weights = torch.ones_like(masses), torch.zeros_like(masses)
-        return Image(Unmerged.of(found[:, None]), torch.ones_like(scales), *weights, position)
+        if near.layout is None:
+            return Image.of(near.times(self.direction))
+        return near.image(*self._place[1])
 
     @property
     def _place(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -118,9 +115,14 @@ class KernelIterates:
 
     def correct(self, system: System) -> None:
         """Take the correction if the residual is smaller then; start again if it halves."""
-        self._start(system.times(self.values + self.correction), CORRECT)
+        values = self.values + self.correction
+        if system.layout is None:
+            image = Image.of(system.times(values))
+        else:
+            image = system.image(*to_halves(values, system.layout))
+        self._start(image, CORRECT)
 
-    def _start(self, given: Tensor, stage: tl.constexpr) -> None:
+    def _start(self, given: Tensor | Image | None, stage: tl.constexpr) -> None:
         metric, (position, packed) = self._metric, self._place
         cg_start(
             given,

@@ -32,6 +32,11 @@ class PlanPoints:
         self._origin = origin.to(plan.dtype)
         self._sides = [side.features for side in (inputs.source, inputs.target)]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, m)."""
+        return len(self._sides[0]), len(self._sides[1])
+
     @cached_property
     def x(self) -> Points:
         """(n, d)."""
@@ -49,6 +54,8 @@ class PlanPoints:
     @cached_property
     def r(self) -> Tensor:
         """P 1 (n,)."""
+        # Needed anyway, and any product tells the sums.
+        _ = self.images
         return self.here(self.plan.rows)
 
     @cached_property

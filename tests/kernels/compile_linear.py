@@ -44,7 +44,8 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
         run = partial(halves.from_halves, products, scales, layout, masses)
         runs[f"from halves {parts}"] = halves, "from_halves", run
     for stage in (cg_start.BEGIN, cg_start.CORRECT, cg_start.RESUME):
-        given = vectors[0], (masses, total, masses), layout.position, kept, moving, stepping
+        of = {cg_start.BEGIN.value: vectors[0], cg_start.CORRECT.value: image}.get(stage.value)
+        given = of, (masses, total, masses), layout.position, kept, moving, stepping
         limits = (packed, scales), (1e-5, 0.5, 1000), stage
         run = partial(cg_start.cg_start, *given, *limits, constants=True)
         runs[f"start {stage.value}"] = cg_start, "cg_start", run
