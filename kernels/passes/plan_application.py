@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks
+from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, add_halves, largest_weight
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.row_terms import LOG2_SCALE
 
@@ -49,7 +49,9 @@ def apply_plan_blocks(
         the second stays within `ROW_RANGE`.
     """
     launch = PlanBlocks(rows, columns, scores, potentials, epsilon, weighted=factors is not None)
-    weighting = launch.unweighted if factors is None else launch.weighting([factors])
+    weighting = launch.unweighted
+    if factors is not None:
+        weighting = launch.weighting([factors], largest_weight([factors]))
     layout, device = rows.points.layout, launch.device
     count = len(layout.position)
     # Rows of padding go to one row past the end.
@@ -59,12 +61,13 @@ def apply_plan_blocks(
     sums = torch.empty(count + 1, device=device)
     unit = 2.0**-LOG2_SCALE
     of_columns = unit * weighting.unit / scales
-    parts, buffer = halves.unbind(1), launch.buffer()
+    (high, low), buffer = halves.unbind(1), launch.buffer()
     for rows_of in launch.heights():
         points = origin[rows_of]
         product = torch.empty((len(points), out.shape[1]), device=device)
         tile_sums: list[Tensor] = []
-        launch.multiply(rows_of.start, parts, product, buffer, weighting, tile_sums)
+        for columns_of, block in launch.blocks(rows_of, buffer, weighting, tile_sums):
+            add_halves(block, (high, low), columns_of, product)
         row_sums = torch.cat(tile_sums).sum(0)
         product[:, : len(scales)] *= of_columns
         out.index_copy_(0, points, product)
