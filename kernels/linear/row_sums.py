@@ -15,7 +15,7 @@ from torch import Tensor
 from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.linear.halves import Unmerged, load_found
 from otdd_flash.kernels.points.packed_points import Layout
-from otdd_flash.kernels.points.row_terms import ROW_RANGE
+from otdd_flash.kernels.passes.plan_terms import ROW_RANGE
 
 BLOCK = 1024
 

@@ -27,7 +27,7 @@ from otdd_flash.kernels.passes.plan_blocks import (
 )
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE, ROW_RANGE
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, ROW_RANGE, plan_terms
 
 # Some points of a side.
 Rows = slice | Tensor
@@ -111,7 +111,8 @@ class BlockProduct:
         near = torch.where(outside, f.double() - epsilon * share.log(), f).float()
         off = (f.double() - near.double()) / epsilon
         self._masses = torch.where(there, masses * off.exp(), 0)
-        self._given = rows, columns, scores, (near, g), epsilon, masses
+        terms = plan_terms(rows, columns, scores, (near, g), epsilon, masses)
+        self._given = rows, columns, scores, terms
         self._rows, self._columns = rows.points.layout, columns.points.layout
         self._blocks: dict[bool, PlanBlocks] = {}
 

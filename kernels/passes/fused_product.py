@@ -23,13 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LOG2_E, on_device
 from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.linear.halves import Unmerged
-from otdd_flash.kernels.passes.half_step import bias_of
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE, row_terms
+from otdd_flash.kernels.points.class_terms import add_bias, row_offsets
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     Tile,
@@ -174,26 +172,12 @@ class FusedProduct:
         rows: n packed points.
         columns: m packed points.
         scores: how they make scores.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
-        masses: (N,) float64; the rows of points without, and of padding, are 0. None for all.
+        terms: of the potentials.
     """
 
-    def __init__(
-        self,
-        rows: Side,
-        columns: Side,
-        scores: Scores,
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
-        masses: Tensor | None,
-    ) -> None:
+    def __init__(self, rows: Side, columns: Side, scores: Scores, terms: PlanTerms) -> None:
         self._rows, self._columns, self._scores = rows.points, columns.points, scores
-        self._scale, (f, g) = LOG2_E.value / epsilon, potentials
-        self._bias = bias_of(columns, scores, g, on_device(epsilon, f.device))
-        layout = rows.points.layout
-        self._terms = ClassTerms.of(layout, columns.points.layout, scores.costs)
-        self._row_term = row_terms(f, masses, layout, rows.squares, self._scale)
+        self._terms = terms
 
     def __call__(self, values: Tensor) -> tuple[Unmerged, Unmerged]:
         """Q V, of k columns or more, and Q 1, of one; packed rows.
@@ -201,7 +185,7 @@ class FusedProduct:
         Args:
             values: V (m, 1, k) float16, or its hi and lo parts (m, 2, k) with three parts.
         """
-        count, layout = values.shape[2], self._rows.layout
+        count, layout, terms = values.shape[2], self._rows.layout, self._terms
         x, y, parts = self._rows.coordinates, self._columns.coordinates, self._scores.parts
         most = most_columns(x.shape[1], parts, x.device)
         if count > most:
@@ -227,11 +211,11 @@ class FusedProduct:
         fused_product_kernel[(len(ranges.programs),)](
             operand(x, BLOCK_ROWS, tile),
             operand(y, tile.columns, tile),
-            self._bias,
-            self._row_term,
-            self._terms.costs,
-            self._terms.rows,
-            self._terms.columns,
+            terms.bias,
+            terms.row_term,
+            terms.classes.costs,
+            terms.classes.rows,
+            terms.classes.columns,
             values.contiguous(),
             ranges.programs,
             out,
@@ -240,9 +224,9 @@ class FusedProduct:
             m,
             whole,
             2.0**-LOG2_SCALE,
-            self._scores.scale * self._scale,
-            self._terms.costs.shape[1],
-            self._scale,
+            self._scores.scale * terms.scale,
+            terms.classes.costs.shape[1],
+            terms.scale,
             DIM=x.shape[1],
             COLUMNS=columns,
             EXTRA=extra,
@@ -252,7 +236,7 @@ class FusedProduct:
             BLOCK_K=tile.depth,
             STAGES=tile.stages,
             DESCRIPTORS=tile.descriptors,
-            CLASSES=self._terms.kind,
+            CLASSES=terms.classes.kind,
             HELD=held,
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -319,7 +303,8 @@ def apply_plan_fused(
     values: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Q V and Q 1 as `apply_plan_blocks` has them, without factors."""
-    product = FusedProduct(rows, columns, scores, potentials, epsilon, None)
+    terms = plan_terms(rows, columns, scores, potentials, epsilon, None)
+    product = FusedProduct(rows, columns, scores, terms)
     halves, scales = values
     found = product(halves[:, : 1 if scores.parts == 1 else 2, : len(scales)])
     position = rows.points.layout.position

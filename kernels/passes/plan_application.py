@@ -20,7 +20,7 @@ from torch import Tensor
 
 from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, add_halves, largest_weight
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
 
 
 def apply_plan_blocks(
@@ -48,7 +48,8 @@ def apply_plan_blocks(
         (N, k) float32 and (N,) float32, in the points' own order; the first holds only as long as
         the second stays within `ROW_RANGE`.
     """
-    launch = PlanBlocks(rows, columns, scores, potentials, epsilon, weighted=factors is not None)
+    terms = plan_terms(rows, columns, scores, potentials, epsilon, None)
+    launch = PlanBlocks(rows, columns, scores, terms, weighted=factors is not None)
     weighting = launch.unweighted
     if factors is not None:
         weighting = launch.weighting([factors], largest_weight([factors]))
@@ -75,29 +76,20 @@ def apply_plan_blocks(
     return out[:count, : len(scales)], sums[:count]
 
 
-def hold_plan(
-    rows: Side,
-    columns: Side,
-    scores: Scores,
-    potentials: tuple[Tensor, Tensor],
-    epsilon: float,
-    masses: Tensor,
-) -> Tensor:
+def hold_plan(rows: Side, columns: Side, scores: Scores, terms: PlanTerms) -> Tensor:
     """All of Q in float16, scaled by 2^LOG2_SCALE.
 
     Args:
         rows: n packed points.
         columns: m packed points.
         scores: how they make scores, of one part.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
-        masses: (N,) float64; the rows of points without, and of padding, are 0.
+        terms: of the potentials, without points that have no mass; their rows are 0.
 
     Returns:
         (n, m) float16 in packed order; it holds only as long as its sums, unscaled, stay within
         `ROW_RANGE` where there are points.
     """
-    launch = PlanBlocks(rows, columns, scores, potentials, epsilon, masses)
+    launch = PlanBlocks(rows, columns, scores, terms)
     n, m = rows.points.layout.size, columns.points.layout.size
     out = torch.empty((n, m), dtype=torch.float16, device=launch.device)
     for part in launch.heights():

@@ -20,13 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LOG2_E, on_device
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.passes.half_step import bias_of
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
+from otdd_flash.kernels.points.class_terms import add_bias, row_offsets
 from otdd_flash.kernels.points.packed_points import PackedPoints
-from otdd_flash.kernels.points.row_terms import row_terms
+from otdd_flash.kernels.passes.plan_terms import PlanTerms
 from otdd_flash.kernels.tiling import (
     BLOCK_COLUMNS,
     BLOCK_ROWS,
@@ -203,9 +201,7 @@ class PlanBlocks:
         rows: n packed points.
         columns: m packed points.
         scores: how they make scores.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
-        masses: (N,) float64; the rows of points without are 0. None leaves all as they are.
+        terms: of the potentials.
         weighted: whether entries are weighted.
     """
 
@@ -214,20 +210,12 @@ class PlanBlocks:
         rows: Side,
         columns: Side,
         scores: Scores,
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
-        masses: Tensor | None = None,
+        terms: PlanTerms,
         *,
         weighted: bool = False,
     ) -> None:
         self.rows, self.columns, self.scores = rows.points, columns.points, scores
-        self.scale = LOG2_E.value / epsilon
-        f, g = potentials
-        self.device = f.device
-        self.bias = bias_of(columns, scores, g, on_device(epsilon, self.device))
-        layouts = rows.points.layout, columns.points.layout
-        self.row_term = row_terms(f, masses, layouts[0], rows.squares, self.scale)
-        self.terms = ClassTerms.of(*layouts, scores.costs)
+        self.terms, self.device = terms, terms.bias.device
         self.dim = self.rows.coordinates.shape[1]
         self.tile = plan_tile(
             self.dim * scores.parts,
@@ -327,16 +315,16 @@ class PlanBlocks:
         tile, (_, height, width) = self.tile, block.shape
         by = weighting or self.unweighted
         sums = torch.empty((width // tile.columns, height), device=self.device)
-        layout = self.rows.layout
+        layout, terms = self.rows.layout, self.terms
         plan_block_kernel[(height // BLOCK_ROWS * (width // tile.columns),)](
             *self._points,
-            self.bias,
-            self.row_term,
-            self.terms.costs,
-            self.terms.rows,
-            self.terms.columns,
+            terms.bias,
+            terms.row_term,
+            terms.classes.costs,
+            terms.classes.rows,
+            terms.classes.columns,
             *by.factors,
-            *((self.bias, self.bias) if by.numbers is None else by.numbers),
+            *((terms.bias, terms.bias) if by.numbers is None else by.numbers),
             block,
             sums,
             row,
@@ -345,9 +333,9 @@ class PlanBlocks:
             width,
             layout.size,
             self.columns.layout.size,
-            self.scores.scale * self.scale,
-            self.terms.costs.shape[1],
-            self.scale,
+            self.scores.scale * terms.scale,
+            terms.classes.costs.shape[1],
+            terms.scale,
             by.scale,
             by.ratio,
             DIM=self.dim,
@@ -361,7 +349,7 @@ class PlanBlocks:
             STAGES=tile.stages,
             GROUP=GROUP,
             DESCRIPTORS=tile.descriptors,
-            CLASSES=self.terms.kind,
+            CLASSES=terms.classes.kind,
             num_warps=tile.warps,
         )
         return sums

@@ -15,7 +15,7 @@ from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
 from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, add_columns
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import Layout, pack, power_of_two_scale
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms
 
 
 class WeightedProduct:
@@ -25,8 +25,7 @@ class WeightedProduct:
         rows: n packed points.
         columns: m packed points.
         scores: how they make scores, of three parts.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
+        terms: of the potentials.
         masses: a (N,) float64, that products are weighted by.
     """
 
@@ -35,13 +34,12 @@ class WeightedProduct:
         rows: Side,
         columns: Side,
         scores: Scores,
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
+        terms: PlanTerms,
         masses: Tensor,
     ) -> None:
         self._layouts = rows.points.layout, columns.points.layout
         self._masses = masses
-        self._blocks = PlanBlocks(rows, columns, scores, potentials, epsilon, masses, weighted=True)
+        self._blocks = PlanBlocks(rows, columns, scores, terms, weighted=True)
 
     def __call__(self, values: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """The product (N, k) float64, times the masses of rows.

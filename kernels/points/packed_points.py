@@ -176,8 +176,10 @@ def arrange(labels: Tensor, classes: int) -> Layout:
     """
     count = len(labels)
     if classes == 1:
-        position = torch.arange(count, device=labels.device)
-        return _layout(labels, position, _up(count, BLOCK_COLUMNS), pure=True)
+        rows = torch.arange(_up(count, BLOCK_COLUMNS), device=labels.device)
+        filled, of_class = rows < count, torch.zeros_like(rows, dtype=torch.int32)
+        blocks = of_class[: len(rows) // BLOCK_ROWS]
+        return Layout(rows[:count], rows * filled, filled, of_class, blocks, True)
     counts = torch.bincount(labels, minlength=classes)
     padded = _up(counts, BLOCK_ROWS)
     ends = torch.cumsum(padded, 0)

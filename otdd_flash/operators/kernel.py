@@ -29,7 +29,7 @@ from otdd_flash.kernels.points.packed_points import (
     pack,
     power_of_two_scale,
 )
-from otdd_flash.kernels.points.row_terms import ROW_RANGE
+from otdd_flash.kernels.passes.plan_terms import ROW_RANGE
 from otdd_flash.operators.base import (
     Applied,
     CostFacts,
@@ -75,31 +75,32 @@ class KernelOperator:
         # Kernels read masses by their pointers.
         self.a, self.b = cost.a.contiguous(), cost.b.contiguous()
         self.shape, self.dtype = cost.shape, torch.float32
-        self._lattice: Lattice | None = lattice_of(cost) if coarse is None else coarse._lattice
-        self._packed: tuple[PackedPoints, PackedPoints] = (
-            _pack_both(cost, self._lattice) if coarse is None else coarse._packed
-        )
-        self._parts = 1 if self._lattice else PARTS[precision]
-        parts, (x, y) = self._parts, self._packed
-        self._fixed_point: FixedPoint = (
-            FixedPoint(cost, (x.layout, y.layout), self._lattice)
-            if coarse is None
-            else coarse._fixed_point
-        )
+        self._lattice: Lattice | None
+        self._packed: tuple[PackedPoints, PackedPoints]
+        self._fixed_point: FixedPoint
         if coarse is None:
+            self._lattice = lattice_of(cost)
+            self._packed = x, y = _pack_both(cost, self._lattice)
+            self._parts = parts = 1 if self._lattice else PARTS[precision]
+            self._fixed_point = FixedPoint(cost, (x.layout, y.layout), self._lattice)
             self._rows = _side(x, cost.a, cost.lambda_x, parts)
             self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
+            self._scores, self._transposed = _both_scores(cost, x.scale, parts)
+            self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         else:
-            self._rows = _seen_with(coarse._rows, cost.lambda_x, parts)
-            self._columns = _seen_with(coarse._columns, cost.lambda_x, parts)
-        scale = 2 * cost.lambda_x / x.scale**2
-        costs = cost.class_costs.float()
-        self._scores = Scores(scale, costs.contiguous(), parts)
-        self._transposed = Scores(scale, costs.T.contiguous(), parts)
+            self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
+            self._packed = x, y = coarse._packed
+            self._parts = parts = 1 if self._lattice else PARTS[precision]
+            self._rows, self._columns = (
+                _seen_with(side, cost.lambda_x, parts) for side in (coarse._rows, coarse._columns)
+            )
+            self._scores, self._transposed = (
+                side._replace(parts=parts) for side in (coarse._scores, coarse._transposed)
+            )
+            self._masses = coarse._masses
         self._plans = KernelPlans(cost, self._rows, self._columns, self._scores, self._transposed)
         # A plan's entries and what it is applied to are on no lattice.
         self._plan_parts = PARTS["high" if self._lattice else precision]
-        self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
         products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
         self.recorded = self.a.is_cuda and products <= FEW_PRODUCTS
@@ -332,6 +333,12 @@ def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
     origin = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
     scale = power_of_two_scale(float(values.abs().max()))
     return pack(values, side.points.layout, origin, scale)
+
+
+def _both_scores(cost: LabelledCost, scale: float, parts: int) -> tuple[Scores, Scores]:
+    """Of points packed with a scale, and the same with sides exchanged."""
+    factor, costs = 2 * cost.lambda_x / scale**2, cost.class_costs.float()
+    return Scores(factor, costs.contiguous(), parts), Scores(factor, costs.T.contiguous(), parts)
 
 
 def _side(points: PackedPoints, masses: Tensor, lambda_x: float, parts: int) -> Side:

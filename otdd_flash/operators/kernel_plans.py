@@ -16,7 +16,7 @@ from otdd_flash.kernels.passes.fused_product import (
 from otdd_flash.kernels.passes.plan_application import hold_plan
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
@@ -29,6 +29,11 @@ KEPT_BYTES, FEW_COORDINATES = 1 << 28, 16
 
 # Columns from which on a plan is written to blocks, over those of a fused product.
 FEW_CHUNKS = 2
+
+
+# What computes a plan, and its transpose.
+Computed = tuple[Side, Side, Scores, PlanTerms]
+Sides = tuple[Computed, Computed]
 
 
 class KernelPlans(NamedTuple):
@@ -65,14 +70,14 @@ class KernelPlans(NamedTuple):
         if self.scores.parts == 1 or columns == NARROW:
             return None
         layouts = self.rows.points.layout, self.columns.points.layout
-        masses = self.cost.a, self.cost.b
+        masses, sides = (self.cost.a, self.cost.b), self._sides(f, g, epsilon)
         return ExactFusedPlan(
-            self._products(f, g, epsilon),
+            _products(sides),
             masses,
             layouts,
             FEW_CHUNKS * columns,
             streamed,
-            lambda side: self._weighted(f, g, epsilon, side),
+            lambda side: WeightedProduct(*sides[side], masses[side]),
         )
 
     def rounded(
@@ -86,11 +91,9 @@ class KernelPlans(NamedTuple):
         layouts = of_rows, of_columns = near.rows.points.layout, near.columns.points.layout
         masses = near.cost.a, near.cost.b
         if holds(2 * of_rows.size * of_columns.size, most, f.device):
-            potentials, unit = (single(f), single(g)), 2.0**-LOG2_SCALE
-            sides = near.rows, near.columns, near.scores
-            entries = hold_plan(*sides, potentials, epsilon, masses[0])
-            return HeldPlan.of(entries, unit, masses[0], layouts)
-        return FusedPlan.of(near._products(f, g, epsilon), masses, layouts)
+            entries = hold_plan(*near._there(f, g, epsilon))
+            return HeldPlan.of(entries, 2.0**-LOG2_SCALE, masses[0], layouts)
+        return FusedPlan.of(_products(near._sides(f, g, epsilon)), masses, layouts)
 
     def with_points(
         self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float
@@ -117,23 +120,23 @@ class KernelPlans(NamedTuple):
         scores, transposed = (scores._replace(parts=1) for scores in (self.scores, self.transposed))
         return KernelPlans(self.cost, rows, columns, scores, transposed)
 
-    def _products(self, f: Tensor, g: Tensor, epsilon: float) -> tuple[FusedProduct, FusedProduct]:
-        """There and back; one and the same of a cloud with itself at one potential."""
-        forth, back = (single(f), single(g)), (single(g), single(f))
-        there = FusedProduct(self.rows, self.columns, self.scores, forth, epsilon, self.cost.a)
+    def _there(self, f: Tensor, g: Tensor, epsilon: float) -> Computed:
+        there = self.rows, self.columns, self.scores
+        return *there, plan_terms(*there, (single(f), single(g)), epsilon, self.cost.a)
+
+    def _sides(self, f: Tensor, g: Tensor, epsilon: float) -> Sides:
+        """One and the same there and back for a cloud with itself at one potential."""
+        there = self._there(f, g, epsilon)
         if self.cost.symmetric and f is g:
             return there, there
-        return there, FusedProduct(
-            self.columns, self.rows, self.transposed, back, epsilon, self.cost.b
-        )
+        back = self.columns, self.rows, self.transposed
+        return there, (*back, plan_terms(*back, (single(g), single(f)), epsilon, self.cost.b))
 
-    def _weighted(self, f: Tensor, g: Tensor, epsilon: float, side: int) -> WeightedProduct:
-        potentials = single(f), single(g)
-        if side == 0:
-            given = self.rows, self.columns, self.scores, potentials
-            return WeightedProduct(*given, epsilon, self.cost.a)
-        given = self.columns, self.rows, self.transposed, potentials[::-1]
-        return WeightedProduct(*given, epsilon, self.cost.b)
+
+def _products(sides: Sides) -> tuple[FusedProduct, FusedProduct]:
+    there, back = sides
+    product = FusedProduct(*there)
+    return product, product if back is there else FusedProduct(*back)
 
 
 def single(potential: Tensor) -> Tensor:

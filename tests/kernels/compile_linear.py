@@ -1,4 +1,4 @@
-"""Compile the kernels of linear systems for sm_90; a script of its own, as `compile_kernels`.
+"""Compile the kernels of linear systems, and small ones of plans, for sm_90; a script of its own, as `compile_kernels`.
 
 It prints a JSON object: for each kernel shared memory and bytes spilled to a stack.
 """
@@ -12,8 +12,10 @@ from functools import partial
 import torch
 from compile_batched import taken
 
-from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward
-from otdd_flash.kernels.points.packed_points import arrange
+from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
+from otdd_flash.kernels.passes import plan_terms
+from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.packed_points import PackedPoints, arrange
 
 
 def needs(m: int, count: int) -> dict[str, dict[str, int]]:
@@ -29,6 +31,11 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
     runs = {
         "to halves": (halves, "to_halves", partial(halves.to_halves, vectors[0], layout, masses))
     }
+    points, squares = torch.zeros(m, 64), torch.zeros(2, layout.size)
+    side = Side(PackedPoints(layout, points.half(), squares, 1.0), squares[0], squares[1])
+    given = side, side, Scores(1.0, torch.zeros(1, 1), 3), (points[:, 0], points[:, 0]), 0.1
+    terms = partial(plan_terms.plan_terms, *given, masses)
+    runs["plan terms"] = plan_terms, "plan_terms", terms
     for parts in (1, 2):
         split = layout.size // 2
         products = halves.Unmerged(torch.zeros(layout.size + split, parts, count), split, split, 2)
@@ -43,6 +50,8 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
         runs[f"onward {parts}"] = onward, "onward", run
         run = partial(halves.from_halves, products, scales, layout, masses)
         runs[f"from halves {parts}"] = halves, "from_halves", run
+        run = partial(row_sums.row_sums, products, layout, masses)
+        runs[f"row sums {parts}"] = row_sums, "row_sums", run
     for stage in (cg_start.BEGIN, cg_start.CORRECT, cg_start.RESUME):
         of = {cg_start.BEGIN.value: vectors[0], cg_start.CORRECT.value: image}.get(stage.value)
         given = of, (masses, total, masses), layout.position, kept, moving, stepping
