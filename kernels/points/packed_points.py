@@ -133,9 +133,13 @@ class Layout:
         places = self.filled[rows].nonzero()[:, 0]
         return self.origin[rows][places], places
 
+    @cached_property
+    def _padding(self) -> Tensor:
+        return ~self.filled
+
     def spread(self, values: Tensor, padding: float) -> Tensor:
         """Values (N,) in packed order (n,)."""
-        return torch.where(self.filled, values[self.origin], padding)
+        return values[self.origin].masked_fill_(self._padding, padding)
 
 
 @dataclass(frozen=True, eq=False)
