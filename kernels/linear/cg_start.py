@@ -54,8 +54,8 @@ class Kept(NamedTuple):
 @triton.jit
 def cg_start_kernel(
     given_ptr,  # (m, s) float64, of any strides: right-hand sides, read to BEGIN
-    found_ptr,  # (rows, PARTS, s) float32 or float64, of any strides, as what follows read to CORRECT
-    found_scales_ptr,  # (s,) float64
+    found_ptr,  # (rows, PARTS, s) float32 or float64, of any strides: an image, read to CORRECT
+    found_scales_ptr,  # (s,) float64, as what follows up to the masses
     weights_ptr,  # (m,) float64
     diagonal_ptr,  # (m,) float64
     found_position_ptr,  # (m,) int64

@@ -171,9 +171,8 @@ def from_halves_kernel(
     i = tl.program_id(1).to(tl.int64)
     mask = o < count
     o_row = tl.load(position_ptr + o, mask=mask, other=0)
-    found = load_found(
-        found_ptr + i * column_stride, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS
-    )
+    found_ptr += i * column_stride
+    found = load_found(found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS)
     weights = tl.load(weights_ptr + o, mask=mask, other=0.0)
     tl.store(out_ptr + i * count + o, weights * (found / tl.load(scales_ptr + i)), mask=mask)
 

@@ -48,9 +48,7 @@ def onward_kernel(
     for first in range(0, n, BLOCK):
         o = first + tl.arange(0, BLOCK).to(tl.int64)
         mask = (o < n) & (i < given)
-        found = load_found(
-            found_ptr, o, row_stride, part_stride, whole, split, slots, mask, PARTS
-        )
+        found = load_found(found_ptr, o, row_stride, part_stride, whole, split, slots, mask, PARTS)
         values = found * tl.load(weights_ptr + o, mask=o < n, other=0.0)
         largest = tl.maximum(largest, tl.abs(values))
     # Both scales are powers of two: dividing by one and multiplying by the other rounds nothing.
@@ -59,9 +57,7 @@ def onward_kernel(
     for first in range(0, n, BLOCK):
         o = first + tl.arange(0, BLOCK).to(tl.int64)
         mask = (o < n) & (i < given)
-        found = load_found(
-            found_ptr, o, row_stride, part_stride, whole, split, slots, mask, PARTS
-        )
+        found = load_found(found_ptr, o, row_stride, part_stride, whole, split, slots, mask, PARTS)
         values = found * tl.load(weights_ptr + o, mask=o < n, other=0.0)
         store_halves(out_ptr + o * 2 * s + i, values / given_scale * scale, s, o < n)
 

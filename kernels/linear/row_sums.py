@@ -14,8 +14,8 @@ from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
 from otdd_flash.kernels.linear.halves import Unmerged, load_found
-from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.kernels.passes.plan_terms import ROW_RANGE
+from otdd_flash.kernels.points.packed_points import Layout
 
 BLOCK = 1024
 
@@ -45,9 +45,7 @@ def row_sums_kernel(
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = o < count
     o_row = tl.load(position_ptr + o, mask=mask, other=0)
-    sums = load_found(
-        found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS
-    )
+    sums = load_found(found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS)
     sums *= unit
     masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
     tl.store(out_ptr + o, masses * sums, mask=mask)

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.linear.halves import to_halves
+from otdd_flash.kernels.passes.block_sums import add_columns, add_halves
 from otdd_flash.kernels.passes.plan_blocks import (
     Pair,
     PlanBlocks,
     Weighting,
-    add_columns,
-    add_halves,
     largest_weight,
 )
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, ROW_RANGE, plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints
-from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, ROW_RANGE, plan_terms
 
 # Some points of a side.
 Rows = slice | Tensor

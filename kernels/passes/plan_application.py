@@ -18,9 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, add_halves, largest_weight
-from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.passes.block_sums import add_halves
+from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, largest_weight
 from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
+from otdd_flash.kernels.passes.sides import Scores, Side
 
 
 def apply_plan_blocks(

@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
+from otdd_flash.kernels.passes.plan_terms import PlanTerms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.class_terms import add_bias, row_offsets
 from otdd_flash.kernels.points.packed_points import PackedPoints
-from otdd_flash.kernels.passes.plan_terms import PlanTerms
 from otdd_flash.kernels.tiling import (
     BLOCK_COLUMNS,
     BLOCK_ROWS,
@@ -36,8 +36,8 @@ from otdd_flash.kernels.tiling import (
     tile_for,
 )
 
-# A block of the plan: 64 MiB a part, if all rows go at once fewer columns. In blocks that the second-level cache holds, launches and not
-# memory take most of the time.
+# A block of the plan: 64 MiB a part; of twice as many rows at the most where these are all. In
+# blocks that the second-level cache holds, launches and not memory take most of the time.
 BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
 # Programs of neighbouring rows run together, so that tiles of y are read from the cache.
 GROUP = 8
@@ -367,39 +367,6 @@ def largest_weight(
     """What no weight exceeds, by Cauchy-Schwarz; arguments as for `PlanBlocks.weighting`."""
     sizes = [side.squares[1].max() for pair in pairs for side in pair]
     sizes += [] if numbers is None else [side.abs().max() for side in numbers]
-    found = torch.stack(sizes).tolist()
+    found: list[float] = torch.stack(sizes).tolist()
     of_pairs = (math.sqrt(found[2 * k] * found[2 * k + 1]) for k in range(len(pairs)))
     return factor * sum(of_pairs) + sum(found[2 * len(pairs) :])
-
-
-def add_halves(
-    block: Tensor, halves: tuple[Tensor, Tensor], columns: slice, out: Tensor
-) -> None:
-    """A block's share of Q V, of hi and lo parts of V (m, k), with those of earlier columns.
-
-    One after the other, so that `out` (height, k) float32 has no more columns than V.
-    """
-    high, low = (part[columns] for part in halves)
-    _multiply(block[0], high, out, add=columns.start > 0)
-    if len(block) == 2:
-        _multiply(block[0], low, out, add=True)
-        _multiply(block[1], high, out, add=True)
-
-
-def add_columns(block: Tensor, values: Tensor, columns: slice, out: Tensor) -> None:
-    """The same of all parts with the same columns (m, k), to `out` (height, k) float32."""
-    for k, part in enumerate(block):
-        _multiply(part, values[columns], out, add=columns.start + k > 0)
-
-
-def _multiply(block: Tensor, values: Tensor, out: Tensor, *, add: bool) -> None:
-    """Out (+)= block @ values, float16 in and float32 out."""
-    if block.is_cuda:
-        if add:
-            torch.addmm(out, block, values, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(block, values, out_dtype=torch.float32, out=out)
-    elif add:
-        out.addmm_(block.float(), values.float())
-    else:
-        torch.mm(block.float(), values.float(), out=out)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
-from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, add_columns
+from otdd_flash.kernels.passes.block_sums import add_columns
+from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import Layout, pack, power_of_two_scale
-from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms
 
 
 class WeightedProduct:
@@ -63,9 +64,7 @@ class WeightedProduct:
         return from_halves(Unmerged.of(out.view(n, *packed.shape[1:])), scales, rows, weights)
 
 
-def _packed(
-    left: Tensor, right: Tensor, layouts: tuple[Layout, Layout]
-) -> tuple[Pair, float]:
+def _packed(left: Tensor, right: Tensor, layouts: tuple[Layout, Layout]) -> tuple[Pair, float]:
     """Both in the layouts, each on one scale, and what no product of their rows exceeds."""
     norm, sides = torch.linalg.vector_norm, (left, right)
     sizes = [norm(side, torch.inf) for side in sides]

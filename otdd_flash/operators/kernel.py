@@ -20,6 +20,7 @@ from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_colum
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.pair_sums import pair_sums
 from otdd_flash.kernels.passes.plan_application import apply_plan_blocks
+from otdd_flash.kernels.passes.plan_terms import ROW_RANGE
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import (
@@ -29,7 +30,6 @@ from otdd_flash.kernels.points.packed_points import (
     pack,
     power_of_two_scale,
 )
-from otdd_flash.kernels.passes.plan_terms import ROW_RANGE
 from otdd_flash.operators.base import (
     Applied,
     CostFacts,

@@ -71,7 +71,8 @@ class _RoundedPlan:
     @cached_property
     def columns(self) -> Tensor:
         """P^T 1 (M,), float64."""
-        return self.transposed_times(_ones(self.rows))[:, 0]
+        ones = self.rows.new_ones(1, 1).expand(len(self.rows), 1)
+        return self.transposed_times(ones)[:, 0]
 
     def times(self, values: Tensor) -> Tensor:
         """P V (N, k) for V (M, k), float64."""
@@ -242,26 +243,31 @@ class ExactFusedPlan:
 
     def _sums_of(self, side: int) -> Tensor:
         if side not in self._sums:
-            self._multiply(_ones(self._masses[1 - side]), side)
+            # Of any values, which need not be read.
+            size, like = self._layouts[1 - side].size, self._masses[0]
+            values = like.new_zeros((size, 2, NARROW), dtype=torch.float16)
+            self._tell(side, self._products[side](values)[1])
         found = self._sums[side]
         if found is None:
             return self._streamed.columns if side else self._streamed.rows
         return found
 
+    def _tell(self, side: int, sums: Unmerged) -> None:
+        found, fits = row_sums(sums, self._layouts[side], self._masses[side])
+        self._sums[side] = found if fits else None
+
     def _multiply(self, values: Tensor, side: int) -> Tensor | None:
         known = side in self._sums
         if values.shape[1] > self._most or (known and self._sums[side] is None):
             return None
-        layout, masses = self._layouts[side], self._masses[side]
         # Widths that products have anyway, so that they need not copy.
         packed, scales = to_halves(values, self._layouts[1 - side], multiple=NARROW)
         found, sums = self._products[side](packed)
         if not known:
-            of_rows, fits = row_sums(sums, layout, masses)
-            self._sums[side] = of_rows if fits else None
-            if not fits:
+            self._tell(side, sums)
+            if self._sums[side] is None:
                 return None
-        return from_halves(found, scales, layout, masses)
+        return from_halves(found, scales, self._layouts[side], self._masses[side])
 
     def _weigh(self, values: Tensor, left: Tensor, right: Tensor, side: int) -> Tensor | None:
         _ = self._sums_of(side)
@@ -285,15 +291,10 @@ def _matrix_product(entries: Tensor, values: Tensor) -> Unmerged:
 def _fused_product(product: PackedProduct, values: Tensor) -> Unmerged:
     """The same of one part, whose halves are columns."""
     found, _ = product(values.flatten(1)[:, None])
-    count = values.shape[2]
-    return found._replace(values=found.values[:, 0, : 2 * count].unflatten(1, (2, count)))
+    halves = found.values[:, 0, : 2 * values.shape[2]]
+    return found._replace(values=halves.view(len(halves), 2, -1))
 
 
 def _split_product(product: PackedProduct, values: Tensor) -> Unmerged:
     """Q V of three parts."""
     return product(values)[0]
-
-
-def _ones(masses: Tensor) -> Tensor:
-    """A column of ones (M, 1), float64, for so many points."""
-    return masses.new_ones(1, 1).expand(len(masses), 1)

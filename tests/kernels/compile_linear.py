@@ -1,5 +1,6 @@
-"""Compile the kernels of linear systems, and small ones of plans, for sm_90; a script of its own, as `compile_kernels`.
+"""Compile the kernels of linear systems for sm_90, and what they take of plans.
 
+A script of its own, as `compile_kernels`.
 It prints a JSON object: for each kernel shared memory and bytes spilled to a stack.
 """
 
