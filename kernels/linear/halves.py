@@ -72,10 +72,8 @@ class Unmerged(NamedTuple):
         """All of them added up, (n, parts, s)."""
         if self.slots == 1:
             return self.values
-        found = self.values[: self.whole + self.split]
-        slots = self.values[self.whole :].view(self.slots, self.split, *found.shape[1:])
-        found[self.whole :] = slots.sum(0)
-        return found
+        once, rest = self.values[: self.whole], self.values[self.whole :]
+        return torch.cat((once, rest.view(self.slots, self.split, *rest.shape[1:]).sum(0)))
 
 
 @triton.jit

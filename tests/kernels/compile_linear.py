@@ -37,25 +37,27 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
     given = side, side, Scores(1.0, torch.zeros(1, 1), 3), (points[:, 0], points[:, 0]), 0.1
     terms = partial(plan_terms.plan_terms, *given, masses)
     runs["plan terms"] = plan_terms, "plan_terms", terms
-    for parts in (1, 2):
-        split = layout.size // 2
-        products = halves.Unmerged(torch.zeros(layout.size + split, parts, count), split, split, 2)
+    for parts, slots in ((1, 2), (2, 1), (2, 2)):
+        split = layout.size // 2 * (slots - 1)
+        values = torch.zeros(layout.size + split, parts, count)
+        products = halves.Unmerged(values, layout.size - split, split, slots)
+        of = f"{parts} {slots}"
         image = cg_step.Image(products, scales, masses, masses, layout.position)
         step = partial(
             cg_step.cg_step, image, (masses, total), moving, stepping, (packed, scales), 1e-7
         )
         for constants in (False, True):
-            name = f"step {parts}{' constants' * constants}"
+            name = f"step {of}{' constants' * constants}"
             runs[name] = cg_step, "cg_step", partial(step, constants=constants)
         run = partial(onward.onward, products, scales, layout.filled.double())
-        runs[f"onward {parts}"] = onward, "onward", run
+        runs[f"onward {of}"] = onward, "onward", run
         run = partial(halves.from_halves, products, scales, layout, masses)
-        runs[f"from halves {parts}"] = halves, "from_halves", run
+        runs[f"from halves {of}"] = halves, "from_halves", run
         run = partial(row_sums.row_sums, products, layout, masses)
-        runs[f"row sums {parts}"] = row_sums, "row_sums", run
+        runs[f"row sums {of}"] = row_sums, "row_sums", run
     for stage in (cg_start.BEGIN, cg_start.CORRECT, cg_start.RESUME):
-        of = {cg_start.BEGIN.value: vectors[0], cg_start.CORRECT.value: image}.get(stage.value)
-        given = of, (masses, total, masses), layout.position, kept, moving, stepping
+        read = {cg_start.BEGIN.value: vectors[0], cg_start.CORRECT.value: image}.get(stage.value)
+        given = read, (masses, total, masses), layout.position, kept, moving, stepping
         limits = (packed, scales), (1e-5, 0.5, 1000), stage
         run = partial(cg_start.cg_start, *given, *limits, constants=True)
         runs[f"start {stage.value}"] = cg_start, "cg_start", run
