@@ -40,7 +40,7 @@ from otdd_flash.operators.base import (
 )
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_one_segment import KernelSegment
-from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, single
+from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, Seen, single
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
@@ -78,27 +78,26 @@ class KernelOperator:
         self._lattice: Lattice | None
         self._packed: tuple[PackedPoints, PackedPoints]
         self._fixed_point: FixedPoint
+        self._seen: tuple[Seen, Seen]
         if coarse is None:
             self._lattice = lattice_of(cost)
             self._packed = x, y = _pack_both(cost, self._lattice)
-            self._parts = parts = 1 if self._lattice else PARTS[precision]
             self._fixed_point = FixedPoint(cost, (x.layout, y.layout), self._lattice)
-            self._rows = _side(x, cost.a, cost.lambda_x, parts)
-            self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
-            self._scores, self._transposed = _both_scores(cost, x.scale, parts)
+            of_x = _seen(x, cost.a, cost.lambda_x)
+            self._seen = of_x, of_x if cost.symmetric else _seen(y, cost.b, cost.lambda_x)
+            self._costs = cost.class_costs.float().contiguous()
             self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         else:
             self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
-            self._packed = x, y = coarse._packed
-            self._parts = parts = 1 if self._lattice else PARTS[precision]
-            self._rows, self._columns = (
-                _seen_with(side, cost.lambda_x, parts) for side in (coarse._rows, coarse._columns)
-            )
-            self._scores, self._transposed = (
-                side._replace(parts=parts) for side in (coarse._scores, coarse._transposed)
-            )
-            self._masses = coarse._masses
-        self._plans = KernelPlans(cost, self._rows, self._columns, self._scores, self._transposed)
+            self._packed, self._seen = coarse._packed, coarse._seen
+            self._costs, self._masses = coarse._costs, coarse._masses
+        self._parts = parts = 1 if self._lattice else PARTS[precision]
+        x, y = self._packed
+        self._rows, self._columns = (by_parts[parts] for by_parts in self._seen)
+        scale = 2 * cost.lambda_x / x.scale**2
+        self._scores = Scores(scale, self._costs, parts)
+        self._transposed = Scores(scale, self._costs.T.contiguous(), parts)
+        self._plans = KernelPlans(cost, self._seen, self._scores, self._transposed)
         # A plan's entries and what it is applied to are on no lattice.
         self._plan_parts = PARTS["high" if self._lattice else precision]
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
@@ -335,22 +334,8 @@ def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
     return pack(values, side.points.layout, origin, scale)
 
 
-def _both_scores(cost: LabelledCost, scale: float, parts: int) -> tuple[Scores, Scores]:
-    """Of points packed with a scale, and the same with sides exchanged."""
-    factor, costs = 2 * cost.lambda_x / scale**2, cost.class_costs.float()
-    return Scores(factor, costs.contiguous(), parts), Scores(factor, costs.T.contiguous(), parts)
-
-
-def _side(points: PackedPoints, masses: Tensor, lambda_x: float, parts: int) -> Side:
-    squares = _squares(points, lambda_x, parts)
+def _seen(points: PackedPoints, masses: Tensor, lambda_x: float) -> Seen:
+    """A side as products of one part see it, and as those of three do."""
     log2_masses = points.layout.spread(masses, 0.0).log2().clamp_min(LOG2_ZERO).float()
-    return Side(points, squares, log2_masses)
-
-
-def _seen_with(side: Side, lambda_x: float, parts: int) -> Side:
-    """The same with other norms."""
-    return side._replace(squares=_squares(side.points, lambda_x, parts))
-
-
-def _squares(points: PackedPoints, lambda_x: float, parts: int) -> Tensor:
-    return points.squares[0 if parts == 1 else 1] * lambda_x
+    of_one, of_three = points.squares * lambda_x
+    return {1: Side(points, of_one, log2_masses), 3: Side(points, of_three, log2_masses)}

@@ -31,6 +31,9 @@ KEPT_BYTES, FEW_COORDINATES = 1 << 28, 16
 FEW_CHUNKS = 2
 
 
+# A side by the parts of products, 1 or 3, which tell its norms.
+Seen = dict[int, Side]
+
 # What computes a plan, and its transpose.
 Computed = tuple[Side, Side, Scores, PlanTerms]
 Sides = tuple[Computed, Computed]
@@ -41,17 +44,25 @@ class KernelPlans(NamedTuple):
 
     Attributes:
         cost: two labelled clouds.
-        rows: packed points of the first.
-        columns: packed points of the second.
+        seen: packed points of both.
         scores: how they make scores.
         transposed: the same with sides exchanged.
     """
 
     cost: LabelledCost
-    rows: Side
-    columns: Side
+    seen: tuple[Seen, Seen]
     scores: Scores
     transposed: Scores
+
+    @property
+    def rows(self) -> Side:
+        """The first, as scores see it."""
+        return self.seen[0][self.scores.parts]
+
+    @property
+    def columns(self) -> Side:
+        """The second."""
+        return self.seen[1][self.scores.parts]
 
     def prepared(
         self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float, most: int | None
@@ -103,7 +114,7 @@ class KernelPlans(NamedTuple):
         if dim <= HELD_COORDINATES:
             return None
         return PointProducts(
-            (self.rows, self.columns),
+            (self.seen[0][3], self.seen[1][3]),
             (self.scores._replace(parts=3), self.transposed._replace(parts=3)),
             (single(f), single(g)),
             epsilon,
@@ -113,12 +124,8 @@ class KernelPlans(NamedTuple):
         )
 
     def _of_one_part(self) -> KernelPlans:
-        rows, columns = (
-            Side(side.points, side.points.squares[0] * self.cost.lambda_x, side.log2_masses)
-            for side in (self.rows, self.columns)
-        )
         scores, transposed = (scores._replace(parts=1) for scores in (self.scores, self.transposed))
-        return KernelPlans(self.cost, rows, columns, scores, transposed)
+        return self._replace(scores=scores, transposed=transposed)
 
     def _there(self, f: Tensor, g: Tensor, epsilon: float) -> Computed:
         there = self.rows, self.columns, self.scores
