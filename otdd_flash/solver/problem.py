@@ -232,9 +232,6 @@ class Problem:
         blocks = {}
         for term in ("xx", "yy"):
             given = self._given_block(term)
-            if self._given is None:
-                blocks[term] = given
-                continue
             blocks[term] = symmetrized(
                 f"the entries [{term[0]}, {term[1]}] of class_table",
                 given,
