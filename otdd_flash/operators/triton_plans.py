@@ -152,15 +152,15 @@ class FusedPlan(_RoundedPlan):
         layouts: tuple[Layout, Layout],
     ) -> FusedPlan | None:
         """It with its sums; None where these are out of range."""
-        sums = []
-        for side, product in enumerate(products):
+        sums: list[Tensor] = []
+        for side, product in enumerate(products[: 1 if products[0] is products[1] else 2]):
             size, device = layouts[1 - side].size, masses[0].device
             ones = torch.ones((size, 1, 1), dtype=torch.float16, device=device)
             found, fits = row_sums(product(ones)[0], layouts[side], masses[side])
             if not fits:
                 return None
             sums.append(found)
-        return cls(products, masses, layouts, (sums[0], sums[1]))
+        return cls(products, masses, layouts, (sums[0], sums[-1]))
 
 
 class ExactFusedPlan:
