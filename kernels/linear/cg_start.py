@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.linear.cg_step import Numbers, Vectors, pack_direction
+from otdd_flash.kernels.linear.cg_step import Image, Numbers, Vectors, load_image, pack_direction
 
 BLOCK = 4096
 
@@ -53,7 +53,12 @@ class Kept(NamedTuple):
 @on_its_device
 @triton.jit
 def cg_start_kernel(
-    given_ptr,  # (m, s) float64, of any strides: right-hand sides or images, read but to RESUME
+    given_ptr,  # (m, s) float64, of any strides: right-hand sides, read to BEGIN
+    found_ptr,  # (rows, PARTS, s) float32 or float64, of any strides: an image, read to CORRECT
+    found_scales_ptr,  # (s,) float64, as what follows up to the masses
+    weights_ptr,  # (m,) float64
+    diagonal_ptr,  # (m,) float64
+    found_position_ptr,  # (m,) int64
     masses_ptr,  # (m,) float64, of the system
     total_ptr,  # () float64, their sum
     near_masses_ptr,  # (m,) float64, of the system that iterations are of
@@ -80,18 +85,26 @@ def cg_start_kernel(
     scales_ptr,  # (s,) float64
     m,
     s,
+    given_row_stride,
+    given_column_stride,
     row_stride,
+    part_stride,
     column_stride,
+    whole,
+    split,
+    slots,
     tolerance,
     aim,
     max_iterations,
+    PARTS: tl.constexpr,
     STAGE: tl.constexpr,
     CONSTANTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per direction."""
     i = tl.program_id(0).to(tl.int64)
-    given_ptr += i * column_stride
+    given_ptr += i * given_column_stride
+    found_ptr += i * column_stride
     right_ptr += i * m
     kept_ptr += i * m
     kept_left_ptr += i * m
@@ -111,15 +124,25 @@ def cg_start_kernel(
         if STAGE == CORRECT:
             taken += tl.load(iterations_ptr + i)
 
+    if STAGE == CORRECT:
+        found_scale = tl.load(found_scales_ptr + i)
     if STAGE != RESUME:
         # In `direction`: the right-hand side, or the residual, in the system's range.
         sums = tl.zeros((BLOCK,), tl.float64)
         for first in range(0, m, BLOCK):
             o = first + tl.arange(0, BLOCK)
             mask = o < m
-            given = tl.load(given_ptr + o.to(tl.int64) * row_stride, mask=mask, other=0.0)
             if STAGE == CORRECT:
-                given = tl.load(right_ptr + o, mask=mask, other=0.0) - given
+                values = tl.load(kept_ptr + o, mask=mask, other=0.0)
+                values += tl.load(values_ptr + o, mask=mask, other=0.0)
+                image = load_image(
+                    values, found_ptr, found_scale, weights_ptr, diagonal_ptr, found_position_ptr,
+                    o, row_stride, part_stride, whole, split, slots, mask, PARTS,
+                )  # fmt: skip
+                given = tl.load(right_ptr + o, mask=mask, other=0.0) - image
+            else:
+                p_given = given_ptr + o.to(tl.int64) * given_row_stride
+                given = tl.load(p_given, mask=mask, other=0.0)
             given = tl.where(tl.load(masses_ptr + o, mask=mask, other=0.0) > 0, given, 0.0)
             tl.store(direction_ptr + o, given, mask=mask)
             sums += given
@@ -206,7 +229,7 @@ def cg_start_kernel(
 
 
 def cg_start(
-    given: Tensor,
+    given: Tensor | Image | None,
     masses: tuple[Tensor, Tensor, Tensor],
     position: Tensor,
     kept: Kept,
@@ -221,8 +244,8 @@ def cg_start(
     """Update what is kept, start iterations from its residual, and pack their first directions.
 
     Args:
-        given: (m, s) float64, of any strides: right-hand sides for `BEGIN`; for `CORRECT` images
-            of the solutions that are kept plus those of the iterations.
+        given: right-hand sides (m, s) float64, of any strides, to `BEGIN`; to `CORRECT` the image
+            of the solutions that are kept plus those of the iterations; None to `RESUME`.
         masses: (m,) float64 of the system, their sum (), and (m,) of the one that iterates.
         position: (m,) int64, rows of points in `packed`.
         kept: what the solve knows.
@@ -235,8 +258,14 @@ def cg_start(
     """
     m, count = vectors.direction.shape
     of_system, total, near = masses
+    right = given if isinstance(given, Tensor) else kept.right
+    if isinstance(given, Image):
+        image, places = (given.found.values, *given[1:]), given.found.places
+    else:
+        image, places = (right,) * 5, (0,) * 6
     cg_start_kernel[(count,)](
-        given,
+        right,
+        *image,
         of_system,
         total,
         near,
@@ -247,8 +276,10 @@ def cg_start(
         *packed,
         m,
         count,
-        *given.stride(),
+        *right.stride(),
+        *places,
         *limits,
+        PARTS=image[0].shape[1] if isinstance(given, Image) else 1,
         STAGE=stage.value,
         CONSTANTS=constants,
         BLOCK=BLOCK,

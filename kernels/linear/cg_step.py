@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.linear.halves import load_parts, scale_below, store_halves
+from otdd_flash.kernels.linear.halves import Unmerged, load_found, scale_below, store_halves
 
 BLOCK = 4096
 
@@ -61,21 +62,53 @@ class Numbers(NamedTuple):
 
 
 class Image(NamedTuple):
-    """The image of directions, diagonal direction + weights found / scale.
+    """The image of directions or of other values, diagonal value + weights found / scale.
 
     Attributes:
-        found: (rows, parts, s) float32 or float64, of any strides.
+        found: products (rows, parts, s), or of more columns.
         scales: (s,) float64.
         weights: (m,) float64.
         diagonal: (m,) float64.
         position: (m,) int64, the row of a point.
     """
 
-    found: Tensor
+    found: Unmerged
     scales: Tensor
     weights: Tensor
     diagonal: Tensor
     position: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> Image:
+        """One that is there, (m, s) float64."""
+        (m, count), new = values.shape, values.new_ones
+        position = torch.arange(m, device=values.device)
+        found = Unmerged.of(values[:, None])
+        return cls(found, new(count), new(m), values.new_zeros(m), position)
+
+
+@triton.jit
+def load_image(
+    values,  # (BLOCK,) float64, whose image it is
+    found_ptr,
+    found_scale,
+    weights_ptr,  # (m,) float64
+    diagonal_ptr,  # (m,) float64
+    position_ptr,  # (m,) int64
+    o,
+    row_stride,
+    part_stride,
+    whole,
+    split,
+    slots,
+    mask,
+    PARTS: tl.constexpr,
+):
+    """Some of an image, float64."""
+    o_row = tl.load(position_ptr + o, mask=mask, other=0)
+    found = load_found(found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS)
+    image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * values
+    return image + tl.load(weights_ptr + o, mask=mask, other=0.0) * (found / found_scale)
 
 
 @triton.jit
@@ -103,7 +136,7 @@ def pack_direction(
 @on_its_device
 @triton.jit
 def cg_step_kernel(
-    found_ptr,  # (rows, PARTS, s) float32 or float64
+    found_ptr,  # (rows, PARTS, s) float32 or float64, of any strides
     found_scales_ptr,  # (s,) float64
     weights_ptr,  # (m,) float64
     diagonal_ptr,  # (m,) float64
@@ -126,6 +159,9 @@ def cg_step_kernel(
     row_stride,
     part_stride,
     column_stride,
+    whole,
+    split,
+    slots,
     precision,
     PARTS: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -150,10 +186,10 @@ def cg_step_kernel(
         o = first + tl.arange(0, BLOCK)
         mask = o < m
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
-        o_row = tl.load(position_ptr + o, mask=mask, other=0)
-        found = load_parts(found_ptr, o_row, row_stride, part_stride, mask, PARTS) / found_scale
-        image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * direction
-        image += tl.load(weights_ptr + o, mask=mask, other=0.0) * found
+        image = load_image(
+            direction, found_ptr, found_scale, weights_ptr, diagonal_ptr, position_ptr, o,
+            row_stride, part_stride, whole, split, slots, mask, PARTS,
+        )  # fmt: skip
         energies += direction * image
         lengths += direction * direction * tl.load(masses_ptr + o, mask=mask, other=0.0)
     energy = tl.sum(energies, 0)
@@ -169,10 +205,10 @@ def cg_step_kernel(
         o = first + tl.arange(0, BLOCK)
         mask = o < m
         direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
-        o_row = tl.load(position_ptr + o, mask=mask, other=0)
-        found = load_parts(found_ptr, o_row, row_stride, part_stride, mask, PARTS) / found_scale
-        image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * direction
-        image += tl.load(weights_ptr + o, mask=mask, other=0.0) * found
+        image = load_image(
+            direction, found_ptr, found_scale, weights_ptr, diagonal_ptr, position_ptr, o,
+            row_stride, part_stride, whole, split, slots, mask, PARTS,
+        )  # fmt: skip
         masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
         values = tl.load(values_ptr + o, mask=mask, other=0.0)
         left = tl.load(left_ptr + o, mask=mask, other=0.0) - step * image
@@ -239,16 +275,17 @@ def cg_step(
     """
     m, count = vectors.direction.shape
     cg_step_kernel[(count,)](
-        *image,
+        image.found.values,
+        *image[1:],
         *masses,
         *vectors,
         *numbers,
         *packed,
         m,
         count,
-        *image.found.stride(),
+        *image.found.places,
         precision,
-        PARTS=image.found.shape[1],
+        PARTS=image.found.values.shape[1],
         CONSTANTS=constants,
         BLOCK=BLOCK,
         num_warps=16,

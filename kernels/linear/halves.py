@@ -10,6 +10,8 @@ Shapes: values (N, s), packed (n, 2, s), or more columns.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -40,10 +42,63 @@ def store_halves(p_out, values, s, mask):
     tl.store(p_out + s, low, mask=mask)
 
 
+class Unmerged(NamedTuple):
+    """What tensor cores found of columns of halves, rows of it in several slots to be added up.
+
+    Attributes:
+        values: (stored, parts, s) float32, of both halves or of their sum; or float64. Slots beyond
+            the first follow the rows.
+        whole: rows, the first ones, that have one slot.
+        split: rows after them, which have `slots` each.
+        slots: 1 where nothing is to be added up.
+    """
+
+    values: Tensor
+    whole: int
+    split: int
+    slots: int
+
+    @classmethod
+    def of(cls, values: Tensor) -> Unmerged:
+        """Rows of one slot, (n, parts, s)."""
+        return cls(values, len(values), 0, 1)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Strides of rows, parts and columns, and which rows have slots, as kernels take them."""
+        return *self.values.stride(), self.whole, self.split, self.slots
+
+    def merged(self) -> Tensor:
+        """All of them added up, (n, parts, s)."""
+        if self.slots == 1:
+            return self.values
+        once, rest = self.values[: self.whole], self.values[self.whole :]
+        return torch.cat((once, rest.view(self.slots, self.split, *rest.shape[1:]).sum(0)))
+
+
 @triton.jit
-def load_parts(found_ptr, o_row, row_stride, part_stride, mask, PARTS: tl.constexpr):
+def load_found(
+    found_ptr,
+    o_row,  # int64
+    row_stride,
+    part_stride,
+    whole,
+    split,
+    slots,
+    mask,
+    PARTS: tl.constexpr,
+):
+    """What the products of a row are together, float64."""
+    found = load_parts(found_ptr + o_row * row_stride, part_stride, mask, PARTS)
+    for k in range(1, slots):
+        p_found = found_ptr + (o_row + k * split) * row_stride
+        found += load_parts(p_found, part_stride, mask & (o_row >= whole), PARTS)
+    return found
+
+
+@triton.jit
+def load_parts(p_found, part_stride, mask, PARTS: tl.constexpr):
     """What products of both halves, or of their sum, are together, float64."""
-    p_found = found_ptr + o_row * row_stride
     found = tl.load(p_found, mask=mask, other=0.0).to(tl.float64)
     if PARTS == 2:
         found += tl.load(p_found + part_stride, mask=mask, other=0.0).to(tl.float64)
@@ -58,31 +113,32 @@ def to_halves_kernel(
     origin_ptr,  # (n,) int64
     filled_ptr,  # (n,) bool
     out_ptr,  # (n, 2, s) float16
-    scales_ptr,  # (s,) float64
+    scales_ptr,  # (given,) float64
     n,
     s,
+    given,
     row_stride,
     column_stride,
     WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per column."""
+    """One program per column, of which those from `given` on are 0."""
     i = tl.program_id(0).to(tl.int64)
     values_ptr += i * column_stride
     largest = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, n, BLOCK):
         o = first + tl.arange(0, BLOCK)
-        filled = tl.load(filled_ptr + o, mask=o < n, other=0) != 0
+        filled = (tl.load(filled_ptr + o, mask=o < n, other=0) != 0) & (i < given)
         origin = tl.load(origin_ptr + o, mask=filled, other=0)
         values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0).to(tl.float64)
         if WEIGHTS:
             values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)
         largest = tl.maximum(largest, tl.abs(values))
     scale = scale_below(tl.max(largest, 0))
-    tl.store(scales_ptr + i, scale)
+    tl.store(scales_ptr + i, scale, mask=i < given)
     for first in range(0, n, BLOCK):
         o = first + tl.arange(0, BLOCK)
-        filled = tl.load(filled_ptr + o, mask=o < n, other=0) != 0
+        filled = (tl.load(filled_ptr + o, mask=o < n, other=0) != 0) & (i < given)
         origin = tl.load(origin_ptr + o, mask=filled, other=0)
         values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0).to(tl.float64)
         if WEIGHTS:
@@ -93,7 +149,7 @@ def to_halves_kernel(
 @on_its_device
 @triton.jit
 def from_halves_kernel(
-    found_ptr,  # (n, PARTS, s) float32, of any strides but 1 between columns
+    found_ptr,  # (stored, PARTS, s) float32, of any strides
     scales_ptr,  # (s,) float64
     weights_ptr,  # (N,) float64
     position_ptr,  # (N,) int64
@@ -101,6 +157,10 @@ def from_halves_kernel(
     count,
     row_stride,
     part_stride,
+    column_stride,
+    whole,
+    split,
+    slots,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -109,7 +169,8 @@ def from_halves_kernel(
     i = tl.program_id(1).to(tl.int64)
     mask = o < count
     o_row = tl.load(position_ptr + o, mask=mask, other=0)
-    found = load_parts(found_ptr + i, o_row, row_stride, part_stride, mask, PARTS)
+    found_ptr += i * column_stride
+    found = load_found(found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS)
     weights = tl.load(weights_ptr + o, mask=mask, other=0.0)
     tl.store(out_ptr + i * count + o, weights * (found / tl.load(scales_ptr + i)), mask=mask)
 
@@ -127,10 +188,9 @@ def to_halves(
     """
     count = values.shape[1]
     width = triton.cdiv(count, multiple) * multiple
-    make = torch.empty if width == count else torch.zeros
-    packed = make((layout.size, 2, width), dtype=torch.float16, device=values.device)
+    packed = torch.empty((layout.size, 2, width), dtype=torch.float16, device=values.device)
     scales = torch.empty(count, dtype=torch.float64, device=values.device)
-    to_halves_kernel[(count,)](
+    to_halves_kernel[(width,)](
         values,
         values if weights is None else weights,
         layout.origin,
@@ -139,6 +199,7 @@ def to_halves(
         scales,
         layout.size,
         width,
+        count,
         *values.stride(),
         WEIGHTS=weights is not None,
         BLOCK=BLOCK,
@@ -147,25 +208,26 @@ def to_halves(
     return packed, scales
 
 
-def from_halves(found: Tensor, scales: Tensor, layout: Layout, weights: Tensor) -> Tensor:
+def from_halves(found: Unmerged, scales: Tensor, layout: Layout, weights: Tensor) -> Tensor:
     """Weights (N,) times what products of such columns stand for, (N, s) float64.
 
     Args:
-        found: (n, 2, s) float32, of hi and of lo parts; or (n, 1, s), of both.
+        found: products of hi and of lo parts, or of both; columns beyond s are not read.
         scales: (s,) float64.
         layout: of the n packed rows.
         weights: (N,) float64.
     """
-    (_, parts, count), points, block = found.shape, len(layout.position), 1024
-    out = torch.empty((count, points), dtype=torch.float64, device=found.device)
+    parts, count = found.values.shape[1], len(scales)
+    points, block = len(layout.position), 1024
+    out = torch.empty((count, points), dtype=torch.float64, device=scales.device)
     from_halves_kernel[(triton.cdiv(points, block), count)](
-        found,
+        found.values,
         scales,
         weights,
         layout.position,
         out,
         points,
-        *found.stride()[:2],
+        *found.places,
         PARTS=parts,
         BLOCK=block,
     )

@@ -4,7 +4,7 @@
 
 as `halves` has it, without a stop at float64 numbers in the points' own order.
 
-Shapes: found (n, parts, s), packed (n, 2, s), weights (n,).
+Shapes: found (stored, parts, s), packed (n, 2, width), weights (n,).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.linear.halves import load_parts, scale_below, store_halves
+from otdd_flash.kernels.linear.halves import Unmerged, load_found, scale_below, store_halves
 
 BLOCK = 4096
 
@@ -23,59 +23,68 @@ BLOCK = 4096
 @on_its_device
 @triton.jit
 def onward_kernel(
-    found_ptr,  # (n, PARTS, s) float32, of any strides but 1 between columns
-    given_scales_ptr,  # (s,) float64
+    found_ptr,  # (stored, PARTS, s) float32, of any strides
+    given_scales_ptr,  # (given,) float64
     weights_ptr,  # (n,) float64, 0 for padding
     out_ptr,  # (n, 2, s) float16
-    scales_ptr,  # (s,) float64
+    scales_ptr,  # (given,) float64
     n,
     s,
+    given,
     row_stride,
     part_stride,
+    column_stride,
+    whole,
+    split,
+    slots,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per column."""
+    """One program per column, of which those from `given` on are 0."""
     i = tl.program_id(0).to(tl.int64)
-    found_ptr += i
-    given_scale = tl.load(given_scales_ptr + i)
+    found_ptr += i * column_stride
+    given_scale = tl.load(given_scales_ptr + i, mask=i < given, other=1.0)
     largest = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, n, BLOCK):
         o = first + tl.arange(0, BLOCK).to(tl.int64)
-        found = load_parts(found_ptr, o, row_stride, part_stride, o < n, PARTS)
+        mask = (o < n) & (i < given)
+        found = load_found(found_ptr, o, row_stride, part_stride, whole, split, slots, mask, PARTS)
         values = found * tl.load(weights_ptr + o, mask=o < n, other=0.0)
         largest = tl.maximum(largest, tl.abs(values))
     # Both scales are powers of two: dividing by one and multiplying by the other rounds nothing.
     scale = scale_below(tl.max(largest, 0) / given_scale)
-    tl.store(scales_ptr + i, scale)
+    tl.store(scales_ptr + i, scale, mask=i < given)
     for first in range(0, n, BLOCK):
         o = first + tl.arange(0, BLOCK).to(tl.int64)
-        found = load_parts(found_ptr, o, row_stride, part_stride, o < n, PARTS)
+        mask = (o < n) & (i < given)
+        found = load_found(found_ptr, o, row_stride, part_stride, whole, split, slots, mask, PARTS)
         values = found * tl.load(weights_ptr + o, mask=o < n, other=0.0)
         store_halves(out_ptr + o * 2 * s + i, values / given_scale * scale, s, o < n)
 
 
-def onward(found: Tensor, scales: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Halves (n, 2, s) float16 of weighted products, and their scales (s,).
+def onward(found: Unmerged, scales: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Halves (n, 2, width) float16 of weighted products, and their scales (s,).
 
     Args:
-        found: (n, 2, s) float32, products of hi and of lo parts; or (n, 1, s), of both.
+        found: products of hi and of lo parts, or of both, (n, parts, width); columns beyond s are
+            not read, and 0 in what is returned.
         scales: (s,) float64, powers of two, of what was multiplied.
         weights: (n,) float64, 0 for padding.
     """
-    n, parts, count = found.shape
-    packed = torch.empty((n, 2, count), dtype=torch.float16, device=found.device)
+    n, width = len(weights), found.values.shape[2]
+    packed = torch.empty((n, 2, width), dtype=torch.float16, device=scales.device)
     found_scales = torch.empty_like(scales)
-    onward_kernel[(count,)](
-        found,
+    onward_kernel[(width,)](
+        found.values,
         scales,
         weights,
         packed,
         found_scales,
         n,
-        count,
-        *found.stride()[:2],
-        PARTS=parts,
+        width,
+        len(scales),
+        *found.places,
+        PARTS=found.values.shape[1],
         BLOCK=BLOCK,
         num_warps=16,
     )

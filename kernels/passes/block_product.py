@@ -17,10 +17,16 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.linear.halves import to_halves
-from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, Weighting
+from otdd_flash.kernels.passes.block_sums import add_columns, add_halves
+from otdd_flash.kernels.passes.plan_blocks import (
+    Pair,
+    PlanBlocks,
+    Weighting,
+    largest_weight,
+)
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, ROW_RANGE, plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE, ROW_RANGE
 
 # Some points of a side.
 Rows = slice | Tensor
@@ -104,7 +110,8 @@ class BlockProduct:
         near = torch.where(outside, f.double() - epsilon * share.log(), f).float()
         off = (f.double() - near.double()) / epsilon
         self._masses = torch.where(there, masses * off.exp(), 0)
-        self._given = rows, columns, scores, (near, g), epsilon, masses
+        terms = plan_terms(rows, columns, scores, (near, g), epsilon, masses)
+        self._given = rows, columns, scores, terms
         self._rows, self._columns = rows.points.layout, columns.points.layout
         self._blocks: dict[bool, PlanBlocks] = {}
 
@@ -125,14 +132,17 @@ class BlockProduct:
         """
         blocks = self._blocks_of(weighted=weights is not None)
         weighting = blocks.unweighted if weights is None else self._weighting(blocks, weights)
-        parts, buffer = values.coordinates.chunk(2), blocks.buffer()
+        (high, low), buffer = values.coordinates.chunk(2), blocks.buffer()
         columns = None if numbers is None else _Columns(numbers, self._columns)
         for part in blocks.heights():
             rows, places = self._rows.points_of(part)
             unit = self._masses[rows] * (2.0**-LOG2_SCALE * weighting.unit)
-            found = torch.empty((part.stop - part.start, parts[0].shape[1]), device=blocks.device)
+            found = torch.empty((part.stop - part.start, high.shape[1]), device=blocks.device)
             beside = None if columns is None else columns.beside(found)
-            blocks.multiply(part.start, parts, found, buffer, weighting, beside=beside)
+            for columns_of, block in blocks.blocks(part, buffer, weighting):
+                add_halves(block, (high, low), columns_of, found)
+                if beside is not None:
+                    add_columns(block, beside[0], columns_of, beside[1])
             points = found[places, :dim].mul_((unit / values.scale).float()[:, None])
             of_numbers = None
             if columns is not None and beside is not None:
@@ -144,7 +154,8 @@ class BlockProduct:
     def _weighting(self, blocks: PlanBlocks, weights: Weights) -> Weighting:
         sides = zip((self._rows, self._columns), weights.numbers, strict=True)
         of_rows, of_columns = (layout.spread(numbers, 0.0) for layout, numbers in sides)
-        return blocks.weighting(weights.pairs, weights.factor, (of_rows, of_columns))
+        given = weights.pairs, weights.factor, (of_rows, of_columns)
+        return blocks.weighting(weights.pairs, largest_weight(*given), *given[1:])
 
     def _blocks_of(self, *, weighted: bool) -> PlanBlocks:
         if weighted not in self._blocks:

@@ -18,19 +18,21 @@ size n m is stored.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LOG2_E, on_device
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.passes.half_step import bias_of
+from otdd_flash.kernels.linear.halves import Unmerged
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE, row_terms
+from otdd_flash.kernels.points.class_terms import add_bias, row_offsets
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
+    Ranges,
     Tile,
     column_ranges,
     gathering_tile,
@@ -166,6 +168,16 @@ def fused_product_kernel(
         tl.store(p_out + COLUMNS + tl.arange(0, EXTRA)[None, :], extra)
 
 
+class _Launch(NamedTuple):
+    """What launches for V of one width share: COLUMNS, EXTRA, and where x and y are loaded from."""
+
+    columns: int
+    extra: int
+    tile: Tile
+    ranges: Ranges
+    operands: tuple[object, object]
+
+
 class FusedProduct:
     """Q V for one V after another, of the same potentials.
 
@@ -173,60 +185,49 @@ class FusedProduct:
         rows: n packed points.
         columns: m packed points.
         scores: how they make scores.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
-        masses: (N,) float64; the rows of points without, and of padding, are 0. None for all.
+        terms: of the potentials.
     """
 
-    def __init__(
-        self,
-        rows: Side,
-        columns: Side,
-        scores: Scores,
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
-        masses: Tensor | None,
-    ) -> None:
+    def __init__(self, rows: Side, columns: Side, scores: Scores, terms: PlanTerms) -> None:
         self._rows, self._columns, self._scores = rows.points, columns.points, scores
-        self._scale, (f, g) = LOG2_E.value / epsilon, potentials
-        self._bias = bias_of(columns, scores, g, on_device(epsilon, f.device))
-        layout = rows.points.layout
-        self._terms = ClassTerms.of(layout, columns.points.layout, scores.costs)
-        self._row_term = row_terms(f, masses, layout, rows.squares, self._scale)
+        self._terms, coordinates = terms, rows.points.coordinates
+        self._most = most_columns(coordinates.shape[1], scores.parts, coordinates.device)
+        # By the columns of V.
+        self._launches: dict[int, _Launch] = {}
 
-    def __call__(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Q V (n, k) and Q 1 (n,), float32 in packed order.
+    def __call__(self, values: Tensor) -> tuple[Unmerged, Unmerged]:
+        """Q V, of k columns or more, and Q 1, of one; packed rows.
 
         Args:
             values: V (m, 1, k) float16, or its hi and lo parts (m, 2, k) with three parts.
         """
-        count, layout = values.shape[2], self._rows.layout
-        x, y, parts = self._rows.coordinates, self._columns.coordinates, self._scores.parts
-        most = most_columns(x.shape[1], parts, x.device)
-        if count > most:
-            size = -(-count // -(-count // most))
-            found = [self(part) for part in values.split(size, 2)]
-            return torch.cat([part for part, _ in found], 1), found[0][1]
-        columns, extra = widths(count)
-        width = columns + extra
+        count = values.shape[2]
+        if count > self._most:
+            chunks = values.split(-(-count // -(-count // self._most)), 2)
+            found = [self(chunk) for chunk in chunks]
+            merged = [
+                product.merged()[..., : chunk.shape[2]]
+                for chunk, (product, _) in zip(chunks, found, strict=True)
+            ]
+            return Unmerged.of(torch.cat(merged, 2)), found[0][1]
+        if count not in self._launches:
+            self._launches[count] = self._prepared(*widths(count))
+        launch, terms = self._launches[count], self._terms
+        tile, ranges, width = launch.tile, launch.ranges, launch.columns + launch.extra
         if width > count:
             values = torch.nn.functional.pad(values, (0, width - count))
-        held = most > NARROW
-        tile = product_tile(x.shape[1], columns, parts, x.device, pure=layout.pure, held=held)
-        n, m = layout.size, self._columns.layout.size
-        ranges = column_ranges(n // BLOCK_ROWS, m // tile.columns, tile, x.device)
+        n, m = self._rows.layout.size, self._columns.layout.size
         whole = BLOCK_ROWS * ranges.whole
         stored = n + (ranges.most - 1) * (n - whole)
-        out = torch.empty((stored, width), device=x.device)
-        sums = torch.empty(stored, device=x.device)
+        out = torch.empty((stored, width), device=values.device)
+        sums = torch.empty(stored, device=values.device)
         fused_product_kernel[(len(ranges.programs),)](
-            operand(x, BLOCK_ROWS, tile),
-            operand(y, tile.columns, tile),
-            self._bias,
-            self._row_term,
-            self._terms.costs,
-            self._terms.rows,
-            self._terms.columns,
+            *launch.operands,
+            terms.bias,
+            terms.row_term,
+            terms.classes.costs,
+            terms.classes.rows,
+            terms.classes.columns,
             values.contiguous(),
             ranges.programs,
             out,
@@ -235,27 +236,33 @@ class FusedProduct:
             m,
             whole,
             2.0**-LOG2_SCALE,
-            self._scores.scale * self._scale,
-            self._terms.costs.shape[1],
-            self._scale,
-            DIM=x.shape[1],
-            COLUMNS=columns,
-            EXTRA=extra,
-            PARTS=parts,
+            self._scores.scale * terms.scale,
+            terms.classes.costs.shape[1],
+            terms.scale,
+            DIM=self._rows.coordinates.shape[1],
+            COLUMNS=launch.columns,
+            EXTRA=launch.extra,
+            PARTS=self._scores.parts,
             BLOCK_M=BLOCK_ROWS,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,
             STAGES=tile.stages,
             DESCRIPTORS=tile.descriptors,
-            CLASSES=self._terms.kind,
-            HELD=held,
+            CLASSES=terms.classes.kind,
+            HELD=self._most > NARROW,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-        if ranges.most > 1:
-            for part in (out, sums):
-                part[whole:n] += part[n:].view(ranges.most - 1, n - whole, *part.shape[1:]).sum(0)
-        return out[:n, :count], sums[:n]
+        slots = whole, n - whole, ranges.most
+        return Unmerged(out[:, None], *slots), Unmerged(sums[:, None, None], *slots)
+
+    def _prepared(self, columns: int, extra: int) -> _Launch:
+        x, y, layout = self._rows.coordinates, self._columns.coordinates, self._rows.layout
+        given = x.shape[1], columns, self._scores.parts, x.device
+        tile = product_tile(*given, pure=layout.pure, held=self._most > NARROW)
+        blocks = layout.size // BLOCK_ROWS, self._columns.layout.size // tile.columns
+        operands = operand(x, BLOCK_ROWS, tile), operand(y, tile.columns, tile)
+        return _Launch(columns, extra, tile, column_ranges(*blocks, tile, x.device), operands)
 
 
 def most_columns(dim: int, parts: int, device: torch.device) -> int:
@@ -316,8 +323,10 @@ def apply_plan_fused(
     values: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Q V and Q 1 as `apply_plan_blocks` has them, without factors."""
-    product = FusedProduct(rows, columns, scores, potentials, epsilon, None)
+    terms = plan_terms(rows, columns, scores, potentials, epsilon, None)
+    product = FusedProduct(rows, columns, scores, terms)
     halves, scales = values
-    out, sums = product(halves[:, : 1 if scores.parts == 1 else 2, : len(scales)])
+    found = product(halves[:, : 1 if scores.parts == 1 else 2, : len(scales)])
     position = rows.points.layout.position
-    return out[position].div_(scales), sums[position]
+    out, sums = (part.merged()[:, 0][position] for part in found)
+    return out[:, : len(scales)].div_(scales), sums[:, 0]

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from otdd_flash.kernels.epsilon import log2_scale
 from otdd_flash.kernels.passes import symmetric_step
+from otdd_flash.kernels.passes.plan_terms import NOTHING
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import BLOCKS_PER_RANGE, symmetric_step_kernel
 from otdd_flash.kernels.points.class_terms import ClassTerms
 from otdd_flash.kernels.points.column_bias import column_bias
-from otdd_flash.kernels.points.row_terms import NOTHING
 from otdd_flash.kernels.tiling import (
     BLOCK_ROWS,
     gathering_tile,

@@ -18,9 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks
+from otdd_flash.kernels.passes.block_sums import add_halves
+from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks, largest_weight
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE
 
 
 def apply_plan_blocks(
@@ -48,8 +49,11 @@ def apply_plan_blocks(
         (N, k) float32 and (N,) float32, in the points' own order; the first holds only as long as
         the second stays within `ROW_RANGE`.
     """
-    launch = PlanBlocks(rows, columns, scores, potentials, epsilon, weighted=factors is not None)
-    weighting = launch.unweighted if factors is None else launch.weighting([factors])
+    terms = plan_terms(rows, columns, scores, potentials, epsilon, None)
+    launch = PlanBlocks(rows, columns, scores, terms, weighted=factors is not None)
+    weighting = launch.unweighted
+    if factors is not None:
+        weighting = launch.weighting([factors], largest_weight([factors]))
     layout, device = rows.points.layout, launch.device
     count = len(layout.position)
     # Rows of padding go to one row past the end.
@@ -59,12 +63,13 @@ def apply_plan_blocks(
     sums = torch.empty(count + 1, device=device)
     unit = 2.0**-LOG2_SCALE
     of_columns = unit * weighting.unit / scales
-    parts, buffer = halves.unbind(1), launch.buffer()
+    (high, low), buffer = halves.unbind(1), launch.buffer()
     for rows_of in launch.heights():
         points = origin[rows_of]
         product = torch.empty((len(points), out.shape[1]), device=device)
         tile_sums: list[Tensor] = []
-        launch.multiply(rows_of.start, parts, product, buffer, weighting, tile_sums)
+        for columns_of, block in launch.blocks(rows_of, buffer, weighting, tile_sums):
+            add_halves(block, (high, low), columns_of, product)
         row_sums = torch.cat(tile_sums).sum(0)
         product[:, : len(scales)] *= of_columns
         out.index_copy_(0, points, product)
@@ -72,32 +77,22 @@ def apply_plan_blocks(
     return out[:count, : len(scales)], sums[:count]
 
 
-def hold_plan(
-    rows: Side,
-    columns: Side,
-    scores: Scores,
-    potentials: tuple[Tensor, Tensor],
-    epsilon: float,
-    masses: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """All of Q in float16, and Q 1, both scaled by 2^LOG2_SCALE.
+def hold_plan(rows: Side, columns: Side, scores: Scores, terms: PlanTerms) -> Tensor:
+    """All of Q in float16, scaled by 2^LOG2_SCALE.
 
     Args:
         rows: n packed points.
         columns: m packed points.
         scores: how they make scores, of one part.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
-        masses: (N,) float64; the rows of points without, and of padding, are 0.
+        terms: of the potentials, without points that have no mass; their rows are 0.
 
     Returns:
-        (n, m) float16 and (n,) float32 in packed order; the first holds only as long as the second,
-        unscaled, stays within `ROW_RANGE` where there are points.
+        (n, m) float16 in packed order; it holds only as long as its sums, unscaled, stay within
+        `ROW_RANGE` where there are points.
     """
-    launch = PlanBlocks(rows, columns, scores, potentials, epsilon, masses)
+    launch = PlanBlocks(rows, columns, scores, terms)
     n, m = rows.points.layout.size, columns.points.layout.size
     out = torch.empty((n, m), dtype=torch.float16, device=launch.device)
-    sums = torch.empty(n, device=launch.device)
     for part in launch.heights():
-        torch.sum(launch(out[None, part], part.start, 0), 0, out=sums[part])
-    return out, sums
+        launch(out[None, part], part.start, 0)
+    return out

@@ -20,14 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from otdd_flash.kernels.epsilon import LOG2_E, on_device
 from otdd_flash.kernels.launch import on_its_device
-from otdd_flash.kernels.passes.half_step import bias_of
+from otdd_flash.kernels.passes.plan_terms import PlanTerms
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.class_terms import ClassTerms, add_bias, row_offsets
+from otdd_flash.kernels.points.class_terms import add_bias, row_offsets
 from otdd_flash.kernels.points.packed_points import PackedPoints
-from otdd_flash.kernels.points.row_terms import row_terms
 from otdd_flash.kernels.tiling import (
+    BLOCK_COLUMNS,
     BLOCK_ROWS,
     Tile,
     gathering_tile,
@@ -37,8 +36,8 @@ from otdd_flash.kernels.tiling import (
     tile_for,
 )
 
-# A block of the plan: 64 MiB a part. In blocks that the second-level cache holds, launches and not
-# memory take most of the time.
+# A block of the plan: 64 MiB a part; of twice as many rows at the most where these are all. In
+# blocks that the second-level cache holds, launches and not memory take most of the time.
 BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
 # Programs of neighbouring rows run together, so that tiles of y are read from the cache.
 GROUP = 8
@@ -202,9 +201,7 @@ class PlanBlocks:
         rows: n packed points.
         columns: m packed points.
         scores: how they make scores.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
-        masses: (N,) float64; the rows of points without are 0. None leaves all as they are.
+        terms: of the potentials.
         weighted: whether entries are weighted.
     """
 
@@ -213,20 +210,12 @@ class PlanBlocks:
         rows: Side,
         columns: Side,
         scores: Scores,
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
-        masses: Tensor | None = None,
+        terms: PlanTerms,
         *,
         weighted: bool = False,
     ) -> None:
         self.rows, self.columns, self.scores = rows.points, columns.points, scores
-        self.scale = LOG2_E.value / epsilon
-        f, g = potentials
-        self.device = f.device
-        self.bias = bias_of(columns, scores, g, on_device(epsilon, self.device))
-        layouts = rows.points.layout, columns.points.layout
-        self.row_term = row_terms(f, masses, layouts[0], rows.squares, self.scale)
-        self.terms = ClassTerms.of(*layouts, scores.costs)
+        self.terms, self.device = terms, terms.bias.device
         self.dim = self.rows.coordinates.shape[1]
         self.tile = plan_tile(
             self.dim * scores.parts,
@@ -240,6 +229,7 @@ class PlanBlocks:
     def weighting(
         self,
         pairs: Sequence[Pair],
+        most: float,
         factor: float = 1.0,
         numbers: tuple[Tensor, Tensor] | None = None,
     ) -> Weighting:
@@ -247,19 +237,13 @@ class PlanBlocks:
 
         Args:
             pairs: one or two of A (n, r) and B (m, r), packed as the points.
+            most: a bound of their sizes, such as `largest_weight`.
             factor: positive.
             numbers: s (n,) and t (m,) float32 in packed order; 0 for None.
         """
         # What is on the finer scale goes first, so that its products do not overflow on the other.
         pairs = sorted(pairs, key=lambda pair: pair[0].scale * pair[1].scale, reverse=True)
         scales = [left.scale * right.scale for left, right in pairs]
-        sizes = [side.squares[1].max() for pair in pairs for side in pair]
-        sizes += [] if numbers is None else [side.abs().max() for side in numbers]
-        found = torch.stack(sizes).tolist()
-        # Cauchy-Schwarz: no weight times the unit's inverse exceeds 1.
-        most = sum(found[2 * len(pairs) :])
-        for k in range(len(pairs)):
-            most += factor * math.sqrt(found[2 * k] * found[2 * k + 1])
         unit = 2.0 ** math.ceil(math.log2(max(most, 1e-30)))
         operands = [self._operands(*pair) for pair in pairs]
         return Weighting(
@@ -272,57 +256,49 @@ class PlanBlocks:
             unit,
         )
 
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Of a block: all rows if they are few, as every block costs launches."""
+        n, m = self.rows.layout.size, self.columns.layout.size
+        height = n if n < 2 * BLOCK_HEIGHT else BLOCK_HEIGHT
+        fitting = BLOCK_HEIGHT * BLOCK_WIDTH // height // BLOCK_COLUMNS * BLOCK_COLUMNS
+        return height, min(m, BLOCK_WIDTH, fitting)
+
     def heights(self) -> Iterator[slice]:
         """The rows of one block after the other."""
-        n = self.rows.layout.size
-        for row in range(0, n, BLOCK_HEIGHT):
-            yield slice(row, min(row + BLOCK_HEIGHT, n))
+        n, (height, _) = self.rows.layout.size, self._sizes
+        for row in range(0, n, height):
+            yield slice(row, min(row + height, n))
 
     def buffer(self) -> Tensor:
         """Memory for the blocks of a pass, float16."""
-        (n, m), stored = (side.layout.size for side in (self.rows, self.columns)), self._stored
-        size = stored * min(BLOCK_HEIGHT, n) * min(BLOCK_WIDTH, m)
-        return torch.empty(size, dtype=torch.float16, device=self.device)
+        height, width = self._sizes
+        return torch.empty(self._stored * height * width, dtype=torch.float16, device=self.device)
 
-    def multiply(
+    def blocks(
         self,
-        row: int,
-        values: Sequence[Tensor],
-        out: Tensor,
+        rows: slice,
         buffer: Tensor,
         weighting: Weighting | None = None,
         sums: list[Tensor] | None = None,
-        beside: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Write Q V, scaled, of a block of rows from one on to `out` (height, k) float32.
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The columns of one block of some rows after the other, and it.
 
         Args:
-            row: the first.
-            values: hi and lo parts of V, (m, k) float16 each; the latter is read for three parts.
-            out: overwritten.
-            buffer: likewise.
+            rows: of `heights`.
+            buffer: overwritten with every block.
             weighting: of the entries.
             sums: those of the rows are put here, (tiles, height) each, to be added up.
-            beside: some columns (m, l) float16 that all parts are multiplied by too, and where to
-                write that (height, l) float32.
         """
-        height, m, stored = len(out), self.columns.layout.size, self._stored
-        for column in range(0, m, BLOCK_WIDTH):
-            width = min(BLOCK_WIDTH, m - column)
+        height, m, stored = rows.stop - rows.start, self.columns.layout.size, self._stored
+        for column in range(0, m, self._sizes[1]):
+            columns = slice(column, min(column + self._sizes[1], m))
+            width = columns.stop - column
             block = buffer[: stored * height * width].view(stored, height, width)
-            tile_sums = self(block, row, column, weighting)
+            tile_sums = self(block, rows.start, column, weighting)
             if sums is not None:
                 sums.append(tile_sums)
-            high, low = (part[column : column + width] for part in values)
-            _multiply(block[0], high, out, add=column > 0)
-            if stored == 2:
-                _multiply(block[0], low, out, add=True)
-                _multiply(block[1], high, out, add=True)
-            if beside is not None:
-                columns, found = beside
-                for k in range(stored):
-                    narrow = columns[column : column + width]
-                    _multiply(block[k], narrow, found, add=column + k > 0)
+            yield columns, block
 
     @property
     def _stored(self) -> int:
@@ -339,16 +315,16 @@ class PlanBlocks:
         tile, (_, height, width) = self.tile, block.shape
         by = weighting or self.unweighted
         sums = torch.empty((width // tile.columns, height), device=self.device)
-        layout = self.rows.layout
+        layout, terms = self.rows.layout, self.terms
         plan_block_kernel[(height // BLOCK_ROWS * (width // tile.columns),)](
             *self._points,
-            self.bias,
-            self.row_term,
-            self.terms.costs,
-            self.terms.rows,
-            self.terms.columns,
+            terms.bias,
+            terms.row_term,
+            terms.classes.costs,
+            terms.classes.rows,
+            terms.classes.columns,
             *by.factors,
-            *((self.bias, self.bias) if by.numbers is None else by.numbers),
+            *((terms.bias, terms.bias) if by.numbers is None else by.numbers),
             block,
             sums,
             row,
@@ -357,9 +333,9 @@ class PlanBlocks:
             width,
             layout.size,
             self.columns.layout.size,
-            self.scores.scale * self.scale,
-            self.terms.costs.shape[1],
-            self.scale,
+            self.scores.scale * terms.scale,
+            terms.classes.costs.shape[1],
+            terms.scale,
             by.scale,
             by.ratio,
             DIM=self.dim,
@@ -373,7 +349,7 @@ class PlanBlocks:
             STAGES=tile.stages,
             GROUP=GROUP,
             DESCRIPTORS=tile.descriptors,
-            CLASSES=self.terms.kind,
+            CLASSES=terms.classes.kind,
             num_warps=tile.warps,
         )
         return sums
@@ -385,14 +361,12 @@ class PlanBlocks:
         )
 
 
-def _multiply(block: Tensor, values: Tensor, out: Tensor, *, add: bool) -> None:
-    """Out (+)= block @ values, float16 in and float32 out."""
-    if block.is_cuda:
-        if add:
-            torch.addmm(out, block, values, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(block, values, out_dtype=torch.float32, out=out)
-    elif add:
-        out.addmm_(block.float(), values.float())
-    else:
-        torch.mm(block.float(), values.float(), out=out)
+def largest_weight(
+    pairs: Sequence[Pair], factor: float = 1.0, numbers: tuple[Tensor, Tensor] | None = None
+) -> float:
+    """What no weight exceeds, by Cauchy-Schwarz; arguments as for `PlanBlocks.weighting`."""
+    sizes = [side.squares[1].max() for pair in pairs for side in pair]
+    sizes += [] if numbers is None else [side.abs().max() for side in numbers]
+    found: list[float] = torch.stack(sizes).tolist()
+    of_pairs = (math.sqrt(found[2 * k] * found[2 * k + 1]) for k in range(len(pairs)))
+    return factor * sum(of_pairs) + sum(found[2 * len(pairs) :])

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.linear.halves import from_halves, to_halves
-from otdd_flash.kernels.passes.plan_blocks import PlanBlocks
+from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
+from otdd_flash.kernels.passes.block_sums import add_columns
+from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE
+from otdd_flash.kernels.points.packed_points import Layout, pack, power_of_two_scale
 
 
 class WeightedProduct:
@@ -25,8 +26,7 @@ class WeightedProduct:
         rows: n packed points.
         columns: m packed points.
         scores: how they make scores, of three parts.
-        potentials: f (N,) and g (M,), float32, in units of the cost.
-        epsilon: in units of the cost.
+        terms: of the potentials.
         masses: a (N,) float64, that products are weighted by.
     """
 
@@ -35,13 +35,12 @@ class WeightedProduct:
         rows: Side,
         columns: Side,
         scores: Scores,
-        potentials: tuple[Tensor, Tensor],
-        epsilon: float,
+        terms: PlanTerms,
         masses: Tensor,
     ) -> None:
         self._layouts = rows.points.layout, columns.points.layout
         self._masses = masses
-        self._blocks = PlanBlocks(rows, columns, scores, potentials, epsilon, masses, weighted=True)
+        self._blocks = PlanBlocks(rows, columns, scores, terms, weighted=True)
 
     def __call__(self, values: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """The product (N, k) float64, times the masses of rows.
@@ -52,25 +51,29 @@ class WeightedProduct:
             right: B (M, r).
         """
         rows, columns = self._layouts
-        blocks, n, count = self._blocks, rows.size, values.shape[1]
-        weighting = blocks.weighting([_packed(left, right, self._layouts)])
+        blocks, n = self._blocks, rows.size
+        pair, most = _packed(left, right, self._layouts)
+        weighting = blocks.weighting([pair], most)
         packed, scales = to_halves(values, columns, multiple=8)
-        parts, buffer = packed.unbind(1), blocks.buffer()
-        out = torch.empty((n, packed.shape[2]), device=values.device)
+        given, buffer = packed.flatten(1), blocks.buffer()
+        out = torch.empty((n, given.shape[1]), device=values.device)
         for part in blocks.heights():
-            blocks.multiply(part.start, parts, out[part], buffer, weighting)
+            for columns_of, block in blocks.blocks(part, buffer, weighting):
+                add_columns(block, given, columns_of, out[part])
         weights = self._masses * (2.0**-LOG2_SCALE * weighting.unit)
-        return from_halves(out[:, None, :count], scales, rows, weights)
+        return from_halves(Unmerged.of(out.view(n, *packed.shape[1:])), scales, rows, weights)
 
 
-def _packed(
-    left: Tensor, right: Tensor, layouts: tuple[Layout, Layout]
-) -> tuple[PackedPoints, PackedPoints]:
-    """Both in the layouts, each on one scale."""
-    sizes = torch.stack([side.abs().max() for side in (left, right)]).tolist()
+def _packed(left: Tensor, right: Tensor, layouts: tuple[Layout, Layout]) -> tuple[Pair, float]:
+    """Both in the layouts, each on one scale, and what no product of their rows exceeds."""
+    norm, sides = torch.linalg.vector_norm, (left, right)
+    sizes = [norm(side, torch.inf) for side in sides]
+    sizes += [norm(side, dim=1).max() for side in sides]
+    # One tensor, so that the host waits once.
+    *largest, longest_left, longest_right = torch.stack(sizes).tolist()
     origin = torch.zeros(left.shape[1], dtype=torch.float64, device=left.device)
     one, other = (
         pack(side, layout, origin, power_of_two_scale(size))
-        for side, layout, size in zip((left, right), layouts, sizes, strict=True)
+        for side, layout, size in zip(sides, layouts, largest, strict=True)
     )
-    return one, other
+    return (one, other), longest_left * longest_right

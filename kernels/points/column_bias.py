@@ -20,6 +20,27 @@ from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS
 
 
+@triton.jit
+def store_bias(
+    potential_ptr,
+    origin_ptr,
+    log2_masses_ptr,
+    squares_ptr,
+    labels_ptr,
+    costs_ptr,
+    bias_ptr,
+    o_column,
+    scale,  # log2(e) / epsilon
+    CLASSES: tl.constexpr,
+):
+    """The bias of some columns; pointers as the kernel has them."""
+    term = tl.load(potential_ptr + tl.load(origin_ptr + o_column)) - tl.load(squares_ptr + o_column)
+    if CLASSES:
+        term -= tl.load(costs_ptr + tl.load(labels_ptr + o_column))
+    bias = tl.load(log2_masses_ptr + o_column) + term * scale
+    tl.store(bias_ptr + o_column, bias)
+
+
 @on_its_device
 @triton.jit
 def column_bias_kernel(
@@ -37,11 +58,10 @@ def column_bias_kernel(
     """One program per BLOCK columns."""
     o_column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     _, scale = load_scales(epsilon_ptr, 1.0)
-    term = tl.load(potential_ptr + tl.load(origin_ptr + o_column)) - tl.load(squares_ptr + o_column)
-    if CLASSES:
-        term -= tl.load(costs_ptr + tl.load(labels_ptr + o_column))
-    bias = tl.load(log2_masses_ptr + o_column) + term * scale
-    tl.store(bias_ptr + o_column, bias)
+    store_bias(
+        potential_ptr, origin_ptr, log2_masses_ptr, squares_ptr, labels_ptr, costs_ptr,
+        bias_ptr, o_column, scale, CLASSES,
+    )  # fmt: skip
 
 
 def column_bias(

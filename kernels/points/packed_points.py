@@ -133,9 +133,13 @@ class Layout:
         places = self.filled[rows].nonzero()[:, 0]
         return self.origin[rows][places], places
 
+    @cached_property
+    def _padding(self) -> Tensor:
+        return ~self.filled
+
     def spread(self, values: Tensor, padding: float) -> Tensor:
         """Values (N,) in packed order (n,)."""
-        return torch.where(self.filled, values[self.origin], padding)
+        return values[self.origin].masked_fill_(self._padding, padding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,8 +180,10 @@ def arrange(labels: Tensor, classes: int) -> Layout:
     """
     count = len(labels)
     if classes == 1:
-        position = torch.arange(count, device=labels.device)
-        return _layout(labels, position, _up(count, BLOCK_COLUMNS), pure=True)
+        rows = torch.arange(_up(count, BLOCK_COLUMNS), device=labels.device)
+        filled, of_class = rows < count, torch.zeros_like(rows, dtype=torch.int32)
+        blocks = of_class[: len(rows) // BLOCK_ROWS]
+        return Layout(rows[:count], rows * filled, filled, of_class, blocks, True)
     counts = torch.bincount(labels, minlength=classes)
     padded = _up(counts, BLOCK_ROWS)
     ends = torch.cumsum(padded, 0)

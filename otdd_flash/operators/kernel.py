@@ -20,6 +20,7 @@ from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_colum
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.pair_sums import pair_sums
 from otdd_flash.kernels.passes.plan_application import apply_plan_blocks
+from otdd_flash.kernels.passes.plan_terms import ROW_RANGE
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import (
@@ -29,7 +30,6 @@ from otdd_flash.kernels.points.packed_points import (
     pack,
     power_of_two_scale,
 )
-from otdd_flash.kernels.points.row_terms import ROW_RANGE
 from otdd_flash.operators.base import (
     Applied,
     CostFacts,
@@ -40,7 +40,7 @@ from otdd_flash.operators.base import (
 )
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_one_segment import KernelSegment
-from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, single
+from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, Seen, single
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
@@ -75,31 +75,31 @@ class KernelOperator:
         # Kernels read masses by their pointers.
         self.a, self.b = cost.a.contiguous(), cost.b.contiguous()
         self.shape, self.dtype = cost.shape, torch.float32
-        self._lattice: Lattice | None = lattice_of(cost) if coarse is None else coarse._lattice
-        self._packed: tuple[PackedPoints, PackedPoints] = (
-            _pack_both(cost, self._lattice) if coarse is None else coarse._packed
-        )
-        self._parts = 1 if self._lattice else PARTS[precision]
-        parts, (x, y) = self._parts, self._packed
-        self._fixed_point: FixedPoint = (
-            FixedPoint(cost, (x.layout, y.layout), self._lattice)
-            if coarse is None
-            else coarse._fixed_point
-        )
+        self._lattice: Lattice | None
+        self._packed: tuple[PackedPoints, PackedPoints]
+        self._fixed_point: FixedPoint
+        self._seen: tuple[Seen, Seen]
         if coarse is None:
-            self._rows = _side(x, cost.a, cost.lambda_x, parts)
-            self._columns = self._rows if cost.symmetric else _side(y, cost.b, cost.lambda_x, parts)
+            self._lattice = lattice_of(cost)
+            self._packed = x, y = _pack_both(cost, self._lattice)
+            self._fixed_point = FixedPoint(cost, (x.layout, y.layout), self._lattice)
+            of_x = _seen(x, cost.a, cost.lambda_x)
+            self._seen = of_x, of_x if cost.symmetric else _seen(y, cost.b, cost.lambda_x)
+            self._costs = cost.class_costs.float().contiguous()
+            self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         else:
-            self._rows = _seen_with(coarse._rows, cost.lambda_x, parts)
-            self._columns = _seen_with(coarse._columns, cost.lambda_x, parts)
+            self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
+            self._packed, self._seen = coarse._packed, coarse._seen
+            self._costs, self._masses = coarse._costs, coarse._masses
+        self._parts = parts = 1 if self._lattice else PARTS[precision]
+        x, y = self._packed
+        self._rows, self._columns = (by_parts[parts] for by_parts in self._seen)
         scale = 2 * cost.lambda_x / x.scale**2
-        costs = cost.class_costs.float()
-        self._scores = Scores(scale, costs.contiguous(), parts)
-        self._transposed = Scores(scale, costs.T.contiguous(), parts)
-        self._plans = KernelPlans(cost, self._rows, self._columns, self._scores, self._transposed)
+        self._scores = Scores(scale, self._costs, parts)
+        self._transposed = Scores(scale, self._costs.T.contiguous(), parts)
+        self._plans = KernelPlans(cost, self._seen, self._scores, self._transposed)
         # A plan's entries and what it is applied to are on no lattice.
         self._plan_parts = PARTS["high" if self._lattice else precision]
-        self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
         products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
         self.recorded = self.a.is_cuda and products <= FEW_PRODUCTS
@@ -334,16 +334,8 @@ def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
     return pack(values, side.points.layout, origin, scale)
 
 
-def _side(points: PackedPoints, masses: Tensor, lambda_x: float, parts: int) -> Side:
-    squares = _squares(points, lambda_x, parts)
+def _seen(points: PackedPoints, masses: Tensor, lambda_x: float) -> Seen:
+    """A side as products of one part see it, and as those of three do."""
     log2_masses = points.layout.spread(masses, 0.0).log2().clamp_min(LOG2_ZERO).float()
-    return Side(points, squares, log2_masses)
-
-
-def _seen_with(side: Side, lambda_x: float, parts: int) -> Side:
-    """The same with other norms."""
-    return side._replace(squares=_squares(side.points, lambda_x, parts))
-
-
-def _squares(points: PackedPoints, lambda_x: float, parts: int) -> Tensor:
-    return points.squares[0 if parts == 1 else 1] * lambda_x
+    of_one, of_three = points.squares * lambda_x
+    return {1: Side(points, of_one, log2_masses), 3: Side(points, of_three, log2_masses)}

@@ -14,10 +14,9 @@ from otdd_flash.kernels.passes.fused_product import (
     most_columns,
 )
 from otdd_flash.kernels.passes.plan_application import hold_plan
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
-from otdd_flash.kernels.points.packed_points import Layout
-from otdd_flash.kernels.points.row_terms import LOG2_SCALE, ROW_RANGE
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
@@ -32,22 +31,38 @@ KEPT_BYTES, FEW_COORDINATES = 1 << 28, 16
 FEW_CHUNKS = 2
 
 
+# A side by the parts of products, 1 or 3, which tell its norms.
+Seen = dict[int, Side]
+
+# What computes a plan, and its transpose.
+Computed = tuple[Side, Side, Scores, PlanTerms]
+Sides = tuple[Computed, Computed]
+
+
 class KernelPlans(NamedTuple):
     """What plans of a cost are made of.
 
     Attributes:
         cost: two labelled clouds.
-        rows: packed points of the first.
-        columns: packed points of the second.
+        seen: packed points of both.
         scores: how they make scores.
         transposed: the same with sides exchanged.
     """
 
     cost: LabelledCost
-    rows: Side
-    columns: Side
+    seen: tuple[Seen, Seen]
     scores: Scores
     transposed: Scores
+
+    @property
+    def rows(self) -> Side:
+        """The first, as scores see it."""
+        return self.seen[0][self.scores.parts]
+
+    @property
+    def columns(self) -> Side:
+        """The second."""
+        return self.seen[1][self.scores.parts]
 
     def prepared(
         self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float, most: int | None
@@ -66,15 +81,14 @@ class KernelPlans(NamedTuple):
         if self.scores.parts == 1 or columns == NARROW:
             return None
         layouts = self.rows.points.layout, self.columns.points.layout
-        masses = self.cost.a, self.cost.b
+        masses, sides = (self.cost.a, self.cost.b), self._sides(f, g, epsilon)
         return ExactFusedPlan(
-            self._products(f, g, epsilon),
+            _products(sides),
             masses,
             layouts,
-            lambda sums, side: in_range(sums, layouts[side], masses[side]),
             FEW_CHUNKS * columns,
             streamed,
-            lambda side: self._weighted(f, g, epsilon, side),
+            lambda side: WeightedProduct(*sides[side], masses[side]),
         )
 
     def rounded(
@@ -88,18 +102,9 @@ class KernelPlans(NamedTuple):
         layouts = of_rows, of_columns = near.rows.points.layout, near.columns.points.layout
         masses = near.cost.a, near.cost.b
         if holds(2 * of_rows.size * of_columns.size, most, f.device):
-            potentials, unit = (single(f), single(g)), 2.0**-LOG2_SCALE
-            sides = near.rows, near.columns, near.scores
-            entries, sums = hold_plan(*sides, potentials, epsilon, masses[0])
-            if not in_range(sums * unit, of_rows, masses[0]):
-                return None
-            return HeldPlan(entries, unit, masses[0], layouts)
-        products = near._products(f, g, epsilon)
-        for side, product in enumerate(products):
-            ones = torch.ones((layouts[1 - side].size, 1, 1), dtype=torch.half, device=f.device)
-            if not in_range(product(ones)[1], layouts[side], masses[side]):
-                return None
-        return FusedPlan(products, masses, layouts)
+            entries = hold_plan(*near._there(f, g, epsilon))
+            return HeldPlan.of(entries, 2.0**-LOG2_SCALE, masses[0], layouts)
+        return FusedPlan.of(_products(near._sides(f, g, epsilon)), masses, layouts)
 
     def with_points(
         self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float
@@ -109,7 +114,7 @@ class KernelPlans(NamedTuple):
         if dim <= HELD_COORDINATES:
             return None
         return PointProducts(
-            (self.rows, self.columns),
+            (self.seen[0][3], self.seen[1][3]),
             (self.scores._replace(parts=3), self.transposed._replace(parts=3)),
             (single(f), single(g)),
             epsilon,
@@ -119,34 +124,26 @@ class KernelPlans(NamedTuple):
         )
 
     def _of_one_part(self) -> KernelPlans:
-        rows, columns = (
-            Side(side.points, side.points.squares[0] * self.cost.lambda_x, side.log2_masses)
-            for side in (self.rows, self.columns)
-        )
         scores, transposed = (scores._replace(parts=1) for scores in (self.scores, self.transposed))
-        return KernelPlans(self.cost, rows, columns, scores, transposed)
+        return self._replace(scores=scores, transposed=transposed)
 
-    def _products(self, f: Tensor, g: Tensor, epsilon: float) -> tuple[FusedProduct, FusedProduct]:
-        forth, back = (single(f), single(g)), (single(g), single(f))
-        return (
-            FusedProduct(self.rows, self.columns, self.scores, forth, epsilon, self.cost.a),
-            FusedProduct(self.columns, self.rows, self.transposed, back, epsilon, self.cost.b),
-        )
+    def _there(self, f: Tensor, g: Tensor, epsilon: float) -> Computed:
+        there = self.rows, self.columns, self.scores
+        return *there, plan_terms(*there, (single(f), single(g)), epsilon, self.cost.a)
 
-    def _weighted(self, f: Tensor, g: Tensor, epsilon: float, side: int) -> WeightedProduct:
-        potentials = single(f), single(g)
-        if side == 0:
-            given = self.rows, self.columns, self.scores, potentials
-            return WeightedProduct(*given, epsilon, self.cost.a)
-        given = self.columns, self.rows, self.transposed, potentials[::-1]
-        return WeightedProduct(*given, epsilon, self.cost.b)
+    def _sides(self, f: Tensor, g: Tensor, epsilon: float) -> Sides:
+        """One and the same there and back for a cloud with itself at one potential."""
+        there = self._there(f, g, epsilon)
+        if self.cost.symmetric and f is g:
+            return there, there
+        back = self.columns, self.rows, self.transposed
+        return there, (*back, plan_terms(*back, (single(g), single(f)), epsilon, self.cost.b))
 
 
-def in_range(sums: Tensor, layout: Layout, masses: Tensor) -> bool:
-    """Whether sums (n,) over masses, in packed order, are what float16 numbers may sum to."""
-    low, high = ROW_RANGE
-    there = sums[layout.position[masses > 0]]
-    return bool(((there >= low) & (there <= high)).all())
+def _products(sides: Sides) -> tuple[FusedProduct, FusedProduct]:
+    there, back = sides
+    product = FusedProduct(*there)
+    return product, product if back is there else FusedProduct(*back)
 
 
 def single(potential: Tensor) -> Tensor:

@@ -54,30 +54,21 @@ def lattice_of(cost: LabelledCost) -> Lattice | None:
 
 def _found(cost: LabelledCost) -> Lattice | None:
     scales = [scale for scale in SCALES if cost.largest * scale + 1 <= LARGEST_INTEGER]
+    lowest, highest = math.inf, -math.inf
+    # Triton is not everywhere.
+    from otdd_flash.kernels.points.lattice_facts import lattice_facts
+
+    for pieces in _pieces(cost) if scales else ():
+        tried = scales[0], scales[-1]
+        facts = torch.cat([lattice_facts(rows, tried, ROUNDING) for rows in pieces])
+        # One tensor, so that the host waits once.
+        *beside, below, above = facts.amax(0).tolist()
+        scales = [scale for scale in scales if not beside[tried.index(scale)]]
+        if not scales:
+            break
+        lowest, highest = min(lowest, -below), max(highest, above)
     if not scales:
         return None
-    # Triton is not everywhere.
-    from otdd_flash.kernels.points.lattice_distance import lattice_distance
-
-    lowest, highest = math.inf, -math.inf
-    for pieces in _pieces(cost):
-        found = [
-            torch.stack([lattice_distance(rows, scale, ROUNDING).sum() for scale in scales])
-            for rows in pieces
-        ]
-        ends = [torch.stack(torch.aminmax(rows)).double() for rows in pieces]
-        # One tensor, so that the host waits once.
-        numbers = torch.stack([torch.cat(pair) for pair in zip(found, ends, strict=True)]).tolist()
-        # Distances of points that are beside the lattice are NaN.
-        scales = [
-            scale
-            for place, scale in enumerate(scales)
-            if not any(math.isnan(row[place]) for row in numbers)
-        ]
-        if not scales:
-            return None
-        lowest = min(lowest, *(row[-2] for row in numbers))
-        highest = max(highest, *(row[-1] for row in numbers))
     scale = scales[0]
     centre = (cost.centre * scale).round() / scale
     return Lattice(scale, centre, round(lowest * scale), round(highest * scale))

@@ -58,8 +58,14 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated on a device without swapping, within limits of containers."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # PyTorch keeps what tensors gave back, and gives it to the next ones.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        # PyTorch keeps what tensors gave back, and gives it to the next ones. Asked for a number
+        # alone it sorts all of its statistics.
+        kept = torch.cuda.memory_stats_as_nested_dict(device)
+        reserved, allocated = (
+            kept.get(name, {}).get("all", {}).get("current", 0)
+            for name in ("reserved_bytes", "allocated_bytes")
+        )
+        return free + int(reserved) - int(allocated)
     meminfo = Path("/proc/meminfo")
     available = _available_in_kib(meminfo.read_text()) if meminfo.exists() else 0
     # Other systems do not say what is free: take half of what there is.

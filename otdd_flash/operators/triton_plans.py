@@ -14,15 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.linear.halves import from_halves, to_halves
+from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
+from otdd_flash.kernels.linear.row_sums import row_sums
 from otdd_flash.kernels.passes.fused_product import NARROW
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.plan import Factors, Products, StreamedPlan
 
-# The product of a matrix in packed order and values (m, copies, k) float16, (n, k) float32, and its
-# sums (n,).
-PackedProduct = Callable[[Tensor], tuple[Tensor, Tensor]]
+# The product of a matrix in packed order and values (m, copies, k) float16, and the matrix's sums.
+PackedProduct = Callable[[Tensor], tuple[Unmerged, Unmerged]]
 
 # What multiplies, two float16, has 22 bits, and sums have 24.
 PRECISION = 2.0**-20
@@ -32,13 +32,13 @@ class Way(NamedTuple):
     """Products Q V from one side of a plan to the other, V as sums hi + lo of two float16.
 
     Attributes:
-        multiply: (m, 2, s) float16 to (n, parts, s) float32, of hi and of lo parts or of both.
+        multiply: what it finds of (m, 2, s) float16, of hi and of lo parts or of both.
         given: (M,) float64 that values are weighted by before, or None.
         weights: (N,) float64 that products are weighted by.
         layouts: of what is found and of what is multiplied.
     """
 
-    multiply: Callable[[Tensor], Tensor]
+    multiply: Callable[[Tensor], Unmerged]
     given: Tensor | None
     weights: Tensor
     layouts: tuple[Layout, Layout]
@@ -53,24 +53,26 @@ class Way(NamedTuple):
 class _RoundedPlan:
     """A plan in float16.
 
+    Args:
+        there: products with it.
+        back: with its transpose.
+        rows: P 1 (N,), float64.
+
     Attributes:
         ways: there and back.
+        rows: as said.
     """
 
     precision = PRECISION
 
-    def __init__(self, there: Way, back: Way) -> None:
-        self.ways = there, back
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """P 1 (N,), float64."""
-        return self.times(_ones(self.ways[0].layouts[1])[:, None])[:, 0]
+    def __init__(self, there: Way, back: Way, rows: Tensor) -> None:
+        self.ways, self.rows = (there, back), rows
 
     @cached_property
     def columns(self) -> Tensor:
         """P^T 1 (M,), float64."""
-        return self.transposed_times(_ones(self.ways[0].layouts[0])[:, None])[:, 0]
+        ones = self.rows.new_ones(1, 1).expand(len(self.rows), 1)
+        return self.transposed_times(ones)[:, 0]
 
     def times(self, values: Tensor) -> Tensor:
         """P V (N, k) for V (M, k), float64."""
@@ -89,16 +91,32 @@ class HeldPlan(_RoundedPlan):
         unit: as said.
         masses: a (N,) float64, in the order of the points.
         layouts: of the rows and of the columns.
+        rows: P 1 (N,) float64, of the numbers that are held.
     """
 
     def __init__(
-        self, entries: Tensor, unit: float, masses: Tensor, layouts: tuple[Layout, Layout]
+        self,
+        entries: Tensor,
+        unit: float,
+        masses: Tensor,
+        layouts: tuple[Layout, Layout],
+        rows: Tensor,
     ) -> None:
-        weights, ones = unit * masses, _ones(layouts[1])
+        weights, ones = unit * masses, torch.ones_like(layouts[1].position, dtype=masses.dtype)
         super().__init__(
             Way(partial(_matrix_product, entries), None, weights, layouts),
             Way(partial(_matrix_product, entries.T), weights, ones, layouts[::-1]),
+            rows,
         )
+
+    @classmethod
+    def of(
+        cls, entries: Tensor, unit: float, masses: Tensor, layouts: tuple[Layout, Layout]
+    ) -> HeldPlan | None:
+        """It with its sums; None where these are out of range."""
+        found = Unmerged.of(entries.sum(1, dtype=torch.float32)[:, None, None])
+        rows, fits = row_sums(found, layouts[0], masses, unit)
+        return cls(entries, unit, masses, layouts, rows) if fits else None
 
 
 class FusedPlan(_RoundedPlan):
@@ -108,6 +126,7 @@ class FusedPlan(_RoundedPlan):
         products: of Q (n, m) and of Q' (m, n), of one part.
         masses: a (N,) and b (M,) float64, in the order of the points.
         layouts: of the rows and of the columns.
+        sums: P 1 (N,) and P^T 1 (M,) float64, of the numbers that are multiplied.
     """
 
     def __init__(
@@ -115,12 +134,33 @@ class FusedPlan(_RoundedPlan):
         products: tuple[PackedProduct, PackedProduct],
         masses: tuple[Tensor, Tensor],
         layouts: tuple[Layout, Layout],
+        sums: tuple[Tensor, Tensor],
     ) -> None:
         of_rows, of_columns = (partial(_fused_product, product) for product in products)
         super().__init__(
             Way(of_rows, None, masses[0], layouts),
             Way(of_columns, None, masses[1], layouts[::-1]),
+            sums[0],
         )
+        self.columns = sums[1]
+
+    @classmethod
+    def of(
+        cls,
+        products: tuple[PackedProduct, PackedProduct],
+        masses: tuple[Tensor, Tensor],
+        layouts: tuple[Layout, Layout],
+    ) -> FusedPlan | None:
+        """It with its sums; None where these are out of range."""
+        sums: list[Tensor] = []
+        for side, product in enumerate(products[: 1 if products[0] is products[1] else 2]):
+            size, device = layouts[1 - side].size, masses[0].device
+            ones = torch.ones((size, 1, 1), dtype=torch.float16, device=device)
+            found, fits = row_sums(product(ones)[0], layouts[side], masses[side])
+            if not fits:
+                return None
+            sums.append(found)
+        return cls(products, masses, layouts, (sums[0], sums[-1]))
 
 
 class ExactFusedPlan:
@@ -130,10 +170,9 @@ class ExactFusedPlan:
     are far from their masses, is left to the operator's own.
 
     Args:
-        products: of Q (n, m) and of Q' (m, n), of three parts.
+        products: of Q (n, m) and of Q' (m, n), of three parts; one where P is symmetric.
         masses: a (N,) and b (M,) float64, in the order of the points.
         layouts: of the rows and of the columns.
-        in_range: whether such sums of Q, or of Q', are what this form takes.
         most_columns: of what is multiplied at once.
         streamed: the same plan, by the operator.
         weighted: products whose entries are weighted, with Q for 0, with Q' for 1.
@@ -147,15 +186,16 @@ class ExactFusedPlan:
         products: tuple[PackedProduct, PackedProduct],
         masses: tuple[Tensor, Tensor],
         layouts: tuple[Layout, Layout],
-        in_range: Callable[[Tensor, int], bool],
         most_columns: int,
         streamed: StreamedPlan,
         weighted: Callable[[int], WeightedProduct],
     ) -> None:
         self._products, self._masses, self._layouts = products, masses, layouts
         self._prepare, self._weighted = weighted, dict[int, WeightedProduct]()
-        self._in_range, self._most, self._streamed = in_range, most_columns, streamed
-        # Of rows and of columns, once something was multiplied; None where they are out of range.
+        self._most, self._streamed = most_columns, streamed
+        # The side of products with P^T: that of products with P where these are the same.
+        self._back = int(products[0] is not products[1])
+        # Of sides, once something was multiplied; None where they are out of range.
         self._sums: dict[int, Tensor | None] = {}
 
     @property
@@ -166,7 +206,7 @@ class ExactFusedPlan:
     @property
     def columns(self) -> Tensor:
         """P^T 1 (M,)."""
-        return self._sums_of(1)
+        return self._sums_of(self._back)
 
     @property
     def quick(self) -> Products:
@@ -194,35 +234,40 @@ class ExactFusedPlan:
     def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
         """P^T U (M, k) for U (N, k), or (P o A B^T)^T U, float64."""
         if factors is None:
-            found = self._multiply(values, 1)
+            found = self._multiply(values, self._back)
         else:
-            found = self._weigh(values, *factors[::-1], 1)
+            found = self._weigh(values, *factors[::-1], self._back)
         if found is None:
             return self._streamed.transposed_times(values, factors).double()
         return found
 
     def _sums_of(self, side: int) -> Tensor:
         if side not in self._sums:
-            self._multiply(_ones(self._layouts[1 - side])[:, None], side)
+            # Of any values, which need not be read.
+            size, like = self._layouts[1 - side].size, self._masses[0]
+            values = like.new_zeros((size, 2, NARROW), dtype=torch.float16)
+            self._tell(side, self._products[side](values)[1])
         found = self._sums[side]
         if found is None:
             return self._streamed.columns if side else self._streamed.rows
         return found
 
+    def _tell(self, side: int, sums: Unmerged) -> None:
+        found, fits = row_sums(sums, self._layouts[side], self._masses[side])
+        self._sums[side] = found if fits else None
+
     def _multiply(self, values: Tensor, side: int) -> Tensor | None:
         known = side in self._sums
         if values.shape[1] > self._most or (known and self._sums[side] is None):
             return None
-        layout, masses = self._layouts[side], self._masses[side]
         # Widths that products have anyway, so that they need not copy.
         packed, scales = to_halves(values, self._layouts[1 - side], multiple=NARROW)
         found, sums = self._products[side](packed)
         if not known:
-            fits = self._in_range(sums, side)
-            self._sums[side] = masses * sums[layout.position].double() if fits else None
-            if not fits:
+            self._tell(side, sums)
+            if self._sums[side] is None:
                 return None
-        return from_halves(found[:, None, : len(scales)], scales, layout, masses)
+        return from_halves(found, scales, self._layouts[side], self._masses[side])
 
     def _weigh(self, values: Tensor, left: Tensor, right: Tensor, side: int) -> Tensor | None:
         _ = self._sums_of(side)
@@ -233,26 +278,23 @@ class ExactFusedPlan:
         return self._weighted[side](values, left, right)
 
 
-def _matrix_product(entries: Tensor, values: Tensor) -> Tensor:
-    """Q V (n, 2, s) float32, for V (m, 2, s) float16."""
+def _matrix_product(entries: Tensor, values: Tensor) -> Unmerged:
+    """Q V for V (m, 2, s) float16."""
     columns = values.flatten(1)
     if entries.is_cuda:
         found = torch.mm(entries, columns, out_dtype=torch.float32)
     else:
         found = entries.float() @ columns.float()
-    return found.view(-1, *values.shape[1:])
+    return Unmerged.of(found.view(-1, *values.shape[1:]))
 
 
-def _fused_product(product: PackedProduct, values: Tensor) -> Tensor:
+def _fused_product(product: PackedProduct, values: Tensor) -> Unmerged:
     """The same of one part, whose halves are columns."""
     found, _ = product(values.flatten(1)[:, None])
-    return found.view(len(found), 2, values.shape[2])
+    halves = found.values[:, 0, : 2 * values.shape[2]]
+    return found._replace(values=halves.view(len(halves), 2, -1))
 
 
-def _split_product(product: PackedProduct, values: Tensor) -> Tensor:
-    """Q V (n, 1, s) float32, of three parts."""
-    return product(values)[0][:, None]
-
-
-def _ones(layout: Layout) -> Tensor:
-    return torch.ones_like(layout.position, dtype=torch.float64)
+def _split_product(product: PackedProduct, values: Tensor) -> Unmerged:
+    """Q V of three parts."""
+    return product(values)[0]

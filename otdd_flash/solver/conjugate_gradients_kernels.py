@@ -16,6 +16,8 @@ from torch import Tensor
 from otdd_flash.engine.recording import Repeated
 from otdd_flash.kernels.linear.cg_start import BEGIN, CORRECT, RESUME, Kept, cg_start
 from otdd_flash.kernels.linear.cg_step import Image, Numbers, Vectors, cg_step
+from otdd_flash.kernels.linear.halves import to_halves
+from otdd_flash.kernels.passes.fused_product import NARROW
 from otdd_flash.solver.conjugate_gradients import AIM, Limits, Metric, System
 
 # Rows up to which a step takes less time than to launch it; a recording then pays, though it takes
@@ -57,13 +59,13 @@ class KernelIterates:
 
     def begin(self, right: Tensor, near: System) -> None:
         """Iterate with a system from right-hand sides (m, s) on, of any strides."""
-        self._near = near
+        self._near, self._started = near, True
         self._start(right, BEGIN)
 
     def resume(self, near: System) -> None:
         """Iterate with another system, wherever the tolerance is not met."""
-        self._near = near
-        self._start(self._right, RESUME)
+        self._near, self._started = near, True
+        self._start(None, RESUME)
 
     def repeat(self) -> None:
         """Take a step or a few, recorded where they take less time than to launch them."""
@@ -76,7 +78,13 @@ class KernelIterates:
         self._repeated.setdefault((self._near, stream), Repeated()).run(self.step)
 
     def wanted(self) -> tuple[bool, bool]:
-        """Whether any correction is wanted, and whether any target is missed; waits for both."""
+        """Whether any correction is wanted, and whether any target is missed; waits for both.
+
+        At a start that is so but for right-hand sides of 0, whose steps change nothing: it is not
+        worth to wait for.
+        """
+        if self._started:
+            return True, True
         pending, missed = self._wanted.tolist()
         return any(pending), any(missed)
 
@@ -96,12 +104,9 @@ class KernelIterates:
 
     def _image(self) -> Image:
         near = self._near
-        position, (packed, scales) = self._place
-        if near.layout is not None:
-            return near.image(packed, scales)
-        found, masses = near.times(self.direction), near.metric.masses
-        weights = torch.ones_like(masses), torch.zeros_like(masses)
-        return Image(found[:, None], torch.ones_like(scales), *weights, position)
+        if near.layout is None:
+            return Image.of(near.times(self.direction))
+        return near.image(*self._place[1])
 
     @property
     def _place(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -117,9 +122,16 @@ class KernelIterates:
 
     def correct(self, system: System) -> None:
         """Take the correction if the residual is smaller then; start again if it halves."""
-        self._start(system.times(self.values + self.correction), CORRECT)
+        self._started = False
+        values = self.values + self.correction
+        if system.layout is None:
+            image = Image.of(system.times(values))
+        else:
+            # Widths that fused products have anyway.
+            image = system.image(*to_halves(values, system.layout, multiple=NARROW))
+        self._start(image, CORRECT)
 
-    def _start(self, given: Tensor, stage: tl.constexpr) -> None:
+    def _start(self, given: Tensor | Image | None, stage: tl.constexpr) -> None:
         metric, (position, packed) = self._metric, self._place
         cg_start(
             given,

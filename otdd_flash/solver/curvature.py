@@ -158,7 +158,7 @@ class CrossCurvature:
     def _right(self, a: Directions, e: Tensor, out: Tensor | None = None) -> Tensor:
         """-<P^T A, y> - P^T e (s, m); P^T A is written to `out`."""
         at = self._at
-        found = e.new_empty((len(e), len(at.c)))
+        found = e.new_empty((len(e), at.shape[1]))
         for part, numbers in at.products(a, e, transposed=True):
             found[part.at] = -dot(part.points, at.y[part.rows]) - numbers
             if out is not None:

@@ -74,6 +74,11 @@ class PackedPlanPoints(PlanPoints):
         return PackedRows(self._products, 1)
 
     @cached_property
+    def r(self) -> Tensor:
+        """P 1 (n,), which products with points take."""
+        return self.here(self.plan.rows)
+
+    @cached_property
     def images(self) -> Tensor:
         """P y (n, d)."""
         return self._images(transposed=False)

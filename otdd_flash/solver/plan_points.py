@@ -32,6 +32,11 @@ class PlanPoints:
         self._origin = origin.to(plan.dtype)
         self._sides = [side.features for side in (inputs.source, inputs.target)]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, m)."""
+        return len(self._sides[0]), len(self._sides[1])
+
     @cached_property
     def x(self) -> Points:
         """(n, d)."""
@@ -49,6 +54,8 @@ class PlanPoints:
     @cached_property
     def r(self) -> Tensor:
         """P 1 (n,)."""
+        # Needed anyway, and any product tells the sums.
+        _ = self.images
         return self.here(self.plan.rows)
 
     @cached_property
@@ -156,23 +163,23 @@ def _together(changes: list[Factors], count: int) -> Factors:
     like, width = changes[0][0], sum(left.shape[-1] for left, _ in changes)
     left, right = (like.new_empty((count, side.shape[-2], width)) for side in changes[0])
     first = 0
-    for pair in changes:
+    for pair, scale in zip(changes, _balances(changes), strict=True):
         last = first + pair[0].shape[-1]
-        scale = _balance(*pair)
-        left[..., first:last].copy_(pair[0]).mul_(scale)
-        right[..., first:last].copy_(pair[1]).div_(scale)
+        of_left, of_right = left[..., first:last], right[..., first:last]
+        torch.mul(pair[0].expand_as(of_left), scale, out=of_left)
+        torch.div(pair[1].expand_as(of_right), scale, out=of_right)
         first = last
     return left, right
 
 
-def _balance(left: Tensor, right: Tensor) -> Tensor:
-    """By which to multiply one and divide the other for sides of one size.
+def _balances(pairs: list[Factors]) -> Tensor:
+    """By which to multiply one side of each and divide the other, for sides of one size.
 
     Pairs side by side are rounded on one scale.
     """
-    sizes = [side.abs().max() for side in (left, right)]
-    ratio = torch.where(sizes[0] * sizes[1] > 0, sizes[1] / sizes[0], 1)
-    return (ratio.log2() / 2).round().exp2()
+    norms = [torch.linalg.vector_norm(side, torch.inf) for pair in pairs for side in pair]
+    logs = torch.stack(norms).clamp_min(torch.finfo(norms[0].dtype).tiny).log2().view(-1, 2)
+    return ((logs[:, 1] - logs[:, 0]) / 2).round().exp2()
 
 
 def beside(values: Tensor, numbers: Tensor, weights: Tensor | None = None) -> Tensor:

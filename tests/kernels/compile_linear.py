@@ -1,5 +1,6 @@
-"""Compile the kernels of linear systems for sm_90; a script of its own, as `compile_kernels`.
+"""Compile the kernels of linear systems for sm_90, and what they take of plans.
 
+A script of its own, as `compile_kernels`.
 It prints a JSON object: for each kernel shared memory and bytes spilled to a stack.
 """
 
@@ -12,8 +13,10 @@ from functools import partial
 import torch
 from compile_batched import taken
 
-from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward
-from otdd_flash.kernels.points.packed_points import arrange
+from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
+from otdd_flash.kernels.passes import plan_terms
+from otdd_flash.kernels.passes.sides import Scores, Side
+from otdd_flash.kernels.points.packed_points import PackedPoints, arrange
 
 
 def needs(m: int, count: int) -> dict[str, dict[str, int]]:
@@ -29,21 +32,32 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
     runs = {
         "to halves": (halves, "to_halves", partial(halves.to_halves, vectors[0], layout, masses))
     }
-    for parts in (1, 2):
-        products = torch.zeros(layout.size, parts, count)
+    points, squares = torch.zeros(m, 64), torch.zeros(2, layout.size)
+    side = Side(PackedPoints(layout, points.half(), squares, 1.0), squares[0], squares[1])
+    given = side, side, Scores(1.0, torch.zeros(1, 1), 3), (points[:, 0], points[:, 0]), 0.1
+    terms = partial(plan_terms.plan_terms, *given, masses)
+    runs["plan terms"] = plan_terms, "plan_terms", terms
+    for parts, slots in ((1, 2), (2, 1), (2, 2)):
+        split = layout.size // 2 * (slots - 1)
+        values = torch.zeros(layout.size + split, parts, count)
+        products = halves.Unmerged(values, layout.size - split, split, slots)
+        of = f"{parts} {slots}"
         image = cg_step.Image(products, scales, masses, masses, layout.position)
         step = partial(
             cg_step.cg_step, image, (masses, total), moving, stepping, (packed, scales), 1e-7
         )
         for constants in (False, True):
-            name = f"step {parts}{' constants' * constants}"
+            name = f"step {of}{' constants' * constants}"
             runs[name] = cg_step, "cg_step", partial(step, constants=constants)
         run = partial(onward.onward, products, scales, layout.filled.double())
-        runs[f"onward {parts}"] = onward, "onward", run
+        runs[f"onward {of}"] = onward, "onward", run
         run = partial(halves.from_halves, products, scales, layout, masses)
-        runs[f"from halves {parts}"] = halves, "from_halves", run
+        runs[f"from halves {of}"] = halves, "from_halves", run
+        run = partial(row_sums.row_sums, products, layout, masses)
+        runs[f"row sums {of}"] = row_sums, "row_sums", run
     for stage in (cg_start.BEGIN, cg_start.CORRECT, cg_start.RESUME):
-        given = vectors[0], (masses, total, masses), layout.position, kept, moving, stepping
+        read = {cg_start.BEGIN.value: vectors[0], cg_start.CORRECT.value: image}.get(stage.value)
+        given = read, (masses, total, masses), layout.position, kept, moving, stepping
         limits = (packed, scales), (1e-5, 0.5, 1000), stage
         run = partial(cg_start.cg_start, *given, *limits, constants=True)
         runs[f"start {stage.value}"] = cg_start, "cg_start", run

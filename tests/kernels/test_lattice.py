@@ -8,7 +8,7 @@ import torch
 from kernel_cases import DEVICE, EPSILON, LAMBDA_X, largest_error
 from torch import Tensor
 
-from otdd_flash.kernels.points.lattice_distance import lattice_distance
+from otdd_flash.kernels.points.lattice_facts import lattice_facts
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
@@ -80,14 +80,20 @@ def test_one_coordinate_beside_it_is_enough() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 7, 130])
-def test_distances_are_those_of_points_of_any_strides(columns: int) -> None:
+def test_facts_are_those_of_points_of_any_strides(columns: int) -> None:
+    """Of both steps and of all blocks, up to what rounding explains."""
     draw = torch.Generator().manual_seed(0)
-    multiples = torch.randint(-9, 300, (columns, 2 * 77), generator=draw).double()
-    points = (multiples * (1 + 2.0**-26)).T[::2].to(DEVICE)
-    squares = lattice_distance(points, 1.0, 2.0**-23)
-    expected = (points - points.round()).square().sum(1)
-    torch.testing.assert_close(squares, expected)
-    assert bool(lattice_distance(points, 1.0, 2.0**-27)[expected > 0].isnan().all())
+    halves = torch.randint(-9, 300, (columns, 2 * 277), generator=draw).double()
+    halves[-1, 2 * 276] = 301
+    points = (halves / 2 * (1 + 2.0**-26)).T[::2].to(DEVICE)
+
+    def facts(rounding: float) -> list[float]:
+        found = lattice_facts(points, (1.0, 2.0), rounding)
+        assert found.shape[0] > 1
+        return found.amax(0).tolist()
+
+    assert facts(2.0**-23) == [1, 0, -float(points.min()), float(points.max())]
+    assert facts(2.0**-27)[:2] == [1, 1]
 
 
 @pytest.mark.slow(after=2)

@@ -108,8 +108,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("get_device_capability", (9, 0)),
         ("get_device_name", "Some GPU"),
         ("mem_get_info", (1000, 10_000)),
-        ("memory_reserved", 300),
-        ("memory_allocated", 100),
+        (
+            "memory_stats_as_nested_dict",
+            {
+                "reserved_bytes": {"all": {"current": 300}},
+                "allocated_bytes": {"all": {"current": 100}},
+            },
+        ),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(LabeledSamples, "to", fails)

@@ -159,13 +159,13 @@ def test_units_are_powers_of_1024_and_of_1000() -> None:
 
 
 def test_what_pytorch_keeps_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, answer in (
-        ("mem_get_info", (5000, 10_000)),
-        ("memory_reserved", 700),
-        ("memory_allocated", 200),
-    ):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    assert free_memory(GPU) == 5500
+    """Before anything was allocated PyTorch knows no numbers."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5000, 10_000))
+    known = {"reserved_bytes": 700, "allocated_bytes": 200}
+    for expected, kept in ((5000, {}), (5500, known)):
+        found = {name: {"all": {"current": count}} for name, count in kept.items()}
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _, found=found: found)
+        assert free_memory(GPU) == expected
 
 
 def test_a_system_that_does_not_say_has_half_of_its_memory_free(

@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 
+from otdd_flash.kernels.linear.halves import to_halves
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import kernel_plans, memory
 from otdd_flash.operators.base import refined
@@ -15,6 +16,7 @@ from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan, HeldPlan
+from otdd_flash.solver.schur import SchurSystem
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON = 0.4
@@ -204,3 +206,49 @@ def test_a_fused_plan_is_that_of_the_points_themselves(
     torch.testing.assert_close(far.rows, scale * plan.sum(1), rtol=1e-4, atol=1e-30)
     torch.testing.assert_close(far.columns, scale * plan.sum(0), rtol=1e-4, atol=1e-30)
     assert float((far.times(values) - scale * plan @ values).abs().max()) <= 1e-3 * scale
+
+
+@pytest.mark.slow
+def test_a_symmetric_plan_has_one_product_for_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cloud with itself at one potential; two equal ones are two."""
+    of = operator(150, 150, 3).cost
+    x, labels = of.points[0], of.labels[0]
+    costs = (of.class_costs + of.class_costs.T) / 2
+    given = {"labels_x": labels, "labels_y": labels, "class_costs": costs, "lambda_x": 0.5}
+    cost = KernelOperator(LabelledCost(x, x, of.a, of.a, **given), "high")
+    f, _ = potentials(cost)
+    without_memory(monkeypatch)
+    plan, values = dense(cost, f, f), torch.rand(150, 3, dtype=torch.float64, device=DEVICE)
+    for other, sides in ((f, 1), (f.clone(), 2)):
+        found = plan_of(cost, f, other, EPSILON)
+        assert isinstance(found, ExactFusedPlan)
+        assert len({id(product) for product in found._products}) == sides
+        for got in (found.times(values), found.transposed_times(values)):
+            assert float((got - plan @ values).abs().max()) <= 2e-5 * float(plan.sum(1).max())
+        torch.testing.assert_close(found.columns, plan.sum(0), rtol=2e-5, atol=1e-30)
+        assert (found.columns is found.rows) == (sides == 1)
+        left, right = values[:, :2], values[:, 1:]
+        weighted = (plan * (left @ right.T)).T @ values
+        got = found.transposed_times(values, (left, right))
+        assert float((got - weighted).abs().max()) <= 1e-4 * float(weighted.abs().max())
+
+
+@pytest.mark.slow
+def test_images_of_systems_are_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan whose rows are computed in several ranges of columns."""
+    cost = refined(operator(150, 270, 1))
+    f, g = potentials(cost)
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
+    plan = plan_of(cost, f, g, EPSILON)
+    assert isinstance(plan, ExactFusedPlan)
+    system = SchurSystem(plan)
+    draw = torch.Generator().manual_seed(1)
+    values = torch.randn(270, 3, generator=draw, dtype=torch.float64).to(DEVICE)
+    assert system.layout is not None
+    image = system.image(*to_halves(values, system.layout, multiple=16))
+    assert image.found.slots > 1 or values.is_cuda
+    products = image.found.merged().double().sum(1)[image.position, :3] / image.scales
+    found = image.diagonal.view(-1, 1) * values + image.weights[:, None] * products
+    expected = system.times(values)
+    assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
