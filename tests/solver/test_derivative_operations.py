@@ -18,6 +18,7 @@ from otdd_flash.solver.hessian import DivergenceCurvature
 from otdd_flash.solver.problem import Problem
 
 pytestmark = [
+    pytest.mark.usefixtures("iterations_alone"),
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs"),
 ]
