@@ -30,6 +30,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import build_operator, class_indices
 from otdd_flash.operators.plan import Factors, Plan, Products, plan_of
@@ -70,6 +71,7 @@ class Entries:
     ) -> None:
         self.a, self.b = masses
         self.whole = bool((self.a > 0).all()) and bool((self.b > 0).all())
+        self._epsilon = epsilon
         exact = refined(operator(self.whole))
         self._masses = exact.a[:, None], exact.b[:, None]
         self.plan: Plan = plan_of(exact, *potentials, epsilon, MOST_HELD)
@@ -110,14 +112,14 @@ class Entries:
         """Sums e b (n,)."""
         if self.whole:
             return self.plan.rows / self.a
-        return self.times(self.b[:, None])[:, 0]
+        return checked_sums(self.times(self.b[:, None])[:, 0], self.a, self._epsilon)
 
     @cached_property
     def p(self) -> Tensor:
         """Sums e^T a (m,)."""
         if self.whole:
             return self.plan.columns / self.b
-        return self.transposed_times(self.a[:, None])[:, 0]
+        return checked_sums(self.transposed_times(self.a[:, None])[:, 0], self.b, self._epsilon)
 
     def solve(
         self, s: Tensor, t: Tensor, cg: CGOptions, options: Schedule
@@ -145,6 +147,24 @@ class Entries:
         report_system(found, options)
         w1 = per_row * (s[:, None] - products.times(found.values))
         return w1[:, 0], found.values[:, 0]
+
+
+def checked_sums(sums: Tensor, masses: Tensor, epsilon: float) -> Tensor:
+    """Sums of e (n,) as they are, by which conditional plans of points without mass are divided.
+
+    They are 1 but for rounding where the potential is a softmin.
+
+    Raises:
+        InputError: the costs of such a point are rounded by so much more than epsilon that its sum
+            underflows or overflows.
+    """
+    if not bool(((sums > 0) & sums.isfinite() | (masses > 0)).all()):
+        raise InputError(
+            f"epsilon={epsilon:g} is too small for the costs of points without mass: rounding "
+            "alone decides where their plan sends them; raise epsilon, set precision=double or "
+            "leave those points out"
+        )
+    return sums
 
 
 class _Weighted:

@@ -37,6 +37,7 @@ from otdd_flash.operators.plan import Factors, StreamedPlan
 from otdd_flash.solver.adjoint import (
     CostWeights,
     Entries,
+    checked_sums,
     cost_gradient,
     potentials_everywhere,
 )
@@ -104,7 +105,8 @@ def transport_map(
 
     Raises:
         InputError: as `sinkhorn_loss`; values of another length, type or device than y, or not
-            finite; in the backward pass an input that was changed in place; a second derivative.
+            finite; an epsilon that is far below the rounding of costs of points without mass; in
+            the backward pass an input that was changed in place; a second derivative.
         ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
             the backward pass, the linear system was not solved.
 
@@ -186,12 +188,15 @@ class MapGradient:
     def mapped(self) -> Tensor:
         """T (n, k), float64."""
         inputs, (values, origin) = self._problem.inputs("xy"), self._centred()
+        masses, epsilon = inputs.source.masses, self._problem.epsilon
         # Rows without mass have a conditional plan, which is the same at any other mass.
         inputs = replace(inputs, source=replace(inputs.source, weights=None))
         operator = refined(build_operator(inputs, keep_scores=False))
-        plan = StreamedPlan(operator, *self._potentials, self._problem.epsilon)
+        plan = StreamedPlan(operator, *self._potentials, epsilon)
         found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
-        return found[:, :-1] / found[:, -1:] + origin
+        found *= len(masses)
+        sums = checked_sums(found[:, -1], masses, epsilon)
+        return found[:, :-1] / sums[:, None] + origin
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients for a cotangent T' (n, k)."""
