@@ -112,14 +112,18 @@ class Entries:
         """Sums e b (n,)."""
         if self.whole:
             return self.plan.rows / self.a
-        return checked_sums(self.times(self.b[:, None])[:, 0], self.a, self._epsilon)
+        found = self.times(self.b[:, None])[:, 0]
+        check_sums(found[self.a == 0], self._epsilon)
+        return found
 
     @cached_property
     def p(self) -> Tensor:
         """Sums e^T a (m,)."""
         if self.whole:
             return self.plan.columns / self.b
-        return checked_sums(self.transposed_times(self.a[:, None])[:, 0], self.b, self._epsilon)
+        found = self.transposed_times(self.a[:, None])[:, 0]
+        check_sums(found[self.b == 0], self._epsilon)
+        return found
 
     def solve(
         self, s: Tensor, t: Tensor, cg: CGOptions, options: Schedule
@@ -149,22 +153,21 @@ class Entries:
         return w1[:, 0], found.values[:, 0]
 
 
-def checked_sums(sums: Tensor, masses: Tensor, epsilon: float) -> Tensor:
-    """Sums of e (n,) as they are, by which conditional plans of points without mass are divided.
+def check_sums(sums: Tensor, epsilon: float) -> None:
+    """Refuse sums of rows of e (n,) by which conditional plans cannot be divided.
 
-    They are 1 but for rounding where the potential is a softmin.
+    They are 1 but for rounding where the potential is a softmin, or the solve has converged.
 
     Raises:
         InputError: the costs of such a point are rounded by so much more than epsilon that its sum
             underflows or overflows.
     """
-    if not bool(((sums > 0) & sums.isfinite() | (masses > 0)).all()):
+    if not bool(((sums > 0) & sums.isfinite()).all()):
         raise InputError(
-            f"epsilon={epsilon:g} is too small for the costs of points without mass: rounding "
-            "alone decides where their plan sends them; raise epsilon, set precision=double or "
-            "leave those points out"
+            f"epsilon={epsilon:g} is too small for the costs of points of little or no mass: "
+            "rounding alone decides where their plan sends them; raise epsilon, set "
+            "precision=double or leave those points out"
         )
-    return sums
 
 
 class _Weighted:

@@ -37,7 +37,7 @@ from otdd_flash.operators.plan import Factors, StreamedPlan
 from otdd_flash.solver.adjoint import (
     CostWeights,
     Entries,
-    checked_sums,
+    check_sums,
     cost_gradient,
     potentials_everywhere,
 )
@@ -105,8 +105,8 @@ def transport_map(
 
     Raises:
         InputError: as `sinkhorn_loss`; values of another length, type or device than y, or not
-            finite; an epsilon that is far below the rounding of costs of points without mass; in
-            the backward pass an input that was changed in place; a second derivative.
+            finite; an epsilon that is far below the rounding of costs of points of little or no
+            mass; in the backward pass an input that was changed in place; a second derivative.
         ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
             the backward pass, the linear system was not solved.
 
@@ -188,15 +188,13 @@ class MapGradient:
     def mapped(self) -> Tensor:
         """T (n, k), float64."""
         inputs, (values, origin) = self._problem.inputs("xy"), self._centred()
-        masses, epsilon = inputs.source.masses, self._problem.epsilon
         # Rows without mass have a conditional plan, which is the same at any other mass.
         inputs = replace(inputs, source=replace(inputs.source, weights=None))
         operator = refined(build_operator(inputs, keep_scores=False))
-        plan = StreamedPlan(operator, *self._potentials, epsilon)
+        plan = StreamedPlan(operator, *self._potentials, self._problem.epsilon)
         found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
-        found *= len(masses)
-        sums = checked_sums(found[:, -1], masses, epsilon)
-        return found[:, :-1] / sums[:, None] + origin
+        check_sums(found[:, -1], self._problem.epsilon)
+        return found[:, :-1] / found[:, -1:] + origin
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients for a cotangent T' (n, k)."""
@@ -206,6 +204,7 @@ class MapGradient:
     def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:
         problem = self._problem
         entries = Entries.of(problem, *self._potentials)
+        check_sums(entries.q, problem.epsilon)
         a, b, per_q = entries.a, entries.b, 1 / entries.q[:, None]
         left, right = self._factors(entries, per_q, cotangent)
         pulled = entries.transposed_times(left)
