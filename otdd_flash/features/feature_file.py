@@ -130,13 +130,24 @@ class FeatureFile:
             raise InputError(f"cannot read {piece.path}: {error.strerror or error}") from None
 
     def take(self, rows: Tensor, out: Tensor) -> Tensor:
-        """Fill `out` (k, d), on the CPU, with rows (k,) int64 in any order."""
+        """Fill `out` (k, d), on the CPU, with rows (k,) int64 in any order.
+
+        Raises:
+            InputError: a file changed.
+        """
+        # Before, as memory that was mapped of a file that is shorter now must not be touched.
         self.check()
+        self._take(rows, out)
+        self.check()
+        return out
+
+    def _take(self, rows: Tensor, out: Tensor) -> None:
         count = self._firsts[-1]
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < count):
             raise IndexError(f"row {int(rows.max())} of {count}")
         if len(self.matrix.pieces) == 1:
-            return torch.index_select(self.mapped(), 0, rows, out=out)
+            torch.index_select(self.mapped(), 0, rows, out=out)
+            return
         order = torch.argsort(rows)
         wanted = rows[order]
         cuts = torch.searchsorted(wanted, torch.tensor(self._firsts)).tolist()
@@ -144,7 +155,6 @@ class FeatureFile:
             here = slice(cuts[place], cuts[place + 1])
             if here.start < here.stop:
                 out[order[here]] = self._mapped(piece)[wanted[here] - first]
-        return out
 
     def mapped(self) -> Tensor:
         """All of one piece, mapped into memory; what is written to it stays in memory."""

@@ -2,9 +2,10 @@
 
 A block is packed on the GPU when it first comes, and its packed form is copied to page-locked host
 memory. Later passes copy that back, of half the bytes or fewer where kernels read float16 alone,
-and pack nothing. Order, norms and labels of packed rows stay on the GPU. Passes that need the
-points themselves, those of certificates and products, read them as they are. Rows of one block
-stay on the GPU, points and packed form, until another cost is streamed.
+and pack nothing. Norms of packed rows stay on the GPU; their order and labels do, too, for blocks
+that the host has no room for. Passes that need the points themselves, those of certificates and
+products, read them as they are. Rows of one block stay on the GPU, points and packed form, until
+another cost is streamed.
 """
 
 from __future__ import annotations
@@ -157,8 +158,10 @@ class PackedBlocks:
                 nowhere = torch.empty(shape, dtype=source.dtype, device="meta")
                 yield There(block, nowhere, packed, known)
                 continue
-            layout = None if held is None else held.without.layout
+            # Without it the host waits for the number of rows, once for each pair of blocks.
+            layout = known.get("layout")
             packed = packing.pack(side, self._labels[side][block.rows], there, layout)
+            known["layout"] = packed.layout
             found = There(block, there, packed, known)
             if store.single:
                 store.stays = found

@@ -22,6 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.labelled_cost import equal_masses
@@ -44,6 +45,7 @@ class Entries:
         masses: a (n,) and b (m,).
         plan: makes the plan, of potentials of points without mass as well: with these masses, or
             called with False with equal ones. Products are divided by those.
+        epsilon: regularisation, in units of the cost.
 
     Attributes:
         a: (n,) masses.
@@ -53,8 +55,11 @@ class Entries:
         masses: that it has, (n,) and (m,).
     """
 
-    def __init__(self, masses: tuple[Tensor, Tensor], plan: Callable[[bool], Plan]) -> None:
+    def __init__(
+        self, masses: tuple[Tensor, Tensor], plan: Callable[[bool], Plan], epsilon: float
+    ) -> None:
         self.a, self.b = masses
+        self._epsilon = epsilon
         self.whole = bool(torch.cat(masses).amin() > 0)
         self.plan = plan(self.whole)
         self.masses = masses
@@ -76,7 +81,7 @@ class Entries:
             found = dense_plan(given, f, g, problem.epsilon)
             return found or held_plan(build_operator(given), f, g, problem.epsilon)
 
-        return cls((inputs.source.masses, inputs.target.masses), plan)
+        return cls((inputs.source.masses, inputs.target.masses), plan, problem.epsilon)
 
     def times(
         self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
@@ -101,14 +106,18 @@ class Entries:
         """Sums e b (n,)."""
         if self.whole:
             return self.plan.rows / self.a
-        return self.times(self.b[:, None])[:, 0]
+        found = self.times(self.b[:, None])[:, 0]
+        check_sums(found[self.a == 0], self._epsilon)
+        return found
 
     @cached_property
     def p(self) -> Tensor:
         """Sums e^T a (m,)."""
         if self.whole:
             return self.plan.columns / self.b
-        return self.transposed_times(self.a[:, None])[:, 0]
+        found = self.transposed_times(self.a[:, None])[:, 0]
+        check_sums(found[self.b == 0], self._epsilon)
+        return found
 
     def solve(
         self, s: Tensor | None, t: Tensor, cg: CGOptions, options: Schedule
@@ -166,6 +175,23 @@ class Entries:
 def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
     """The plan of f (n,) and g (m,) on the `refined` form of an operator."""
     return plan_of(refined(operator), f, g, epsilon, MOST_HELD)
+
+
+def check_sums(sums: Tensor, epsilon: float) -> None:
+    """Refuse sums of rows of e (n,) by which conditional plans cannot be divided.
+
+    They are 1 but for rounding where the potential is a softmin, or the solve has converged.
+
+    Raises:
+        InputError: the costs of such a point are rounded by so much more than epsilon that its sum
+            underflows or overflows.
+    """
+    if not bool(((sums > 0) & sums.isfinite()).all()):
+        raise InputError(
+            f"epsilon={epsilon:g} is too small for the costs of points of little or no mass: "
+            "rounding alone decides where their plan sends them; raise epsilon, set "
+            "precision=double or leave those points out"
+        )
 
 
 class _Weighted:

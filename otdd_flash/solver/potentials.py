@@ -88,8 +88,9 @@ def sinkhorn_potentials(
         f and g in units of the cost, float64, where the points are.
 
     Raises:
-        InputError: as `sinkhorn_loss`; in the backward pass an input that was changed in place; a
-            second derivative.
+        InputError: as `sinkhorn_loss`; in the backward pass an input that was changed in place, or
+            an epsilon that is far below the rounding of costs of points without mass; a second
+            derivative.
         ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
             the backward pass, the linear system was not solved.
 

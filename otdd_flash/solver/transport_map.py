@@ -34,7 +34,7 @@ from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import Compute, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.plan import Factors, Plan, StreamedPlan
-from otdd_flash.solver.adjoint import Entries, potentials_everywhere
+from otdd_flash.solver.adjoint import Entries, check_sums, potentials_everywhere
 from otdd_flash.solver.centred import less_origin, mean_near
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
 from otdd_flash.solver.dense_plan import dense_plan
@@ -102,7 +102,8 @@ def transport_map(
 
     Raises:
         InputError: as `sinkhorn_loss`; values of another length, type or device than y, or not
-            finite; in the backward pass an input that was changed in place; a second derivative.
+            finite; an epsilon that is far below the rounding of costs of points of little or no
+            mass; in the backward pass an input that was changed in place; a second derivative.
         ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
             the backward pass, the linear system was not solved.
 
@@ -191,6 +192,7 @@ class MapGradient:
         if plan is None:
             plan = StreamedPlan(refined(build_operator(inputs, keep_scores=False)), *at)
         found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
+        check_sums(found[:, -1], self._problem.epsilon)
         return found[:, :-1] / found[:, -1:] + origin
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -201,6 +203,7 @@ class MapGradient:
     def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:
         problem = self._problem
         entries = Entries.of(problem, *self._potentials)
+        check_sums(entries.q, problem.epsilon)
         a, b, per_q = entries.a, entries.b, 1 / entries.q[:, None]
         left, right = self._factors(entries, per_q, cotangent)
         pulled = entries.transposed_times(left)

@@ -84,6 +84,30 @@ def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None
             use()
 
 
+@pytest.mark.parametrize("rows", [slice(3, 60), torch.tensor([5, 2])], ids=["block", "some"])
+def test_a_file_that_changes_while_rows_are_read_is_refused(
+    rows: slice | torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same size, so that nothing is missing: the last pass would not find out."""
+    features = otdd.features_file(path := written(tmp_path, "npy"))
+    assert isinstance(features, FileFeatures)
+    file = features.file
+
+    def changed(read: Any) -> Any:
+        def reading(*args: Any, **kwargs: Any) -> Any:
+            found = read(*args, **kwargs)
+            os.utime(path, (1, 1))
+            return found
+
+        return reading
+
+    monkeypatch.setattr(file, "_read", changed(file._read))
+    monkeypatch.setattr(file, "_mapped", changed(file._mapped))
+    read = file.read if isinstance(rows, slice) else file.take
+    with pytest.raises(InputError, match="changed while it was in use"):
+        read(rows, torch.empty(57 if isinstance(rows, slice) else 2, 3))
+
+
 def test_classes_without_samples_leave_features_in_their_file(tmp_path: Path) -> None:
     """A name that no row has is no reason to read all of them."""
     features = otdd.features_file(written(tmp_path, "npy"))

@@ -444,3 +444,34 @@ def test_any_potentials(zeros: bool) -> None:
     for masses_, one, other in ((a, found["a"], u), (b, found["b"], v)):
         off = (one - other)[masses_ > 0]
         assert float((off - off.mean()).abs().max()) <= 1e-9
+
+
+@pytest.mark.parametrize("function", [otdd.transport_map, otdd.sinkhorn_potentials])
+def test_points_without_mass_that_rounding_decides_about_are_refused(function: Any) -> None:
+    """A map would be 0 / 0 there, and every gradient NaN."""
+    x, y = torch.linspace(0, 3e5, 30)[:, None], torch.tensor([[0.0], [0.3], [1.0]])
+    a, b = (torch.arange(30) == 0).double(), torch.tensor([0.5, 0.3, 0.2]).double()
+
+    def gradient(precision: str) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        compute = otdd.ComputeOptions("cpu", precision=precision)
+        found = function(leaf, y, a, b, epsilon=1e-3, compute=compute)
+        (found,) = torch.autograd.grad(
+            (found if isinstance(found, Tensor) else found[0]).sum(), leaf
+        )
+        return found
+
+    with pytest.raises(InputError, match=r"of little or no mass: rounding alone decides"):
+        gradient("fast")
+    assert bool(gradient("double").isfinite().all())
+
+
+def test_a_row_that_underflows_is_refused_and_not_divided_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of a point of little mass may, which a solve in float32 leaves where it was."""
+    x, y = torch.randn(5, 2).requires_grad_(), torch.randn(4, 2)
+    found = otdd.transport_map(x, y, epsilon=0.5)
+    monkeypatch.setattr(Entries, "q", torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]).double())
+    with pytest.raises(InputError, match="of little or no mass"):
+        found.sum().backward()

@@ -131,7 +131,9 @@ class PlanGradient:
         a, b, cotangent = problem.a, problem.b, cotangents[0].to(problem.device)
         potentials = self._everywhere()
         entries = Entries(
-            (a, b), lambda weighted: held_plan(self._tiles(weighted), *potentials, epsilon)
+            (a, b),
+            lambda weighted: held_plan(self._tiles(weighted), *potentials, epsilon),
+            epsilon,
         )
         (left, right), tiles = self._weighted_tiles(entries, potentials)
         # Weights that are left to give to an entry of a tile.
