@@ -39,11 +39,15 @@ class Sizes(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What is computed: `compute(settings, sizes, ranks)` says what to keep and what to report."""
+    """What is computed: `compute(settings, sizes, ranks)` says what to keep and what to report.
+
+    Some take one process alone.
+    """
 
     sizes: Sizes
     epsilon_relative: float
     compute: Callable[[dict[str, Any], Sizes, Ranks | None], dict[str, Any]]
+    alone: bool = False
 
 
 def clouds(sizes: Sizes, device: str) -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
@@ -182,7 +186,7 @@ def flow(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[st
 WORKLOADS = {
     "imagenet_0.1": Workload(Sizes(1_281_167, 512, 1000), 0.1, distance),
     "imagenet_0.01": Workload(Sizes(1_281_167, 512, 1000), 0.01, distance),
-    "imagenet_streamed": Workload(Sizes(1_281_167, 512, 1000), 0.1, streamed),
+    "imagenet_streamed": Workload(Sizes(1_281_167, 512, 1000), 0.1, streamed, alone=True),
     "four_million": Workload(Sizes(4_000_000, 512, 10_000), 0.1, distance),
     "class_table": Workload(Sizes(128_000, 64, 2000), 0.05, class_table),
     "flow": Workload(Sizes(60_000, 784, 10), 0.05, flow),

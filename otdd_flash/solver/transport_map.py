@@ -203,7 +203,6 @@ class MapGradient:
     def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:
         problem = self._problem
         entries = Entries.of(problem, *self._potentials)
-        check_sums(entries.q, problem.epsilon)
         a, b, per_q = entries.a, entries.b, 1 / entries.q[:, None]
         left, right = self._factors(entries, per_q, cotangent)
         pulled = entries.transposed_times(left)

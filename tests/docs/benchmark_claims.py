@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from result_rows import EPSILONS, Claim, content, row, seconds_to_converge
+from result_rows import Claim, at_each_epsilon, content, row, seconds_to_converge
 
 
 def distances() -> Iterator[Claim]:
@@ -25,10 +25,7 @@ def distances() -> Iterator[Claim]:
         r = row("bench_divergence", n=n, d=d)
         yield start, [*r["forward_ms"].values(), r["forward_ratio"]]
     pair = {"pair": "mnist -> fashion_mnist", "points": "pixels", "n": 60000}
-    found = [
-        seconds_to_converge("bench_convergence_cuda", epsilon_relative=epsilon, **pair)
-        for epsilon in EPSILONS
-    ]
+    found = at_each_epsilon("bench_convergence_cuda", **pair)
     yield (
         "one transport of MNIST to Fashion-MNIST, pixels, 60,000 a side, no labels, to 1e-3, "
         "at 0.1 / 0.01 / 0.001 of the mean cost",
@@ -69,10 +66,7 @@ def distances() -> Iterator[Claim]:
         [second["seconds_per_iteration"]["ours"], *ratios],
     )
     keys = {"pair": "mnist -> usps", "points": "pixels", "n": 2000}
-    found = [
-        seconds_to_converge("bench_convergence_cpu", epsilon_relative=epsilon, **keys)
-        for epsilon in EPSILONS
-    ]
+    found = at_each_epsilon("bench_convergence_cpu", **keys)
     yield (
         "one transport of MNIST to USPS, pixels, 2,000 a side, no labels, to 1e-3, "
         "at 0.1 / 0.01 / 0.001",

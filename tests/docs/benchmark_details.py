@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from result_rows import EPSILONS, Claim, row, seconds_to_converge
+from result_rows import EPSILONS, Claim, at_each_epsilon, row
 
 
 def small_problems() -> Iterator[Claim]:
@@ -37,10 +37,7 @@ def convergence() -> Iterator[Claim]:
         if (n, target, points) == (60000, "fashion_mnist", "pixels"):
             size += " a side"
         keys = {"pair": f"mnist -> {target}", "points": points, "n": n}
-        found = [
-            seconds_to_converge("bench_convergence_cuda", epsilon_relative=epsilon, **keys)
-            for epsilon in EPSILONS
-        ]
+        found = at_each_epsilon("bench_convergence_cuda", **keys)
         numbers = [number for ours, times in found for number in (1e3 * ours, times)]
         yield f"{names[target]}, {kinds[points]}, {size}", numbers
 

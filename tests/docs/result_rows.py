@@ -36,3 +36,8 @@ def seconds_to_converge(name: str, **keys: Any) -> list[float]:
     floors = [r["at_least_seconds"] for r in others if r.get("at_least_seconds")]
     # What was stopped counts down to its whole multiple.
     return [ours, min(reached) / ours if reached else int(min(floors) / ours)]
+
+
+def at_each_epsilon(name: str, **keys: Any) -> list[list[float]]:
+    """The same at every epsilon."""
+    return [seconds_to_converge(name, epsilon_relative=epsilon, **keys) for epsilon in EPSILONS]

@@ -37,6 +37,13 @@ def test_there_is_a_small_size_of_every_workload() -> None:
     assert SMALL.keys() == WORKLOADS.keys()
 
 
+def test_points_in_host_memory_are_for_one_process(tmp_path: Path) -> None:
+    (row,) = rows("imagenet_streamed", tmp_path, "1", "2")
+    (device,) = rows("imagenet_0.1", tmp_path / "device", "1")
+    assert row["processes"] == 1
+    assert row["value"] == pytest.approx(device["value"], rel=1e-6)
+
+
 @pytest.mark.parametrize("workload", ["imagenet_0.1", "class_table", "flow"])
 def test_two_processes_find_the_numbers_of_one(workload: str, tmp_path: Path) -> None:
     one, two = rows(workload, tmp_path, "1", "2")
