@@ -92,13 +92,11 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("function", "most", "waits"),
-    # A map asks whether any row of its plan underflows, too.
-    [("sinkhorn_potentials", 160, 2), ("transport_map", 190, 3)],
+    ("function", "most"), [("sinkhorn_potentials", 160), ("transport_map", 190)]
 )
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_backward_pass_asks_for_little(
-    function: str, most: int, waits: int, backend: str, monkeypatch: pytest.MonkeyPatch
+    function: str, most: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No operator is built, and nothing repeats; the gradient is that of many points' way."""
     x, y = (points.float().to(DEVICE) for points in clouds(300, 300, 20))
@@ -111,7 +109,7 @@ def test_a_backward_pass_asks_for_little(
     with Calls() as calls:
         (found,) = torch.autograd.grad(result, x, cotangent, retain_graph=True)
     assert calls.by_name.total() <= most
-    assert calls.by_name["aten._local_scalar_dense.default"] <= waits
+    assert calls.by_name["aten._local_scalar_dense.default"] <= 2
     monkeypatch.setattr(direct, "MOST_POINTS", 0)
     (expected,) = torch.autograd.grad(result, x, cotangent)
     assert float((found - expected).norm() / expected.norm()) <= 1e-4
