@@ -7,6 +7,7 @@ Workloads, of random labelled clouds with W given unless it is what is measured:
 
 - imagenet_0.1, imagenet_0.01: the certified debiased divergence of 1,281,167 points a side, d =
   512, 1,000 classes a side, at that multiple of the mean cost;
+- imagenet_ring: the first with a budget for which points go round, by several processes;
 - imagenet_streamed: the first with points in host memory, of which the device holds a part, by one
   process alone;
 - four_million: 4 million points a side, 10,000 classes a side, at 0.1;
@@ -72,11 +73,14 @@ def main() -> None:
     workload = WORKLOADS[given.workload]
     sizes = [getattr(given, key) or getattr(workload.sizes, key) for key in KEYS[2:]]
     rows = Rows(f"bench_scale_{given.device}", KEYS, "torch", "triton", folder=given.output)
+    one = workload.against or given.workload
     for processes in [1] if workload.alone else given.processes:
+        if processes == 1 and workload.against is not None:
+            continue
         keys = dict(zip(KEYS, (given.workload, processes, *sizes), strict=True))
         if rows.has(**keys):
             continue
-        name = "_".join(map(str, (given.workload, *sizes)))
+        name = "_".join(map(str, (one, *sizes)))
         settings = {
             "workload": given.workload,
             "processes": processes,
@@ -88,7 +92,7 @@ def main() -> None:
         }
         found = measured(settings)
         alone = [row for row in rows.rows if all(row[key] == keys[key] for key in KEYS[2:])]
-        alone = [row for row in alone if (row["workload"], row["processes"]) == (given.workload, 1)]
+        alone = [row for row in alone if (row["workload"], row["processes"]) == (one, 1)]
         first = alone[0]["seconds"] if alone else found["seconds"] if processes == 1 else None
         speed_up = None if first is None else first / found["seconds"]
         rows.add(

@@ -41,13 +41,15 @@ class Sizes(NamedTuple):
 class Workload(NamedTuple):
     """What is computed: `compute(settings, sizes, ranks)` says what to keep and what to report.
 
-    Some take one process alone.
+    Some take one process alone, others take several; these name the workload of one process that
+    they are compared with.
     """
 
     sizes: Sizes
     epsilon_relative: float
     compute: Callable[[dict[str, Any], Sizes, Ranks | None], dict[str, Any]]
     alone: bool = False
+    against: str | None = None
 
 
 def clouds(sizes: Sizes, device: str) -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
@@ -82,34 +84,36 @@ def given_table(sizes: Sizes, device: str) -> ClassDistances:
 
 def distance(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[str, Any]:
     """The certified debiased divergence, W given."""
-    device = settings["device"]
-    compute = otdd.ComputeOptions(device, group=ranks)
-    return solved(settings, sizes, ranks, compute, lambda sizes: clouds(sizes, device))
+    return solved(settings, sizes, ranks, lambda sizes: "auto", clouds)
+
+
+def ring(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[str, Any]:
+    """The same with a budget that all points, packed, exceed by a third."""
+    return solved(settings, sizes, ranks, lambda sizes: 12 * sizes.points * sizes.dimension, clouds)
 
 
 def streamed(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[str, Any]:
     """The same of points in host memory, with a budget that holds half of them when packed."""
-    device = settings["device"]
-    budget = 4 * sizes.points * sizes.dimension
-    compute = otdd.ComputeOptions(device, group=ranks, memory_budget=budget)
 
-    def on_host(sizes: Sizes) -> list[otdd.LabeledSamples]:
+    def on_host(sizes: Sizes, device: str) -> list[otdd.LabeledSamples]:
         return [side.to("cpu") for side in clouds(sizes, device)]
 
-    return solved(settings, sizes, ranks, compute, on_host)
+    return solved(settings, sizes, ranks, lambda sizes: 4 * sizes.points * sizes.dimension, on_host)
 
 
 def solved(
     settings: dict[str, Any],
     sizes: Sizes,
     ranks: Ranks | None,
-    compute: otdd.ComputeOptions,
-    sides_of: Callable[[Sizes], Sequence[otdd.LabeledSamples]],
+    budget_of: Callable[[Sizes], int | str],
+    sides_of: Callable[[Sizes, str], Sequence[otdd.LabeledSamples]],
 ) -> dict[str, Any]:
     """What a divergence between both sides takes and tells, after a smaller one."""
+    device = settings["device"]
 
     def solve(sizes: Sizes) -> Callable[[], otdd.DistanceResult]:
-        table, sides = given_table(sizes, settings["device"]), sides_of(sizes)
+        table, sides = given_table(sizes, device), sides_of(sizes, device)
+        compute = otdd.ComputeOptions(device, memory_budget=budget_of(sizes), group=ranks)
         return lambda: otdd.dataset_distance(
             *sides,
             class_distances=table,
@@ -128,6 +132,7 @@ def solved(
         "bounds": result.bounds,
         "converged": result.converged,
         "passes": sum(term.passes for term in (terms.xy, terms.xx, terms.yy) if term is not None),
+        "layout": result.shared.layout,
         **({} if result.streamed is None else {"streamed": result.streamed}),
         **compared(settings, {"f": terms.xy.f, "g": terms.xy.g}, ranks),
     }
@@ -186,6 +191,7 @@ def flow(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[st
 WORKLOADS = {
     "imagenet_0.1": Workload(Sizes(1_281_167, 512, 1000), 0.1, distance),
     "imagenet_0.01": Workload(Sizes(1_281_167, 512, 1000), 0.01, distance),
+    "imagenet_ring": Workload(Sizes(1_281_167, 512, 1000), 0.1, ring, against="imagenet_0.1"),
     "imagenet_streamed": Workload(Sizes(1_281_167, 512, 1000), 0.1, streamed, alone=True),
     "four_million": Workload(Sizes(4_000_000, 512, 10_000), 0.1, distance),
     "class_table": Workload(Sizes(128_000, 64, 2000), 0.05, class_table),

@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]
 SMALL = {
     "imagenet_0.1": ("--points", "300", "--dimension", "8", "--classes", "4"),
     "imagenet_0.01": ("--points", "200", "--dimension", "8", "--classes", "4"),
+    # More than is taken to be there without asking.
+    "imagenet_ring": ("--points", "300", "--dimension", "20000", "--classes", "4"),
     "imagenet_streamed": ("--points", "300", "--dimension", "8", "--classes", "4"),
     "four_million": ("--points", "200", "--dimension", "8", "--classes", "20"),
     "class_table": ("--points", "120", "--dimension", "8", "--classes", "12"),
@@ -24,9 +26,9 @@ SMALL = {
 }
 
 
-def rows(workload: str, folder: Path, *processes: str) -> list[dict[str, Any]]:
+def rows(workload: str, folder: Path, *processes: str, sizes: str = "") -> list[dict[str, Any]]:
     start = [sys.executable, "-m", "experiments.bench_scale", workload, "--device", "cpu"]
-    given = ["--processes", *processes, "--output", str(folder), *SMALL[workload]]
+    given = ["--processes", *processes, "--output", str(folder), *SMALL[sizes or workload]]
     done = subprocess.run(start + given, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads((folder / "bench_scale_cpu.json").read_text())["rows"]
@@ -42,6 +44,16 @@ def test_points_in_host_memory_are_for_one_process(tmp_path: Path) -> None:
     (device,) = rows("imagenet_0.1", tmp_path / "device", "1")
     assert row["processes"] == 1
     assert row["value"] == pytest.approx(device["value"], rel=1e-6)
+
+
+def test_points_that_go_round_are_compared_with_one_process(tmp_path: Path) -> None:
+    (one,) = rows("imagenet_0.1", tmp_path, "1", sizes="imagenet_ring")
+    assert rows("imagenet_ring", tmp_path, "1") == [one]
+    _, two = rows("imagenet_ring", tmp_path, "2")
+    assert (one["layout"], two["layout"]) == ("replicated", "ring")
+    assert two["value"] == pytest.approx(one["value"], rel=1e-3)
+    assert two["farthest_from_one_process"] < 1e-2 * one["value"]
+    assert two["speed_up"] == pytest.approx(one["seconds"] / two["seconds"])
 
 
 @pytest.mark.parametrize("workload", ["imagenet_0.1", "class_table", "flow"])
