@@ -141,8 +141,9 @@ class Execution(NamedTuple):
             after the other, `BlockedOperator.applied_blocks`; None where all points are on
             the device.
         rounded_by: by how much costs differ from those of `refined`, root mean square, about.
-        of_columns: the cost between all rows and some columns (l,), int64, of the masses that they
-            have, for one pass; None where it takes as long as one over all columns.
+        over_columns: the softmin (n,) of all rows over some columns (l,), int64, of the masses that
+            they have, and of their potential g (l,), as over_columns(columns, g, epsilon); None
+            where it takes as long as one over all columns.
         point_products: prepares products of such a plan with the points, where they are packed, as
             point_products(plan, f, g, epsilon), a `point_products.PointProducts`; None from it, or
             in its place, where products with any matrix are as good.
@@ -157,7 +158,7 @@ class Execution(NamedTuple):
     rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     in_blocks: Callable[..., Any] | None = None
     rounded_by: Callable[[], float] | None = None
-    of_columns: Callable[[Tensor], Operator] | None = None
+    over_columns: Callable[[Tensor, Tensor, float], Tensor] | None = None
     point_products: Callable[..., Any] | None = None
 
 

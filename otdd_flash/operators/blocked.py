@@ -179,13 +179,13 @@ class BlockedOperator:
             None if first.refined is None else self._refine,
             in_blocks=self.applied_blocks,
             rounded_by=partial(float16_rounding, self.cost),
-            of_columns=self._of_columns,
+            over_columns=self._over_columns,
         )
 
-    def _of_columns(self, columns: Tensor) -> BlockedOperator:
-        """The cost between all rows and some columns (l,), int64, rows packed as they are."""
+    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
+        """The softmin (n,) over some columns (l,), int64, rows packed as they are."""
         part = self.cost.part(slice(None), columns)
-        return BlockedOperator(part, self._build, rows=self)
+        return BlockedOperator(part, self._build, rows=self).softmin_rows(g, epsilon)
 
     def _refine(self) -> BlockedOperator:
         return BlockedOperator(self.cost, self._build, coarse=self)

@@ -132,15 +132,15 @@ class KernelOperator:
             self._prepared_plan,
             self._plans.rounded,
             rounded_by=partial(float16_rounding, self.cost),
-            of_columns=self._of_columns,
+            over_columns=self._over_columns,
             point_products=self._plans.with_points if self._plan_parts == 3 else None,
         )
 
-    def _of_columns(self, columns: Tensor) -> KernelOperator:
-        """The cost between all rows and some columns (l,), int64, rows packed as they are."""
+    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
+        """The softmin (n,) over some columns (l,), int64, rows packed as they are."""
         part = self.cost.part(slice(None), columns)
         part.packed = self._packed[0], None
-        return KernelOperator(part, self._precision)
+        return KernelOperator(part, self._precision).softmin_rows(g, epsilon)
 
     def _refine(self) -> KernelOperator:
         """The cost of the original points, to float32 accuracy."""

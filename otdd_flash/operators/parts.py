@@ -202,6 +202,27 @@ def softmin(
     return owned.gathered(ranks, found)
 
 
+def takes_columns(ranks: Ranks, number: int) -> bool:
+    """Whether all P_r have passes over some columns that take less time than over all."""
+    parts: Parts = ranks.held[number]
+    own = parts.rows is None or parts.rows.operator.execution.over_columns is not None
+    return all(ranks.all_gathered_objects(own))
+
+
+def softmin_over_columns(
+    ranks: Ranks, number: int, columns: Tensor, g: Tensor, epsilon: float
+) -> Tensor:
+    """The softmin of all rows (n,) over some columns (l,), int64, of g (l,)."""
+    parts: Parts = ranks.held[number]
+    part, owned = parts.by(ranks, columns=False)
+    found = g.new_empty(0, dtype=parts.first.dtype)
+    if part is not None:
+        over_columns = part.operator.execution.over_columns
+        assert over_columns is not None
+        found = over_columns(columns, g, epsilon).to(found.dtype)
+    return owned.gathered(ranks, found)
+
+
 def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tensor:
     """The softmin of all rows (n,) of a cloud with itself."""
     parts: Parts = ranks.held[number]

@@ -52,6 +52,8 @@ class ShardedOperator:
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
         error = ranks.order(parts.mean_error, number)
         self.costs = CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, error)
+        # Asked for of a cross term alone.
+        self._takes_columns = not cost.symmetric and ranks.order(parts.takes_columns, number)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,7 +72,12 @@ class ShardedOperator:
             self.sample,
             refine,
             rounded_by=partial(float16_rounding, self.cost),
+            over_columns=self._over_columns if self._takes_columns else None,
         )
+
+    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
+        order = parts.softmin_over_columns
+        return self.ranks.order(order, self._number, columns, g, epsilon)
 
     def _refine(self) -> ShardedOperator:
         number = self.ranks.number()

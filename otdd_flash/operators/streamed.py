@@ -69,10 +69,11 @@ class StreamedOperator(TiledOperator):
     @property
     def execution(self) -> Execution:
         """As of any tiles; a pass over some columns takes that part of one over all."""
-        return super().execution._replace(of_columns=self._of_columns)
+        return super().execution._replace(over_columns=self._over_columns)
 
-    def _of_columns(self, columns: Tensor) -> StreamedOperator:
-        return StreamedOperator(self._cost.part(slice(None), columns), self.dtype)
+    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
+        part = StreamedOperator(self._cost.part(slice(None), columns), self.dtype)
+        return part.softmin_rows(g, epsilon)
 
     def sample(self, rows: Tensor, columns: Tensor) -> StreamedOperator:
         """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""

@@ -105,11 +105,11 @@ def test_every_operation_is_that_of_the_dense_cost(
 
     same(found.softmin_rows(at[1], EPSILON), reference.softmin_rows(cost, b, g, EPSILON))
     same(found.softmin_columns(at[0], EPSILON), reference.softmin_rows(cost.T, a, f, EPSILON))
-    of_columns, some = found.execution.of_columns, torch.arange(5, len(b), 3)
-    assert of_columns is not None
+    over_columns, some = found.execution.over_columns, torch.arange(5, len(b), 3)
+    assert over_columns is not None
     here = some.to(HERE)
     expected = reference.softmin_rows(cost[:, some], b[some], g[some], EPSILON)
-    same(of_columns(here).softmin_rows(at[1][here], EPSILON), expected)
+    same(over_columns(here, at[1][here], EPSILON), expected)
     plan = a[:, None] * b * ((f[:, None] + g - cost) / EPSILON).exp()
     sums = found.marginals(*at, EPSILON, accurate=True)
     close = {"rtol": 1e-12 if precision == "double" else 2e-6, "atol": 0.0}

@@ -100,11 +100,13 @@ def test_float64_copies_of_points_are_one_small_buffer(n: int, dim: int, device:
     assert most < 8 * n * dim / 8
     both = 2 * 4 * n * dim
     for extra, run in (
-        (0, lambda: labelled_cost(inputs)),
+        (0, lambda: labelled_cost(inputs).mean_cost),
         (0, lambda: cost.expected_costs(masses)),
         (0, lambda: squared_norms(x.features)),
         (both, lambda: cost.centred(torch.float32)),
     ):
+        # First without counting: libraries take their own buffers then.
+        run()
         assert peak(run, device) <= extra + most
 
 

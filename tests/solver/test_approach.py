@@ -200,7 +200,7 @@ class Whole:
 
     @property
     def execution(self) -> Execution:
-        return self.inner.execution._replace(of_columns=None)
+        return self.inner.execution._replace(over_columns=None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -140,7 +140,8 @@ def _extended(
     operator: Operator, columns: Tensor, potential: Tensor, level: float
 ) -> tuple[Tensor, float]:
     """The softmin (n,) over columns of some potential (l,), and the part of a pass it took."""
-    if operator.execution.of_columns is None:
+    over_columns = operator.execution.over_columns
+    if over_columns is None:
         g = _absent(operator, level, potential).expand(len(operator.b)).clone()
         g[columns] = potential
         return operator.softmin_rows(g, level), 1.0
@@ -148,8 +149,7 @@ def _extended(
     drawn, place = torch.unique(columns, return_inverse=True)
     g = potential.new_empty(len(drawn))
     g[place] = potential
-    found = operator.execution.of_columns(drawn).softmin_rows(g, level)
-    return found, len(drawn) / len(operator.b)
+    return over_columns(drawn, g, level), len(drawn) / len(operator.b)
 
 
 def _scale(operator: Operator) -> Tensor:
