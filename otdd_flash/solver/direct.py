@@ -31,7 +31,7 @@ from otdd_flash.solver.conjugate_gradients import Metric
 
 # Points of the smaller side up to which a plan is held and its systems are decomposed, and entries:
 # 128 MiB, and as much again for what is made of them.
-MOST_POINTS, MOST_ENTRIES = 2048, 1 << 24
+MOST_POINTS, MOST_ENTRIES = 3000, 1 << 24
 
 # The same for a decomposition on a CPU: of 1,000 points it takes as long as 100 iterations of
 # conjugate gradients, and at a tenth of the mean cost ten are enough.

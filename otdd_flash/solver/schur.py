@@ -53,7 +53,7 @@ REFINEMENTS = 3
 class CGOptions:
     """When a linear system counts as solved, and when conjugate gradients stop.
 
-    Up to 2,048 points on the smaller side, 512 on a CPU, a system is decomposed. Conjugate
+    Up to 3,000 points on the smaller side, 512 on a CPU, a system is decomposed. Conjugate
     gradients take over where that leaves a residual above the tolerance.
 
     Attributes:
