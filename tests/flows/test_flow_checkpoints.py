@@ -97,6 +97,23 @@ def test_an_interrupted_flow_ends_where_it_would_have(way: dict[str, Any], tmp_p
     assert_same_flow(stopped_and_resumed(tmp_path, 4, **way), whole)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["attached, full", "adam", "minibatch"])
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")], ids="-".join)
+def test_another_device_goes_on(way: str, devices: tuple[str, str], tmp_path: Path) -> None:
+    """In float64 it ends where one device would have, but for rounding."""
+    options = {**WAYS[way], "steps": 5}
+    whole = flow(SOURCE, TARGET, **options)
+    for device, settings in zip(devices, ({"stop": Stop(2)}, {}), strict=True):
+        compute = otdd.ComputeOptions(device, precision="double")
+        kept = otdd.Checkpoints(tmp_path, resume=not settings)
+        found = flow(SOURCE, TARGET, compute=compute, checkpoints=kept, **options, **settings)
+    assert len(found.history) == len(whole.history)
+    assert found.samples.features.device.type == devices[1]
+    ended = found.samples.features.cpu()
+    torch.testing.assert_close(ended, whole.samples.features, rtol=1e-7, atol=1e-8)
+
+
 @pytest.fixture(scope="module")
 def whole() -> otdd.FlowResult:
     """The flow of `LOOSE` without interruption."""
