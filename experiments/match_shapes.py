@@ -148,17 +148,21 @@ def draw(points: int, noise: float, epsilon: float, path: Path) -> None:
     rotation, plan = match(found, epsilon)
     x, y = (side - side.mean(0) for side in found[:2])
     nearest = y[plan.largest]
+    turned_by = f"turned back by the plan, epsilon {epsilon:g} of the mean cost"
     figure = new_figure(9.0, 4.5)
-    for place, (title, turned) in enumerate((("before", x), ("after", x @ rotation.T))):
-        axes = figure.add_subplot(1, 2, place + 1, projection="3d")
+    for place, (title, turned) in enumerate((("as given", x), (turned_by, x @ rotation.T))):
+        # Without axes most of what a subplot leaves free is empty.
+        axes: Any = figure.add_axes((0.5 * place, 0.0, 0.5, 0.86), projection="3d")
+        axes.set_box_aspect((1, 1, 1), zoom=1.6)
         axes.scatter(*turned.T.numpy(), s=8, color=SOURCE_COLOR, label="shape")
         axes.scatter(*y.T.numpy(), s=8, color=TARGET_COLOR, marker="x", label="copy")
         for start, end in zip(turned.numpy(), nearest.numpy(), strict=True):
             axes.plot(*zip(start, end, strict=True), color="#999999", linewidth=0.5)
-        axes.set_title(title, fontsize=10)
         axes.set_axis_off()
-    axes.legend(frameon=False)
-    figure.tight_layout()
+        figure.text(0.25 + 0.5 * place, 0.9, title, ha="center", fontsize=10)
+    told = f"A shape of {points} points and its copy, rotated by {ANGLE:g}°, noise {noise:g}"
+    figure.text(0.5, 0.965, told, ha="center", va="center", fontsize=11)
+    figure.legend(*axes.get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
     save_picture(figure, path)
 
 
