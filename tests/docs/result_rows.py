@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "results"
 EPSILONS = (0.1, 0.01, 0.001)
 # The first cell of a row, and the numbers of the others but of machine and run.
 Claim = tuple[str, list[float]]
+_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
 @cache
@@ -41,3 +43,15 @@ def seconds_to_converge(name: str, **keys: Any) -> list[float]:
 def at_each_epsilon(name: str, **keys: Any) -> list[list[float]]:
     """The same at every epsilon."""
     return [seconds_to_converge(name, epsilon_relative=epsilon, **keys) for epsilon in EPSILONS]
+
+
+def shows(text: str, values: list[float]) -> bool:
+    """Whether the numbers of a text are these, each to the digits that are shown."""
+    shown = _NUMBER.findall(text)
+    return len(shown) == len(values) and all(map(_agree, shown, values))
+
+
+def _agree(shown: str, value: float) -> bool:
+    number, _, power = shown.replace(",", "").partition("e")
+    unit = 10.0 ** (int(power or 0) - len(number.partition(".")[2]))
+    return abs(float(f"{number}e{power or 0}") - value) <= 0.5 * unit * (1 + 1e-6)

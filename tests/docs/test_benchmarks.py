@@ -19,11 +19,10 @@ from benchmark_claims import (
     on_a_processor,
 )
 from benchmark_details import balanced, convergence, half_steps, matrices, small_problems
-from result_rows import content
+from result_rows import content, shows
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 _RUN = re.compile(r"results/(\w+)\.json\), ([0-9a-f]{7}(?: and [0-9a-f]{7})*)")
-_NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
 def measured(start: str) -> str:
@@ -32,18 +31,6 @@ def measured(start: str) -> str:
     assert len(rows) == 1, (start, len(rows))
     found = rows[0].strip("| ").split(" | ")[1:]
     return " | ".join(found[:-2] if "json" in found[-1] or "the same" in found[-1] else found)
-
-
-def shows(text: str, values: list[float]) -> bool:
-    """Whether the numbers of a text are these, each to the digits that are shown."""
-    shown = _NUMBER.findall(text)
-    return len(shown) == len(values) and all(map(_agree, shown, values))
-
-
-def _agree(shown: str, value: float) -> bool:
-    number, _, power = shown.replace(",", "").partition("e")
-    unit = 10.0 ** (int(power or 0) - len(number.partition(".")[2]))
-    return abs(float(f"{number}e{power or 0}") - value) <= 0.5 * unit * (1 + 1e-6)
 
 
 TABLES = [
