@@ -45,7 +45,7 @@ from experiments.regression.picture import draw_descent
 from experiments.regression.problem import Data, Loss, measured_cells, start, synthetic_cells
 from experiments.rows import Rows
 
-EPSILONS, SEEDS = (0.5, 0.25, 0.1), 24
+EPSILONS, SEEDS = (0.5, 0.25, 0.1), range(24)
 FIRST_STEPS = {"ours": 10.0, "unit": 1.0, "damped": 10.0, "adam": None}
 SYNTHETIC_CELLS = 500
 
@@ -122,7 +122,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, help="an npz file with an array `cells` (n, 5)")
     parser.add_argument("--epsilons", type=float, nargs="+", default=EPSILONS)
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many starts")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of the starts")
     parser.add_argument("--methods", nargs="+", choices=FIRST_STEPS, default=["ours"])
     parser.add_argument("--damping", type=float, default=1e-5, help="the paper's tau")
     parser.add_argument("--max-steps", type=int, default=500)
@@ -148,7 +148,7 @@ def main() -> None:
     known: dict[str, Any] = {"cells": len(cells), "device": given.device}
     found = {epsilon: losses(data, epsilon, given) for epsilon in given.epsilons}
     truths: dict[float, dict[str, float]] = {}
-    for method, seed, epsilon in product(given.methods, range(given.seeds), given.epsilons):
+    for method, seed, epsilon in product(given.methods, given.seeds, given.epsilons):
         row = {**known, "epsilon": epsilon, "seed": seed, "method": method}
         if rows.has(**{key: row[key] for key in keys}):
             continue

@@ -212,20 +212,22 @@ def implicit() -> Iterator[Claim]:
 
 
 def curvature() -> Iterator[Claim]:
-    def of(n: int, *methods: str, d: int = 64) -> list[float]:
-        return [row("bench_hvp_cuda", n=n, d=d, method=method)["ms"] for method in methods]
+    def of(n: int, *methods: str, d: int = 64, machine: str = "cuda") -> list[float]:
+        return [row(f"bench_hvp_{machine}", n=n, d=d, method=name)["ms"] for name in methods]
 
     three = "product", "again", "flash_sinkhorn"
-    yield "one product, 10,000 × 10,000, d = 64, the first / another", of(10000, *three)
+    size = "10,000 × 10,000, d = 64"
+    first, again, theirs = of(10000, *three, machine="h100")
+    yield f"one product, {size}, the first / another", [first, again, theirs, theirs / first]
+    ours, theirs = of(10000, "end_to_end_biased", "flash_sinkhorn_end_to_end", machine="h100")
+    certified = "solved to 1e-3 and certified"
+    yield f"clouds to product, {certified}, {size}", [ours, theirs, theirs / ours]
+    debiased = of(10000, "end_to_end", machine="h100")
+    yield f"clouds to debiased product, {certified}, {size}", debiased
+    size = "50,000 × 50,000, d = 64"
     first, again, theirs = of(50000, *three)
-    yield (
-        "one product, 50,000 × 50,000, d = 64, the first / another",
-        [first, again, theirs, theirs / first],
-    )
-    yield (
-        "clouds to debiased product, solved to 1e-3 and certified, 50,000 × 50,000, d = 64",
-        of(50000, "end_to_end"),
-    )
+    yield f"one product, {size}, the first / another", [first, again, theirs, theirs / first]
+    yield f"clouds to debiased product, {certified}, {size}", of(50000, "end_to_end")
     yield "25 directions at once, 40,000 × 40,000, d = 5", of(40000, "directions", d=5)
 
 
