@@ -34,11 +34,13 @@ class BlockSums(ABC):
     Args:
         cost: the whole.
         build: makes the operator of a pair of blocks.
-        high: whether operators are to be refined.
+        coarse: what this one is to refine; it has the same costs in `marginals`.
     """
 
-    def __init__(self, cost: LabelledCost, build: Build, *, high: bool) -> None:
-        self.cost, self._build, self._high = cost, build, high
+    def __init__(
+        self, cost: LabelledCost, build: Build, *, coarse: BlockSums | None = None
+    ) -> None:
+        self.cost, self._build, self._coarse = cost, build, coarse
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
         # By side and block; these live as long as this.
         self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
@@ -78,7 +80,7 @@ class BlockSums(ABC):
         part.a, row_mass = self._normalised(0, x.block, part.a)
         part.b, column_mass = self._normalised(0 if diagonal else 1, y.block, part.b)
         operator = self._build(part)
-        if self._high:
+        if self._coarse is not None:
             operator = cast(BlockOperator, refined(operator))
         return Tile(sides, operator, (row_mass, column_mass), diagonal)
 
@@ -90,24 +92,41 @@ class BlockSums(ABC):
             self._masses[key] = masses / (mass or 1.0), mass
         return self._masses[key]
 
-    @cached_property
+    @property
     def costs(self) -> CostFacts:
         """What is known of the costs; asks all pairs of blocks."""
-        of_rows, of_columns = self.accurate_errors
-        error = float(self.a @ of_rows + self.b @ of_columns)
-        return CostFacts(self.dtype, self.cost.mean_cost, *self.cost.cost_range, error)
+        return self._costs
 
     @cached_property
+    def _costs(self) -> CostFacts:
+        of_rows, of_columns = self.accurate_errors
+        error = self.rounding + float(self.a @ of_rows + self.b @ of_columns)
+        return CostFacts(self.dtype, self.cost.mean_cost, *self.cost.cost_range, error)
+
+    @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
-        """(n,) and (m,): what costs of accurate `marginals` are off by; the same when refined."""
+        """(n,) and (m,): what costs of accurate `marginals` are off by, but for `rounding`."""
+        return self._errors[0]
+
+    @property
+    def rounding(self) -> float:
+        """What they are off by on average where they are stored."""
+        return self._errors[1]
+
+    @cached_property
+    def _errors(self) -> tuple[tuple[Tensor, Tensor], float]:
+        if self._coarse is not None:
+            return self._coarse._errors
         of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
         if self.cost.symmetric:
             of_columns = of_rows
+        rounding = 0.0
         for tile in self.measured_tiles():
-            rows, columns = tile.operator.accurate_errors
+            (rows, columns), rounded = errors_of(tile.operator)
             _raise(of_rows, tile.rows, rows)
             _raise(of_columns, tile.columns, columns)
-        return of_rows, of_columns
+            rounding = max(rounding, rounded)
+        return (of_rows, of_columns), rounding
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
@@ -229,6 +248,13 @@ def applied(
         factors=factors and (factors[0][tile.rows], factors[1][tile.columns]),
     )
     return Applied(tile.mass * found.values, tile.mass * found.masses)
+
+
+def errors_of(operator: BlockOperator) -> tuple[tuple[Tensor, Tensor], float]:
+    """(n,) and (m,), whose sum a cost is off by at the most, and what rounding adds on average."""
+    rows, columns = operator.accurate_errors
+    known = float(operator.a @ rows + operator.b @ columns)
+    return (rows, columns), max(operator.costs.error - known, 0.0)
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:

@@ -46,7 +46,7 @@ class BlockedOperator(BlockSums):
         coarse: BlockedOperator | None = None,
         rows: BlockedOperator | None = None,
     ) -> None:
-        super().__init__(cost, build, high=coarse is not None)
+        super().__init__(cost, build, coarse=coarse)
         sides = on_host(cost)
         self._blocks: tuple[list[Block], list[Block]] = (
             _blocks(cost) if coarse is None else coarse._blocks
@@ -61,7 +61,6 @@ class BlockedOperator(BlockSums):
         self._there: PackedBlocks
         if coarse is not None:
             self._there = coarse._there.for_parts(packing)
-            self.accurate_errors = coarse.accurate_errors
         elif rows is not None:
             self._there = rows._there.beside(sides[1], cost.labels[1])
         else:
