@@ -128,10 +128,15 @@ def found(how: str, n: int, m: int | None, far: float) -> dict[str, tuple[Tensor
     return {name: (value.double(), formulas[name]) for name, value in got.items()}
 
 
-@pytest.mark.parametrize("size", SIZES)
+SLOW = [("double", 3), ("double", 4), ("fast", 3), ("high", 2), ("high", 3)]
+
+
+@pytest.mark.parametrize(
+    ("how", "size"),
+    [("double", 2), ("fast", 2), *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW)],
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("how", ["double", "fast", "high"])
 def test_operations_are_their_formulas(
     how: str, symmetric: bool, shape: tuple[int, int], size: int
 ) -> None:
