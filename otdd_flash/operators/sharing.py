@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from otdd_flash.distributed.ranks import Ranks, restored, saved
+from otdd_flash.distributed.ranks import Ranks, put_together, taken_apart
 from otdd_flash.features.feature_file import FeatureFile
 from otdd_flash.features.file_features import FileFeatures, features_of
 from otdd_flash.operators.base import Operator
@@ -96,7 +96,8 @@ def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
     numbers = [_shards(ranks, cloud) for cloud in (inputs.source, inputs.target)]
     first = cost.points[0][:1], cost.points[1][:1]
     ranks.layout, number = "ring", ranks.number()
-    ranks.order(_hold_ring, number, *numbers, saved(cost.without_points()), *first, compute)
+    content, tensors = taken_apart(cost.without_points(), cost.a.device)
+    ranks.order(_hold_ring, number, *numbers, *first, compute, content, *tensors)
     return number
 
 
@@ -122,12 +123,13 @@ def _hold_ring(
     number: int,
     source: int,
     target: int,
-    content: bytes,
     first_x: Tensor,
     first_y: Tensor,
     compute: ComputeOptions,
+    content: bytes,
+    *tensors: Tensor,
 ) -> None:
-    bare: LabelledCost = restored(content)
+    bare: LabelledCost = put_together(content, tensors)
 
     def build(part: LabelledCost) -> BlockOperator:
         return cast(BlockOperator, operator_alone(part, compute, keep_scores=False))
