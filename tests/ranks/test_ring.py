@@ -42,9 +42,11 @@ def in_a_ring(work: Any, *arguments: Any) -> Any:
         sharing.UNASKED = before
 
 
-def distance(ranks: Ranks, precision: str) -> dict[str, Any]:
-    compute = otdd.ComputeOptions("cpu", precision=precision, memory_budget=0, group=ranks)
-    result = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute)
+def distance(
+    ranks: Ranks, precision: str, backend: str = "torch", epsilon: float = EPSILON
+) -> dict[str, Any]:
+    compute = otdd.ComputeOptions("cpu", backend, precision, memory_budget=0, group=ranks)
+    result = otdd.dataset_distance(*datasets(), epsilon=epsilon, compute=compute)
     return {
         "value": result.value,
         "bounds": result.bounds,
@@ -74,6 +76,18 @@ def test_distances_are_those_of_one_process(size: int, precision: str) -> None:
     again = pool(size).run(in_a_ring, distance, precision)[0]
     assert torch.equal(first["f"], again["f"])
     assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
+
+
+@pytest.mark.slow
+def test_distances_in_kernels_are_those_of_one_process() -> None:
+    """A whole solve in the interpreter, of few iterations."""
+    found, _ = pool(2).run(in_a_ring, distance, "fast", "triton", 5.0)
+    compute = otdd.ComputeOptions("cpu", precision="double")
+    alone = otdd.dataset_distance(*datasets(), epsilon=5.0, compute=compute)
+    assert found["backend"] == "triton, scores streamed, fast, 2 ranks, points in a ring"
+    assert found["converged"]
+    assert found["bounds"][0] <= alone.value <= found["bounds"][1]
+    assert torch.allclose(found["f"].double(), alone.potentials[0].double(), atol=4e-3)
 
 
 def of_kernels(ranks: Ranks) -> dict[str, Any]:
