@@ -148,29 +148,50 @@ class Exchange:
         self._moved += 2 * (self.size - 1) * sent[0].nbytes
         return found.to(parts.device)
 
-    def circulated(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """What every rank has, of one shape and type: (rank, tensor), this one's own first.
+    def circulated(
+        self,
+        own: Sequence[Tensor],
+        shapes: Sequence[Sequence[torch.Size]],
+        count: int | None = None,
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """What ranks have, as (rank, tensors): this one's own first, then that of the ranks after.
 
         While one is used the next is on its way: every rank passes on what it has to the one before
-        it. Three are held at a time.
+        it. Two are held at a time beside the own. On a GPU the host waits for nothing: what comes
+        is ordered after what was told before, and what is told next after that.
+
+        Args:
+            own: tensors of one type, at least one, which do not change meanwhile.
+            shapes: of every rank's tensors.
+            count: of how many ranks; all of them by default.
         """
-        device, here = own.device, self._movable(own)
+        device, here = own[0].device, [self._movable(tensor) for tensor in own]
         dist, members = torch.distributed, self._members
         before, after = (members[(self.rank + by) % self.size] for by in (-1, 1))
-        for step in range(self.size):
-            waiting, coming = [], torch.empty_like(here)
-            if step < self.size - 1:
+        last = (self.size if count is None else count) - 1
+        for step in range(last + 1):
+            rank, coming, waiting, moved = (self.rank + step) % self.size, [], [], 0
+            if step < last:
+                following = shapes[(rank + 1) % self.size]
+                coming = [here[0].new_empty(shape) for shape in following]
                 moves = [
-                    dist.P2POp(dist.isend, here, before, self._group),
-                    dist.P2POp(dist.irecv, coming, after, self._group),
+                    dist.P2POp(move, tensor, peer, self._group)
+                    for move, tensors, peer in (
+                        (dist.isend, here, before),
+                        (dist.irecv, coming, after),
+                    )
+                    for tensor in tensors
+                    # Both sides know of what there is nothing.
+                    if tensor.numel() > 0
                 ]
+                moved = sum(tensor.nbytes for tensor in (*here, *coming))
                 with others_heard():
-                    waiting = dist.batch_isend_irecv(moves)
-            yield (self.rank + step) % self.size, here.to(device)
+                    waiting = dist.batch_isend_irecv(moves) if moves else []
+            yield rank, [tensor.to(device) for tensor in here]
             with self.moving():
                 for each in waiting:
                     each.wait()
-            self._moved += 2 * here.nbytes * bool(waiting)
+            self._moved += moved
             here = coming
 
     def summed(self, tensor: Tensor) -> Tensor:

@@ -165,7 +165,9 @@ class Ranks(Exchange):
             for part in (torch.tensor([len(message)]), message):
                 torch.distributed.broadcast(part, self._leader, group=self._orders)
             for tensor in tensors:
-                torch.distributed.broadcast(self._movable(tensor), self._leader, group=self._group)
+                if tensor.numel() > 0:
+                    there = self._movable(tensor)
+                    torch.distributed.broadcast(there, self._leader, group=self._group)
         self._moved += len(message) + sum(tensor.nbytes for tensor in tensors)
         self._forget(dropped)
 
@@ -184,8 +186,9 @@ class Ranks(Exchange):
             case (_Sent(shape, dtype), torch.device() as device):
                 own = self.device_of(device)
                 there = self._movable(torch.empty(shape, dtype=dtype, device=own))
-                with others_heard():
-                    torch.distributed.broadcast(there, self._leader, group=self._group)
+                if there.numel() > 0:
+                    with others_heard():
+                        torch.distributed.broadcast(there, self._leader, group=self._group)
                 return there.to(own)
         return argument
 
@@ -223,6 +226,32 @@ def restored(content: bytes) -> Any:
         return storage.cuda() if device.startswith("cuda") else storage
 
     return torch.load(io.BytesIO(content), map_location=placed, weights_only=False)
+
+
+def taken_apart(something: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
+    """An object for an order: what is pickled of it, and its tensors on a device, each once."""
+    tensors: dict[int, Tensor] = {}
+    content = io.BytesIO()
+
+    class Apart(pickle.Pickler):
+        def persistent_id(self, part: Any) -> int | None:
+            if not isinstance(part, Tensor) or part.device != device:
+                return None
+            tensors.setdefault(id(part), part)
+            return list(tensors).index(id(part))
+
+    Apart(content).dump(something)
+    return content.getvalue(), list(tensors.values())
+
+
+def put_together(content: bytes, tensors: Sequence[Tensor]) -> Any:
+    """A copy of it, of the tensors as they have come."""
+
+    class Together(pickle.Unpickler):
+        def persistent_load(self, place: int) -> Tensor:
+            return tensors[place]
+
+    return Together(io.BytesIO(content)).load()
 
 
 def ranks_of(group: ProcessGroup | Ranks | str | None) -> Ranks | None:

@@ -13,7 +13,8 @@ products lose.
 
 Points that stay in host memory or in files: `host_points` are read a block at a time,
 `packed_blocks` packed once; `blocked` is the cost of one block of rows and one of columns after the
-other, `block_tiles` puts together what is found of these.
+other. `block_tiles` are pairs of blocks, and `block_sums` puts together what is found of these,
+whoever brings the blocks.
 
 Costs that are given: `matrix` in memory or as a function of blocks (`cost_blocks`), `matrix_kernel`
 in Triton; `matrix_facts` is what one pass over it tells.
@@ -24,7 +25,8 @@ they are packed.
 
 Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
 what every rank holds of it; `owned` says which points are whose, `self_share` which pairs of a
-cloud with itself (`kernel_self_share` in Triton), and in a `ring` points go round.
+cloud with itself (`kernel_self_share` in Triton), and in a `ring` the points, or `ring_blocks` of
+them as they are packed, go round.
 
 Iterations run on segments (`engine.rule.Segments`). `one_segment` is the problem of an operator,
 `kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and

@@ -120,9 +120,9 @@ class Joined:
         logs = torch.log(torch.tensor(mass, dtype=torch.float64)) - found.double() / self._epsilon
         self._logs[rows] = torch.logaddexp(self._logs[rows], logs)
 
-    def is_near(self, guess: Tensor) -> bool:
-        """Whether all softmins are so near a guess that float32 holds the sums beside it."""
-        return bool(((self.potential - guess).abs() <= FAR * self._epsilon).all())
+    def are_near(self, guess: Tensor) -> Tensor:
+        """Whether all softmins are so near a guess that float32 holds the sums beside it, ()."""
+        return ((self.potential - guess).abs() <= FAR * self._epsilon).all()
 
     @property
     def potential(self) -> Tensor:

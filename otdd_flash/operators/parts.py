@@ -21,27 +21,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
+from otdd_flash.operators.block_sums import ROUNDINGS, errors_of
+from otdd_flash.operators.block_tiles import BlockOperator
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.owned import Owned, Rows
 from otdd_flash.operators.self_share import SelfShare, merged
-
-if TYPE_CHECKING:
-    from otdd_flash.operators.block_tiles import BlockOperator
 
 # build(cost): the operator of a cost that one process computes.
 Build = Callable[[LabelledCost], Operator]
 
 EVERY, FIRST = slice(None), slice(0, 1)
-
-# Roundings of a mass that is divided by its share's and multiplied again, and of sums of parts.
-ROUNDINGS = 8
 
 
 class Part(NamedTuple):
@@ -167,20 +163,13 @@ def mean_error(ranks: Ranks, number: int) -> float:
         of_rows, of_columns, rounding = 0.0, torch.zeros_like(parts.cost.b), 0.0
         if parts.rows is not None:
             operator, mass = parts.rows
-            (rows, of_columns), rounding = errors_of(operator)
+            (rows, of_columns), rounding = errors_of(cast(BlockOperator, operator))
             of_rows = mass * float(operator.a @ rows)
         own = torch.cat((of_columns, of_columns.new_tensor([rounding])))
         largest = ranks.all_gathered(own).amax(0)
         total = float(ranks.summed(of_columns.new_tensor(of_rows)))
         total += float(parts.cost.b @ largest[:-1] + largest[-1])
     return total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT)
-
-
-def errors_of(operator: Operator) -> tuple[tuple[Tensor, Tensor], float]:
-    """(n,) and (m,), whose sum a cost is off by at the most, and what rounding adds on average."""
-    rows, columns = cast("BlockOperator", operator).accurate_errors
-    known = float(operator.a @ rows + operator.b @ columns)
-    return (rows, columns), max(operator.costs.error - known, 0.0)
 
 
 def softmin(

@@ -1,13 +1,15 @@
-"""A part of a cost whose own points are here, while those of the other side come round a ring.
+"""A cost whose points no rank holds all of: each has its shard, and those of others come by.
 
-Rank r holds rows R_r of one cloud, or columns C_r, and a shard of the other. It computes with one
-shard of the other side after the other, each a cost like any other:
+Rank r holds rows R_r of one cloud, or columns C_r, and a shard of the other, which goes round a
+ring (`ring_blocks`): each rank computes with one shard after the other while the next is on its
+way. What it finds is put together as of any blocks (`block_sums`). Labels, masses and norms of all
+points are on every rank; they are little beside the points.
 
-    f_i = -epsilon log sum_s w_s exp(-f_i^s / epsilon)
-
-with the softmin f^s over shard s, whose masses are divided by their sum w_s. Whatever the order in
-which shards come by, their sums are added in the order of the ranks. Labels, masses and norms of
-all points are on every rank; they are little beside the points.
+Of a cloud with itself a shard goes half round. Rank r computes the pairs of its points among
+themselves and with those of the (R - 1) / 2 ranks after it. If R is even, ranks r and r + R / 2
+divide the pairs between their shards: the first half of the shard of the lower one with all of the
+other's is for the lower one, the second half for the higher one. So each pair is computed once, and
+every rank computes as many.
 
 All ranks call every operation together, also those that own no points.
 """
@@ -15,228 +17,213 @@ All ranks call every operation together, also those that own no points.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
-from typing import NamedTuple
+from itertools import combinations_with_replacement, product
 
 import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.base import (
-    Applied,
-    CostFacts,
-    Epsilon,
-    Execution,
-    Marginals,
-    Operator,
-    refined,
-)
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
-from otdd_flash.operators.owned import Owned, Rows
-from otdd_flash.operators.parts import Build, Part, Parts, errors_of, normalised, sides_of
-from otdd_flash.operators.self_share import merged
+from otdd_flash.operators.base import Epsilon, Execution, Operator, refined
+from otdd_flash.operators.block_sums import BlockSums
+from otdd_flash.operators.block_tiles import FAR, BlockOperator, Build, Joined, Tile
+from otdd_flash.operators.host_points import Block
+from otdd_flash.operators.labelled_cost import LabelledCost, Moments
+from otdd_flash.operators.parts import EVERY, Part, Parts, normalised, sides_of
+from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut
+from otdd_flash.operators.self_share import BlockShare
 
-# Roundings of a mass that is divided by its shard's and multiplied again.
-ROUNDINGS = 8
+NOTHING = slice(0, 0)
 
 
-class Shard(NamedTuple):
-    """The points (k, d) of this rank, and how those of all are divided."""
-
-    points: Tensor
-    owned: Owned
-
-    def circulated(self, ranks: Ranks) -> Iterator[tuple[int, Rows, Tensor]]:
-        """Every rank's: its number, which points they are, and where they are."""
-        count = self.owned.count
-        padded = self.points.new_zeros((-(-count // ranks.size), self.points.shape[1]))
-        padded[: len(self.points)] = self.points
-        for rank, points in ranks.circulated(padded):
-            share = ranks.share(count, rank)
-            yield rank, self.owned.of(ranks, rank), points[: share.stop - share.start]
-
-
-class RingPart:
+class RingPart(BlockSums):
     """P_r, or Q_r, of points that no rank holds all of.
 
     Args:
         ranks: that hold the shards.
-        cost: the whole, without its points.
-        shards: of rows and of columns.
+        cost: of the own rows and all columns, or all rows and the own columns, without points.
+        sides: the blocks of the own side, and of the other.
+        first: the operator of the first row and column, which tells how others run.
+        build: makes the operator of a pair of blocks.
         columns: whether the own side are columns: Q_r.
-        build: makes the operator of a pair of shards.
-        high: whether operators are to be refined.
-
-    Attributes:
-        mass: of the own points, whose masses are divided by it.
-        a: (.,) masses of the rows, likewise b of the columns.
-        dtype: of what is found; parts of no points know no other.
+        coarse: the part that this one is to refine.
     """
-
-    dtype = torch.float64
 
     def __init__(
         self,
         ranks: Ranks,
         cost: LabelledCost,
-        shards: tuple[Shard, Shard],
+        sides: tuple[RingBlocks, RingBlocks],
+        first: BlockOperator,
+        build: Build,
         *,
         columns: bool,
-        build: Build,
-        high: bool = False,
+        coarse: RingPart | None = None,
     ) -> None:
-        self._ranks, self._cost, self._shards, self._build = ranks, cost, shards, build
-        self._columns, self._high = columns, high
-        self._own, self._other = shards[::-1] if columns else shards
-        self._rows = self._own.owned.of(ranks)
-        own = (cost.b if columns else cost.a)[self._rows]
-        masses, self.mass = normalised(own)
-        self.a, self.b = (cost.a, masses) if columns else (masses, cost.b)
+        super().__init__(cost, build, coarse=coarse)
+        self._ranks, self._sides, self._first, self._columns = ranks, sides, first, columns
+        self._own: list[Block] = _from_0(sides[0]) if coarse is None else coarse._own
 
-    def _tiles(self) -> Iterator[tuple[int, Rows, Operator, float]]:
-        """Of every shard of the other side: its rank, points, operator and mass."""
-        for rank, there, points in self._other.circulated(self._ranks):
-            if not len(points) or not len(self._own.points):
-                continue
-            own = self._own.points
-            if self._columns:
-                part = self._cost.part(there, self._rows, (points, own))
-            else:
-                part = self._cost.part(self._rows, there, (own, points))
-            part.a, of_rows = normalised(part.a)
-            part.b, of_columns = normalised(part.b)
-            operator = self._build(part)
-            if self._high:
-                operator = refined(operator)
-            yield rank, there, operator, of_rows if self._columns else of_columns
+    def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
+        """The own blocks with those of every rank."""
+        assert not upper
+        own, other = self._sides
+        here = [
+            there._replace(block=block) for there, block in zip(own.own, self._own, strict=True)
+        ]
+        for _, came in other.circulated(points=points):
+            for there, one in product(came, here):
+                if count_of(there.block) > 0 and count_of(one.block) > 0:
+                    yield self.tile((there, one) if self._columns else (one, there))
+
+    @property
+    def additions(self) -> int:
+        """Pairs of blocks whose sums make one, at the most."""
+        return len(self._own) * self._ranks.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the potentials."""
+        return self._first.dtype
+
+    def is_near(self, joined: Joined, guess: Tensor) -> bool:
+        """Whether those of all ranks are: a pass is for all to do again, or for none."""
+        return bool(self._ranks.all_gathered(joined.are_near(guess)).all())
 
     @property
     def execution(self) -> Execution:
         """What ends a solve; all else is asked of another operator."""
-        return Execution("points in a ring", _nothing, None, None if self._high else self._refined)
+        refine = None if self._first.execution.refined is None else self._refine
+        over_columns = None if self._columns else self._over_columns
+        return Execution("points in a ring", _nothing, None, refine, over_columns=over_columns)
 
-    def _refined(self) -> RingPart:
-        return RingPart(
-            self._ranks,
-            self._cost,
-            self._shards,
-            columns=self._columns,
-            build=self._build,
-            high=True,
-        )
+    def _refine(self) -> RingPart:
+        first, sides = _refined(self._first, *self._sides)
+        given = self._ranks, self.cost, (sides[0], sides[1]), first, self._build
+        return RingPart(*given, columns=self._columns, coarse=self)
 
-    @cached_property
-    def costs(self) -> CostFacts:
-        """What is known of the costs; asks for all shards of the other side."""
-        (rows, columns), rounding = self._errors
-        error = rounding + float(self.a @ rows + self.b @ columns)
-        return CostFacts(self.dtype, self._cost.mean_cost, *self._cost.cost_range, error)
+    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
+        """The softmin (k,) over some columns (l,), int64, which alone go round."""
+        own, other = self._sides
+        points = _nowhere(self.cost, len(self.a)), _nowhere(self.cost, len(columns))
+        part = self.cost.part(EVERY, columns, points)
+        sides = own, other.some(columns)
+        few = RingPart(self._ranks, part, sides, self._first, self._build, columns=False)
+        return few.softmin_rows(g, epsilon)
 
-    @property
-    def accurate_errors(self) -> tuple[Tensor, Tensor]:
-        """(n,) and (m,): what costs of accurate `marginals` are off by, but for their rounding."""
-        return self._errors[0]
-
-    @cached_property
-    def _errors(self) -> tuple[tuple[Tensor, Tensor], float]:
-        rows, columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
-        rounding = 0.0
-        for _, there, operator, _ in self._tiles():
-            (of_rows, of_columns), rounded = errors_of(operator)
-            own, other = (of_columns, of_rows) if self._columns else (of_rows, of_columns)
-            mine, theirs = (columns, rows) if self._columns else (rows, columns)
-            torch.maximum(mine, own, out=mine)
-            theirs[there] = other
-            rounding = max(rounding, rounded)
-        return (rows, columns), rounding
-
-    def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """Of P_r: f (k,), float64."""
-        return self._softmin(g, epsilon, guess)
-
-    def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """Of Q_r: g (k,), float64."""
-        return self._softmin(f, epsilon, guess)
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """Of P_r: sum_j C_ij q_j (k,) for masses q (m,), float64; no points go round."""
+        own, other = self._sides
+        none = _nowhere(self.cost, 0)
+        found = torch.empty_like(self.a)
+        like = (masses.new_zeros(()), torch.zeros_like(self.cost.centre), masses.new_zeros(()))
+        total = Moments(*like, masses.new_zeros(self.cost.class_costs.shape[1]))
+        for there in other.own:
+            rows = there.block.rows
+            if count_of(there.block) > 0:
+                part = self.cost.part(NOTHING, rows, (none, there.points))
+                total = Moments(*map(torch.add, total, part.moments(masses[rows])))
+        flat = self._ranks.summed(torch.cat([each.flatten() for each in total]))
+        parts = torch.split(flat, [each.numel() for each in total])
+        moments = Moments(*(each.view(to.shape) for each, to in zip(parts, total, strict=True)))
+        for there, block in zip(own.own, self._own, strict=True):
+            if count_of(block) > 0:
+                part = self.cost.part(block.rows, NOTHING, (there.points, none))
+                found[block.rows] = part.costs_of(moments)
+        return found
 
     def own_costs(self) -> Tensor:
         """Never asked for."""
         raise AssertionError("the whole cost knows them")
 
-    def _softmin(self, potential: Tensor, epsilon: Epsilon, guess: Tensor | None) -> Tensor:
-        """The softmin (k,) of the own points of the other side's potential, float64."""
-        found: dict[int, Tensor] = {}
-        for rank, there, operator, mass in self._tiles():
-            softmin = operator.softmin_columns if self._columns else operator.softmin_rows
-            part = softmin(potential[there], epsilon, guess).double()
-            found[rank] = part - epsilon * torch.tensor(mass, dtype=torch.float64).log()
-        if not found:
-            return potential.new_empty(0, dtype=torch.float64)
-        return merged(torch.stack([found[rank] for rank in sorted(found)]), epsilon)
 
-    def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
-    ) -> Marginals:
-        """Of P_r: sums of the own rows, of f (k,), and their part of all columns, of g (m,)."""
-        own = len(self._own.points)
-        rows, row_errors = (f.new_zeros(own, dtype=torch.float64) for _ in range(2))
-        columns, column_errors = torch.zeros_like(self._cost.b), torch.zeros_like(self._cost.b)
-        parts: dict[int, Tensor] = {}
-        numbers = torch.zeros(3, dtype=torch.float64)
-        for rank, there, operator, mass in self._tiles():
-            found = operator.marginals(f, g[there], epsilon, accurate=accurate)
-            parts[rank] = mass * found.rows
-            columns[there], column_errors[there] = mass * found.columns, found.column_errors
-            row_errors = torch.maximum(row_errors, found.row_errors)
-            mine = (found.cost_rounding, found.relative_error, found.lost)
-            numbers = torch.maximum(numbers, torch.tensor(mine, dtype=torch.float64))
-        for rank in sorted(parts):
-            rows += parts[rank]
-        cost_rounding, relative_error, lost = numbers.tolist()
-        relative_error += (self._ranks.size + ROUNDINGS) * DOUBLE_UNIT
-        return Marginals(
-            rows, columns, row_errors, column_errors, cost_rounding, relative_error, lost
-        )
+class RingPairs(BlockSums):
+    """This rank's pairs of a cloud with itself.
 
-    def apply_plan(
+    Args:
+        ranks: that hold the shards.
+        cost: the whole, without points.
+        blocks: of the cloud: two of every rank if their number is even, else one.
+        first: as for `RingPart`.
+        build: likewise.
+        coarse: the pairs that these are to refine.
+    """
+
+    def __init__(
         self,
-        f: Tensor,
-        g: Tensor,
-        epsilon: float,
-        values: Tensor,
+        ranks: Ranks,
+        cost: LabelledCost,
+        blocks: RingBlocks,
+        first: BlockOperator,
+        build: Build,
         *,
-        transposed: bool = False,
-        factors: tuple[Tensor, Tensor] | None = None,
-    ) -> Applied:
-        """Products (k, .) and masses (k,) of the own points; all of the other side is given."""
-        parts: dict[int, Applied] = {}
-        own = len(self._own.points)
-        for rank, there, operator, mass in self._tiles():
-            potentials = (f[there], g) if transposed else (f, g[there])
-            near = None
-            if factors is not None:
-                left, right = factors
-                near = (left[there], right) if transposed else (left, right[there])
-            found = operator.apply_plan(
-                *potentials, epsilon, values[there], transposed=transposed, factors=near
-            )
-            parts[rank] = Applied(mass * found.values, mass * found.masses)
-        masses = f.new_zeros(own, dtype=torch.float64)
-        out = values.new_zeros((own, values.shape[1]))
-        for rank in sorted(parts):
-            out = out + parts[rank].values
-            masses += parts[rank].masses
-        return Applied(out, masses)
+        coarse: RingPairs | None = None,
+    ) -> None:
+        super().__init__(cost, build, coarse=coarse)
+        self._ranks, self._blocks, self._first = ranks, blocks, first
 
-    def expected_costs(self, masses: Tensor) -> Tensor:
-        """Of P_r: sum_j C_ij q_j (k,) for masses q (m,), float64."""
-        parts = {
-            rank: operator.expected_costs(masses[there])
-            for rank, there, operator, _ in self._tiles()
-        }
-        total = masses.new_zeros(len(self._own.points))
-        for rank in sorted(parts):
-            total += parts[rank]
-        return total
+    def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
+        """The pairs of this rank, each once."""
+        assert upper
+        size, own = self._ranks.size, self._ranks.rank
+        here = self._blocks.own
+        for rank, came in self._blocks.circulated(points=points, count=size // 2 + 1):
+            mine, theirs = here, came
+            if rank == own:
+                pairs = list(combinations_with_replacement(here, 2))
+            else:
+                if 2 * ((rank - own) % size) == size:
+                    # The other rank has the other half of the lower one's points.
+                    mine, theirs = (here[:1], came) if own < rank else (here, came[1:])
+                pairs = list(product(mine, theirs))
+            for one, other in pairs:
+                if count_of(one.block) > 0 and count_of(other.block) > 0:
+                    yield self.tile((one, other))
+
+    @property
+    def additions(self) -> int:
+        """Pairs of blocks whose sums make one, at the most."""
+        return 2 * self._ranks.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the potentials."""
+        return self._first.dtype
+
+    @property
+    def refined(self) -> RingPairs:
+        """The same at full accuracy."""
+        if self._first.execution.refined is None:
+            return self
+        first, (blocks,) = _refined(self._first, self._blocks)
+        return RingPairs(self._ranks, self.cost, blocks, first, self._build, coarse=self)
+
+
+class RingShare(BlockShare):
+    """What one rank computes of the pairs of a cloud with itself.
+
+    Args:
+        pairs: as said.
+        rows: P_r, by which sums out of reach are done again.
+        own: the points of this rank, in the whole.
+    """
+
+    def __init__(self, pairs: RingPairs, rows: RingPart, own: slice | Tensor) -> None:
+        reach = FAR if pairs._first.packing is not None else float("inf")
+        super().__init__(pairs, reach)
+        self._ring, self._rows, self._own = pairs, rows, own
+
+    @property
+    def refined(self) -> RingShare:
+        """The same at full accuracy."""
+        rows = refined(self._rows)
+        assert isinstance(rows, RingPart)
+        return RingShare(self._ring.refined, rows, self._own)
+
+    def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
+        """See `SelfShare`; the own rows, from all shards."""
+        found = torch.zeros_like(self._pairs.a, dtype=self._pairs.dtype)
+        found[self._own] = self._rows.softmin_rows(f, epsilon)
+        return found
 
 
 def ring_parts(
@@ -253,20 +240,69 @@ def ring_parts(
         cost: the whole, without its points.
         points: of this rank, rows and columns of the cost.
         first: the first row and column, (1, d).
-        build: makes operators of pairs of shards.
+        build: makes operators of pairs of blocks.
     """
     sides = sides_of(cost)
-    shards = Shard(points[0], sides[0]), Shard(points[1], sides[1])
-    rows = RingPart(ranks, cost, shards, columns=False, build=build)
-    columns = None if cost.symmetric else RingPart(ranks, cost, shards, columns=True, build=build)
     beginning = build(cost.part(slice(0, 1), slice(0, 1), first))
-    return Parts(
-        cost,
-        sides,
-        beginning,
-        Part(rows, rows.mass),
-        None if columns is None else Part(columns, columns.mass),
-    )
+    cuts = 2 if cost.symmetric and ranks.size % 2 == 0 else 1
+    blocks: list[RingBlocks] = []
+    for side in (0,) if cost.symmetric else (0, 1):
+        held = [
+            cut(sides[side].of(ranks, rank), _width(ranks, sides[side].count, rank), cuts)
+            for rank in range(ranks.size)
+        ]
+        shard = Shard(
+            points[side], first[side], held, cost.labels[side], cost.class_costs.shape[side]
+        )
+        blocks.append(RingBlocks(ranks, shard, beginning.packing, side))
+    x, y = blocks[0], blocks[-1]
+
+    def part(columns: bool) -> Part:
+        own = sides[columns].of(ranks)
+        counts = [side.count for side in sides]
+        counts[columns] = _width(ranks, counts[columns], ranks.rank)
+        rows: tuple[slice | Tensor, slice | Tensor] = (EVERY, own) if columns else (own, EVERY)
+        nowhere = _nowhere(cost, counts[0]), _nowhere(cost, counts[1])
+        some = cost.part(*rows, nowhere)
+        masses, mass = normalised(some.b if columns else some.a)
+        if columns:
+            some.b = masses
+        else:
+            some.a = masses
+        held = (y, x) if columns else (x, y)
+        return Part(RingPart(ranks, some, held, beginning, build, columns=columns), mass)
+
+    rows = part(columns=False)
+    if not cost.symmetric:
+        return Parts(cost, sides, beginning, rows, part(columns=True))
+    pairs = RingPairs(ranks, cost, x, beginning, build)
+    assert isinstance(rows.operator, RingPart)
+    share = RingShare(pairs, rows.operator, sides[0].of(ranks))
+    return Parts(cost, sides, beginning, rows, None, share)
+
+
+def _width(ranks: Ranks, count: int, rank: int) -> int:
+    """How many of so many points a rank owns."""
+    share = ranks.share(count, rank)
+    return len(range(share.start, share.stop))
+
+
+def _nowhere(cost: LabelledCost, count: int) -> Tensor:
+    """Points (count, d) that whoever reads them fails to."""
+    points = cost.points[0]
+    return torch.empty((count, points.shape[1]), dtype=points.dtype, device="meta")
+
+
+def _from_0(blocks: RingBlocks) -> list[Block]:
+    """The blocks that are here, as ranges of their points alone."""
+    counts = [count_of(there.block) for there in blocks.own]
+    return cut(slice(0, sum(counts)), sum(counts), len(counts))
+
+
+def _refined(first: Operator, *blocks: RingBlocks) -> tuple[BlockOperator, list[RingBlocks]]:
+    """The same at full accuracy, and the parts of coordinates that it reads."""
+    found: BlockOperator = refined(first)  # type: ignore[assignment]
+    return found, [each.for_parts(found.packing) for each in blocks]
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

@@ -18,19 +18,21 @@ p_ri says the maximum and the sum of what it is made of in one number, float64.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Operator
-from otdd_flash.operators.tiled import LN_2, LOG2_E, LOG2_NOTHING, TiledOperator
+from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.block_sums import BlockSums
+from otdd_flash.operators.block_tiles import Build, Tile
+from otdd_flash.operators.host_points import Block
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.packed_blocks import There
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from otdd_flash.distributed.ranks import Ranks
-    from otdd_flash.operators.labelled_cost import LabelledCost
 
 
 class SelfShare(Protocol):
@@ -91,68 +93,25 @@ def merged(parts: Tensor, epsilon: Epsilon) -> Tensor:
     return lowest - epsilon * total.log_()
 
 
-class _Piece(NamedTuple):
-    """Pairs between some rows and some columns, and their cost; or of rows among themselves."""
-
-    rows: slice
-    columns: slice
-    operator: TiledOperator
-
-    @property
-    def square(self) -> bool:
-        return self.rows == self.columns
-
-
-class TiledSelfShare:
-    """A share whose costs PyTorch computes or keeps, tile by tile.
-
-    Each range is a square of the pairs of its own points, which are computed twice, and a rectangle
-    of those with later ones.
+class BlockShare:
+    """A share of pairs of blocks.
 
     Args:
-        cost: of the cloud with itself.
-        ranges: of this rank, as `folded` has them.
-        build: makes the operator of a part of the cost, a `TiledOperator`.
+        pairs: of this rank, each once.
+        reach: as for `SelfShare`.
     """
 
-    reach = math.inf
-
-    def __init__(
-        self,
-        cost: LabelledCost,
-        ranges: list[tuple[int, int]],
-        build: Callable[[LabelledCost], Operator],
-    ) -> None:
-        self._cost, count = cost, cost.shape[0]
-        self._pieces = []
-        for first, end in ranges:
-            rows = slice(first, end)
-            for columns in (rows, slice(end, count)):
-                if columns.stop > columns.start:
-                    operator = build(cost.part(rows, columns))
-                    assert isinstance(operator, TiledOperator)
-                    self._pieces.append(_Piece(rows, columns, operator))
+    def __init__(self, pairs: BlockSums, reach: float = math.inf) -> None:
+        self._pairs, self.reach = pairs, reach
 
     @property
-    def refined(self) -> TiledSelfShare:
+    def refined(self) -> SelfShare:
         """The same: nothing was rounded."""
         return self
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """See `SelfShare`."""
-        found = torch.full_like(self._cost.a, math.inf)
-
-        def add(where: slice, part: Tensor) -> None:
-            found[where] = merged(torch.stack((found[where], part)), epsilon)
-
-        for rows, columns, operator in self._pieces:
-            if rows == columns:
-                add(rows, operator.softmin_rows(f[columns], epsilon).double())
-            else:
-                of_rows, of_columns = softmins(operator, f[rows], f[columns], epsilon)
-                add(rows, of_rows)
-                add(columns, of_columns)
-        return found
+        return self._pairs.joined_pairs(f, epsilon).potential
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
         """Never asked for."""
@@ -160,55 +119,51 @@ class TiledSelfShare:
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
         """See `SelfShare`; what costs may be off is the larger of a row's and of a column's."""
-        sums, errors = torch.zeros_like(self._cost.a), torch.zeros_like(self._cost.a)
-        numbers = torch.zeros(3, dtype=torch.float64)
-        for piece in self._pieces:
-            rows, columns, operator = piece
-            found = operator.marginals(f[rows], f[columns], epsilon, accurate=accurate)
-            share = 0.5 if piece.square else 1.0
-            for where, part, wrong in (
-                (rows, found.rows, found.row_errors),
-                (columns, found.columns, found.column_errors),
-            ):
-                sums[where] += share * part
-                errors[where] = torch.maximum(errors[where], wrong)
-            own = (found.cost_rounding, found.relative_error, found.lost)
-            numbers = torch.maximum(numbers, torch.tensor(own, dtype=torch.float64))
-        return Marginals(sums, sums, errors, errors, *numbers.tolist())
+        return self._pairs.marginals(f, f, epsilon, accurate=accurate)
 
     def mean_error(self, ranks: Ranks) -> float:
         """See `SelfShare`."""
-        cost, errors, rounding = self._cost, torch.zeros_like(self._cost.a), 0.0
-        for rows, columns, operator in self._pieces:
-            for where, wrong in zip((rows, columns), operator.accurate_errors, strict=True):
-                errors[where] = torch.maximum(errors[where], wrong)
-            rounding = max(rounding, operator.cost_rounding)
-        every = ranks.all_gathered(torch.cat((errors, errors.new_tensor([rounding])))).amax(0)
-        facts = CostFacts(torch.float64, cost.mean_cost, *cost.cost_range, error=0.0)
-        return float(every[-1]) * facts.magnitude + 2 * float(cost.a @ every[:-1])
+        of_rows, _ = self._pairs.accurate_errors
+        own = torch.cat((of_rows, of_rows.new_tensor([self._pairs.rounding])))
+        every = ranks.all_gathered(own).amax(0)
+        return float(every[-1]) + 2 * float(self._pairs.a @ every[:-1])
 
 
-def softmins(
-    operator: TiledOperator, f: Tensor, g: Tensor, epsilon: Epsilon
-) -> tuple[Tensor, Tensor]:
-    """`softmin_rows` of g (m,) and `softmin_columns` of f (n,), float64, from one pass."""
-    epsilon = float(epsilon)
-    scale = LOG2_E / epsilon
-    row_term = (operator.log2_a + (f.to(operator.dtype) - operator.row_offset) * scale).unsqueeze(1)
-    column_term = operator.log2_b + g.to(operator.dtype) * scale
-    logs = torch.empty_like(operator.row_offset)
-    highest = torch.full_like(operator.log2_b, -math.inf)
-    sums = torch.zeros_like(operator.log2_b)
-    for rows, tile in operator.tiles():
-        torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
-        most = tile.scratch.amax(1, keepdim=True).clamp_min_(LOG2_NOTHING)
-        logs[rows] = most.squeeze(1) + tile.scratch.sub_(most).exp2_().sum(1).log2_()
-        torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
-        raised = torch.maximum(highest, tile.scratch.amax(0)).clamp_min_(LOG2_NOTHING)
-        sums.mul_(highest.sub_(raised).exp2_())
-        sums.add_(tile.scratch.sub_(raised).exp2_().sum(0))
-        highest = raised
-    of_rows = logs.clamp_min_(LOG2_NOTHING).double()
-    of_columns = (highest + sums.log2_()).clamp_min_(LOG2_NOTHING).double()
-    factor = epsilon * LN_2
-    return operator.row_offset.double() - factor * of_rows, -factor * of_columns
+class FoldedPairs(BlockSums):
+    """Pairs of ranges of points that are all here; PyTorch computes or keeps their costs.
+
+    Each range is a square of the pairs of its own points, which are computed twice, and a rectangle
+    of those with later ones.
+
+    Args:
+        cost: of the cloud with itself.
+        ranges: of this rank, as `folded` has them.
+        build: makes the operator of a part of the cost.
+    """
+
+    def __init__(self, cost: LabelledCost, ranges: list[tuple[int, int]], build: Build) -> None:
+        super().__init__(cost, build)
+        points, count = cost.held[0], cost.shape[0]
+        self._tiles = []
+        for first, end in ranges:
+            one, later = (
+                There(Block(rows, rows), points[rows], None)
+                for rows in (slice(first, end), slice(end, count))
+            )
+            self._tiles.append(self.tile((one, one)))
+            if len(later.points) > 0:
+                self._tiles.append(self.tile((one, later)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is found."""
+        return torch.float64
+
+    @property
+    def additions(self) -> int:
+        """Pairs of blocks whose sums make one, at the most."""
+        return len(self._tiles)
+
+    def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
+        """The pairs of this rank, each once."""
+        return iter(self._tiles)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from otdd_flash.distributed.ranks import Ranks, restored, saved
+from otdd_flash.distributed.ranks import Ranks, put_together, taken_apart
 from otdd_flash.features.feature_file import FeatureFile
 from otdd_flash.features.file_features import FileFeatures, features_of
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.block_tiles import BlockOperator
+from otdd_flash.operators.block_tiles import Build as BlockBuild
 from otdd_flash.operators.build import (
     ComputeOptions,
     CostInputs,
@@ -28,7 +30,7 @@ from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory, s
 from otdd_flash.operators.owned import Owned
 from otdd_flash.operators.parts import Build, Parts
 from otdd_flash.operators.ring import ring_parts
-from otdd_flash.operators.self_share import SelfShare, TiledSelfShare, folded
+from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
 from otdd_flash.operators.sharded import ShardedOperator
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples
@@ -94,7 +96,8 @@ def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
     numbers = [_shards(ranks, cloud) for cloud in (inputs.source, inputs.target)]
     first = cost.points[0][:1], cost.points[1][:1]
     ranks.layout, number = "ring", ranks.number()
-    ranks.order(_hold_ring, number, *numbers, saved(cost.without_points()), *first, compute)
+    content, tensors = taken_apart(cost.without_points(), cost.a.device)
+    ranks.order(_hold_ring, number, *numbers, *first, compute, content, *tensors)
     return number
 
 
@@ -120,15 +123,16 @@ def _hold_ring(
     number: int,
     source: int,
     target: int,
-    content: bytes,
     first_x: Tensor,
     first_y: Tensor,
     compute: ComputeOptions,
+    content: bytes,
+    *tensors: Tensor,
 ) -> None:
-    bare: LabelledCost = restored(content)
+    bare: LabelledCost = put_together(content, tensors)
 
-    def build(part: LabelledCost) -> Operator:
-        return operator_alone(part, compute, keep_scores=False)
+    def build(part: LabelledCost) -> BlockOperator:
+        return cast(BlockOperator, operator_alone(part, compute, keep_scores=False))
 
     points = ranks.held[source], ranks.held[target]
     ranks.held[number] = ring_parts(ranks, bare, points, (first_x, first_y), build)
@@ -207,7 +211,8 @@ def _self_share(cost: LabelledCost, ranks: Ranks, build: Build) -> SelfShare:
     """This rank's share of the cost of a cloud with itself, where its passes run."""
     first = build(cost.part(slice(0, 1), slice(0, 1)))
     if isinstance(first, TiledOperator):
-        return TiledSelfShare(cost, folded(cost.shape[0], ranks.rank, ranks.size), build)
+        ranges = folded(cost.shape[0], ranks.rank, ranks.size)
+        return BlockShare(FoldedPairs(cost, ranges, cast(BlockBuild, build)))
     whole: Any = build(cost)
     share: SelfShare = whole.self_share(ranks.rank, ranks.size)
     return share

@@ -214,9 +214,7 @@ class TiledOperator(ABC):
         logs = torch.empty_like(self.row_offset)
         for rows, tile in self.tiles():
             torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
-            highest = tile.scratch.amax(1, keepdim=True).clamp_min_(LOG2_NOTHING)
-            sums = tile.scratch.sub_(highest).exp2_().sum(1)
-            logs[rows] = highest.squeeze(1) + sums.log2_()
+            logs[rows] = _log2_sums(tile.scratch)
         return self.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
@@ -224,15 +222,11 @@ class TiledOperator(ABC):
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
         row_term = (self.log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
-        highest = torch.full_like(self.log2_b, -math.inf)
-        sums = torch.zeros_like(self.log2_b)
+        columns = _ColumnSums(self.log2_b)
         for rows, tile in self.tiles():
             torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
-            raised = torch.maximum(highest, tile.scratch.amax(0)).clamp_min_(LOG2_NOTHING)
-            sums.mul_(highest.sub_(raised).exp2_())
-            sums.add_(tile.scratch.sub_(raised).exp2_().sum(0))
-            highest = raised
-        return (-epsilon * LN_2) * (highest + sums.log2_()).clamp_min_(LOG2_NOTHING)
+            columns.add(tile.scratch)
+        return (-epsilon * LN_2) * columns.logs
 
     def softmin_part(
         self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
@@ -241,8 +235,23 @@ class TiledOperator(ABC):
         return (self.softmin_columns if columns else self.softmin_rows)(potential, epsilon)
 
     def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
-        """The softmins of rows and of columns."""
-        return self.softmin_rows(g, epsilon), self.softmin_columns(f, epsilon)
+        """The softmins of rows and of columns, in one pass; where f is g those of rows are both."""
+        if f is g:
+            found = self.softmin_rows(g, epsilon)
+            return found, found
+        epsilon = float(epsilon)
+        scale = LOG2_E / epsilon
+        row_term = (self.log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
+        column_term = self.log2_b + g.to(self.dtype) * scale
+        logs = torch.empty_like(self.row_offset)
+        columns = _ColumnSums(self.log2_b)
+        for rows, tile in self.tiles():
+            torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
+            logs[rows] = _log2_sums(tile.scratch)
+            torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
+            columns.add(tile.scratch)
+        of_rows = self.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
+        return of_rows, (-epsilon * LN_2) * columns.logs
 
     def apply_plan(
         self,
@@ -344,6 +353,35 @@ class Tile:
 
     def __init__(self, scores: Tensor, scratch: Tensor) -> None:
         self.scores, self.scratch = scores, scratch
+
+
+def _log2_sums(exponents: Tensor) -> Tensor:
+    """log2 sum_j 2^e_ij (rows,) of a tile, which is overwritten."""
+    highest = exponents.amax(1, keepdim=True).clamp_min_(LOG2_NOTHING)
+    return highest.squeeze(1) + exponents.sub_(highest).exp2_().sum(1).log2_()
+
+
+class _ColumnSums:
+    """log2 sum_i 2^e_ij (m,) on its way, tile by tile.
+
+    Args:
+        like: (m,), of the type of the exponents.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._highest, self._sums = torch.full_like(like, -math.inf), torch.zeros_like(like)
+
+    def add(self, exponents: Tensor) -> None:
+        """Take a tile (rows, m), which is overwritten."""
+        raised = torch.maximum(self._highest, exponents.amax(0)).clamp_min_(LOG2_NOTHING)
+        self._sums.mul_(self._highest.sub_(raised).exp2_())
+        self._sums.add_(exponents.sub_(raised).exp2_().sum(0))
+        self._highest = raised
+
+    @property
+    def logs(self) -> Tensor:
+        """(m,), once all tiles are in."""
+        return (self._highest + self._sums.log2()).clamp_min_(LOG2_NOTHING)
 
 
 def _log2_masses(masses: Tensor, dtype: torch.dtype) -> Tensor:

@@ -259,14 +259,14 @@ def test_a_self_term_takes_every_pair_of_blocks_once(
     f = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(HERE, found.costs.dtype)
     near = {"rtol": TOLERANCES[precision], "atol": TOLERANCES[precision]}
     taken: list[bool] = []
-    tiles = BlockedOperator._tiles
+    tiles = BlockedOperator.tiles
 
     def counted(self: BlockedOperator, **how: bool) -> Iterator[Tile]:
         for tile in tiles(self, **how):
             taken.append(tile.diagonal)
             yield tile
 
-    monkeypatch.setattr(BlockedOperator, "_tiles", counted)
+    monkeypatch.setattr(BlockedOperator, "tiles", counted)
     for _ in range(2):
         expected = reference.softmin_rows(cost, a, f.double().cpu(), EPSILON)
         got = found.softmin_rows(f, EPSILON, f)

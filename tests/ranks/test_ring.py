@@ -14,7 +14,7 @@ import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import sharing
 from otdd_flash.operators.base import refined
-from otdd_flash.operators.ring import RingPart, Shard
+from otdd_flash.operators.ring_blocks import RingBlocks
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -42,9 +42,11 @@ def in_a_ring(work: Any, *arguments: Any) -> Any:
         sharing.UNASKED = before
 
 
-def distance(ranks: Ranks, precision: str) -> dict[str, Any]:
-    compute = otdd.ComputeOptions("cpu", precision=precision, memory_budget=0, group=ranks)
-    result = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute)
+def distance(
+    ranks: Ranks, precision: str, backend: str = "torch", epsilon: float = EPSILON
+) -> dict[str, Any]:
+    compute = otdd.ComputeOptions("cpu", backend, precision, memory_budget=0, group=ranks)
+    result = otdd.dataset_distance(*datasets(), epsilon=epsilon, compute=compute)
     return {
         "value": result.value,
         "bounds": result.bounds,
@@ -74,6 +76,18 @@ def test_distances_are_those_of_one_process(size: int, precision: str) -> None:
     again = pool(size).run(in_a_ring, distance, precision)[0]
     assert torch.equal(first["f"], again["f"])
     assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
+
+
+@pytest.mark.slow
+def test_distances_in_kernels_are_those_of_one_process() -> None:
+    """A whole solve in the interpreter, of few iterations."""
+    found, _ = pool(2).run(in_a_ring, distance, "fast", "triton", 5.0)
+    compute = otdd.ComputeOptions("cpu", precision="double")
+    alone = otdd.dataset_distance(*datasets(), epsilon=5.0, compute=compute)
+    assert found["backend"] == "triton, scores streamed, fast, 2 ranks, points in a ring"
+    assert found["converged"]
+    assert found["bounds"][0] <= alone.value <= found["bounds"][1]
+    assert torch.allclose(found["f"].double(), alone.potentials[0].double(), atol=4e-3)
 
 
 def of_kernels(ranks: Ranks) -> dict[str, Any]:
@@ -134,18 +148,18 @@ def test_flows_are_those_of_one_process() -> None:
 def held_points() -> int:
     """The most points of either cloud that a rank holds while a cost lives."""
     counts: list[int] = []
-    before = Shard.circulated
+    before = RingBlocks.circulated
 
-    def counted(self: Shard, ranks: Ranks) -> Any:
-        shards = [each for each in ranks.held.values() if isinstance(each, Tensor)]
+    def counted(self: RingBlocks, **how: Any) -> Any:
+        shards = [each for each in self._ranks.held.values() if isinstance(each, Tensor)]
         counts.append(sum(map(len, shards)))
-        return before(self, ranks)
+        return before(self, **how)
 
-    Shard.circulated = counted  # type: ignore[method-assign]
+    RingBlocks.circulated = counted  # type: ignore[method-assign]
     try:
         in_a_ring(distance, "double")
     finally:
-        Shard.circulated = before  # type: ignore[method-assign]
+        RingBlocks.circulated = before  # type: ignore[method-assign]
     return max(counts)
 
 
@@ -155,46 +169,27 @@ def test_no_rank_holds_all_points() -> None:
     assert sum(most) == 61 + 45
 
 
-def passed_round() -> list[tuple[int, list[int]]]:
+def passed_round(count: int | None) -> tuple[list[tuple[int, list[list[int]]]], int]:
+    """What comes by of ranks that have as many numbers as they are many, and none, and bytes."""
     ranks = Ranks()
-    own = torch.full((3,), ranks.rank)
-    return [(rank, found.tolist()) for rank, found in ranks.circulated(own)]
+    own = [torch.full((ranks.rank,), ranks.rank), torch.full((0, 2), 7)]
+    shapes = [[torch.Size((rank,)), torch.Size((0, 2))] for rank in range(ranks.size)]
+    seen = [
+        (rank, [found.flatten().tolist() for found in came])
+        for rank, came in ranks.circulated(own, shapes, count)
+    ]
+    return seen, ranks.shared.bytes_moved
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_everything_comes_by_once(size: int) -> None:
-    for rank, seen in enumerate(pool(size).run(passed_round)):
-        order = [(rank + step) % size for step in range(size)]
-        assert seen == [(owner, [owner] * 3) for owner in order]
-
-
-def late_shards() -> bool:
-    """Whether sums depend on the order in which shards come by."""
-    before = RingPart._tiles
-
-    def turned(self: RingPart) -> Any:
-        return iter(list(before(self))[::-1])
-
-    def work(ranks: Ranks) -> bool:
-        one = distance(ranks, "double")
-        ranks.order(_turn, True)
-        other = distance(ranks, "double")
-        ranks.order(_turn, False)
-        return torch.equal(one["f"], other["f"]) and one["bounds"] == other["bounds"]
-
-    _TILES.append((before, turned))
-    return in_a_ring(work)
-
-
-_TILES: list[Any] = []
-
-
-def _turn(ranks: Ranks, back: bool) -> None:
-    RingPart._tiles = _TILES[-1][back]  # type: ignore[method-assign]
-
-
-def test_sums_do_not_depend_on_the_order_of_shards() -> None:
-    assert pool(3).run(late_shards) == [True, True, True]
+    for count in (None, 1, size // 2 + 1):
+        far = size if count is None else count
+        for rank, (seen, moved) in enumerate(pool(size).run(passed_round, count)):
+            order = [(rank + step) % size for step in range(far)]
+            assert seen == [(owner, [[owner] * owner, []]) for owner in order]
+            # Sent on, all but the last; received, all but the own.
+            assert moved == 8 * (sum(order[:-1]) + sum(order[1:]))
 
 
 def budgets(budget: str) -> str:

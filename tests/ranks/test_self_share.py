@@ -16,7 +16,7 @@ from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.kernels.passes import symmetric_step
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.self_share import TiledSelfShare, folded, merged
+from otdd_flash.operators.self_share import BlockShare, FoldedPairs, folded, merged
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.problem import Problem
@@ -64,7 +64,8 @@ def dense(cost: LabelledCost) -> Tensor:
 def shares(cost: LabelledCost, held: str, size: int) -> list[Any]:
     if held in HELD:
         count = len(cost.a)
-        return [TiledSelfShare(cost, folded(count, rank, size), HELD[held]) for rank in range(size)]
+        places = [folded(count, rank, size) for rank in range(size)]
+        return [BlockShare(FoldedPairs(cost, ranges, HELD[held])) for ranges in places]
     operator = KernelOperator(cost, held)
     return [operator.self_share(rank, size) for rank in range(size)]
 
@@ -181,7 +182,7 @@ def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatc
 def test_pytorch_computes_pairs_of_one_range_twice(size: int) -> None:
     n = 64
     parts = shares(cost_of(n, 1), "kept", size)
-    scores = [sum(math.prod(piece.operator.shape) for piece in part._pieces) for part in parts]
+    scores = [sum(math.prod(tile.operator.shape) for tile in part._pairs.tiles()) for part in parts]
     # Half of all, and half of the squares on the diagonal once more.
     assert sum(scores) == n**2 / 2 + 2 * size * (n / (2 * size)) ** 2 / 2
     assert len(set(scores)) == 1

@@ -95,9 +95,9 @@ def _found(ranks: Ranks, n: int, m: int, term: str, options: dict[str, Any]) -> 
     if term != "xy":
         found["own"] = operator.own_costs()
     over_columns, some = operator.execution.over_columns, torch.arange(0, columns, 3)
-    # Scores that are held, and points in a ring, have no use for it.
-    stored = options["memory_budget"] != 0
-    assert (over_columns is not None) == (term == "xy" and not in_a_ring and not stored)
+    # Scores that are held have no use for it.
+    stored = options["memory_budget"] != 0 and not in_a_ring
+    assert (over_columns is not None) == (term == "xy" and not stored)
     if over_columns is not None:
         found["f of some"] = over_columns(some, g[some].to(operator.dtype), EPSILON)
     return found

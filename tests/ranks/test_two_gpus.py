@@ -28,7 +28,9 @@ sides = []
 for shift in (0.0, 0.3):
     labels = torch.randint(0, 20, (20_000,), generator=draw)
     points = torch.randn(20_000, 64, generator=draw) + shift * labels[:, None] / 20
-    sides.append(otdd.LabeledSamples(points, labels, tuple(map(str, range(20)))))
+    cloud = otdd.LabeledSamples(points, labels, tuple(map(str, range(20))))
+    # Features in host memory that a GPU has no room for are streamed, and go round no ring.
+    sides.append(cloud.to("cuda"))
 
 
 def work(ranks):
