@@ -29,6 +29,7 @@ from torch import Tensor
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
+from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.owned import Owned, Rows
 from otdd_flash.operators.self_share import SelfShare, merged
 
@@ -329,6 +330,21 @@ def apply_plan(
         applied = part.mass * found.values.to(applied.dtype)
         masses = part.mass * found.masses
     return Applied(owned.gathered(ranks, applied), owned.gathered(ranks, masses))
+
+
+def apply_plan_to_points(
+    ranks: Ranks,
+    number: int,
+    transposed: bool,
+    f: Tensor,
+    g: Tensor,
+    epsilon: float,
+    origin: Tensor,
+) -> Applied:
+    """Products with the points of the other side less an origin (d,), which every rank has."""
+    cost: LabelledCost = ranks.held[number].cost
+    values = less_origin(cost.held[0 if transposed else 1], origin)
+    return apply_plan(ranks, number, transposed, f, g, epsilon, values, None, None)
 
 
 def expected_costs(ranks: Ranks, number: int, masses: Tensor) -> Tensor:
