@@ -5,6 +5,7 @@ Points have so many coordinates that whatever else is sent, potentials and order
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def moved(options: dict[str, Any], ranks: Ranks | None = None) -> tuple[Tensor, 
     )
     points = 4 * COUNT * DIM
     # Told after every step, and of the end.
-    shares = [(b - a) / points for a, b in zip(sent[:-1], sent[1:-1], strict=False)]
+    shares = [(b - a) / points for a, b in pairwise(sent[:-1])]
     return result.samples.features, shares
 
 
@@ -112,7 +113,7 @@ def copies() -> list[Any]:
         note()
         points[3] = -7
         note()
-        del owner, copied
+        del owner
         ranks.order(_nothing)
         found.append((sorted(ranks.copied), ranks.order(_held)))
         return found
