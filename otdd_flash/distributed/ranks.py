@@ -27,17 +27,27 @@ from otdd_flash.version import __version__
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from otdd_flash.distributed.copies import Copied
+
 T = TypeVar("T")
 
 # progress(units of work done, their total).
 Progress = Callable[[int, int], None]
 
 
+class Dealt(NamedTuple):
+    """An argument of an order of which every rank is given its own share of the rows alone."""
+
+    tensor: Tensor
+
+
 class _Sent(NamedTuple):
-    """In place of a tensor in an order, which follows it."""
+    """In place of a tensor in an order, which follows it; each its own share if it is `dealt`."""
 
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
+    dealt: bool
 
 
 class Ranks(Exchange):
@@ -51,6 +61,7 @@ class Ranks(Exchange):
         held: what this process keeps for orders to come, by the leader's numbers.
         numbers: the leader's, of objects that ranks hold as long as it does.
         ring_numbers: likewise, of those of which every rank holds a part.
+        copied: the leader's, tensors that change with their copies (`copies.Copied`), by `id`.
         progress: called as progress(done, total) with what is done of this rank's own part of an
             order; the leader's alone.
 
@@ -63,6 +74,7 @@ class Ranks(Exchange):
         self.held: dict[int, Any] = {}
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.ring_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.copied: dict[int, Copied] = {}
         self.progress: Progress | None = None
         self._numbers = count()
         self._dropped: list[int] = []
@@ -125,7 +137,8 @@ class Ranks(Exchange):
 
         Args:
             function: of a module, which others find by its name.
-            *arguments: tensors, moved to where each rank keeps what is there; or what is pickled.
+            *arguments: tensors, moved to where each rank keeps what is there; tensors that are
+                `Dealt`, likewise; or what is pickled.
 
         Raises:
             InputError: the others have been dismissed.
@@ -136,7 +149,11 @@ class Ranks(Exchange):
                 "the work that otdd.led calls"
             )
         self._send(function, arguments)
-        return function(self, *arguments)
+        own = (
+            each.tensor[self.share(len(each.tensor))] if isinstance(each, Dealt) else each
+            for each in arguments
+        )
+        return function(self, *own)
 
     def report_to(self, progress: Progress | None, total: int) -> None:
         """Have progress(done, total) called in orders to come, as if all ranks were as far."""
@@ -152,11 +169,7 @@ class Ranks(Exchange):
         self._dropped.append(number)
 
     def _send(self, function: Callable[..., Any] | None, arguments: tuple[Any, ...]) -> None:
-        tensors = [each for each in arguments if isinstance(each, Tensor)]
-        sent = tuple(
-            (_Sent(each.shape, each.dtype), each.device) if isinstance(each, Tensor) else each
-            for each in arguments
-        )
+        sent = tuple(_in_place_of(each) for each in arguments)
         # Taken first: what ends meanwhile is for the next order.
         dropped, self._dropped = self._dropped, []
         content = pickle.dumps((dropped, function, sent))
@@ -164,11 +177,15 @@ class Ranks(Exchange):
         with self.moving():
             for part in (torch.tensor([len(message)]), message):
                 torch.distributed.broadcast(part, self._leader, group=self._orders)
-            for tensor in tensors:
-                if tensor.numel() > 0:
-                    there = self._movable(tensor)
-                    torch.distributed.broadcast(there, self._leader, group=self._group)
-        self._moved += len(message) + sum(tensor.nbytes for tensor in tensors)
+            for each in arguments:
+                if isinstance(each, Tensor):
+                    whole = self._movable(each)
+                    if whole.numel() > 0:
+                        torch.distributed.broadcast(whole, self._leader, group=self._group)
+                    self._moved += each.nbytes
+                elif isinstance(each, Dealt):
+                    self.deal(each.tensor)
+        self._moved += len(message)
         self._forget(dropped)
 
     def _receive(self) -> tuple[Callable[..., Any] | None, tuple[Any, ...]]:
@@ -183,8 +200,10 @@ class Ranks(Exchange):
 
     def _received(self, argument: Any) -> Any:
         match argument:
-            case (_Sent(shape, dtype), torch.device() as device):
+            case _Sent(shape, dtype, device, dealt):
                 own = self.device_of(device)
+                if dealt:
+                    return self.own_of_dealt(torch.empty(0, dtype=dtype, device=own), shape)
                 there = self._movable(torch.empty(shape, dtype=dtype, device=own))
                 if there.numel() > 0:
                     with others_heard():
@@ -195,6 +214,14 @@ class Ranks(Exchange):
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:
             self.held.pop(number, None)
+
+
+def _in_place_of(argument: Any) -> Any:
+    """What of an argument of an order is pickled."""
+    tensor = argument.tensor if isinstance(argument, Dealt) else argument
+    if not isinstance(tensor, Tensor):
+        return argument
+    return _Sent(tensor.shape, tensor.dtype, tensor.device, isinstance(argument, Dealt))
 
 
 def check_versions(ranks: Ranks) -> None:

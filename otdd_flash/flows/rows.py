@@ -25,63 +25,61 @@ class Rows:
     Args:
         ranks: of which this process is one; None if it is alone.
         stepping: how they move.
-        variables: (n, ...) by name, all rows. Rank 0's own stay parts of these tensors.
+        own: by name, the rows of every variable that this process owns; they are moved in place.
+        counts: of all rows, by name.
 
     Attributes:
         beside: what `write` writes beside the rows, by name.
     """
 
     def __init__(
-        self, ranks: Ranks | None, stepping: Stepping, variables: Mapping[str, Tensor]
+        self,
+        ranks: Ranks | None,
+        stepping: Stepping,
+        own: Mapping[str, Tensor],
+        counts: Mapping[str, int],
     ) -> None:
-        self._ranks = ranks
-        self._counts = {name: len(tensor) for name, tensor in variables.items()}
+        self._ranks, self._counts = ranks, dict(counts)
         self._parameters = {
-            name: torch.nn.Parameter(self._own(name, tensor), requires_grad=False)
-            for name, tensor in variables.items()
+            name: torch.nn.Parameter(rows, requires_grad=False) for name, rows in own.items()
         }
         self._optimizer = stepping.build([*self._parameters.values()])
         self._good: Any = None
         self.beside: Mapping[str, Tensor] = {}
 
-    def step(
-        self, size: float, spread: float, noise: Tensor | None, *against: Tensor
-    ) -> dict[str, Tensor]:
-        """Move against velocities, and remember where the rows were; return as `whole`.
+    def step(self, size: float, spread: float, noise: Tensor | None, *against: Tensor) -> None:
+        """Move against velocities, and remember where the rows were.
 
         Args:
             size: time tau of the step.
             spread: multiple of the noise that is added to the points.
-            noise: of all points, (n, p), or None.
-            *against: velocities of all rows of every variable, (n, ...).
+            noise: of the own points, or None.
+            *against: velocities of the own rows of every variable.
         """
         self._good = copied(self._state(), self._good)
         for group in self._optimizer.param_groups:
             group["lr"] = size
-        for (name, parameter), velocity in zip(self._parameters.items(), against, strict=True):
-            parameter.grad = velocity[self._share(name)]
+        for parameter, velocity in zip(self._parameters.values(), against, strict=True):
+            parameter.grad = velocity
         self._optimizer.step()
         self._optimizer.zero_grad()
         if noise is not None:
-            points = self._parameters["points"].data
-            points.add_(noise[self._share("points")], alpha=spread)
-        return self.whole()
+            self._parameters["points"].data.add_(noise, alpha=spread)
 
     def clamp(self, low: float, high: float) -> None:
         """Take points back into a box."""
         self._parameters["points"].data.clamp_(low, high)
 
-    def undo(self) -> dict[str, Tensor]:
-        """Go back to before the last step; return as `whole`."""
+    def undo(self) -> None:
+        """Go back to before the last step."""
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._good["variables"][name])
         self._optimizer.load_state_dict(self._good["optimizer"])
-        return self.whole()
 
     def whole(self) -> dict[str, Tensor]:
-        """All rows of every variable, where other processes own some of them; else nothing."""
-        if (ranks := self._ranks) is None:
-            return {}
+        """All rows of every variable, gathered by all ranks together."""
+        ranks = self._ranks
+        assert ranks is not None
         return {
             name: ranks.gathered(parameter.data, self._counts[name])
             for name, parameter in self._parameters.items()
@@ -110,15 +108,14 @@ class Rows:
         Args:
             names: of what is kept of rows: the variable, and what of it.
             others: what the optimiser keeps of no row, by variable.
-            *tensors: all rows of each of `names`.
+            *tensors: the own rows of each of `names`.
         """
         kept = {name: dict(others.get(name, {})) for name in self._parameters}
         for (variable, key), tensor in zip(names, tensors, strict=True):
-            own = tensor[self._share(variable)]
             if key == VALUE:
-                self._parameters[variable].data.copy_(own)
+                self._parameters[variable].data.copy_(tensor)
             else:
-                kept[variable][key] = own.clone()
+                kept[variable][key] = tensor.clone()
         state = {place: held for place, held in enumerate(kept.values()) if held}
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -153,11 +150,6 @@ class Rows:
     def _share(self, name: str) -> slice:
         count = self._counts[name]
         return slice(0, count) if self._ranks is None else self._ranks.share(count)
-
-    def _own(self, name: str, tensor: Tensor) -> Tensor:
-        part = tensor[self._share(name)]
-        # Others are not to hold all rows for the sake of theirs.
-        return part if self._ranks is None or self._ranks.rank == 0 else part.clone()
 
 
 def copied(state: Any, into: Any = None) -> Any:

@@ -1,4 +1,8 @@
-"""Distances between classes that several processes measure, each some of the pairs."""
+"""Distances between classes that several processes measure, each some of the pairs.
+
+Every rank deals the pairs out for itself, where the points are: those of many points first, one
+after the other to each rank. The table of all classes is a list that nobody has to be sent.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels
 from otdd_flash.labels.metrics.base import Measured
-from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, is_complete
 
 
 def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
@@ -45,16 +49,17 @@ class _MeasuredByRanks(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class; pairs of many points first, one after the other to each rank."""
-        ranks, sizes = self.ranks, torch.tensor([len(cloud) for cloud in clouds])
-        order = torch.argsort(sizes[pairs].prod(1), descending=True, stable=True)
+        """See the base class."""
+        ranks, number = self.ranks, self._number(clouds)
         ranks.report_to(progress, len(pairs))
-        numbers, late = ranks.order(_measure, self._number(clouds), self.metric, pairs[order])
+        # Moved first: a GPU compares, sorts and sends in no time what takes a core seconds.
+        listed: Tensor | None = pairs.to(clouds[0].points.device)
+        if is_complete(listed, len(clouds)):
+            listed = None
+        numbers, late = ranks.order(_measure, number, self.metric, listed)
         for message in late:
             warnings.warn(message, NotConvergedWarning, stacklevel=2)
-        together = torch.empty_like(numbers)
-        together[:, order] = numbers
-        return PairDistances(*together)
+        return PairDistances(*numbers.cpu())
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
         """As without ranks: what comes in parts uses all cores already."""
@@ -99,11 +104,20 @@ def _hold_classes(
 
 
 def _measure(
-    ranks: Ranks, number: int, metric: LabelMetric, pairs: Tensor
+    ranks: Ranks, number: int, metric: LabelMetric, listed: Tensor | None
 ) -> tuple[Tensor, list[str]]:
-    """Values and bounds (3, P) of all pairs, and what was said of solves that stopped early."""
-    clouds = ranks.held[number]
-    own = torch.arange(len(pairs))[ranks.rank :: ranks.size]
+    """Values and bounds (3, P) of pairs, None for all; what was said of solves that stopped early.
+
+    They are where the points are, from where the group moves tensors.
+    """
+    clouds: Sequence[ClassCloud] = ranks.held[number]
+    device = clouds[0].points.device
+    pairs = all_pairs(len(clouds), device) if listed is None else listed
+    sizes = torch.tensor([len(cloud) for cloud in clouds], device=device)
+    order = torch.argsort(sizes[pairs].prod(1), descending=True, stable=True)
+    own, count = pairs[order[ranks.rank :: ranks.size]].cpu(), len(pairs)
+    # The solves are given the memory.
+    del pairs
     none = torch.empty(0, dtype=torch.float64)
 
     def measured() -> tuple[PairDistances, list[str]]:
@@ -111,15 +125,15 @@ def _measure(
             return PairDistances(none, none, none), []
         with torch.no_grad(), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", NotConvergedWarning)
-            found = metric.measure(clouds, pairs[own], ranks.progress)
+            found = metric.measure(clouds, own, ranks.progress)
         return found, [str(each.message) for each in said]
 
     found, late = ranks.together(measured)
-    # Where the points are, because the group moves tensors from there.
-    width = -(-len(pairs) // ranks.size)
-    numbers = torch.zeros((3, width), dtype=torch.float64, device=clouds[0].points.device)
-    numbers[:, : len(own)] = torch.stack(tuple(found))
-    every = ranks.all_gathered(numbers).cpu()
-    # Pair k is the (k // size)-th of rank k % size.
-    together = every.permute(1, 2, 0).reshape(3, -1)[:, : len(pairs)]
+    numbers = torch.zeros((3, -(-count // ranks.size)), dtype=torch.float64, device=device)
+    for row, part in zip(numbers, found, strict=True):
+        row[: len(own)] = part
+    together = numbers.new_empty((3, count))
+    for rank, theirs in enumerate(ranks.all_gathered(numbers)):
+        places = order[rank :: ranks.size]
+        together[:, places] = theirs[:, : len(places)]
     return together, [message for said in ranks.all_gathered_objects(late) for message in said]

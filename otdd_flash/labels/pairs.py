@@ -32,9 +32,15 @@ class PairDistances(NamedTuple):
         return cls(values, values, values)
 
 
-def all_pairs(count: int) -> Tensor:
+def all_pairs(count: int, device: torch.device | str = "cpu") -> Tensor:
     """(P, 2) int64: every unordered pair of `count` classes, the larger index first."""
-    return torch.tril_indices(count, count, offset=-1).T.contiguous()
+    return torch.tril_indices(count, count, offset=-1, device=device).T.contiguous()
+
+
+def is_complete(pairs: Tensor, count: int) -> bool:
+    """Whether pairs (P, 2) are `all_pairs` of `count` classes."""
+    there_are = count * (count - 1) // 2
+    return len(pairs) == there_are and torch.equal(pairs, all_pairs(count, pairs.device))
 
 
 def symmetric_table(values: Tensor, pairs: Tensor, count: int) -> Tensor:

@@ -23,6 +23,9 @@ from otdd_flash.labels.transport_terms import TermSolver
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import epsilon_given_as
 
+# Of classes and pairs that stopped early, so many are named.
+SHOWN = 5
+
 
 def sinkhorn_distances(
     clouds: Sequence[ClassCloud],
@@ -107,8 +110,14 @@ def _warn_of_late(
     options: Converged,
 ) -> None:
     """Name the classes and pairs that stopped before the tolerance, and what stopped them."""
-    names = [cloud.name for cloud in clouds]
-    names += [f"{clouds[i].name} against {clouds[j].name}" for i, j in cross[0].tolist()]
+    pairs, count = cross[0], len(clouds)
+
+    def name(place: int) -> str:
+        if place < count:
+            return clouds[place].name
+        i, j = pairs[place - count].tolist()
+        return f"{clouds[i].name} against {clouds[j].name}"
+
     error, rounding = (
         torch.cat((one, two))
         for one, two in (
@@ -123,9 +132,11 @@ def _warn_of_late(
         (late & ~by_rounding, f"after {options.max_iterations} iterations", 0.0),
     ):
         if bool(which.any()):
-            shown = [names[k] for k in torch.nonzero(which).squeeze(1).tolist()]
+            # Names of all of millions of pairs would take longer than to solve these.
+            places = torch.nonzero(which).squeeze(1)
+            shown, more = [name(place) for place in places[:SHOWN].tolist()], len(places) - SHOWN
             message = f"labels=sinkhorn: not converged to {tolerance:g} {limit} for "
-            message += ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" * (len(shown) > 5))
+            message += ", ".join(shown) + (f" and {more} more" * (more > 0))
             if largest:
                 message += f", whose marginal errors stay at up to {largest:.1e}"
             warnings.warn(

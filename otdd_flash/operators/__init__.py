@@ -21,7 +21,7 @@ in Triton; `matrix_facts` is what one pass over it tells.
 
 Plans of two potentials, prepared for many products: `plan` has what they are asked and PyTorch's,
 `triton_plans` and `kernel_plans` those of Triton; `point_products` are those with the points as
-they are packed.
+they are packed, and `origins` points about an origin.
 
 Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
 what every rank holds of it; `owned` says which points are whose, `self_share` which pairs of a

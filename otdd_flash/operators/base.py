@@ -140,6 +140,9 @@ class Execution(NamedTuple):
         in_blocks: `apply_plan` of values that are made block by block, for one block of the result
             after the other, `BlockedOperator.applied_blocks`; None where all points are on
             the device.
+        on_points: `apply_plan` of the other side's points less an origin (d,), a `LessOrigin`, as
+            on_points(f, g, epsilon, origin, transposed=...): by ranks that have the points, so that
+            no values are sent. None where values are as good.
         rounded_by: by how much costs differ from those of `refined`, root mean square, about.
         over_columns: the softmin (n,) of all rows over some columns (l,), int64, of the masses that
             they have, and of their potential g (l,), as over_columns(columns, g, epsilon); None
@@ -157,6 +160,7 @@ class Execution(NamedTuple):
     prepared_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     in_blocks: Callable[..., Any] | None = None
+    on_points: Callable[..., Applied] | None = None
     rounded_by: Callable[[], float] | None = None
     over_columns: Callable[[Tensor, Tensor, float], Tensor] | None = None
     point_products: Callable[..., Any] | None = None

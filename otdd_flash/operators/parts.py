@@ -31,6 +31,7 @@ from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, ref
 from otdd_flash.operators.block_sums import ROUNDINGS, errors_of
 from otdd_flash.operators.block_tiles import BlockOperator
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
+from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.owned import Owned, Rows
 from otdd_flash.operators.self_share import SelfShare, merged
 
@@ -318,6 +319,21 @@ def apply_plan(
         applied = part.mass * found.values.to(applied.dtype)
         masses = part.mass * found.masses
     return Applied(owned.gathered(ranks, applied), owned.gathered(ranks, masses))
+
+
+def apply_plan_to_points(
+    ranks: Ranks,
+    number: int,
+    transposed: bool,
+    f: Tensor,
+    g: Tensor,
+    epsilon: float,
+    origin: Tensor,
+) -> Applied:
+    """Products with the points of the other side less an origin (d,), which every rank has."""
+    cost: LabelledCost = ranks.held[number].cost
+    values = less_origin(cost.held[0 if transposed else 1], origin)
+    return apply_plan(ranks, number, transposed, f, g, epsilon, values, None, None)
 
 
 def expected_costs(ranks: Ranks, number: int, masses: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class ShardedOperator:
             told = held.rows.operator
         self._backend = told.execution.backend
         self._ring = held.cost is not cost
+        self._replicated = not self._ring and isinstance(cost.points[0], Tensor)
         self.cost = cost
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
         error = ranks.order(parts.mean_error, number)
@@ -71,6 +72,7 @@ class ShardedOperator:
             part.segment,
             self.sample,
             refine,
+            on_points=self._on_points if self._replicated else None,
             rounded_by=partial(float16_rounding, self.cost),
             over_columns=self._over_columns if self._takes_columns else None,
         )
@@ -78,6 +80,14 @@ class ShardedOperator:
     def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
         order = parts.softmin_over_columns
         return self.ranks.order(order, self._number, columns, g, epsilon)
+
+    def _on_points(
+        self, f: Tensor, g: Tensor, epsilon: float, origin: Tensor, *, transposed: bool
+    ) -> Applied:
+        if transposed and self.cost.symmetric:
+            f, g, transposed = g, f, False
+        order = parts.apply_plan_to_points
+        return self.ranks.order(order, self._number, transposed, f, g, epsilon, origin)
 
     def _refine(self) -> ShardedOperator:
         number = self.ranks.number()

@@ -142,9 +142,7 @@ def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
     """What ranks call a cloud, which they are given where they do not hold it."""
     if cloud not in ranks.numbers:
         number = ranks.numbers[cloud] = ranks.number()
-        features = cloud.features
-        # A file is sent by its name.
-        there = features.file if isinstance(features, FileFeatures) else features
+        there = _as_sent(ranks, cloud.features)
         ranks.order(_hold_cloud, number, there, cloud.labels, cloud.weights, cloud.class_names)
         # It lives as long as what rank 0 does with it.
         ranks.held[number] = weakref.ref(cloud)
@@ -152,10 +150,18 @@ def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
     return ranks.numbers[cloud]
 
 
+def _as_sent(ranks: Ranks, features: Tensor | FileFeatures) -> Tensor | FeatureFile | int:
+    """What says which features these are: they, their file, or the number of copies of them."""
+    if isinstance(features, FileFeatures):
+        return features.file
+    copied = ranks.copied.get(id(features))
+    return features if copied is None else copied.sent()
+
+
 def _hold_cloud(
     ranks: Ranks,
     number: int,
-    features: Tensor | FeatureFile,
+    features: Tensor | FeatureFile | int,
     labels: Tensor | None,
     weights: Tensor | None,
     class_names: tuple[str, ...],
@@ -163,7 +169,8 @@ def _hold_cloud(
     def made() -> LabeledSamples | None:
         if ranks.rank == 0:
             return None
-        there = features if isinstance(features, Tensor) else features_of(features.reopened())
+        there = ranks.held[features] if isinstance(features, int) else features
+        there = there if isinstance(there, Tensor) else features_of(there.reopened())
         return LabeledSamples(there, labels, class_names, weights)
 
     cloud = ranks.together(made)

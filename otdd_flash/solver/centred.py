@@ -17,6 +17,7 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.labelled_cost import Points, weighted_mean
+from otdd_flash.operators.origins import less_origin
 from otdd_flash.solver.plan_blocks import Assembled, plan_blocks
 
 
@@ -35,11 +36,6 @@ def origin_near(clouds: Iterable[tuple[Points, Tensor]], dtype: torch.dtype) -> 
 def mean_near(points: Tensor, masses: Tensor) -> Tensor:
     """A point (d,), float64, near the mean of points (n, d) with masses (n,): to their rounding."""
     return (masses.to(points.dtype) @ points).double()
-
-
-def less_origin(points: Tensor, origin: Tensor) -> Tensor:
-    """A new copy of points (n, d) about an origin, in its type; subtracted in the wider of both."""
-    return (points - origin).to(origin.dtype)
 
 
 def conditional_means(

@@ -15,6 +15,7 @@ from torch import Tensor
 from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.host_points import STREAMED_ROWS, Block, HostPoints, slices
 from otdd_flash.operators.labelled_cost import Cut, Points
+from otdd_flash.operators.origins import LessOrigin
 
 ALL = Block(slice(None), slice(None))
 
@@ -49,7 +50,8 @@ def plan_blocks(
         potentials: f (n,) and g (m,), in units of the cost.
         epsilon: regularisation, in units of the cost.
         points: x (n, d) and y (m, d).
-        make: gives the values (k, c) of some points (k, d) of the other side, as make(which, them).
+        make: gives the values (k, c) of some points (k, d) of the other side, as make(which, them);
+            a `LessOrigin` where `points` are those of the cost.
         transposed: whether the result is of the columns.
     """
     in_blocks = operator.execution.in_blocks
@@ -58,8 +60,12 @@ def plan_blocks(
             yield PlanBlock(own.block, own.points, applied)
         return
     own, other = points[::-1] if transposed else points
-    values = make(ALL.rows, other[ALL.rows])
-    applied = operator.apply_plan(*potentials, epsilon, values, transposed=transposed)
+    on_points = operator.execution.on_points
+    if on_points is not None and isinstance(make, LessOrigin):
+        applied = on_points(*potentials, epsilon, make.origin, transposed=transposed)
+    else:
+        values = make(ALL.rows, other[ALL.rows])
+        applied = operator.apply_plan(*potentials, epsilon, values, transposed=transposed)
     yield PlanBlock(ALL, own[ALL.rows], applied)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.build import CostInputs
+from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.plan import Factors, Plan
-from otdd_flash.solver.centred import less_origin
 from otdd_flash.solver.conjugate_gradients import inverse
 from otdd_flash.solver.directions import ALL, Directions, Part, Points
 

@@ -37,7 +37,8 @@ from torch import Tensor
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs, class_indices
 from otdd_flash.operators.labelled_cost import Cut
-from otdd_flash.solver.centred import less_origin, origin_near
+from otdd_flash.operators.origins import LessOrigin, less_origin
+from otdd_flash.solver.centred import origin_near
 from otdd_flash.solver.plan_blocks import Assembled, PlanBlock, blocks_of, plan_blocks
 from otdd_flash.solver.term.result import TransportTerm
 
@@ -124,7 +125,8 @@ class _Plan:
 
         by_x, squares = Assembled(self.points[0]), self.class_distances.new_zeros(())
         coupling = torch.zeros_like(self.class_distances)
-        for block, points, (image, r) in self._applied(make):
+        alone = names == ["points"]
+        for block, points, (image, r) in self._applied(LessOrigin(self.origin) if alone else make):
             images = self._named(names, image, scales)
             if "lambda_x" in needs:
                 # sum P ||x - y||^2, with the same rounded plan in all three parts.
@@ -151,9 +153,7 @@ class _Plan:
     def from_columns(self) -> Tensor:
         """2 lambda_x (c y - P^T x), shape (m, d)."""
         found = Assembled(self.points[1])
-        for block, points, (image, c) in self._applied(
-            lambda _, x: less_origin(x, self.origin), transposed=True
-        ):
+        for block, points, (image, c) in self._applied(LessOrigin(self.origin), transposed=True):
             found.put(block, self._pull(points, c, image))
         return found.rows
 

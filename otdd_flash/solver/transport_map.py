@@ -33,9 +33,10 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import Compute, build_operator
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.plan import Factors, Plan, StreamedPlan
 from otdd_flash.solver.adjoint import Entries, check_sums, potentials_everywhere
-from otdd_flash.solver.centred import less_origin, mean_near
+from otdd_flash.solver.centred import mean_near
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.divergence import report_convergence

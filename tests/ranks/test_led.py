@@ -299,6 +299,50 @@ def test_pairs_of_classes_are_dealt() -> None:
     assert isinstance(said, list)
 
 
+def measured(pairs: torch.Tensor, classes: int) -> tuple[list[torch.Tensor], int]:
+    """Distances of pairs, and the bytes that these took once ranks had the classes."""
+
+    def work(ranks: Ranks) -> tuple[list[torch.Tensor], int]:
+        metric = measured_by_ranks(otdd.labels.Sinkhorn(epsilon=0.2), ranks)
+        clouds = uneven(classes)
+        metric.measure(clouds, pairs[:1])
+        before = ranks.shared.bytes_moved
+        return list(metric.measure(clouds, pairs)), ranks.shared.bytes_moved - before
+
+    return otdd.led(work)
+
+
+def uneven(classes: int) -> Any:
+    """Classes of 1, 2, 3, ... points, so that pairs are not dealt in the order of their list."""
+    draw = torch.Generator().manual_seed(1)
+    labels = torch.repeat_interleave(torch.arange(classes), torch.arange(classes) % 5 + 1)
+    points = torch.randn(len(labels), 3, generator=draw)
+    names = tuple(map(str, range(classes)))
+    return pool_classes([otdd.LabeledSamples(points, labels, names)])[0]
+
+
+SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_numbers_of_pairs_come_in_the_order_of_their_list(size: int) -> None:
+    for pairs in (all_pairs(7), all_pairs(7)[2:17:3]):
+        (found, _), *_ = pool(size).run(measured, pairs, 7)
+        alone = Sinkhorn(epsilon=0.2).measure(uneven(7), pairs)
+        for value, expected in zip(found, alone, strict=True):
+            assert torch.equal(value, expected)
+
+
+def test_a_table_of_all_classes_is_no_list_that_is_sent() -> None:
+    pairs = all_pairs(40)
+    (table, sent), _ = pool(2).run(measured, pairs, 40)
+    (turned, more), _ = pool(2).run(measured, pairs.flip(0).contiguous(), 40)
+    # Three numbers a pair of the other rank come, and orders go.
+    assert 24 * len(pairs) // 2 <= sent <= 24 * len(pairs) // 2 + 1000
+    assert more - sent == pytest.approx(16 * len(pairs), abs=400)
+    assert torch.equal(table[0], turned[0].flip(0))
+
+
 def epsilon_out_of_range() -> str:
     """What a rank hears of an epsilon that float32 cannot hold."""
 

@@ -45,9 +45,10 @@ from otdd_flash.flows.maps.nearest import in_classes_of
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.centred import conditional_means, less_origin, origin_near
+from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
 

@@ -1,0 +1,62 @@
+"""Tensors of rank 0 that change, and of which the other ranks hold copies.
+
+Orders that change such a tensor change its copies alike, and rank 0 then calls `mark_equal`.
+PyTorch counts all changes of a tensor, so that one which was changed otherwise is sent anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor
+
+from otdd_flash.distributed.ranks import Ranks
+
+
+class Copied:
+    """A tensor of which copies are sent when they are needed first.
+
+    Args:
+        ranks: that hold them, led by this process.
+        tensor: what is copied.
+        owner: what changes it; there are copies as long as it lives.
+    """
+
+    def __init__(self, ranks: Ranks, tensor: Tensor, owner: object) -> None:
+        self._ranks, self._tensor, self._number = ranks, tensor, ranks.number()
+        self._version: int | None = None
+        # The tensor is held here, so that no other one is at its place in memory.
+        ranks.copied[id(tensor)] = self
+        weakref.finalize(owner, _forget, ranks, id(tensor), self._number)
+
+    @property
+    def number(self) -> int | None:
+        """What the other ranks call copies that are equal to the tensor; None where they are not.
+
+        Changes made in inference mode are not counted, and no copy is known to be equal.
+        """
+        tensor, version = self._tensor, self._version
+        equal = version is not None and not tensor.is_inference() and tensor._version == version
+        return self._number if equal else None
+
+    def sent(self) -> int:
+        """The same number, after copies are sent where there are no equal ones."""
+        if self.number is None:
+            self._ranks.order(_hold_copy, self._number, self._tensor)
+            self.mark_equal()
+        return self._number
+
+    def mark_equal(self) -> None:
+        """Say that copies have changed as the tensor has."""
+        tensor = self._tensor
+        self._version = None if tensor.is_inference() else tensor._version
+
+
+def _hold_copy(ranks: Ranks, number: int, tensor: Tensor) -> None:
+    if ranks.rank > 0:
+        ranks.held[number] = tensor
+
+
+def _forget(ranks: Ranks, place: int, number: int) -> None:
+    ranks.copied.pop(place, None)
+    ranks.drop(number)

@@ -1,0 +1,168 @@
+"""What ranks of a flow send each other, and that copies of the points stay equal to them.
+
+Points have so many coordinates that whatever else is sent, potentials and orders, is little.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import pool
+from torch import Tensor
+
+import otdd_flash as otdd
+from otdd_flash.distributed.copies import Copied
+from otdd_flash.distributed.ranks import Dealt, Ranks
+from otdd_flash.flows.stepping import Stepping
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
+COUNT, DIM, STEPS = 31, 20_000, 4
+# Of the points' bytes: potentials and orders of all passes of a step.
+REST = 0.25
+
+
+def sides() -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
+    draw = torch.Generator().manual_seed(3)
+    labels = torch.arange(COUNT) % 3
+    return tuple(
+        otdd.LabeledSamples(
+            torch.randn(COUNT, DIM, generator=draw) + labels[:, None] + k, labels, tuple("abc")
+        )
+        for k in range(2)
+    )
+
+
+def moved(options: dict[str, Any], ranks: Ranks | None = None) -> tuple[Tensor, list[float]]:
+    """Where a flow led, and what it sent in each step but the last, over the points' bytes."""
+    sent: list[int] = []
+    result = otdd.gradient_flow(
+        *sides(),
+        otdd.Flow(STEPS, **options),
+        epsilon=2e3,
+        compute=otdd.ComputeOptions("cpu", group=ranks),
+        callbacks=otdd.Callbacks(
+            progress=lambda _: None if ranks is None else sent.append(ranks.shared.bytes_moved)
+        ),
+    )
+    points = 4 * COUNT * DIM
+    # Told after every step, and of the end.
+    shares = [(b - a) / points for a, b in pairwise(sent[:-1])]
+    return result.samples.features, shares
+
+
+def led(options: dict[str, Any]) -> Any:
+    return otdd.led(lambda ranks: moved(options, ranks))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "stepping", [Stepping(0.3), Stepping(0.3, "adam", box=(-1.0, 1.5))], ids=["plain", "box"]
+)
+def test_a_step_sends_shares_of_the_points(size: int, stepping: Stepping) -> None:
+    """Products of both plans and moved rows come from their owners, velocities go there."""
+    options = {"stepping": stepping}
+    points, shares = pool(size).run(led, options)[0]
+    width = -(-COUNT // size)
+    # Gathered shares are padded to one size; dealt ones are not.
+    gathered = 3 * (size - 1) * width / COUNT
+    dealt = 1 - (COUNT // size) / COUNT
+    assert len(shares) == STEPS - 1
+    for share in shares:
+        assert gathered + dealt <= share <= gathered + dealt + REST
+    alone, _ = moved(options)
+    torch.testing.assert_close(points, alone, rtol=1e-3, atol=1e-3)
+
+
+def test_points_that_are_no_copies_are_sent() -> None:
+    """Displaced points are new at every step, and copies would be of no use."""
+    (_, plain), (_, noisy) = (
+        pool(2).run(led, {"stepping": Stepping(0.3, noise=noise)})[0] for noise in (0.0, 0.1)
+    )
+    for share, more in zip(plain, noisy, strict=True):
+        assert share + 0.95 <= more <= share + 1.05
+
+
+class Owner:
+    """What a tensor is changed by."""
+
+
+def copies() -> list[Any]:
+    """Of a tensor of rank 0: whether copies were known equal, what they are, bytes sent."""
+
+    def work(ranks: Ranks) -> list[Any]:
+        found: list[Any] = []
+        points, owner = torch.arange(1000.0), Owner()
+        copied = Copied(ranks, points, owner)
+
+        def note() -> None:
+            equal, before = copied.number is not None, ranks.shared.bytes_moved
+            number = copied.sent()
+            sent = ranks.shared.bytes_moved - before
+            assert copied.number == number
+            sums = ranks.order(_sums_of_copies, number)
+            found.append((equal, [float(points.sum()), *sums[1:]], sent >= points.nbytes))
+
+        note()
+        note()
+        points.add_(1)
+        note()
+        points[3] = -7
+        note()
+        del owner
+        ranks.order(_nothing)
+        found.append((sorted(ranks.copied), ranks.order(_held)))
+        return found
+
+    return otdd.led(work)
+
+
+def _nothing(ranks: Ranks) -> None:
+    pass
+
+
+def _held(ranks: Ranks) -> list[int]:
+    return ranks.all_gathered_objects(len(ranks.held))
+
+
+def _sums_of_copies(ranks: Ranks, number: int) -> list[float]:
+    copy = ranks.held.get(number)
+    return ranks.all_gathered_objects(0.0 if copy is None else float(copy.sum()))
+
+
+def test_a_tensor_that_was_changed_is_sent_anew() -> None:
+    *found, left = pool(2).run(copies)[0]
+    assert [equal for equal, _, _ in found] == [False, True, False, False]
+    assert [sent for _, _, sent in found] == [True, False, True, True]
+    for _, sums, _ in found:
+        assert sums[1:] == [sums[0]]
+    assert left == ([], [0, 0])
+
+
+def dealt() -> Any:
+    def work(ranks: Ranks) -> list[Any]:
+        before = ranks.shared.bytes_moved
+        rows = torch.arange(14.0).reshape(7, 2)
+        found = ranks.order(_rows, Dealt(rows), torch.ones(1), Dealt(rows[:1]))
+        return [found, ranks.shared.bytes_moved - before]
+
+    return otdd.led(work)
+
+
+def _rows(ranks: Ranks, own: Tensor, whole: Tensor, few: Tensor) -> list[Any]:
+    return ranks.all_gathered_objects((own.tolist(), whole.tolist(), few.tolist()))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_is_given_its_own_rows(size: int) -> None:
+    found, _ = pool(size).run(dealt)[0]
+    rows = torch.arange(14.0).reshape(7, 2).tolist()
+    assert [row for own, _, _ in found for row in own] == rows
+    assert [len(own) for own, _, _ in found] == ([3, 4] if size == 2 else [2, 2, 3])
+    assert all(whole == [1.0] for _, whole, _ in found)
+    # Of one row the last rank has all.
+    assert [few for _, _, few in found] == [[]] * (size - 1) + [rows[:1]]
