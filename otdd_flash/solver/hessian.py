@@ -140,7 +140,7 @@ class SinkhornHessian:
         cg: CGOptions,
     ) -> None:
         self.divergence, self.gradient = divergence, gradient
-        self._problem, self._options = problem, options
+        self._problem, self._options, self._mark = problem, options, problem.mark
         self._curvature = DivergenceCurvature(problem, divergence, cg)
 
     @property
@@ -153,7 +153,7 @@ class SinkhornHessian:
 
         Raises:
             InputError: v is no tensor of such a shape, of another type or device than x, or not
-                finite; or memory is short.
+                finite; an input was changed in place since; or memory is short.
             ConvergenceError: `options.require_convergence` is set and a linear system was not
                 solved to the tolerance.
 
@@ -161,6 +161,7 @@ class SinkhornHessian:
             NotConvergedWarning: a linear system was not solved to the tolerance.
         """
         request, directions = self._problem.request, self._checked(v)
+        self._problem.check_unchanged(self._mark)
         with torch.no_grad():
             directions = directions.to(request.device)
             found = request.within_memory(lambda: self._curvature.along(directions, None))

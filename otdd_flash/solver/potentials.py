@@ -104,7 +104,8 @@ def sinkhorn_potentials(
     options = options or Converged()
     inputs = Inputs(
         {"x": x, "y": y, "a": a, "b": b}
-        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
+        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y},
+        *(labels_x, labels_y),
     )
     with torch.no_grad():
         divergence = problem.solve(options, debias=False, start=start)

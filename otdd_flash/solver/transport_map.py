@@ -118,7 +118,8 @@ def transport_map(
     options = options or Converged()
     inputs = Inputs(
         {"x": x, "y": y, "a": a, "b": b, "values": values}
-        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
+        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y},
+        *(labels_x, labels_y),
     )
     with torch.no_grad():
         divergence = problem.solve(options, debias=False, start=start)
