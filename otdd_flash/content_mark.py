@@ -77,7 +77,7 @@ def _mark(part: Tensor) -> int:
         return 0
     if part.device.type != "cpu":
         return 0 if part.is_inference() else part._version
-    rows = torch.atleast_1d(part.detach())
+    rows = part.detach().unsqueeze(0) if part.ndim == 0 else part.detach()
     blocks = torch.split(rows, max(1, BLOCK_BYTES * len(rows) // max(1, rows.nbytes)))
     if len(blocks) == 1:
         return _checksum(blocks[0])
@@ -88,4 +88,4 @@ def _mark(part: Tensor) -> int:
 
 def _checksum(block: Tensor) -> int:
     # As bytes, as NumPy lacks bfloat16.
-    return zlib.crc32(block.contiguous().view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(block.contiguous().view(-1).view(torch.uint8).numpy().data)

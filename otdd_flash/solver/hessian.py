@@ -24,6 +24,10 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_solves import Potentials
+from otdd_flash.solver.units import largest
+
+# Directions of up to this size or one over it are taken as they are, without a copy.
+USUAL = 1e6
 
 
 @takes(SINKHORN_HESSIAN)
@@ -204,10 +208,21 @@ class DivergenceCurvature:
 
     def along(self, a: Tensor, b: Tensor | None) -> Along:
         """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still."""
-        coordinates = sum(side[0].numel() for side in (a, b) if side is not None)
-        return in_parts(
-            lambda part: self._along(a[part], None if b is None else b[part]), len(a), coordinates
+        sides = [side for side in (a, b) if side is not None]
+        unit = largest(*sides, dim=(1, 2))[:, None, None]
+        usual = not bool(((unit < 1 / USUAL) | (unit > USUAL)).any())
+        if not usual:
+            a, b = a / unit, None if b is None else b / unit
+        found = in_parts(
+            lambda part: self._along(a[part], None if b is None else b[part]),
+            len(a),
+            sum(side[0].numel() for side in sides),
         )
+        if usual:
+            return found
+        by_y = None if found.y is None else found.y * unit
+        curvature = found.curvature * unit[:, 0, 0] * unit[:, 0, 0]
+        return found._replace(x=found.x * unit, y=by_y, curvature=curvature)
 
     def _along(self, a: Tensor, b: Tensor | None) -> Along:
         found = self._cross.along(a, b)
