@@ -1,4 +1,4 @@
-"""Whether samples still hold what they held: they may share memory with arrays of the user.
+"""Whether samples or tensors still hold what they held: a user may change them in place.
 
 Nothing is copied, as datasets may fill the memory. In place of that their content is marked when it
 is used, and compared before anything is said of it later.
@@ -59,12 +59,16 @@ class Unchanged:
 
 
 def mark_of(samples: LabeledSamples) -> Mark:
-    """What changes with the content of features, labels and weights, at the speed of memory.
+    """What changes with the content of features, labels and weights, as `mark_of_tensors`."""
+    return mark_of_tensors(samples.features, samples.labels, samples.weights)
+
+
+def mark_of_tensors(*parts: Tensor | None) -> Mark:
+    """What changes with the content of tensors, at the speed of memory.
 
     On the CPU, where arrays of other libraries may share it, a checksum; on a GPU torch's count of
-    the changes. Files are watched by their features.
+    the changes, which inference tensors lack. Files are watched by their features.
     """
-    parts = (samples.features, samples.labels, samples.weights)
     return tuple(_mark(part) for part in parts if part is not None)
 
 
@@ -73,7 +77,8 @@ def _mark(part: Tensor) -> int:
         return 0
     if part.device.type != "cpu":
         return 0 if part.is_inference() else part._version
-    blocks = torch.split(part.detach(), max(1, BLOCK_BYTES // max(1, part[0].nbytes)))
+    rows = part.detach().unsqueeze(0) if part.ndim == 0 else part.detach()
+    blocks = torch.split(rows, max(1, BLOCK_BYTES * len(rows) // max(1, rows.nbytes)))
     if len(blocks) == 1:
         return _checksum(blocks[0])
     # Checksums let other threads run.
@@ -82,4 +87,5 @@ def _mark(part: Tensor) -> int:
 
 
 def _checksum(block: Tensor) -> int:
-    return zlib.crc32(block.contiguous().numpy().data.cast("B"))
+    # As bytes, as NumPy lacks bfloat16.
+    return zlib.crc32(block.contiguous().view(-1).view(torch.uint8).numpy().data)

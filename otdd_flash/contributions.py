@@ -82,7 +82,7 @@ def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor 
     source, target = problem.request.seen
     if source.labels is None or target.labels is None:
         return None
-    masses = source.masses.detach().clone().requires_grad_(True)
+    masses = source.masses.detach().requires_grad_(True)
     clouds = _clouds(source, masses) + _clouds(target, target.masses)
     pairs = all_pairs(len(clouds))
     scale = float(problem.table.abs().max())

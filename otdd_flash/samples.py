@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -123,11 +122,11 @@ class LabeledSamples:
         """The feature dimension d."""
         return self.features.shape[1]
 
-    @cached_property
+    @property
     def masses(self) -> Tensor:
-        """The weights (n,), float64, summing to 1; uniform if none were given."""
+        """The weights (n,), float64, summing to 1; uniform if none were given. A copy to keep."""
         if self.weights is not None:
-            return self.weights
+            return self.weights.clone()
         n = len(self)
         return torch.full((n,), 1.0 / n, dtype=torch.float64, device=self.features.device)
 

@@ -183,6 +183,18 @@ def test_a_missing_label_is_refused_with_its_rows():
             build()
 
 
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_masses_are_the_users_to_change(weights):
+    """Changed in place they changed what a dataset is compared by, and its fingerprint stayed."""
+    given = samples(weights=weights)
+    before, fingerprint = given.masses.clone(), given.fingerprint
+    given.masses.numpy()[0] = 7
+    given.masses.mul_(2)
+    assert torch.equal(given.masses, before)
+    assert given.fingerprint == fingerprint
+    assert weights is None or torch.equal(given.weights, before)
+
+
 def test_weights_whose_sum_overflows_are_the_masses_that_they_mean():
     for weights in ([1e308] * 6, torch.full((6,), 1e308, dtype=torch.float64)):
         assert samples(weights=weights).masses.tolist() == pytest.approx([1 / 6] * 6)

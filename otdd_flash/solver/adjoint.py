@@ -129,9 +129,8 @@ class Entries:
         Raises:
             ConvergenceError: `options` require convergence, and the system was not solved.
         """
-        products, near = self._products, self._products
-        if self.whole:
-            near = self.plan.quick
+        products = self._products
+        near = self.plan.quick if self.whole else products
         system = SchurSystem(products, cg.damping)
         right, taken = t[:, None], None
         if s is not None:

@@ -33,19 +33,22 @@ class CostWeights:
         h: (n,) float64, as is what follows.
         k: (m,).
         factors: A (n, r) and B (m, r), if there are any.
+
+    Attributes:
+        entries: as said.
     """
 
     def __init__(
         self, entries: Entries, h: Tensor, k: Tensor, factors: Factors | None = None
     ) -> None:
-        self._entries, self._factors = entries, factors
+        self.entries, self._factors = entries, factors
         self._h, self._k = h, k
 
     def times(self, values: Tensor) -> Tensor:
         """M V (n, j)."""
         if self._held is not None:
             return self._held @ values
-        entries, b = self._entries, self._entries.b
+        entries, b = self.entries, self.entries.b
         of_b, of_k = entries.times(values, weights=(b, self._k)).chunk(2, 1)
         found = torch.addcmul(self._h[:, None] * of_b, entries.a[:, None], of_k)
         del of_b, of_k
@@ -57,7 +60,7 @@ class CostWeights:
         """M^T U (m, j)."""
         if self._held is not None:
             return self._held.T @ values
-        entries, b = self._entries, self._entries.b[:, None]
+        entries, b = self.entries, self.entries.b[:, None]
         of_h, of_a = entries.transposed_times(values, weights=(self._h, entries.a)).chunk(2, 1)
         found = torch.addcmul(b * of_h, self._k[:, None], of_a)
         del of_h, of_a
@@ -68,7 +71,7 @@ class CostWeights:
     @cached_property
     def _held(self) -> Tensor | None:
         """M itself (n, m), where the plan is held and small: in fewer operations than products."""
-        entries, held = self._entries, self._entries.small
+        entries, held = self.entries, self.entries.small
         if held is None:
             return None
         left, right = entries.masses
@@ -96,7 +99,7 @@ def cost_gradient(
     gradient: dict[str, Tensor] = {}
     source, target = inputs.source, inputs.target
     # Points of x are about as far from it as from those that they are sent to.
-    origin = mean_near(target.features, target.masses)
+    origin = mean_near(target.features, weights.entries.b)
     # Made where they are used: nothing takes more memory than products, which need one of them.
     x, y = (partial(less_origin, side.features, origin) for side in (source, target))
     factor, dim = 2 * inputs.cost.squared.lambda_x, source.features.shape[1]

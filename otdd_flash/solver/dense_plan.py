@@ -21,8 +21,11 @@ def dense_plan(inputs: CostInputs, f: Tensor, g: Tensor, epsilon: float) -> Kept
     shape, device = (len(inputs.source), len(inputs.target)), inputs.source.features.device
     if not is_small(shape):
         return None
-    needed, stated = 8 * shape[0] * shape[1], stated_budget(inputs.compute.memory_budget)
+    # All points at once, as they are and in float64.
+    entries, points = 8 * shape[0] * shape[1], 12 * sum(shape) * inputs.source.dim
+    stated = stated_budget(inputs.compute.memory_budget)
     # What is made of a plan takes as much again.
-    if (stated is not None and needed > stated) or not holds(2 * needed, None, device):
+    short = stated is not None and entries + points > stated
+    if short or not holds(2 * entries + points, None, device):
         return None
     return KeptPlan(labelled_cost(inputs).plan_entries(f, g, epsilon))

@@ -24,6 +24,10 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_solves import Potentials
+from otdd_flash.solver.units import largest
+
+# Directions of up to this size or one over it are taken as they are, without a copy.
+USUAL = 1e6
 
 
 @takes(SINKHORN_HESSIAN)
@@ -140,7 +144,7 @@ class SinkhornHessian:
         cg: CGOptions,
     ) -> None:
         self.divergence, self.gradient = divergence, gradient
-        self._problem, self._options = problem, options
+        self._problem, self._options, self._mark = problem, options, problem.mark
         self._curvature = DivergenceCurvature(problem, divergence, cg)
 
     @property
@@ -153,7 +157,7 @@ class SinkhornHessian:
 
         Raises:
             InputError: v is no tensor of such a shape, of another type or device than x, or not
-                finite; or memory is short.
+                finite; an input was changed in place since; or memory is short.
             ConvergenceError: `options.require_convergence` is set and a linear system was not
                 solved to the tolerance.
 
@@ -161,6 +165,7 @@ class SinkhornHessian:
             NotConvergedWarning: a linear system was not solved to the tolerance.
         """
         request, directions = self._problem.request, self._checked(v)
+        self._problem.check_unchanged(self._mark)
         with torch.no_grad():
             directions = directions.to(request.device)
             found = request.within_memory(lambda: self._curvature.along(directions, None))
@@ -203,10 +208,21 @@ class DivergenceCurvature:
 
     def along(self, a: Tensor, b: Tensor | None) -> Along:
         """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still."""
-        coordinates = sum(side[0].numel() for side in (a, b) if side is not None)
-        return in_parts(
-            lambda part: self._along(a[part], None if b is None else b[part]), len(a), coordinates
+        sides = [side for side in (a, b) if side is not None]
+        unit = largest(*sides, dim=(1, 2))[:, None, None]
+        usual = not bool(((unit < 1 / USUAL) | (unit > USUAL)).any())
+        if not usual:
+            a, b = a / unit, None if b is None else b / unit
+        found = in_parts(
+            lambda part: self._along(a[part], None if b is None else b[part]),
+            len(a),
+            sum(side[0].numel() for side in sides),
         )
+        if usual:
+            return found
+        by_y = None if found.y is None else found.y * unit
+        curvature = found.curvature * unit[:, 0, 0] * unit[:, 0, 0]
+        return found._replace(x=found.x * unit, y=by_y, curvature=curvature)
 
     def _along(self, a: Tensor, b: Tensor | None) -> Along:
         found = self._cross.along(a, b)

@@ -126,7 +126,7 @@ def sinkhorn_loss(
     wanted = [inputs[key] for key in gradient.total]
     second = None
     if ground == "sqeuclidean":
-        second = SecondDerivatives(tuple(gradient.total), wanted, problem, divergence, options)
+        second = SecondDerivatives(tuple(gradient.total), problem, divergence, options)
     return cast(Tensor, KnownGradient.apply(value, parts, second, *wanted))
 
 

@@ -37,6 +37,7 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.term_solves import Potentials
+from otdd_flash.solver.units import largest
 
 
 @takes(SINKHORN_POTENTIALS)
@@ -104,7 +105,8 @@ def sinkhorn_potentials(
     options = options or Converged()
     inputs = Inputs(
         {"x": x, "y": y, "a": a, "b": b}
-        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
+        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y},
+        *(labels_x, labels_y),
     )
     with torch.no_grad():
         divergence = problem.solve(options, debias=False, start=start)
@@ -149,7 +151,11 @@ class PotentialGradient:
         """Gradients for cotangents of f (n,) and g (m,)."""
         device = self._problem.request.device
         of_f, of_g = (cotangent.to(device, torch.float64) for cotangent in cotangents)
-        return self._problem.request.within_memory(lambda: self._gradient(of_f, of_g))
+        unit = largest(of_f, of_g)
+        found = self._problem.request.within_memory(
+            lambda: self._gradient(of_f / unit, of_g / unit)
+        )
+        return {key: gradient.mul_(unit) for key, gradient in found.items()}
 
     def _gradient(self, of_f: Tensor, of_g: Tensor) -> dict[str, Tensor]:
         problem, epsilon = self._problem, self._problem.epsilon

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from otdd_flash.content_mark import Mark, mark_of, mark_of_tensors
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
@@ -124,6 +126,27 @@ class Problem:
         return same_content(*self.request.seen) and all(
             torch.equal(self.block("xx"), self.block(term)) for term in ("xy", "yy")
         )
+
+    @property
+    def mark(self) -> Mark:
+        """What changes where something that it reads does, see `content_mark`."""
+        sides = (mark_of(side) for side in self.request.given)
+        return (*chain(*sides), *mark_of_tensors(self.table))
+
+    def check_unchanged(self, mark: Mark) -> None:
+        """Refuse derivatives at points that are not those that it was solved for.
+
+        Args:
+            mark: of then.
+
+        Raises:
+            InputError: something was changed in place since.
+        """
+        if self.mark != mark:
+            raise InputError(
+                "an input was changed in place after the loss was computed, and its second "
+                "derivative needs it as it was; clone it before"
+            )
 
     def block(self, term: str) -> Tensor:
         """The class distances of the term "xy", "xx" or "yy"; [y, x] is never read.

@@ -38,6 +38,7 @@ from otdd_flash.solver.conjugate_gradients import (
     System,
 )
 from otdd_flash.solver.direct import Direct, OfRows, is_decomposed, of_columns, of_self
+from otdd_flash.solver.units import largest
 
 if TYPE_CHECKING:
     # These need Triton.
@@ -220,7 +221,8 @@ class Solver:
     """Solves with one matrix for one set of right-hand sides after another.
 
     A matrix that could be decomposed solves all of them, up to the first that it leaves a residual
-    above the tolerance of. Then, and for others, conjugate gradients do.
+    above the tolerance of. Then, and for others, conjugate gradients do. Right-hand sides are taken
+    in units of their `largest` entries.
 
     Where the recomputed residual no longer halves from one correction to the next, the matrix near
     it is too far away and iterations go on with the matrix itself; then rounding makes it seem to
@@ -247,29 +249,29 @@ class Solver:
         metric, direct = self._system.metric, self._direct
         if direct is None:
             return None
-        right = metric.less_constants(right)
+        unit = largest(right, dim=0)
+        right = metric.less_constants(right / unit)
         values = direct.solve(right)
         left = right - self._system.times(values)
-        size = metric.size(right)
-        residual = metric.size(left) / size.clamp_min(torch.finfo(size.dtype).tiny)
+        residual = metric.size(left) / metric.size(right).clamp_min(torch.finfo(right.dtype).tiny)
         converged = residual <= self._limits.tolerance
         # The host waits once, for all that can go wrong.
         if not bool(converged.all() & direct.sound):
             self._direct = None
             return None
         none = torch.zeros_like(residual, dtype=torch.int64)
-        return Solution(values, left, residual, none, converged)
+        return Solution(values.mul_(unit), left.mul_(unit), residual, none, converged)
 
     def by_iterations(self, right: Tensor) -> Solution:
         """By conjugate gradients."""
-        iterates = self._iterates_for(right)
-        iterates.begin(right, self._rounded)
+        iterates, unit = self._iterates_for(right), largest(right, dim=0)
+        iterates.begin(right / unit, self._rounded)
         if self._improve(iterates) and self._rounded is not self._system:
             iterates.resume(self._system)
             self._improve(iterates)
         size, now = iterates.size, iterates.now
         residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
-        found = iterates.values.clone(), iterates.left.clone()
+        found = iterates.values * unit, iterates.left * unit
         return Solution(*found, residual, iterates.taken.clone(), now <= iterates.target)
 
     def _iterates_for(self, right: Tensor) -> Iterates | KernelIterates:

@@ -28,8 +28,7 @@ class SecondDerivatives:
 
     Args:
         keys: of the inputs.
-        inputs: that require a gradient.
-        problem: between the points as they were.
+        problem: between the points.
         divergence: its terms.
         options: whether a missed tolerance is an error.
     """
@@ -37,21 +36,19 @@ class SecondDerivatives:
     def __init__(
         self,
         keys: tuple[Input, ...],
-        inputs: Sequence[Tensor],
         problem: Problem,
         divergence: Divergence,
         options: Schedule,
     ) -> None:
         self._keys, self._problem, self._divergence = keys, problem, divergence
-        self._options = options
-        self._versions = [(given, given._version) for given in inputs]
+        self._options, self._mark = options, problem.mark
 
     def __call__(self, along: Sequence[Tensor | None]) -> list[Tensor]:
         """The changes of all gradients, by the points alone.
 
         Raises:
             InputError: gradients by something else are to be differentiated, or something else
-                requires one; or points are streamed, or have changed in place since.
+                requires one; or points are streamed, or an input has changed in place since.
             ConvergenceError: convergence is required and a linear system was not solved.
         """
         others = [key for key in self._keys if key not in POINTS]
@@ -66,12 +63,7 @@ class SecondDerivatives:
                 "second derivatives need all points on the device, which does not hold them; take "
                 "fewer points, or raise memory_budget"
             )
-        for given, version in self._versions:
-            if given._version != version:
-                raise InputError(
-                    "points were changed in place after the loss was computed, and its second "
-                    "derivative needs them as they were; clone them before"
-                )
+        self._problem.check_unchanged(self._mark)
         directions = dict(zip(self._keys, along, strict=True))
         x, y = (side.features for side in self._problem.request.given)
 

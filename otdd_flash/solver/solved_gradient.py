@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.content_mark import mark_of_tensors
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.solver.known_gradient import OnceDifferentiable
 from otdd_flash.solver.schedules.base import Schedule
@@ -20,16 +21,19 @@ class Inputs:
 
     Args:
         by_key: what was given, numbers and None among it.
+        others: what else was, that has no derivative.
     """
 
-    def __init__(self, by_key: dict[str, Any]) -> None:
+    def __init__(self, by_key: dict[str, Any], *others: Tensor | None) -> None:
         self.tensors = {
             key: given
             for key, given in by_key.items()
             if torch.is_grad_enabled() and isinstance(given, Tensor) and given.requires_grad
         }
-        read = (given for given in by_key.values() if isinstance(given, Tensor))
-        self._versions = [(given, given._version) for given in read]
+        # Nothing is to be differentiated without them.
+        read = (*by_key.values(), *others) if self.tensors else ()
+        self._read = [given for given in read if isinstance(given, Tensor)]
+        self._mark = mark_of_tensors(*self._read)
 
     def check_unchanged(self) -> None:
         """Refuse what has changed in place.
@@ -37,7 +41,7 @@ class Inputs:
         Raises:
             InputError: as said.
         """
-        if any(given._version != version for given, version in self._versions):
+        if mark_of_tensors(*self._read) != self._mark:
             raise InputError(
                 "an input was changed in place after the result was computed, and the gradient "
                 "needs it as it was; clone it before"

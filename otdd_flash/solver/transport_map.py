@@ -48,6 +48,7 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
 from otdd_flash.solver.term_solves import Potentials
+from otdd_flash.solver.units import largest
 
 
 @takes(TRANSPORT_MAP)
@@ -119,7 +120,8 @@ def transport_map(
     options = options or Converged()
     inputs = Inputs(
         {"x": x, "y": y, "a": a, "b": b, "values": values}
-        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y}
+        | {"classes": class_table, "lambda_x": lambda_x, "lambda_y": lambda_y},
+        *(labels_x, labels_y),
     )
     with torch.no_grad():
         divergence = problem.solve(options, debias=False, start=start)
@@ -198,8 +200,10 @@ class MapGradient:
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Gradients for a cotangent T' (n, k)."""
-        (cotangent,) = cotangents
-        return self._problem.request.within_memory(lambda: self._gradient(cotangent))
+        cotangent = cotangents[0].to(self._problem.request.device)
+        unit = largest(cotangent)
+        found = self._problem.request.within_memory(lambda: self._gradient(cotangent / unit))
+        return {key: gradient.mul_(unit) for key, gradient in found.items()}
 
     def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:
         problem = self._problem

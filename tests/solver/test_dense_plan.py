@@ -10,6 +10,7 @@ import pytest
 import reference
 import torch
 from direct_cases import CLASSES, DEVICE, EPSILON, clouds, drawn, labelled, masses, quiet
+from live_bytes import peak
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,8 +18,10 @@ import otdd_flash as otdd
 from otdd_flash import CGOptions, ComputeOptions, Converged
 from otdd_flash.operators import memory
 from otdd_flash.operators.host_points import Streaming
-from otdd_flash.solver import direct
+from otdd_flash.solver import adjoint, direct
 from otdd_flash.solver.dense_plan import dense_plan
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.schur import Solver
 
 
 def cross_term(n: int, m: int, **settings: Any) -> tuple[Any, Any]:
@@ -65,7 +68,9 @@ def test_where_no_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
         return dense_plan(given, term.f, term.g, EPSILON) is not None
 
     assert made()
-    for budget, enough in ((8 * 9 * 7, True), (8 * 9 * 7 - 1, False)):
+    # Entries, and points in three dimensions, of which float32 is held beside float64.
+    needed = 8 * 9 * 7 + 12 * (9 + 7) * 3
+    for budget, enough in ((needed, True), (needed - 1, False)):
         compute = ComputeOptions(precision="double", memory_budget=budget)
         assert made(cross_term(9, 7, compute=compute)[0]) == enough
     room = Streaming(torch.device(DEVICE), 1 << 30, 1 << 30)
@@ -75,8 +80,37 @@ def test_where_no_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
         limited.setattr(direct, "MOST_POINTS", 6)
         assert not made()
     monkeypatch.setattr(memory, "UNASKED", 0)
-    monkeypatch.setattr(memory, "free_memory", lambda _: 8 * 9 * 7)
-    assert not made()
+    for free, enough in ((2 * (8 * 9 * 7 + needed), True), (2 * (8 * 9 * 7 + needed) - 2, False)):
+        monkeypatch.setattr(memory, "free_memory", lambda _, free=free: free)
+        assert made() == enough
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts what a CPU allocates")
+def test_a_plan_takes_no_more_than_was_counted() -> None:
+    """Where points are many times as large as it."""
+    (n, m), dim = (40, 30), 2000
+    inputs = Problem.between(drawn(n, dim).float(), drawn(m, dim).float(), EPSILON).inputs("xy")
+    f, g = torch.zeros(n, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
+    entries, points = 8 * n * m, 12 * (n + m) * dim
+    highest = peak(lambda: dense_plan(inputs, f, g, EPSILON), torch.device(DEVICE))
+    # Vectors of either side, and of the dimension.
+    assert points <= highest <= points + 2 * entries + 64 * (n + m + dim)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_plan_with_masses_of_0_is_made_once(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both systems of its solver are one, which has nothing to be corrected by another."""
+    if not dense:
+        monkeypatch.setattr(direct, "MOST_POINTS", 0)
+        monkeypatch.setattr(adjoint, "MOST_HELD", 0)
+    given: list[Any] = []
+    monkeypatch.setattr(adjoint, "Solver", lambda *args: given.append(args) or Solver(*args))
+    x, y = clouds(9, 7)
+    x.requires_grad_()
+    f, _ = quiet(otdd.sinkhorn_potentials, x, y, masses(9, 0, zeros=True), epsilon=EPSILON)
+    f.square().sum().backward()
+    ((system, rounded, _),) = given
+    assert system is rounded
 
 
 class Calls(TorchDispatchMode):

@@ -239,7 +239,7 @@ def test_points_that_changed_meanwhile_are_refused() -> None:
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     with torch.no_grad():
         x += 1
-    with pytest.raises(InputError, match=r"^points were changed in place .*; clone them before$"):
+    with pytest.raises(InputError, match=r"^an input was changed in place .*; clone it before$"):
         torch.autograd.grad(gradient.sum(), x)
 
 

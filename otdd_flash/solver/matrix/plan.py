@@ -32,6 +32,7 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_solves import Potentials
+from otdd_flash.solver.units import largest
 
 # Masses of a side, or 1 for all; and rows with what is asked for of them.
 Weights = Tensor | float
@@ -135,13 +136,14 @@ class PlanGradient:
             lambda weighted: held_plan(self._tiles(weighted), *potentials, epsilon),
             epsilon,
         )
+        unit = largest(cotangent)
         (left, right), tiles = self._weighted_tiles(entries, potentials)
         # Weights that are left to give to an entry of a tile.
         of_rows, of_columns = a / left, b / right
         # Sums of e o G with the masses of the other side.
         s, t = torch.empty_like(a), torch.zeros_like(b)
         for rows, e in tiles():
-            weighted = e * cotangent[rows]
+            weighted = e * (cotangent[rows] / unit)
             s[rows] = weighted @ of_columns
             t += of_rows[rows] @ weighted
         s, t = s / left, t / right
@@ -151,15 +153,16 @@ class PlanGradient:
             shape, dtype = cotangent.shape, problem.source.dtype
             gradient = torch.empty(shape, dtype=dtype, device=problem.device)
             for rows, e in tiles():
-                change = (cotangent[rows] - w1[rows, None]).sub_(w2).mul_(e)
-                gradient[rows] = change.mul_(of_rows[rows, None] / -epsilon).mul_(of_columns)
+                change = (cotangent[rows] / unit - w1[rows, None]).sub_(w2).mul_(e)
+                weights = of_rows[rows, None] * (unit / -epsilon)
+                gradient[rows] = change.mul_(weights).mul_(of_columns)
             found["costs"] = gradient
         if "a" in self._needs:
             alone = (s - entries.times((b * w2)[:, None])[:, 0]) / entries.q
-            found["a"] = _along_simplex(torch.where(a > 0, w1, alone), a)
+            found["a"] = unit * _along_simplex(torch.where(a > 0, w1, alone), a)
         if "b" in self._needs:
             alone = (t - entries.transposed_times((a * w1)[:, None])[:, 0]) / entries.p
-            found["b"] = _along_simplex(torch.where(b > 0, w2, alone), b)
+            found["b"] = unit * _along_simplex(torch.where(b > 0, w2, alone), b)
         return found
 
     def _weighted_tiles(
