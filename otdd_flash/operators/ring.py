@@ -16,6 +16,7 @@ All ranks call every operation together, also those that own no points.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 
@@ -28,6 +29,7 @@ from otdd_flash.operators.block_sums import BlockSums
 from otdd_flash.operators.block_tiles import FAR, BlockOperator, Build, Joined, Tile
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import LabelledCost, Moments
+from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.parts import EVERY, Part, Parts, normalised, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut
 from otdd_flash.operators.self_share import BlockShare
@@ -85,8 +87,15 @@ class RingPart(BlockSums):
         """Of the potentials."""
         return self._first.dtype
 
+    @property
+    def packing(self) -> Packing | None:
+        """How blocks are packed; None where operators take points as they are."""
+        return self._first.packing
+
     def is_near(self, joined: Joined, guess: Tensor) -> bool:
         """Whether those of all ranks are: a pass is for all to do again, or for none."""
+        if self.packing is None:
+            return True
         return bool(self._ranks.all_gathered(joined.are_near(guess)).all())
 
     @property
@@ -190,6 +199,11 @@ class RingPairs(BlockSums):
         return self._first.dtype
 
     @property
+    def packing(self) -> Packing | None:
+        """How blocks are packed; None where operators take points as they are."""
+        return self._first.packing
+
+    @property
     def refined(self) -> RingPairs:
         """The same at full accuracy."""
         if self._first.execution.refined is None:
@@ -208,8 +222,7 @@ class RingShare(BlockShare):
     """
 
     def __init__(self, pairs: RingPairs, rows: RingPart, own: slice | Tensor) -> None:
-        reach = FAR if pairs._first.packing is not None else float("inf")
-        super().__init__(pairs, reach)
+        super().__init__(pairs, math.inf if pairs.packing is None else FAR)
         self._ring, self._rows, self._own = pairs, rows, own
 
     @property
