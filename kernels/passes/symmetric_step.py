@@ -51,8 +51,9 @@ BLOCKS_PER_RANGE = 16
 STRIPE_BYTES = 1 << 28
 
 
+# Stripes of any size take one compilation.
 @on_its_device
-@triton.jit
+@triton.jit(do_not_specialize=["first_block", "stripe"])
 def symmetric_step_kernel(
     x,  # (2 n, DIM) float16
     y,  # (2 m, DIM) float16; x for a self term, whose ranges are on and above the diagonal
@@ -133,7 +134,7 @@ def add_partial(sums, partial_ptr, rows, stride, o_row, BLOCK_M: tl.constexpr, B
 
 
 @on_its_device
-@triton.jit
+@triton.jit(do_not_specialize=["first_block", "stripe"])
 def merge_triangle_kernel(
     of_columns_ptr,  # (stripe, n) float32
     of_rows_ptr,  # (slots, stripe BLOCK_M) float32

@@ -26,7 +26,7 @@ they are packed, and `origins` points about an origin.
 Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
 what every rank holds of it; `owned` says which points are whose, `self_share` which pairs of a
 cloud with itself (`kernel_self_share` in Triton), and in a `ring` the points, or `ring_blocks` of
-them as they are packed, go round.
+them as they are packed, go round; `ring_pairs` are the pairs of a rank there.
 
 Iterations run on segments (`engine.rule.Segments`). `one_segment` is the problem of an operator,
 `kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and

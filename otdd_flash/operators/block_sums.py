@@ -22,7 +22,7 @@ from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Marginals, re
 from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
-from otdd_flash.operators.packed_blocks import There
+from otdd_flash.operators.packed_blocks import Packing, There
 
 # Roundings of a mass that is divided by its block's and multiplied again.
 ROUNDINGS = 8
@@ -66,9 +66,14 @@ class BlockSums(ABC):
         """Pairs of blocks that tell what their costs are off by."""
         return self.tiles(upper=self.cost.symmetric, points=True)
 
+    @property
+    @abstractmethod
+    def packing(self) -> Packing | None:
+        """How blocks are packed; None where operators take points as they are, and no guess."""
+
     def is_near(self, joined: Joined, guess: Tensor) -> bool:
         """Whether softmins are so near a guess that float32 holds the sums beside it."""
-        return bool(joined.are_near(guess))
+        return self.packing is None or bool(joined.are_near(guess))
 
     def tile(self, sides: tuple[There, There]) -> Tile:
         """The cost between two blocks, of a cloud with itself if they are one."""

@@ -18,7 +18,7 @@ from otdd_flash.operators.block_sums import BlockSums, applied
 from otdd_flash.operators.block_tiles import AppliedBlock, Build, Make, Tile
 from otdd_flash.operators.host_points import Block, by_class
 from otdd_flash.operators.labelled_cost import LabelledCost, Moments, on_host
-from otdd_flash.operators.packed_blocks import PackedBlocks, There
+from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
 from otdd_flash.operators.rounding import float16_rounding
 
 # Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
@@ -57,15 +57,14 @@ class BlockedOperator(BlockSums):
         first = Block(slice(0, 1), slice(0, 1))
         one, other = (There(first, points[first.rows], None) for points in sides)
         self._first = self.tile((one, other))
-        packing = self._first.operator.packing
         self._there: PackedBlocks
         if coarse is not None:
-            self._there = coarse._there.for_parts(packing)
+            self._there = coarse._there.for_parts(self.packing)
         elif rows is not None:
             self._there = rows._there.beside(sides[1], cost.labels[1])
         else:
             single = len(self._rows) == 1
-            self._there = PackedBlocks(sides, cost.labels, packing, single=single)
+            self._there = PackedBlocks(sides, cost.labels, self.packing, single=single)
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
         """All pairs of blocks, row by row; those on and above the diagonal if `upper`."""
@@ -93,14 +92,19 @@ class BlockedOperator(BlockSums):
         """Of the potentials."""
         return self._first.operator.dtype
 
+    @property
+    def packing(self) -> Packing | None:
+        """How blocks are packed; None where operators take points as they are."""
+        return self._first.operator.packing
+
     def measured_tiles(self) -> Iterator[Tile]:
         """Pairs of blocks that tell what their costs are off by."""
         self._measure()
-        return self.tiles(upper=self.cost.symmetric, points=not self._there.are_packed)
+        return self.tiles(upper=self.cost.symmetric, points=self.packing is None)
 
     def _measure(self) -> None:
         """Find out what packed blocks lose of their points, which are read once for it."""
-        if not self._there.are_packed:
+        if self.packing is None:
             return
         for side, blocks in enumerate(self._blocks[: 1 if self.cost.symmetric else 2]):
             for there in self._there.stream(side, blocks, points=True):

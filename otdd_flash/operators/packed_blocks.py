@@ -107,11 +107,6 @@ class PackedBlocks:
         rows = _Store(slabs, single)
         self._stores = rows, rows if points[0] is points[1] else _Store(slabs, single=False)
 
-    @property
-    def are_packed(self) -> bool:
-        """Whether passes take packed blocks, and find out what they lose of points once a block."""
-        return self._packing is not None
-
     def for_parts(self, packing: Packing | None) -> PackedBlocks:
         """The same blocks for kernels that read other parts; what is kept is shared."""
         found = copy(self)

@@ -5,11 +5,7 @@ ring (`ring_blocks`): each rank computes with one shard after the other while th
 way. What it finds is put together as of any blocks (`block_sums`). Labels, masses and norms of all
 points are on every rank; they are little beside the points.
 
-Of a cloud with itself a shard goes half round. Rank r computes the pairs of its points among
-themselves and with those of the (R - 1) / 2 ranks after it. If R is even, ranks r and r + R / 2
-divide the pairs between their shards: the first half of the shard of the lower one with all of the
-other's is for the lower one, the second half for the higher one. So each pair is computed once, and
-every rank computes as many.
+Of a cloud with itself ranks divide the pairs (`ring_pairs`).
 
 All ranks call every operation together, also those that own no points.
 """
@@ -17,20 +13,21 @@ All ranks call every operation together, also those that own no points.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations_with_replacement, product
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.base import Epsilon, Execution, Operator, refined
+from otdd_flash.operators.base import Execution
 from otdd_flash.operators.block_sums import BlockSums
-from otdd_flash.operators.block_tiles import FAR, BlockOperator, Build, Joined, Tile
+from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import LabelledCost, Moments
+from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.parts import EVERY, Part, Parts, normalised, sides_of
-from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut
-from otdd_flash.operators.self_share import BlockShare
+from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
+from otdd_flash.operators.ring_pairs import RingPairs, RingShare
 
 NOTHING = slice(0, 0)
 
@@ -85,8 +82,15 @@ class RingPart(BlockSums):
         """Of the potentials."""
         return self._first.dtype
 
+    @property
+    def packing(self) -> Packing | None:
+        """How blocks are packed; None where operators take points as they are."""
+        return self._first.packing
+
     def is_near(self, joined: Joined, guess: Tensor) -> bool:
         """Whether those of all ranks are: a pass is for all to do again, or for none."""
+        if self.packing is None:
+            return True
         return bool(self._ranks.all_gathered(joined.are_near(guess)).all())
 
     @property
@@ -97,7 +101,7 @@ class RingPart(BlockSums):
         return Execution("points in a ring", _nothing, None, refine, over_columns=over_columns)
 
     def _refine(self) -> RingPart:
-        first, sides = _refined(self._first, *self._sides)
+        first, sides = refined_blocks(self._first, *self._sides)
         given = self._ranks, self.cost, (sides[0], sides[1]), first, self._build
         return RingPart(*given, columns=self._columns, coarse=self)
 
@@ -134,96 +138,6 @@ class RingPart(BlockSums):
     def own_costs(self) -> Tensor:
         """Never asked for."""
         raise AssertionError("the whole cost knows them")
-
-
-class RingPairs(BlockSums):
-    """This rank's pairs of a cloud with itself.
-
-    Args:
-        ranks: that hold the shards.
-        cost: the whole, without points.
-        blocks: of the cloud: two of every rank if their number is even, else one.
-        first: as for `RingPart`.
-        build: likewise.
-        coarse: the pairs that these are to refine.
-    """
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        cost: LabelledCost,
-        blocks: RingBlocks,
-        first: BlockOperator,
-        build: Build,
-        *,
-        coarse: RingPairs | None = None,
-    ) -> None:
-        super().__init__(cost, build, coarse=coarse)
-        self._ranks, self._blocks, self._first = ranks, blocks, first
-
-    def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
-        """The pairs of this rank, each once."""
-        assert upper
-        size, own = self._ranks.size, self._ranks.rank
-        here = self._blocks.own
-        for rank, came in self._blocks.circulated(points=points, count=size // 2 + 1):
-            mine, theirs = here, came
-            if rank == own:
-                pairs = list(combinations_with_replacement(here, 2))
-            else:
-                if 2 * ((rank - own) % size) == size:
-                    # The other rank has the other half of the lower one's points.
-                    mine, theirs = (here[:1], came) if own < rank else (here, came[1:])
-                pairs = list(product(mine, theirs))
-            for one, other in pairs:
-                if count_of(one.block) > 0 and count_of(other.block) > 0:
-                    yield self.tile((one, other))
-
-    @property
-    def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
-        return 2 * self._ranks.size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the potentials."""
-        return self._first.dtype
-
-    @property
-    def refined(self) -> RingPairs:
-        """The same at full accuracy."""
-        if self._first.execution.refined is None:
-            return self
-        first, (blocks,) = _refined(self._first, self._blocks)
-        return RingPairs(self._ranks, self.cost, blocks, first, self._build, coarse=self)
-
-
-class RingShare(BlockShare):
-    """What one rank computes of the pairs of a cloud with itself.
-
-    Args:
-        pairs: as said.
-        rows: P_r, by which sums out of reach are done again.
-        own: the points of this rank, in the whole.
-    """
-
-    def __init__(self, pairs: RingPairs, rows: RingPart, own: slice | Tensor) -> None:
-        reach = FAR if pairs._first.packing is not None else float("inf")
-        super().__init__(pairs, reach)
-        self._ring, self._rows, self._own = pairs, rows, own
-
-    @property
-    def refined(self) -> RingShare:
-        """The same at full accuracy."""
-        rows = refined(self._rows)
-        assert isinstance(rows, RingPart)
-        return RingShare(self._ring.refined, rows, self._own)
-
-    def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """See `SelfShare`; the own rows, from all shards."""
-        found = torch.zeros_like(self._pairs.a, dtype=self._pairs.dtype)
-        found[self._own] = self._rows.softmin_rows(f, epsilon)
-        return found
 
 
 def ring_parts(
@@ -276,7 +190,6 @@ def ring_parts(
     if not cost.symmetric:
         return Parts(cost, sides, beginning, rows, part(columns=True))
     pairs = RingPairs(ranks, cost, x, beginning, build)
-    assert isinstance(rows.operator, RingPart)
     share = RingShare(pairs, rows.operator, sides[0].of(ranks))
     return Parts(cost, sides, beginning, rows, None, share)
 
@@ -297,12 +210,6 @@ def _from_0(blocks: RingBlocks) -> list[Block]:
     """The blocks that are here, as ranges of their points alone."""
     counts = [count_of(there.block) for there in blocks.own]
     return cut(slice(0, sum(counts)), sum(counts), len(counts))
-
-
-def _refined(first: Operator, *blocks: RingBlocks) -> tuple[BlockOperator, list[RingBlocks]]:
-    """The same at full accuracy, and the parts of coordinates that it reads."""
-    found: BlockOperator = refined(first)  # type: ignore[assignment]
-    return found, [each.for_parts(found.packing) for each in blocks]
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

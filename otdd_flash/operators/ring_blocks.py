@@ -12,18 +12,20 @@ import itertools
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.operators.base import refined
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.owned import Rows
 from otdd_flash.operators.packed_blocks import Packing, There
 
 if TYPE_CHECKING:
     from otdd_flash.kernels.points.packed_points import PackedPoints
+    from otdd_flash.operators.block_tiles import BlockOperator
 
 # Of every rank's blocks.
 Shapes = list[list[torch.Size]]
@@ -171,13 +173,21 @@ class RingBlocks:
         return There(block, points, packed, known)
 
     def _arrived_packed(self, rank: int, place: int, coordinates: Tensor) -> There:
-        """A block whose packed coordinates have come."""
+        """A block whose packed coordinates have come, the parts that softmins read alone."""
         block, known = self._shard.blocks[rank][place], self._known[rank][place]
         shape = count_of(block), self._shard.points.shape[1]
         # Whoever reads it fails.
         nowhere = self._shard.points.new_empty(shape, device="meta")
         packed = replace(self._packed[rank][place], coordinates=coordinates)
         return There(block, nowhere, packed, known)
+
+
+def refined_blocks(
+    first: BlockOperator, *blocks: RingBlocks
+) -> tuple[BlockOperator, list[RingBlocks]]:
+    """An operator at full accuracy, and blocks of the parts of coordinates that it reads."""
+    found = cast("BlockOperator", refined(first))
+    return found, [each.for_parts(found.packing) for each in blocks]
 
 
 def cut(rows: Rows, count: int, size: int) -> list[Block]:

@@ -160,6 +160,11 @@ class FoldedPairs(BlockSums):
         return torch.float64
 
     @property
+    def packing(self) -> None:
+        """Points are taken as they are."""
+        return
+
+    @property
     def additions(self) -> int:
         """Pairs of blocks whose sums make one, at the most."""
         return len(self._tiles)

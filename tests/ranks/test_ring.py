@@ -11,7 +11,7 @@ from rank_pool import pool
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.distributed.ranks import Ranks, put_together, taken_apart
 from otdd_flash.operators import sharing
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.ring_blocks import RingBlocks
@@ -190,6 +190,21 @@ def test_everything_comes_by_once(size: int) -> None:
             assert seen == [(owner, [[owner] * owner, []]) for owner in order]
             # Sent on, all but the last; received, all but the own.
             assert moved == 8 * (sum(order[:-1]) + sum(order[1:]))
+
+
+def test_tensors_of_an_order_are_no_part_of_what_is_pickled() -> None:
+    one, other = torch.arange(10_000), torch.ones(10_000)
+    content, tensors = taken_apart({"x": one, "y": [other, one], "n": 3}, torch.device("cpu"))
+    assert len(content) < 200
+    assert [each is there for each, there in zip(tensors, (one, other), strict=True)] == [True] * 2
+    found = put_together(content, [each.clone() for each in tensors])
+    assert torch.equal(found["x"], one)
+    assert torch.equal(found["y"][0], other)
+    # One tensor stays one.
+    assert found["y"][1] is found["x"]
+    content, tensors = taken_apart(one, torch.device("meta"))
+    assert tensors == []
+    assert torch.equal(put_together(content, tensors), one)
 
 
 def budgets(budget: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from operation_counts import OperationCounts
 from rank_pool import pool
 from torch import Tensor
 
@@ -306,3 +307,63 @@ def kept_apart() -> bool:
 
 def test_refined_parts_read_what_float16_lost() -> None:
     assert pool(2).run(kept_apart) == [True, True]
+
+
+def launches(symmetric: bool) -> dict[str, tuple[int, int]]:
+    """Kernels launched by a pass, and what the host waits for, once everything has come by once."""
+    ranks = Ranks()
+    cost, _ = held(ranks, "fast", 61, None if symmetric else 45)
+    f, g = potentials(cost, 0.1)
+    ways: dict[str, Any] = {
+        "softmin": lambda: parts.softmin(ranks, 0, False, g, EPSILON, None),
+        "beside a guess": lambda: parts.softmin(ranks, 0, False, g, EPSILON, f),
+        "pairs": lambda: parts.softmin_self(ranks, 0, f, EPSILON),
+    }
+    del ways["pairs" if not symmetric else "beside a guess"]
+    found = {}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, way in ways.items():
+            way()
+            with OperationCounts(patched) as counted:
+                way()
+            found[name] = sum(counted.launches.values()), counted.reads
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter is given")
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_pass_is_few_launches_and_no_wait(symmetric: bool) -> None:
+    """But for whether sums are in range, which ranks tell each other once a pass."""
+    # Of a pair of blocks a bias, a pass and a merge.
+    expected = {"softmin": (2 * 3, 0), "beside a guess": (2 * 3, 1)}
+    if symmetric:
+        # By rows two blocks with four. In pairs two with themselves; with a bias and a pass, these
+        # two and two pairs with the other rank's.
+        expected = {"softmin": (8 * 3, 0), "pairs": (2 * 3 + 3 * 2, 1)}
+    for found in pool(2).run(launches, symmetric):
+        for name, counts in expected.items():
+            assert found[name] == counts, name
+
+
+def order_of_events() -> tuple[list[str], list[int]]:
+    """When shards are sent for and used, and whether what came is there to the end."""
+    ranks, events, kept = Ranks(), [], []
+    send = torch.distributed.batch_isend_irecv
+
+    def sent(moves: Any) -> Any:
+        events.append("sent for")
+        return send(moves)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.distributed, "batch_isend_irecv", sent)
+        shapes = [[torch.Size((3,))]] * ranks.size
+        for _, came in ranks.circulated([torch.full((3,), ranks.rank)], shapes):
+            events.append("used")
+            kept += came
+    return events, [int(each[0]) for each in kept]
+
+
+def test_the_next_shard_is_on_its_way_while_one_is_used() -> None:
+    for rank, (events, kept) in enumerate(pool(3).run(order_of_events)):
+        assert events == ["sent for", "used", "sent for", "used", "used"]
+        assert kept == [(rank + step) % 3 for step in range(3)]

@@ -1,0 +1,119 @@
+"""What a rank computes of a cloud with itself whose points go round a ring: every pair once.
+
+A shard goes half round. Rank r computes the pairs of its points among themselves and with those of
+the (R - 1) / 2 ranks after it. If R is even, ranks r and r + R / 2 divide the pairs between their
+shards: the first half of the shard of the lower one with all of the other's is for the lower one,
+the second half for the higher one. So every rank computes as many. What it finds for points of
+others is merged by their owner, as of any share (`self_share`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import combinations_with_replacement, product
+
+import torch
+from torch import Tensor
+
+from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.operators.base import Epsilon, Operator, refined
+from otdd_flash.operators.block_sums import BlockSums
+from otdd_flash.operators.block_tiles import FAR, BlockOperator, Build, Tile
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.owned import Rows
+from otdd_flash.operators.packed_blocks import Packing
+from otdd_flash.operators.ring_blocks import RingBlocks, count_of, refined_blocks
+from otdd_flash.operators.self_share import BlockShare
+
+
+class RingPairs(BlockSums):
+    """This rank's pairs of a cloud with itself.
+
+    Args:
+        ranks: that hold the shards.
+        cost: the whole, without points.
+        blocks: of the cloud: two of every rank if their number is even, else one.
+        first: the operator of the first row and column, which tells how others run.
+        build: makes the operator of a pair of blocks.
+        coarse: the pairs that these are to refine.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        cost: LabelledCost,
+        blocks: RingBlocks,
+        first: BlockOperator,
+        build: Build,
+        *,
+        coarse: RingPairs | None = None,
+    ) -> None:
+        super().__init__(cost, build, coarse=coarse)
+        self._ranks, self._blocks, self._first = ranks, blocks, first
+
+    def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
+        """The pairs of this rank, each once."""
+        assert upper
+        size, own = self._ranks.size, self._ranks.rank
+        here = self._blocks.own
+        for rank, came in self._blocks.circulated(points=points, count=size // 2 + 1):
+            mine, theirs = here, came
+            if rank == own:
+                pairs = list(combinations_with_replacement(here, 2))
+            else:
+                if 2 * ((rank - own) % size) == size:
+                    # The other rank has the other half of the lower one's points.
+                    mine, theirs = (here[:1], came) if own < rank else (here, came[1:])
+                pairs = list(product(mine, theirs))
+            for one, other in pairs:
+                if count_of(one.block) > 0 and count_of(other.block) > 0:
+                    yield self.tile((one, other))
+
+    @property
+    def additions(self) -> int:
+        """Pairs of blocks whose sums make one, at the most."""
+        return 2 * self._ranks.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the potentials."""
+        return self._first.dtype
+
+    @property
+    def packing(self) -> Packing | None:
+        """How blocks are packed; None where operators take points as they are."""
+        return self._first.packing
+
+    @property
+    def refined(self) -> RingPairs:
+        """The same at full accuracy."""
+        if self._first.execution.refined is None:
+            return self
+        first, (blocks,) = refined_blocks(self._first, self._blocks)
+        return RingPairs(self._ranks, self.cost, blocks, first, self._build, coarse=self)
+
+
+class RingShare(BlockShare):
+    """What one rank computes of the pairs of a cloud with itself.
+
+    Args:
+        pairs: as said.
+        rows: P_r, by which sums out of reach are done again.
+        own: the points of this rank, in the whole.
+    """
+
+    def __init__(self, pairs: RingPairs, rows: Operator, own: Rows) -> None:
+        super().__init__(pairs, math.inf if pairs.packing is None else FAR)
+        self._ring, self._rows, self._own = pairs, rows, own
+
+    @property
+    def refined(self) -> RingShare:
+        """The same at full accuracy."""
+        return RingShare(self._ring.refined, refined(self._rows), self._own)
+
+    def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
+        """See `SelfShare`; the own rows, from all shards."""
+        found = torch.zeros_like(self._pairs.a, dtype=self._pairs.dtype)
+        found[self._own] = self._rows.softmin_rows(f, epsilon)
+        return found
