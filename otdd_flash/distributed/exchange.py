@@ -140,23 +140,26 @@ class Exchange:
         )
 
     def deal(self, whole: Tensor) -> None:
-        """Send every other rank its share of a tensor (count, ...): rank 0 alone."""
+        """Send every other rank its share of a tensor (count, ...): rank 0 alone.
+
+        All get something, if only padding, because NCCL begins with all ranks of a group.
+        """
         dist, moves = torch.distributed, []
+        width = -(-len(whole) // self.size)
         for rank in range(1, self.size):
-            share = whole[self.share(len(whole), rank)]
-            if len(share):
-                sent = self._movable(share)
-                moves.append(dist.P2POp(dist.isend, sent, self._members[rank], self._group))
-                self._moved += sent.nbytes
+            sent = self._movable(whole[self.share(len(whole), rank)])
+            if len(sent) < width:
+                sent = torch.cat((sent, sent.new_zeros((1, *sent.shape[1:]))))
+            moves.append(dist.P2POp(dist.isend, sent, self._members[rank], self._group))
+            self._moved += sent.nbytes
         self._wait_for(moves)
 
     def own_of_dealt(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """This rank's share of what rank 0 deals, of a shape and like a tensor: all but rank 0."""
         own, dist = self.share(shape[0]), torch.distributed
-        there = self._movable(like.new_empty((own.stop - own.start, *shape[1:])))
-        if len(there):
-            self._wait_for([dist.P2POp(dist.irecv, there, self._leader, self._group)])
-        return there.to(like.device)
+        there = self._movable(like.new_empty((-(-shape[0] // self.size), *shape[1:])))
+        self._wait_for([dist.P2POp(dist.irecv, there, self._leader, self._group)])
+        return there[: own.stop - own.start].to(like.device)
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """What every rank has for this one, (size, ...), of what each has for each, (size, ...)."""
@@ -296,7 +299,7 @@ class Exchange:
 
     @staticmethod
     def _wait_for(moves: list[Any]) -> None:
-        """Send and receive, if there is anything."""
+        """Send and receive."""
         with others_heard():
             for each in torch.distributed.batch_isend_irecv(moves) if moves else ():
                 each.wait()

@@ -53,9 +53,9 @@ class _MeasuredByRanks(LabelMetric):
         ranks, number = self.ranks, self._number(clouds)
         ranks.report_to(progress, len(pairs))
         # Moved first: a GPU compares, sorts and sends in no time what takes a core seconds.
-        listed: Tensor | None = pairs.to(clouds[0].points.device)
-        if is_complete(listed, len(clouds)):
-            listed = None
+        there = pairs.to(clouds[0].points.device)
+        listed = None if is_complete(there, len(clouds)) else there
+        del there
         numbers, late = ranks.order(_measure, number, self.metric, listed)
         for message in late:
             warnings.warn(message, NotConvergedWarning, stacklevel=2)

@@ -52,9 +52,8 @@ class ClassCloud:
     @cached_property
     def outline(self) -> bytes:
         """The extremes of every feature: equal for equal content, and hardly ever otherwise."""
-        # Adding 0 turns -0 into 0, which compares equal but has other bytes.
-        extremes = torch.stack((self.points.amin(0), self.points.amax(0)))
-        return extremes.detach().to("cpu", torch.float64).add(0.0).numpy().tobytes()
+        (found,) = _outlines([self])
+        return found
 
     @cached_property
     def content(self) -> bytes:
@@ -145,6 +144,13 @@ def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], lis
     # in any order of the rows it takes seconds, and few classes have a double.
     keys: list[tuple[Any, ...]] = [(len(cloud),) for cloud in clouds]
     counts = Counter(keys)
+    alike = [
+        cloud
+        for key, cloud in zip(keys, clouds, strict=True)
+        if counts[key] > 1 and "outline" not in cloud.__dict__
+    ]
+    for cloud, outline in zip(alike, _outlines(alike), strict=True):
+        cloud.__dict__["outline"] = outline
     keys = [
         (*key, cloud.outline) if counts[key] > 1 else key
         for key, cloud in zip(keys, clouds, strict=True)
@@ -163,6 +169,16 @@ def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], lis
     place = {key: index for index, key in enumerate(order)}
     first = dict(zip(reversed(keys), reversed(clouds), strict=True))
     return [first[key] for key in order], [place[key] for key in keys]
+
+
+def _outlines(clouds: Sequence[ClassCloud]) -> list[bytes]:
+    """`ClassCloud.outline` of many classes, for which a device is waited once."""
+    if not clouds:
+        return []
+    points = [cloud.points.detach() for cloud in clouds]
+    extremes = torch.stack([torch.stack((each.amin(0), each.amax(0))).double() for each in points])
+    # Adding 0 turns -0 into 0, which compares equal but has other bytes.
+    return [known.tobytes() for known in extremes.cpu().add(0.0).numpy()]
 
 
 def _told_apart_by_weights(

@@ -32,7 +32,8 @@ the whole, six times at most, u each. As ||h|| <= ||x'|| + T + E, all of it is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,10 @@ DIFFERENCES = "donot_use_mm_for_euclid_dist"
 
 # Largest norm of whole digits, and the largest of them.
 WHOLE_NORM, LARGEST_WHOLE = 4096.0, 2047.0
+
+# Coordinates of classes that are rounded together, so that a GPU has few launches and what is in
+# float64 meanwhile is little beside the points: 16 MiB an array.
+TOGETHER = 1 << 21
 
 
 class ClassPool:
@@ -72,31 +77,39 @@ class ClassPool:
         shape = (DIGITS, n, -(-dim // 8) * 8)
         coordinates = torch.zeros(shape, dtype=torch.float16, device=device)
         squares = torch.zeros((n, DIGITS), dtype=torch.float64, device=device)
-        start, means, facts = 0, [], []
-        for cloud in classes:
-            points = cloud.points.double()
-            mean = cloud.masses @ points
-            points = points - mean
-            stop = start + len(points)
-            # Of a tensor of its own: a sum over a part of another one rounds as its address says.
-            own_squares = points.square().sum(1)
-            unit = _unit(own_squares.max().sqrt(), points.abs().max(), dim)
-            parts = digits(points / unit)
-            errors = (part.double().square().sum(1) * unit.square() for part in parts[2:])
+        means, facts, start = [], [], 0
+        for group in _groups(classes):
+            centred = [_centred(cloud) for cloud in group]
+            points = torch.cat([each.points for each in centred])
+            own_squares = torch.cat([each.squares for each in centred])
+            counts = [len(cloud.points) for cloud in group]
+            owners = torch.repeat_interleave(torch.tensor(counts)).to(device)
+            rows = slice(start, start + len(points))
+            sizes_of = torch.stack((own_squares, points.abs().amax(1)), 1)
+            reach, largest = _largest(sizes_of, owners, len(group)).unbind(1)
+            unit = _unit(reach.sqrt(), largest, dim)
+            parts = digits(points / unit[owners, None])
             for digit, part in zip(coordinates, parts, strict=False):
-                digit[start:stop, :dim] = part
-            squares[start:stop] = torch.stack((own_squares, *errors), 1)
-            drift = (cloud.masses @ points).norm()
-            facts.append(torch.stack((cloud.masses @ own_squares, unit, drift)))
-            means.append(mean)
-            start = stop
+                digit[rows, :dim] = part
+            squares[rows, 0] = own_squares
+            for column, part in enumerate(parts[2:], 1):
+                lost = torch.split(part.double().square_(), counts)
+                # Of tensors of their own, as in `_centred`.
+                errors = torch.cat([each.clone().sum(1) for each in lost])
+                squares[rows, column] = errors * unit.square()[owners]
+            means += [each.mean for each in centred]
+            variances = torch.stack([each.variance for each in centred])
+            drifts = torch.stack([each.drift for each in centred])
+            facts.append(torch.stack((variances, unit, drifts)))
+            start = rows.stop
         masses = torch.cat([cloud.masses for cloud in classes])
         masses = torch.nn.functional.pad(masses, (0, OVERRUN))
         self.pool = Pool(coordinates.flatten(0, 1), masses.log2().clamp_min(-1e30), masses)
         gaps = torch.cdist(*2 * (torch.stack(means),), compute_mode=DIFFERENCES)
         self.mean_distances = gaps.square_()
-        self.variances, self.units, self.drifts = torch.stack(facts, 1).unbind()
-        self.norms = _largest(squares[:start], self.sizes).sqrt()
+        self.variances, self.units, self.drifts = torch.cat(facts, 1).unbind()
+        owners = torch.repeat_interleave(self.sizes)
+        self.norms = _largest(squares[:start], owners, len(sizes)).sqrt()
         self.squares = squares[:, 0].float()
         # One chain may be shorter at the end of its part, and blocks of coordinates are filled up.
         chains = 2 + PARTS * (dim + 64) / CHAIN_PRODUCTS
@@ -131,6 +144,41 @@ class ClassPool:
         return mean, point * reach_y + reach * point_y + both
 
 
+class _Centred(NamedTuple):
+    """A class about its mean: x' (n, d), ||x'||^2 (n,), the mean (d,), and numbers of the pool."""
+
+    points: Tensor
+    squares: Tensor
+    mean: Tensor
+    variance: Tensor
+    drift: Tensor
+
+
+def _centred(cloud: WeightedPoints) -> _Centred:
+    """A class about its mean, and its sums.
+
+    Each is of a tensor of its own: a sum over a part of another one rounds as its address says.
+    """
+    points = cloud.points.double()
+    mean = cloud.masses @ points
+    points = points - mean
+    squares = points.square().sum(1)
+    return _Centred(points, squares, mean, cloud.masses @ squares, (cloud.masses @ points).norm())
+
+
+def _groups(classes: Sequence[WeightedPoints]) -> Iterator[list[WeightedPoints]]:
+    """Classes one after the other, as many as have so few coordinates together."""
+    group: list[WeightedPoints] = []
+    held = 0
+    for cloud in classes:
+        held += cloud.points.numel()
+        if group and held > TOGETHER:
+            yield group
+            group, held = [], cloud.points.numel()
+        group.append(cloud)
+    yield group
+
+
 def digits(points: Tensor) -> tuple[Tensor, ...]:
     """Rounded points, h, l, r, of float16, and e, all of the shape of points in units."""
     whole = points.round()
@@ -149,8 +197,7 @@ def _unit(reach: Tensor, largest: Tensor, dim: int) -> Tensor:
     return torch.where(unit > 0, unit, 1.0)
 
 
-def _largest(values: Tensor, sizes: Tensor) -> Tensor:
-    """The largest of every column (N, 4) over each class (V, 4)."""
-    owners = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-    out = values.new_zeros((len(sizes), values.shape[1]))
+def _largest(values: Tensor, owners: Tensor, count: int) -> Tensor:
+    """The largest of every column (N, c) over the rows of each of so many classes, (count, c)."""
+    out = values.new_zeros((count, values.shape[1]))
     return out.scatter_reduce_(0, owners[:, None].expand_as(values), values, "amax")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from otdd_flash.operators.labelled_cost import Cut
 
 
-class LessOrigin(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LessOrigin:
     """Values that are the points of one side of the cost, less an origin (d,).
 
     Whoever has the points can make them.

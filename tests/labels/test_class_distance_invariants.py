@@ -252,3 +252,19 @@ def test_the_same_weights_in_datasets_of_other_masses_are_one_class(metric):
     alone = LabeledSamples(one.features, one.labels, ("same",), weights)
     cross = measure_classes(alone, both, metric).xy
     assert float(cross[0, 0]) == 0 < float(cross[0, 1])
+
+
+def test_outlines_of_all_classes_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is waited for once, and not for every class."""
+    draw, reads = torch.Generator().manual_seed(0), []
+    clouds = [ClassCloud(str(k), torch.randn(3, 2, generator=draw), None) for k in range(20)]
+    for name in ("cpu", "to", "tolist", "numpy"):
+        read = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *args, read=read: reads.append(read) or read(*args)
+        )
+    distinct, index = merge_identical([*clouds, clouds[3]])
+    assert len(distinct) == 20
+    assert index[3] == index[20]
+    # To host memory, and as an array there; the doubled class is read to see that it is one.
+    assert len(reads) <= 10

@@ -68,12 +68,11 @@ def test_a_step_sends_shares_of_the_points(size: int, stepping: Stepping) -> Non
     options = {"stepping": stepping}
     points, shares = pool(size).run(led, options)[0]
     width = -(-COUNT // size)
-    # Gathered shares are padded to one size; dealt ones are not.
-    gathered = 3 * (size - 1) * width / COUNT
-    dealt = 1 - (COUNT // size) / COUNT
+    # Shares are padded to one size.
+    formula = 4 * (size - 1) * width / COUNT
     assert len(shares) == STEPS - 1
     for share in shares:
-        assert gathered + dealt <= share <= gathered + dealt + REST
+        assert formula <= share <= formula + REST
     alone, _ = moved(options)
     torch.testing.assert_close(points, alone, rtol=1e-3, atol=1e-3)
 
