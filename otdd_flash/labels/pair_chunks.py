@@ -39,5 +39,8 @@ def used_classes(
     clouds: Sequence[ClassCloud], pairs: Tensor
 ) -> tuple[Sequence[ClassCloud], Tensor]:
     """The classes that occur in `pairs`, and the pairs as indices of these."""
-    used, pairs = torch.unique(pairs, return_inverse=True)
-    return [clouds[index] for index in used.tolist()], pairs
+    # Millions of pairs name few classes, and are not sorted for it.
+    seen = torch.zeros(len(clouds), dtype=torch.bool, device=pairs.device)
+    seen[pairs] = True
+    place = seen.cumsum(0) - 1
+    return [clouds[index] for index in seen.nonzero().squeeze(1).tolist()], place[pairs]

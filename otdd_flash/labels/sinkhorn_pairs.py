@@ -18,6 +18,7 @@ from torch import Tensor
 from otdd_flash.engine.run import Finished, SegmentTerms
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud, merge_identical
+from otdd_flash.labels.pair_chunks import used_classes
 from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.labels.transport_terms import TermSolver
 from otdd_flash.solver.schedules.converged import Converged
@@ -57,8 +58,8 @@ def sinkhorn_distances(
         NotConvergedWarning: a solve stopped before the tolerance.
     """
     options = Converged(tolerance=tolerance)
-    used, local = torch.unique(pairs.cpu(), return_inverse=True)
-    classes, index = merge_identical([clouds[k] for k in used.tolist()])
+    used, local = used_classes(clouds, pairs.cpu())
+    classes, index = merge_identical(used)
     # Solved the other way round, a pair would have other last digits.
     ordered = torch.tensor(index, dtype=torch.int64)[local].sort(1, descending=True).values
     different = torch.nonzero(ordered[:, 0] != ordered[:, 1]).squeeze(1)
