@@ -194,6 +194,28 @@ def test_potentials(
     assert_same(found, expected, 1e-8, held(given, (f, g)))
 
 
+@pytest.mark.parametrize("mass", [1e-9, 1e-20, 1e-100])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+def test_points_of_little_mass_are_as_those_of_none(mass: float, backend: str) -> None:
+    """Over their masses their cotangents are all of a residual: the others' were left unsolved."""
+    given = problem(30, 40, labels=False)
+    if backend == "triton":
+        given |= {"x": given["x"].float(), "y": given["y"].float()}
+    compute = ComputeOptions(DEVICE, backend=backend)
+    settings = {"options": Converged(1e-4), "cg": CGOptions(), "compute": compute}
+    found = []
+    for least in (0.0, mass):
+        a, b = (masses(size, size, zeros=True) for size in (30, 40))
+        a, b = (torch.where(side > 0, side, least).to(DEVICE) for side in (a, b))
+        ours = leaves(given | {"a": a, "b": b}, "a", "b")
+        f, g = quiet(otdd.sinkhorn_potentials, ours, **settings)
+        loss = f.sin() @ drawn(30, seed=7).to(f) + g @ drawn(40, seed=8).to(f)
+        found.append(gradients(loss, ours))
+    for key, expected in found[0].items():
+        error = (found[1][key] - expected).abs().max() / expected.abs().max()
+        assert float(error) <= 1e-3, (key, error)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["map", "potentials"])
 @pytest.mark.parametrize("zeros", [False, True])
