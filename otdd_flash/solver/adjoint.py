@@ -124,7 +124,7 @@ class Entries:
     ) -> tuple[Tensor, Tensor]:
         """Both w1 (n,) and w2 (m,) with r o w1 + P w2 = s and P^T w1 + c o w2 = t; 0 at no mass.
 
-        Without s it is 0. Where s or t are not finite, NaN.
+        Without s it is 0, and t is as small as c. Where s or t are not finite, NaN.
 
         Raises:
             ConvergenceError: `options` require convergence, and the system was not solved.
@@ -145,10 +145,11 @@ class Entries:
                 # Of a permutation nothing else is left, and no direction of it is to be trusted.
                 rounding = products.precision * (t.abs()[:, None] + taken.abs())
                 right = torch.where(right.abs() > rounding, right, 0)
-            first, rest = _first_step(products, system, right, cg)
-            found = solver.by_iterations(rest)
+                first, right = _first_step(products, system, right, cg)
+            found = solver.by_iterations(right)
             report_system(found, options)
-            found = found._replace(values=found.values + first)
+            if taken is not None:
+                found = found._replace(values=found.values + first)
         w1 = products.times(found.values).mul_(-system.by_row)
         if s is not None:
             w1 += system.by_row * s[:, None]
