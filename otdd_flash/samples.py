@@ -35,7 +35,8 @@ class LabeledSamples:
             and integers beyond 2^24, which that does not hold, float64.
         labels: (n,) class indices in [0, V), also as whole floats, or None for unlabelled data.
         class_names: V names, one per class index; none for unlabelled data.
-        weights: (n,) non-negative masses, normalised here to sum to 1; None means uniform.
+        weights: (n,) non-negative masses, normalised here to sum to 1, those below 2^-1022 to 0;
+            None means uniform.
         name: what reports call the dataset.
         subset_hash: identifies which rows of the original dataset these are.
         mass: of these rows in what they are a part of; the sum of `weights` as given times it is
@@ -358,7 +359,10 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
         weights = weights / unit
     total = float(weights.sum())
     # Weights that sum to 1 but for rounding stay as they are: a copy then has the same fingerprint.
-    return weights if abs(total - 1) < 1e-12 else weights / total, total * unit
+    masses = weights if abs(total - 1) < 1e-12 else weights / total
+    # Nothing can be divided by subnormal ones.
+    subnormal = (masses > 0) & (masses < torch.finfo(masses.dtype).tiny)
+    return torch.where(subnormal, 0, masses) if bool(subnormal.any()) else masses, total * unit
 
 
 def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:

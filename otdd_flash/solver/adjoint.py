@@ -124,7 +124,7 @@ class Entries:
     ) -> tuple[Tensor, Tensor]:
         """Both w1 (n,) and w2 (m,) with r o w1 + P w2 = s and P^T w1 + c o w2 = t; 0 at no mass.
 
-        Without s it is 0. Where s or t are not finite, NaN.
+        Without s it is 0, and t is as small as c. Where s or t are not finite, NaN.
 
         Raises:
             ConvergenceError: `options` require convergence, and the system was not solved.
@@ -145,8 +145,11 @@ class Entries:
                 # Of a permutation nothing else is left, and no direction of it is to be trusted.
                 rounding = products.precision * (t.abs()[:, None] + taken.abs())
                 right = torch.where(right.abs() > rounding, right, 0)
+                first, right = _first_step(products, system, right, cg)
             found = solver.by_iterations(right)
             report_system(found, options)
+            if taken is not None:
+                found = found._replace(values=found.values + first)
         w1 = products.times(found.values).mul_(-system.by_row)
         if s is not None:
             w1 += system.by_row * s[:, None]
@@ -169,6 +172,22 @@ class Entries:
         """The entries of the plan (n, m), where it is held and small."""
         plan = self.plan
         return plan.entries if isinstance(plan, KeptPlan) and is_small(plan.entries.shape) else None
+
+
+def _first_step(
+    products: Products, system: SchurSystem, right: Tensor, cg: CGOptions
+) -> tuple[Tensor, Tensor]:
+    """A solution (m, 1) by the diagonal, and the right-hand side (m, 1) that it leaves.
+
+    An entry that is not as small as a little mass outweighs all others in a residual, which is
+    scaled by the masses. What is left is P^T (P first / r), as small as the masses everywhere.
+    """
+    metric = system.metric
+    first = metric.inverse * metric.in_range(right) / (1 + cg.damping)
+    images = products.times(torch.cat((first, first.abs()), 1))
+    moved = products.transposed_times(system.by_row * images)
+    rest, rounding = metric.in_range(moved[:, :1]), products.precision * moved[:, 1:]
+    return first, torch.where(rest.abs() > rounding, rest, 0)
 
 
 def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:

@@ -16,7 +16,7 @@ import otdd_flash as otdd
 from otdd_flash import CGOptions, ComputeOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver import transport_map
+from otdd_flash.solver import direct, transport_map
 from otdd_flash.solver.adjoint import Entries
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.transport_map import MapGradient
@@ -192,6 +192,50 @@ def test_potentials(
     found = gradients(f @ of_f + g @ of_g, ours)
     expected = gradients(expected[0] @ of_f + expected[1] @ of_g, theirs)
     assert_same(found, expected, 1e-8, held(given, (f, g)))
+
+
+@pytest.mark.parametrize("mass", [1e-9, 1e-20, 1e-100])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+def test_points_of_little_mass_are_as_those_of_none(mass: float, backend: str) -> None:
+    """Over their masses their cotangents are all of a residual: the others' were left unsolved."""
+    given = problem(30, 40, labels=False)
+    if backend == "triton":
+        given |= {"x": given["x"].float(), "y": given["y"].float()}
+    compute = ComputeOptions(DEVICE, backend=backend)
+    settings = {"options": Converged(1e-4), "cg": CGOptions(), "compute": compute}
+    found = []
+    for least in (0.0, mass):
+        a, b = (masses(size, size, zeros=True) for size in (30, 40))
+        a, b = (torch.where(side > 0, side, least).to(DEVICE) for side in (a, b))
+        ours = leaves(given | {"a": a, "b": b}, "a", "b")
+        f, g = quiet(otdd.sinkhorn_potentials, ours, **settings)
+        loss = f.sin() @ drawn(30, seed=7).to(f) + g @ drawn(40, seed=8).to(f)
+        found.append(gradients(loss, ours))
+    for key, expected in found[0].items():
+        error = (found[1][key] - expected).abs().max() / expected.abs().max()
+        assert float(error) <= 1e-3, (key, error)
+
+
+@pytest.mark.parametrize("function", ["transport_map", "sinkhorn_potentials", "matrix_plan"])
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_masses_that_nothing_can_be_divided_by_are_0(
+    function: str, decomposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One over a subnormal mass is infinite, and gradients were NaN or wrong."""
+    if decomposed:
+        monkeypatch.setattr(direct, "MOST_POINTS", 3000)
+    x, y = drawn(9, 3, seed=1), drawn(11, 3, seed=2)
+    found = []
+    for least in (0.0, 1e-310):
+        a, b = (masses(size, size, zeros=True) for size in (9, 11))
+        sides = [torch.where(side > 0, side, least) for side in (a, b)]
+        given = (torch.cdist(x, y).square(),) if function == "matrix_plan" else (x, y)
+        moving = given[0].clone().requires_grad_()
+        result = getattr(otdd, function)(moving, *given[1:], *sides, epsilon=EPSILON)
+        result = result if isinstance(result, Tensor) else result[0]
+        found.append(torch.autograd.grad(result, moving, drawn(*result.shape))[0])
+    assert bool(found[0].isfinite().all())
+    assert torch.equal(*found)
 
 
 @pytest.mark.slow

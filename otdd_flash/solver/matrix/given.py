@@ -69,7 +69,8 @@ def checked_masses(name: str, given: Any, size: int) -> Tensor:
     if abs(total - 1) > MASS_TOLERANCE:
         raise InputError(f"{name} must sum to 1, got {total:.8g}; divide it by its sum")
     shares: Tensor = masses / total
-    return shares
+    # Nothing can be divided by subnormal ones.
+    return torch.where(shares < torch.finfo(shares.dtype).tiny, 0, shares)
 
 
 def checked_self_costs(
