@@ -1,0 +1,59 @@
+"""docs/scale.md: the numbers of its table of two GPUs are those of the rows of bench_scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from result_rows import row, shows
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+BASELINES = {
+    "imagenet_0.1": "imagenet_0.1",
+    "imagenet_0.01": "imagenet_0.01",
+    "imagenet_ring": "imagenet_0.1",
+}
+
+
+def cells(workload: str) -> str:
+    """What the row of a workload shows, but for its name and what it says."""
+    starts = f"| `{workload}`: "
+    (found,) = [line for line in PAGE.splitlines() if line.startswith(starts)]
+    return " | ".join(found.strip("| ").split(" | ")[1:])
+
+
+@pytest.mark.parametrize(("workload", "baseline"), BASELINES.items())
+def test_a_row_shows_the_numbers_of_its_file(workload: str, baseline: str) -> None:
+    one, two = (
+        row("bench_scale_cuda", workload=name, processes=processes)
+        for name, processes in ((baseline, 1), (workload, 2))
+    )
+    assert two["speed_up"] == pytest.approx(one["seconds"] / two["seconds"])
+    values = [
+        *(one["seconds"], two["seconds"], two["speed_up"]),
+        100 * two["communication_share"],
+        two["bytes_moved"] / 1e9,
+        *(max(found["gib_per_process"]) for found in (one, two)),
+    ]
+    assert shows(cells(workload), values), (cells(workload), values)
+
+
+def test_four_million_points_a_side_are_those_of_the_file() -> None:
+    two = row("bench_scale_cuda", workload="four_million", processes=2)
+    assert two["points"] == 4_000_000
+    assert two["converged"]
+    moved = [100 * two["communication_share"], two["bytes_moved"] / 1e9]
+    values = [two["seconds"], *moved, max(two["gib_per_process"])]
+    assert shows(cells("four_million"), values), values
+
+
+def test_streamed_points_and_memory_are_those_of_the_file() -> None:
+    one = row("bench_scale_cuda", workload="imagenet_0.1", processes=1)
+    streamed = row("bench_scale_cuda", workload="imagenet_streamed", processes=1)
+    held = one["gib_per_process"][0] - one["gib_of_inputs"]
+    assert f"{held:.1f} GiB over the {one['gib_of_inputs']:.1f} GiB of the inputs" in PAGE
+    times = streamed["seconds"] / one["seconds"]
+    memory = streamed["gib_per_process"][0]
+    assert (
+        f"took {streamed['seconds']:.1f} s, {times:.2f} times as long, and {memory:.1f} GiB in all"
+    ) in PAGE
