@@ -231,6 +231,20 @@ def curvature() -> Iterator[Claim]:
     yield "25 directions at once, 40,000 × 40,000, d = 5", of(40000, "directions", d=5)
 
 
+def regression() -> Iterator[Claim]:
+    for start, epsilon, seed, method in [
+        ("epsilon 0.5, start 0", 0.5, 0, "ours"),
+        ("epsilon 0.5, start 7", 0.5, 7, "ours"),
+        ("epsilon 0.25, start 0", 0.25, 0, "ours"),
+        ("**epsilon 0.5, start 0, systems damped as in the paper**", 0.5, 0, "damped"),
+    ]:
+        r = row("shuffled_regression", epsilon=epsilon, seed=seed, method=method)
+        assert r["cells"] == 40_000
+        assert r["ended_by_gradient"] == (method == "ours")
+        times = r["seconds"], r["seconds_per_check"]
+        yield start, [r["steps"], r["newton_steps"], *times, r["off"]]
+
+
 def memory() -> Iterator[Claim]:
     certified = content("time_to_certified")["rows"]
     yield (

@@ -17,6 +17,7 @@ from benchmark_claims import (
     implicit,
     memory,
     on_a_processor,
+    regression,
 )
 from benchmark_details import balanced, convergence, half_steps, matrices, small_problems
 from result_rows import content, shows
@@ -35,7 +36,8 @@ def measured(start: str) -> str:
 
 TABLES = [
     *(distances, small_problems, convergence, half_steps, class_distances, flows),
-    *(matrices, balanced, on_a_processor, gradients, implicit, curvature, memory, bounds),
+    *(matrices, balanced, on_a_processor, gradients, implicit, curvature, regression, memory),
+    bounds,
 ]
 CLAIMS = [claim for table in TABLES for claim in table()]
 
