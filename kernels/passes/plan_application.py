@@ -78,12 +78,12 @@ def apply_plan_blocks(
 
 
 def hold_plan(rows: Side, columns: Side, scores: Scores, terms: PlanTerms) -> Tensor:
-    """All of Q in float16, scaled by 2^LOG2_SCALE.
+    """All of Q rounded to float16, scaled by 2^LOG2_SCALE.
 
     Args:
         rows: n packed points.
         columns: m packed points.
-        scores: how they make scores, of one part.
+        scores: how they make scores; of three parts, the points are not rounded, but only Q.
         terms: of the potentials, without points that have no mass; their rows are 0.
 
     Returns:
@@ -93,6 +93,12 @@ def hold_plan(rows: Side, columns: Side, scores: Scores, terms: PlanTerms) -> Te
     launch = PlanBlocks(rows, columns, scores, terms)
     n, m = rows.points.layout.size, columns.points.layout.size
     out = torch.empty((n, m), dtype=torch.float16, device=launch.device)
-    for part in launch.heights():
-        launch(out[None, part], part.start, 0)
+    if scores.parts == 1:
+        for rows_of in launch.heights():
+            launch(out[None, rows_of], rows_of.start, 0)
+        return out
+    buffer = launch.buffer()
+    for rows_of in launch.heights():
+        for columns_of, (high, _) in launch.blocks(rows_of, buffer):
+            out[rows_of, columns_of] = high
     return out

@@ -94,17 +94,20 @@ class KernelPlans(NamedTuple):
     def rounded(
         self, f: Tensor, g: Tensor, epsilon: float, most: int | None
     ) -> HeldPlan | FusedPlan | None:
-        """In float16, of points of one part: held in `most` bytes, as above.
+        """In float16: held in `most` bytes, as above, or else evaluated of points of one part.
+
+        Of points far from all others a rounded coordinate moves costs by more than epsilon, and
+        what is solved with such a plan is of no use: one that is made once is of all parts.
 
         None where a row, or a column, has sums that float16 does not.
         """
-        near = self._of_one_part()
-        layouts = of_rows, of_columns = near.rows.points.layout, near.columns.points.layout
-        masses = near.cost.a, near.cost.b
+        layouts = of_rows, of_columns = self.rows.points.layout, self.columns.points.layout
+        masses = self.cost.a, self.cost.b
         if holds(2 * of_rows.size * of_columns.size, most, f.device):
-            entries = hold_plan(*near._there(f, g, epsilon))
+            entries = hold_plan(*self._there(f, g, epsilon))
             return HeldPlan.of(entries, 2.0**-LOG2_SCALE, masses[0], layouts)
-        return FusedPlan.of(_products(near._sides(f, g, epsilon)), masses, layouts)
+        products = _products(self._of_one_part()._sides(f, g, epsilon))
+        return FusedPlan.of(products, masses, layouts)
 
     def with_points(
         self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float

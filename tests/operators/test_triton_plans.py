@@ -95,6 +95,37 @@ def test_products_and_sums(
 
 
 @pytest.mark.slow
+def test_a_held_plan_is_of_points_that_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
+    # In float16 such coordinates are multiples of a sixteenth, and costs of 400 move by some 2.
+    far = 64 * torch.eye(5, device=DEVICE)
+    x, y = (
+        torch.cat((far + side[:5] + shift, side[5:]))
+        for side, shift in zip(operator(150, 140, 1).cost.points, (0.0, 9.0), strict=True)
+    )
+    a, b = (torch.full((len(side),), 1 / len(side)).double().to(DEVICE) for side in (x, y))
+    whole = LabelledCost(
+        x,
+        y,
+        a,
+        b,
+        labels_x=torch.zeros(len(x), dtype=torch.int64, device=DEVICE),
+        labels_y=torch.zeros(len(y), dtype=torch.int64, device=DEVICE),
+        class_costs=a.new_zeros(1, 1),
+        lambda_x=1.0,
+    )
+    cost = refined(KernelOperator(whole, "fast"))
+    assert isinstance(cost, KernelOperator)
+    f, g = potentials(cost)
+    held = plan_of(cost, f, g, EPSILON).quick
+    assert isinstance(held, HeldPlan)
+    plan = reference.plan(reference.dense_cost(x, y, 1.0), a, b, f, g, EPSILON)
+    entries = held.times(torch.eye(len(y), dtype=torch.float64, device=DEVICE))
+    # Scores near 20,000 in float32, and then eleven bits.
+    assert float((entries - plan).abs().max()) <= 2e-2 * float(plan.max())
+
+
+@pytest.mark.slow
 def test_columns_of_any_size_are_multiplied_alike() -> None:
     cost = operator(150, 140, 1)
     f, g = potentials(cost)
