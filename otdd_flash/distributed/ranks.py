@@ -20,6 +20,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import LED
 from otdd_flash.checks import takes
+from otdd_flash.content_mark import Mark
 from otdd_flash.distributed.exchange import ALONE, Exchange, Shared, others_heard
 from otdd_flash.errors import ConvergenceError, InputError, LostRankError
 from otdd_flash.version import __version__
@@ -33,6 +34,9 @@ T = TypeVar("T")
 
 # progress(units of work done, their total).
 Progress = Callable[[int, int], None]
+
+# By object, what ranks call it and the mark of what they hold.
+Numbers = WeakKeyDictionary[Any, tuple[int, Mark]]
 
 
 class Dealt(NamedTuple):
@@ -59,7 +63,8 @@ class Ranks(Exchange):
 
     Attributes:
         held: what this process keeps for orders to come, by the leader's numbers.
-        numbers: the leader's, of objects that ranks hold as long as it does.
+        numbers: the leader's, of objects that ranks hold as long as it does, each with what marked
+            its content when it was sent.
         ring_numbers: likewise, of those of which every rank holds a part.
         copied: the leader's, tensors that change with their copies (`copies.Copied`), by `id`.
         progress: called as progress(done, total) with what is done of this rank's own part of an
@@ -72,8 +77,8 @@ class Ranks(Exchange):
     def __init__(self, group: ProcessGroup | None = None) -> None:
         super().__init__(group)
         self.held: dict[int, Any] = {}
-        self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.ring_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.numbers: Numbers = WeakKeyDictionary()
+        self.ring_numbers: Numbers = WeakKeyDictionary()
         self.copied: dict[int, Copied] = {}
         self.progress: Progress | None = None
         self._numbers = count()
