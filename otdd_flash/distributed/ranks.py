@@ -22,7 +22,7 @@ from otdd_flash.arguments.transport import LED
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Mark
 from otdd_flash.distributed.exchange import ALONE, Exchange, Shared, others_heard
-from otdd_flash.errors import ConvergenceError, InputError, LostRankError
+from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Ranks(Exchange):
                 break
             try:
                 function(self, *arguments)
-            except (InputError, ConvergenceError):
+            except (InputError, ConvergenceError, LeaderError):
                 # It was raised by `together`: rank 0 has it too, and decides.
                 continue
         self.held.clear()

@@ -11,6 +11,7 @@ from test_ring import in_a_ring
 
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.errors import LostRankError
 from otdd_flash.operators import sharing
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -86,3 +87,29 @@ def test_what_was_refused_is_sent_again() -> None:
     said, value = found[0]
     assert said == "rank 1: not here"
     assert value == pytest.approx(otdd.dataset_distance(*sides(), epsilon=0.5).value, rel=1e-6)
+
+
+def interrupted() -> Any:
+    """Class distances whose progress raises on rank 0, which alone hears of it."""
+
+    def stop(done: int, total: int) -> None:
+        raise ValueError("enough")
+
+    def work(ranks: Ranks) -> Any:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        return otdd.dataset_distance(
+            *sides(),
+            epsilon=0.5,
+            labels=otdd.labels.Sinkhorn(1.0),
+            compute=compute,
+            class_progress=stop,
+        )
+
+    return otdd.led(work)
+
+
+def test_an_error_of_rank_0_in_the_middle_of_an_order_ends_all() -> None:
+    leader, other = pool(2).run(interrupted)
+    assert isinstance(leader, ValueError)
+    assert isinstance(other, LostRankError)
+    assert str(other) == "rank 0 ended with ValueError: enough"
