@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.shared import Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 
 if TYPE_CHECKING:
@@ -26,25 +27,6 @@ T = TypeVar("T")
 
 # How long ranks wait for an order, which may be for data to be read or a flow's pictures.
 PATIENCE = timedelta(days=30)
-
-
-class Shared(NamedTuple):
-    """How work was shared.
-
-    Attributes:
-        ranks: by how many processes.
-        bytes_moved: what rank 0 sent, once however many received it, and received.
-        layout: `replicated`, if every process held all points; `ring`, if for some cost each held
-            its own, and those of the other side went round; `streamed`, if each read what it needed
-            from files.
-    """
-
-    ranks: int
-    bytes_moved: int
-    layout: str = "replicated"
-
-
-ALONE = Shared(1, 0)
 
 
 class Exchange:

@@ -21,7 +21,8 @@ from torch import Tensor
 from otdd_flash.arguments.transport import LED
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Mark
-from otdd_flash.distributed.exchange import ALONE, Exchange, Shared, others_heard
+from otdd_flash.distributed.exchange import Exchange, others_heard
+from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 from otdd_flash.version import __version__
 
