@@ -30,6 +30,10 @@ class LostRankError(RuntimeError):
     """Another of the processes that share the work has ended."""
 
 
+class LeaderError(LostRankError):
+    """Rank 0 has ended its part of what all do together, with an error that it alone has."""
+
+
 class IncompleteError(RuntimeError):
     """The result was computed and written, but not every file beside it."""
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 from otdd_flash.arguments.comparisons import DATASET_DISTANCE
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
-from otdd_flash.distributed.exchange import ALONE
 from otdd_flash.distributed.ranks import shared_since
+from otdd_flash.distributed.shared import ALONE
 from otdd_flash.labels import (
     ClassDistances,
     Given,

@@ -17,7 +17,7 @@ from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
-from otdd_flash.distributed.exchange import ALONE, Shared
+from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.labels import ClassDistances

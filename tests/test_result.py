@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import otdd_flash.files.result_files
-from otdd_flash.distributed.exchange import Shared
+from otdd_flash.distributed.shared import Shared
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.labels import Sinkhorn

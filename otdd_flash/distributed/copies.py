@@ -1,7 +1,8 @@
 """Tensors of rank 0 that change, and of which the other ranks hold copies.
 
 Orders that change such a tensor change its copies alike, and rank 0 then calls `mark_equal`.
-PyTorch counts all changes of a tensor, so that one which was changed otherwise is sent anew.
+PyTorch counts changes of a tensor, so that one which was changed otherwise is sent anew. It counts
+none through `.data`, by which nobody but such orders may change these.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Copied:
     def number(self) -> int | None:
         """What the other ranks call copies that are equal to the tensor; None where they are not.
 
-        Changes made in inference mode are not counted, and no copy is known to be equal.
+        Tensors made in inference mode count nothing, and no copy of one is known to be equal.
         """
         tensor, version = self._tensor, self._version
         equal = version is not None and not tensor.is_inference() and tensor._version == version

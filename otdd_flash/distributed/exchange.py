@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import ConvergenceError, InputError, LostRankError
+from otdd_flash.distributed.shared import Shared
+from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,25 +27,6 @@ T = TypeVar("T")
 
 # How long ranks wait for an order, which may be for data to be read or a flow's pictures.
 PATIENCE = timedelta(days=30)
-
-
-class Shared(NamedTuple):
-    """How work was shared.
-
-    Attributes:
-        ranks: by how many processes.
-        bytes_moved: what rank 0 sent, once however many received it, and received.
-        layout: `replicated`, if every process held all points; `ring`, if for some cost each held
-            its own, and those of the other side went round; `streamed`, if each read what it needed
-            from files.
-    """
-
-    ranks: int
-    bytes_moved: int
-    layout: str = "replicated"
-
-
-ALONE = Shared(1, 0)
 
 
 class Exchange:
@@ -271,20 +253,25 @@ class Exchange:
             InputError: on every rank, with the sentence of the first one that refused its input;
                 it says which one that is, unless all say the same.
             ConvergenceError: likewise, where convergence is required and was not reached.
+            LeaderError: on all ranks but 0, where that ended with any other error.
         """
-        refusal: InputError | ConvergenceError | None = None
+        refusal: Exception | None = None
         try:
             result = work()
-        except (InputError, ConvergenceError) as error:
+        except Exception as error:
+            # Of others rank 0 learns by their end.
+            if self.rank > 0 and not isinstance(error, InputError | ConvergenceError):
+                raise
             refusal = error
-        own = None if refusal is None else (isinstance(refusal, InputError), str(refusal))
-        said = self.all_gathered_objects(own)
+        said = self.all_gathered_objects(None if refusal is None else _as_said(refusal))
         for rank, refused in enumerate(said):
             if refused is not None:
-                kind = InputError if refused[0] else ConvergenceError
-                alike = all(other == refused for other in said)
+                kind, sentence = refused
+                if kind is LeaderError and refusal is not None and rank == self.rank:
+                    raise refusal
+                alike = kind is LeaderError or all(other == refused for other in said)
                 own_error = refusal if rank == self.rank or alike else None
-                raise kind(refused[1] if alike else f"rank {rank}: {refused[1]}") from own_error
+                raise kind(sentence if alike else f"rank {rank}: {sentence}") from own_error
         return result
 
     def check_same(self, what: str, content: Any, advice: str) -> None:
@@ -317,6 +304,14 @@ class Exchange:
         """A tensor where the group moves it: gloo moves what is in host memory."""
         fast = self._backends.get(tensor.device.type) == "nccl"
         return (tensor if fast else tensor.cpu()).contiguous()
+
+
+def _as_said(error: Exception) -> tuple[type[Exception], str]:
+    """What other ranks raise in place of an error."""
+    for kind in (InputError, ConvergenceError):
+        if isinstance(error, kind):
+            return kind, str(error)
+    return LeaderError, f"rank 0 ended with {type(error).__name__}: {error}"
 
 
 def _import_without_group() -> None:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import LED
 from otdd_flash.checks import takes
-from otdd_flash.distributed.exchange import ALONE, Exchange, Shared, others_heard
-from otdd_flash.errors import ConvergenceError, InputError, LostRankError
+from otdd_flash.content_mark import Mark
+from otdd_flash.distributed.exchange import Exchange, others_heard
+from otdd_flash.distributed.shared import ALONE, Shared
+from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ T = TypeVar("T")
 
 # progress(units of work done, their total).
 Progress = Callable[[int, int], None]
+
+# By object, what ranks call it and the mark of what they hold.
+Numbers = WeakKeyDictionary[Any, tuple[int, Mark]]
 
 
 class Dealt(NamedTuple):
@@ -59,7 +64,8 @@ class Ranks(Exchange):
 
     Attributes:
         held: what this process keeps for orders to come, by the leader's numbers.
-        numbers: the leader's, of objects that ranks hold as long as it does.
+        numbers: the leader's, of objects that ranks hold as long as it does, each with what marked
+            its content when it was sent.
         ring_numbers: likewise, of those of which every rank holds a part.
         copied: the leader's, tensors that change with their copies (`copies.Copied`), by `id`.
         progress: called as progress(done, total) with what is done of this rank's own part of an
@@ -72,8 +78,8 @@ class Ranks(Exchange):
     def __init__(self, group: ProcessGroup | None = None) -> None:
         super().__init__(group)
         self.held: dict[int, Any] = {}
-        self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.ring_numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.numbers: Numbers = WeakKeyDictionary()
+        self.ring_numbers: Numbers = WeakKeyDictionary()
         self.copied: dict[int, Copied] = {}
         self.progress: Progress | None = None
         self._numbers = count()
@@ -123,7 +129,7 @@ class Ranks(Exchange):
                 break
             try:
                 function(self, *arguments)
-            except (InputError, ConvergenceError):
+            except (InputError, ConvergenceError, LeaderError):
                 # It was raised by `together`: rank 0 has it too, and decides.
                 continue
         self.held.clear()

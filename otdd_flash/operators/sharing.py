@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from otdd_flash.distributed.ranks import Ranks, put_together, taken_apart
+from otdd_flash.content_mark import mark_of
+from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
 from otdd_flash.features.feature_file import FeatureFile
 from otdd_flash.features.file_features import FileFeatures, features_of
 from otdd_flash.operators.base import Operator
@@ -103,14 +105,13 @@ def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
 
 def _shards(ranks: Ranks, cloud: LabeledSamples) -> int:
     """What ranks call their parts of a cloud, which they are given where they hold none."""
-    numbers = ranks.ring_numbers
-    if cloud not in numbers:
-        number = numbers[cloud] = ranks.number()
+
+    def send(number: int) -> None:
         owned = Owned.by_class(class_indices(cloud))
         for rank in range(ranks.size):
             ranks.order(_hold_shard, number, rank, cloud.features[owned.of(ranks, rank)])
-        weakref.finalize(cloud, ranks.drop, number)
-    return numbers[cloud]
+
+    return _number_of(ranks, ranks.ring_numbers, cloud, send)
 
 
 def _hold_shard(ranks: Ranks, number: int, owner: int, points: Tensor) -> None:
@@ -140,14 +141,32 @@ def _hold_ring(
 
 def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
     """What ranks call a cloud, which they are given where they do not hold it."""
-    if cloud not in ranks.numbers:
-        number = ranks.numbers[cloud] = ranks.number()
+
+    def send(number: int) -> None:
         there = _as_sent(ranks, cloud.features)
         ranks.order(_hold_cloud, number, there, cloud.labels, cloud.weights, cloud.class_names)
         # It lives as long as what rank 0 does with it.
         ranks.held[number] = weakref.ref(cloud)
-        weakref.finalize(cloud, ranks.drop, number)
-    return ranks.numbers[cloud]
+
+    return _number_of(ranks, ranks.numbers, cloud, send)
+
+
+def _number_of(
+    ranks: Ranks, numbers: Numbers, cloud: LabeledSamples, send: Callable[[int], None]
+) -> int:
+    """What ranks call what they hold of a cloud; where it is not the cloud as it is now, sent."""
+    mark = mark_of(cloud)
+    known, held = numbers.get(cloud, (None, ()))
+    if known is not None and held == mark:
+        return known
+    if known is not None:
+        ranks.drop(known)
+    number = ranks.number()
+    send(number)
+    # Only now, as ranks may have refused it.
+    numbers[cloud] = number, mark
+    weakref.finalize(cloud, ranks.drop, number)
+    return number
 
 
 def _as_sent(ranks: Ranks, features: Tensor | FileFeatures) -> Tensor | FeatureFile | int:

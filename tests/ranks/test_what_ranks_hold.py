@@ -1,0 +1,115 @@
+"""What other ranks hold of a dataset is what it is now, however often it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import pool
+from test_ring import in_a_ring
+
+import otdd_flash as otdd
+from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.errors import LostRankError
+from otdd_flash.operators import sharing
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def sides() -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(20) % 2
+    first, other = (
+        otdd.LabeledSamples(torch.randn(20, 3, generator=draw) + k, labels, ("a", "b"))
+        for k in range(2)
+    )
+    return first, other
+
+
+def changed_between(ranks: Ranks | None, budget: int | str) -> list[Any]:
+    """Values before and after points change in place, through memory that they share as well."""
+    source, target = sides()
+    compute = otdd.ComputeOptions("cpu", precision="double", memory_budget=budget, group=ranks)
+    shift, values = 0.1 * torch.arange(20.0)[:, None], []
+    for _ in range(2):
+        for change in (source.features.add_, source.features.data.add_):
+            found = otdd.dataset_distance(source, target, epsilon=0.5, compute=compute)
+            values.append(found.value)
+            change(shift)
+    layout = "replicated" if ranks is None else found.shared.layout
+    return [layout, *values]
+
+
+def in_memory(budget: int | str) -> Any:
+    return otdd.led(lambda ranks: changed_between(ranks, budget))
+
+
+def test_points_that_changed_in_place_are_sent_anew() -> None:
+    _, *alone = changed_between(None, "auto")
+    replicated, *found = pool(2).run(in_memory, "auto")[0]
+    ring, *round_it = pool(2).run(in_a_ring, changed_between, 0)[0]
+    assert (replicated, ring) == ("replicated", "ring")
+    assert found == pytest.approx(alone, rel=1e-9)
+    assert round_it == pytest.approx(alone, rel=1e-9)
+
+
+def refused_once() -> Any:
+    """A distance after the other rank has refused what it was sent first."""
+    made = otdd.LabeledSamples
+    if torch.distributed.get_rank() == 1:
+
+        def refuse(*given: Any) -> Any:
+            sharing.LabeledSamples = made
+            raise otdd.InputError("not here")
+
+        sharing.LabeledSamples = refuse
+
+    def work(ranks: Ranks) -> tuple[str, float]:
+        source, target = sides()
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        try:
+            otdd.dataset_distance(source, target, epsilon=0.5, compute=compute)
+        except otdd.InputError as error:
+            return str(error), otdd.dataset_distance(
+                source, target, epsilon=0.5, compute=compute
+            ).value
+        raise AssertionError("it was not refused")
+
+    try:
+        return otdd.led(work)
+    finally:
+        sharing.LabeledSamples = made
+
+
+def test_what_was_refused_is_sent_again() -> None:
+    found = pool(2).run(refused_once)
+    said, value = found[0]
+    assert said == "rank 1: not here"
+    assert value == pytest.approx(otdd.dataset_distance(*sides(), epsilon=0.5).value, rel=1e-6)
+
+
+def interrupted() -> Any:
+    """Class distances whose progress raises on rank 0, which alone hears of it."""
+
+    def stop(done: int, total: int) -> None:
+        raise ValueError("enough")
+
+    def work(ranks: Ranks) -> Any:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        return otdd.dataset_distance(
+            *sides(),
+            epsilon=0.5,
+            labels=otdd.labels.Sinkhorn(1.0),
+            compute=compute,
+            class_progress=stop,
+        )
+
+    return otdd.led(work)
+
+
+def test_an_error_of_rank_0_in_the_middle_of_an_order_ends_all() -> None:
+    leader, other = pool(2).run(interrupted)
+    assert isinstance(leader, ValueError)
+    assert isinstance(other, LostRankError)
+    assert str(other) == "rank 0 ended with ValueError: enough"
