@@ -109,9 +109,8 @@ def test_another_device_goes_on(way: str, devices: tuple[str, str], tmp_path: Pa
         kept = otdd.Checkpoints(tmp_path, resume=not settings)
         found = flow(SOURCE, TARGET, compute=compute, checkpoints=kept, **options, **settings)
     assert len(found.history) == len(whole.history)
-    assert found.samples.features.device.type == devices[1]
-    ended = found.samples.features.cpu()
-    torch.testing.assert_close(ended, whole.samples.features, rtol=1e-7, atol=1e-8)
+    assert found.ran_on.startswith(devices[1])
+    torch.testing.assert_close(found.samples.features, whole.samples.features, rtol=1e-7, atol=1e-8)
 
 
 @pytest.fixture(scope="module")
