@@ -150,6 +150,7 @@ def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], lis
         if counts[key] > 1 and "outline" not in cloud.__dict__
     ]
     for cloud, outline in zip(alike, _outlines(alike), strict=True):
+        # Where the property keeps it.
         cloud.__dict__["outline"] = outline
     keys = [
         (*key, cloud.outline) if counts[key] > 1 else key

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from result_rows import row, shows
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, README = (
+    (ROOT / name).read_text(encoding="utf-8") for name in ("docs/scale.md", "README.md")
+)
 BASELINES = {
     "imagenet_0.1": "imagenet_0.1",
     "imagenet_0.01": "imagenet_0.01",
@@ -57,3 +60,11 @@ def test_streamed_points_and_memory_are_those_of_the_file() -> None:
     assert (
         f"took {streamed['seconds']:.1f} s, {times:.2f} times as long, and {memory:.1f} GiB in all"
     ) in PAGE
+
+
+def test_the_readme_says_what_one_gpu_and_two_take() -> None:
+    both = [row("bench_scale_cuda", workload="imagenet_0.1", processes=count) for count in (1, 2)]
+    held = [f"{max(r['gib_per_process']) - r['gib_of_inputs']:.1f}" for r in both]
+    seconds = " / ".join(f"{r['seconds']:.0f}" for r in both)
+    row_of_it = f"{' / '.join(held)} GiB a GPU over the inputs | one H100 / two | {seconds} s | |"
+    assert row_of_it in README
