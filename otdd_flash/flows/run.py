@@ -150,10 +150,11 @@ def gradient_flow(
     prepared = time.perf_counter()
     with nullcontext() if checkpoints is None else checkpoints.held():
         loop.run()
+    began = points.to("cpu")
     result = FlowResult(
-        points.to("cpu"),
+        began,
         goal.to("cpu"),
-        _moved(points, loop),
+        _moved(began, loop),
         loop.before,
         tuple(loop.history),
         loop.trajectory(),
@@ -183,10 +184,10 @@ def _go_on(
         )
 
 
-def _moved(points: LabeledSamples, loop: Loop) -> LabeledSamples:
-    """The particles where the loop has them, on the CPU."""
-    labels = None if points.labels is None else loop.labels()
-    return replace(points.to("cpu"), features=loop.points.cpu(), labels=labels)
+def _moved(began: LabeledSamples, loop: Loop) -> LabeledSamples:
+    """The particles where the loop has them, on the CPU as those that it began with."""
+    labels = None if began.labels is None else loop.labels()
+    return replace(began, features=loop.points.cpu(), labels=labels)
 
 
 def _followed(points: LabeledSamples, seed: int) -> Tensor:
