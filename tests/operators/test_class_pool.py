@@ -12,6 +12,7 @@ from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.kernels.segments.step import DIGITS
 from otdd_flash.operators import class_pool
 from otdd_flash.operators.class_pool import ClassPool
+from otdd_flash.operators.class_sums import halved_sum
 
 SIZES = (1, 2, 3, 63, 64, 65, 300)
 # Operations that a group of classes of 100 points in 10 dimensions takes.
@@ -104,6 +105,25 @@ def test_a_class_is_the_same_to_the_last_bit_wherever_it_is(dim: int, zeros: boo
         # The means, of which nothing else is kept.
         assert twice.mean_distances[0, 1] == first.mean_distances[0, 1]
         assert twice.mean_distances[0, 2] == 0
+
+
+@pytest.mark.parametrize("dim", [3, 64, 100])
+def test_all_sums_of_a_class_are_halved(dim: int) -> None:
+    """Others may round the same on a processor, and on a GPU as the batch has it."""
+    many = [cloud_of(size, dim) for size in range(1, 40)]
+    pool = ClassPool(many)
+    for k, cloud in enumerate(many):
+        mean = halved_sum(cloud.masses[:, None] * cloud.points, 0)
+        points = cloud.points - mean
+        squares = halved_sum(points.square(), 1)
+        drift = halved_sum(cloud.masses[:, None] * points, 0)
+        assert torch.equal(pool.norms[k, 0], squares.max().sqrt())
+        assert torch.equal(pool.variances[k], halved_sum(cloud.masses * squares, 0))
+        assert torch.equal(pool.drifts[k], halved_sum(drift.square(), 0).sqrt())
+        left = class_pool.digits(points / pool.units[k])[2:]
+        for found, part in zip(pool.norms[k, 1:], left, strict=True):
+            squares = halved_sum(part.double().square(), 1) * pool.units[k].square()
+            assert torch.equal(found, squares.max().sqrt())
 
 
 @pytest.mark.parametrize("far", [0.0, 5.0, 1e6])
