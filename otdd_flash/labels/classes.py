@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
 # Two datasets normalise the same weights to numbers that differ in their last digits: relative to
 # each other by no more than this. Distances may be as small as what larger differences move.
 SAME_WEIGHTS = 2.0**-40
+
+# Coordinates of classes of one size that are copied side by side, for few launches.
+TOGETHER = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,13 +177,25 @@ def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], lis
 
 
 def _outlines(clouds: Sequence[ClassCloud]) -> list[bytes]:
-    """`ClassCloud.outline` of many classes, for which a device is waited once."""
+    """`ClassCloud.outline` of many classes: those of one size together, one wait for a device."""
     if not clouds:
         return []
-    points = [cloud.points.detach() for cloud in clouds]
-    extremes = torch.stack([torch.stack((each.amin(0), each.amax(0))).double() for each in points])
+    alike: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+    for place, cloud in enumerate(clouds):
+        alike[len(cloud), cloud.points.dtype].append(place)
+    order, extremes = [], []
+    for members in alike.values():
+        together = max(1, TOGETHER // max(1, clouds[members[0]].points.numel()))
+        for first in range(0, len(members), together):
+            some = members[first : first + together]
+            parts = [clouds[place].points.detach() for place in some]
+            # A large class is not copied.
+            points = torch.stack(parts) if len(parts) > 1 else parts[0][None]
+            extremes.append(torch.stack((points.amin(1), points.amax(1)), 1).double())
+            order += some
     # Adding 0 turns -0 into 0, which compares equal but has other bytes.
-    return [known.tobytes() for known in extremes.cpu().add(0.0).numpy()]
+    known = torch.cat(extremes).cpu().add(0.0).numpy()
+    return [row.tobytes() for _, row in sorted(zip(order, known, strict=True), key=itemgetter(0))]
 
 
 def _told_apart_by_weights(

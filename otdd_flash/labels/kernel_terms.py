@@ -28,19 +28,23 @@ def solve_in_kernels(
     """The terms of P pairs; other arguments as for `TermSolver`."""
     themselves = bool((pairs[:, 0] == pairs[:, 1]).all())
     solve = solve_self_terms if themselves else solve_cross_terms
-    out = torch.zeros((len(pairs), len(SegmentTerms._fields)), dtype=torch.float64)
+    out = torch.zeros(
+        (len(SegmentTerms._fields), len(pairs)), dtype=torch.float64, device=pairs.device
+    )
     for small, members in _batches(pool, pairs):
-        rows, columns = pairs[members].T.contiguous().to(pool.starts.device)
+        rows, columns = pairs[members].T.contiguous()
         segments = KernelSegments(pool, rows, rows if themselves else columns, small=small)
         terms = solve(segments, epsilon, options, finished)
-        out[members] = torch.stack(terms, 1).cpu()
-    return SegmentTerms(*out.unbind(1))
+        out[:, members] = torch.stack(terms)
+    return SegmentTerms(*out)
 
 
 def _batches(pool: ClassPool, pairs: Tensor) -> Iterator[tuple[bool, Tensor]]:
     """Positions of pairs with the same kind of tiles, and as many as half of the free memory."""
-    sizes = pool.sizes.cpu()[pairs]
+    sizes = pool.sizes[pairs]
     small, needed = is_small(sizes), bytes_of(sizes)
+    # The solves are given the memory.
+    del sizes
     budget = free_memory(pool.starts.device) // 2
     for kind in (True, False):
         members = torch.nonzero(small == kind).squeeze(1)

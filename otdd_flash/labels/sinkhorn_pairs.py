@@ -58,17 +58,21 @@ def sinkhorn_distances(
         NotConvergedWarning: a solve stopped before the tolerance.
     """
     options = Converged(tolerance=tolerance)
-    used, local = used_classes(clouds, pairs.cpu())
+    device = clouds[0].points.device
+    # A GPU orders and gathers millions of pairs in no time.
+    used, local = used_classes(clouds, pairs.to(device))
     classes, index = merge_identical(used)
+    one, two = torch.tensor(index, dtype=torch.int64).to(device)[local].unbind(1)
     # Solved the other way round, a pair would have other last digits.
-    ordered = torch.tensor(index, dtype=torch.int64)[local].sort(1, descending=True).values
-    different = torch.nonzero(ordered[:, 0] != ordered[:, 1]).squeeze(1)
-    out = torch.zeros((len(pairs), 3), dtype=torch.float64)
+    ordered = torch.stack((torch.maximum(one, two), torch.minimum(one, two)), 1)
+    different = torch.nonzero(one != two).squeeze(1)
+    out = torch.zeros((3, len(pairs)), dtype=torch.float64, device=device)
     if len(different):
         finished = _counting(progress, len(pairs), len(pairs) - len(different))
         with epsilon_given_as("labels.epsilon", epsilon, epsilon):
-            out[different] = _divergences(classes, ordered[different], epsilon, options, finished)
-    values, lower, upper = out.unbind(1)
+            unlike = ordered[different]
+            out[:, different] = _divergences(classes, unlike, epsilon, options, finished)
+    values, lower, upper = out.cpu()
     return PairDistances(values.clamp_min(0), lower, upper)
 
 
@@ -79,16 +83,14 @@ def _divergences(
     options: Converged,
     finished: Finished | None,
 ) -> Tensor:
-    """Value, lower and upper bound of every pair (P, 3)."""
+    """Value, lower and upper bound of every pair (3, P)."""
     solver = TermSolver(clouds, epsilon, options)
-    own = solver.solve(torch.arange(len(clouds))[:, None].expand(-1, 2))
+    own = solver.solve(torch.arange(len(clouds), device=pairs.device)[:, None].expand(-1, 2))
     cross = solver.solve(pairs, finished)
     _warn_of_late(clouds, own, (pairs, cross), options)
     first, second = ([numbers[side] for numbers in own[:3]] for side in pairs.unbind(1))
     halves = [(one + two) / 2 for one, two in zip(first, second, strict=True)]
-    return torch.stack(
-        (cross.value - halves[0], cross.lower - halves[2], cross.upper - halves[1]), 1
-    )
+    return torch.stack((cross.value - halves[0], cross.lower - halves[2], cross.upper - halves[1]))
 
 
 def _counting(progress: Progress | None, total: int, done: int) -> Finished | None:

@@ -37,7 +37,8 @@ def solve_in_float64(
 ) -> SegmentTerms:
     """The terms of P pairs; arguments as for `TermSolver`."""
     solve = solve_self_terms if bool((pairs[:, 0] == pairs[:, 1]).all()) else solve_cross_terms
-    out = torch.zeros((len(pairs), len(SegmentTerms._fields)), dtype=torch.float64)
+    device = classes[0].points.device
+    out = torch.zeros((len(SegmentTerms._fields), len(pairs)), dtype=torch.float64, device=device)
     indices = pairs.tolist()
     for shape, members in _groups([len(cloud.points) for cloud in classes], indices):
         sides = [(classes[indices[p][0]], classes[indices[p][1]]) for p in members]
@@ -47,8 +48,8 @@ def solve_in_float64(
                 finished(1)
         else:
             terms = solve(StoredSegments(sides, shape), epsilon, options, finished)
-        out[members] = torch.stack(terms, 1).cpu()
-    return SegmentTerms(*out.unbind(1))
+        out[:, members] = torch.stack(terms).to(device)
+    return SegmentTerms(*out)
 
 
 def padded_size(size: int) -> int:

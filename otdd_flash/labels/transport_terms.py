@@ -50,11 +50,12 @@ class TermSolver:
         """The terms of P pairs.
 
         Args:
-            pairs: (P, 2) int64 on the CPU; all pairs are of a class with itself, or none is.
+            pairs: (P, 2) int64, where the points are; all of them are of a class with itself, or
+                none is.
             finished: told how many more pairs are done.
 
         Returns:
-            (P,) float64 each, on the CPU.
+            (P,) float64 each, where the points are.
 
         Raises:
             InputError: rounding alone exceeds the tolerance even in float64.

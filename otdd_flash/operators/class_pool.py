@@ -5,7 +5,16 @@
 with x' = x - mean, y' = y - mean and D the difference of the means. All but the product depends on
 one side only, so it changes potentials and leaves the plan as it is: its mean is the sum of both
 variances and ||D||^2. Products of class-centred points are the smallest there are, and so is their
-rounding error. A class is rounded without regard to the others: its mean and its unit are its own.
+rounding error. A class is rounded without regard to the others: its mean and its unit are its own,
+and its sums are those of `class_sums`, which round as if it were alone.
+
+Means. The identity holds for any two numbers in place of the means, so what a sum loses of a mean
+is no error of a cost. It only leaves a mean of x' that is not quite 0, which `drifts` measures, and
+||D||^2 is that of the same two numbers. Only the difference x - mean is rounded, each
+coordinate once and relative to the difference itself, by 2^-53 however far the class lies from the
+origin; its quotient by the unit is rounded once more. Both move x' by at most 2^-52 A, to first
+order. The rest of 2^-50 A is for the norms and variances that bounds are made of: what they lose is
+relative, some 2^-53 (log2 n + log2 d + 8), and of E + c T, which is far below A.
 
 Digits. In units of the class, x' = h + l + r + e: h are whole numbers with ||h|| <= 2^12 and
 |h_k| <= 2^11, l is float16 of x' - h, and r of what is left then. What the exact form of
@@ -18,7 +27,7 @@ a class, all measured; T = L + R, and A is the largest norm of x':
     l r', r l' and r r' are not there             L R' + R L' + R R'
     smaller digits: products, chains, additions   c (||h|| T' + T ||h'|| + L L')
     h h' scale in pieces                          2^-31 A A'
-    x - mean in float64                           2^-50 (A ||y'|| + ||x'|| A').
+    x - mean and its quotient by the unit         2^-50 (A ||y'|| + ||x'|| A').
 
 c is `adder.chain_error` of one chain, u per chain that is added to the others, and 8 u for what is
 done to their sum (its product with the scale, three additions). The pieces: h h' is exact; of its
@@ -41,6 +50,7 @@ from torch import Tensor
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
 from otdd_flash.kernels.segments.step import CHAIN_PRODUCTS, DIGITS, OVERRUN, PARTS, Pool
+from otdd_flash.operators.class_sums import ClassRows, halved_sum
 
 # Of cdist: no cancellation.
 DIFFERENCES = "donot_use_mm_for_euclid_dist"
@@ -71,46 +81,39 @@ class ClassPool:
 
     def __init__(self, classes: Sequence[WeightedPoints]) -> None:
         device, dim = classes[0].points.device, classes[0].points.shape[1]
-        sizes = torch.tensor([len(cloud.points) for cloud in classes])
+        counts = [len(cloud.points) for cloud in classes]
+        sizes = torch.tensor(counts)
         self.starts, self.sizes = (sizes.cumsum(0) - sizes).to(device), sizes.to(device)
-        n = int(sizes.sum()) + OVERRUN
-        shape = (DIGITS, n, -(-dim // 8) * 8)
-        coordinates = torch.zeros(shape, dtype=torch.float16, device=device)
-        squares = torch.zeros((n, DIGITS), dtype=torch.float64, device=device)
-        means, facts, start = [], [], 0
-        for group in _groups(classes):
-            centred = [_centred(cloud) for cloud in group]
-            points = torch.cat([each.points for each in centred])
-            own_squares = torch.cat([each.squares for each in centred])
-            counts = [len(cloud.points) for cloud in group]
-            owners = torch.repeat_interleave(torch.tensor(counts)).to(device)
-            rows = slice(start, start + len(points))
-            sizes_of = torch.stack((own_squares, points.abs().amax(1)), 1)
-            reach, largest = _largest(sizes_of, owners, len(group)).unbind(1)
-            unit = _unit(reach.sqrt(), largest, dim)
-            parts = digits(points / unit[owners, None])
+        n, wide = sum(counts) + OVERRUN, -(-dim // 8) * 8
+        coordinates = torch.zeros((DIGITS, n, wide), dtype=torch.float16, device=device)
+        self.squares = torch.zeros(n, dtype=torch.float32, device=device)
+        means = torch.empty((len(counts), dim), dtype=torch.float64, device=device)
+        self.variances, self.units, self.drifts = means.new_empty((3, len(counts))).unbind()
+        self.norms = means.new_empty((len(counts), DIGITS))
+        for members in _groups(counts, dim):
+            chosen = [classes[k] for k in members]
+            rows = ClassRows([counts[k] for k in members], device)
+            which = torch.tensor(members).to(device)
+            places = self.starts[which][rows.owners] + rows.places
+            centred = _centred(chosen, rows)
+            points, squares = centred.points, centred.squares
+            extremes = rows.largest(torch.stack((squares, points.abs().amax(1)), 1))
+            unit = _unit(extremes[:, 0].sqrt(), extremes[:, 1], dim)
+            parts = digits(points.div_(unit[rows.owners, None]))
             for digit, part in zip(coordinates, parts, strict=False):
-                digit[rows, :dim] = part
-            squares[rows, 0] = own_squares
-            for column, part in enumerate(parts[2:], 1):
-                lost = torch.split(part.double().square_(), counts)
-                # Of tensors of their own, as in `_centred`.
-                errors = torch.cat([each.clone().sum(1) for each in lost])
-                squares[rows, column] = errors * unit.square()[owners]
-            means += [each.mean for each in centred]
-            variances = torch.stack([each.variance for each in centred])
-            drifts = torch.stack([each.drift for each in centred])
-            facts.append(torch.stack((variances, unit, drifts)))
-            start = rows.stop
+                digit[places, :dim] = part
+            errors = [halved_sum(part.double().square_(), 1) for part in parts[2:]]
+            scales = unit.square()[rows.owners]
+            norms = torch.stack((squares, *(error * scales for error in errors)), 1)
+            self.squares[places] = squares.float()
+            self.norms[which], self.units[which] = rows.largest(norms).sqrt(), unit
+            means[which], self.drifts[which] = centred.mean, centred.drift
+            self.variances[which] = centred.variance
         masses = torch.cat([cloud.masses for cloud in classes])
         masses = torch.nn.functional.pad(masses, (0, OVERRUN))
         self.pool = Pool(coordinates.flatten(0, 1), masses.log2().clamp_min(-1e30), masses)
-        gaps = torch.cdist(*2 * (torch.stack(means),), compute_mode=DIFFERENCES)
+        gaps = torch.cdist(means, means, compute_mode=DIFFERENCES)
         self.mean_distances = gaps.square_()
-        self.variances, self.units, self.drifts = torch.cat(facts, 1).unbind()
-        owners = torch.repeat_interleave(self.sizes)
-        self.norms = _largest(squares[:start], owners, len(sizes)).sqrt()
-        self.squares = squares[:, 0].float()
         # One chain may be shorter at the end of its part, and blocks of coordinates are filled up.
         chains = 2 + PARTS * (dim + 64) / CHAIN_PRODUCTS
         self.chain_error = chain_error(CHAIN_PRODUCTS, adder_of(device)) + UNIT * (chains + 8)
@@ -145,7 +148,10 @@ class ClassPool:
 
 
 class _Centred(NamedTuple):
-    """A class about its mean: x' (n, d), ||x'||^2 (n,), the mean (d,), and numbers of the pool."""
+    """Rows about the means of their k classes: x' (N, d), ||x'||^2 (N,), and numbers of classes.
+
+    The means are (k, d), variances and drifts (k,) as the pool has them.
+    """
 
     points: Tensor
     squares: Tensor
@@ -154,28 +160,27 @@ class _Centred(NamedTuple):
     drift: Tensor
 
 
-def _centred(cloud: WeightedPoints) -> _Centred:
-    """A class about its mean, and its sums.
+def _centred(classes: Sequence[WeightedPoints], rows: ClassRows) -> _Centred:
+    """Classes about their means, and their sums. Products are rounded before they are added."""
+    points = torch.cat([cloud.points for cloud in classes]).double()
+    masses = torch.cat([cloud.masses for cloud in classes])
+    mean = rows.sums(masses[:, None] * points)
+    points = points.sub_(mean[rows.owners])
+    squares = halved_sum(points.square(), 1)
+    drift = rows.sums(masses[:, None] * points)
+    drift = halved_sum(drift.square(), 1).sqrt()
+    return _Centred(points, squares, mean, rows.sums(masses * squares), drift)
 
-    Each is of a tensor of its own: a sum over a part of another one rounds as its address says.
-    """
-    points = cloud.points.double()
-    mean = cloud.masses @ points
-    points = points - mean
-    squares = points.square().sum(1)
-    return _Centred(points, squares, mean, cloud.masses @ squares, (cloud.masses @ points).norm())
 
-
-def _groups(classes: Sequence[WeightedPoints]) -> Iterator[list[WeightedPoints]]:
-    """Classes one after the other, as many as have so few coordinates together."""
-    group: list[WeightedPoints] = []
-    held = 0
-    for cloud in classes:
-        held += cloud.points.numel()
-        if group and held > TOGETHER:
+def _groups(sizes: Sequence[int], dim: int) -> Iterator[list[int]]:
+    """Indices of classes of similar sizes, as many as padded to one have so few coordinates."""
+    group: list[int] = []
+    for k in sorted(range(len(sizes)), key=sizes.__getitem__):
+        # The sizes ascend, so all are padded to this one.
+        if group and (len(group) + 1) * sizes[k] * dim > TOGETHER:
             yield group
-            group, held = [], cloud.points.numel()
-        group.append(cloud)
+            group = []
+        group.append(k)
     yield group
 
 
@@ -195,9 +200,3 @@ def _unit(reach: Tensor, largest: Tensor, dim: int) -> Tensor:
     # Rounding adds at most half a unit per coordinate.
     unit = torch.maximum(reach / (WHOLE_NORM - dim**0.5 / 2 - 1), largest / LARGEST_WHOLE)
     return torch.where(unit > 0, unit, 1.0)
-
-
-def _largest(values: Tensor, owners: Tensor, count: int) -> Tensor:
-    """The largest of every column (N, c) over the rows of each of so many classes, (count, c)."""
-    out = values.new_zeros((count, values.shape[1]))
-    return out.scatter_reduce_(0, owners[:, None].expand_as(values), values, "amax")

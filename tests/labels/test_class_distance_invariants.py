@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otdd_flash.labels import Exact, Gaussian, Means, UpperBound, measure_classes, metric_named
+from otdd_flash.labels import (
+    Exact,
+    Gaussian,
+    Means,
+    UpperBound,
+    classes,
+    measure_classes,
+    metric_named,
+)
 from otdd_flash.labels.classes import ClassCloud, merge_identical, split_classes
 from otdd_flash.labels.many import class_distances
 from otdd_flash.labels.moments import total_variances
@@ -268,3 +276,19 @@ def test_outlines_of_all_classes_are_read_at_once(monkeypatch: pytest.MonkeyPatc
     assert index[3] == index[20]
     # To host memory, and as an array there; the doubled class is read to see that it is one.
     assert len(reads) <= 10
+
+
+@pytest.mark.parametrize("together", [1, 20, 1 << 22])
+def test_outlines_are_those_of_each_class_alone(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several sizes and precisions, whichever are copied side by side; zeros have no sign."""
+    monkeypatch.setattr(classes, "TOGETHER", together)
+    draw = torch.Generator().manual_seed(0)
+    points = [torch.randn(k % 3 + 1, 2, generator=draw) for k in range(12)]
+    points[5:] = [each.double() for each in points[5:]]
+    points[7][:, 0] = -0.0
+    found = classes._outlines([ClassCloud(str(k), each, None) for k, each in enumerate(points)])
+    for outline, each in zip(found, points, strict=True):
+        extremes = torch.stack((each.amin(0), each.amax(0))).double() + 0.0
+        assert outline == extremes.numpy().tobytes()
