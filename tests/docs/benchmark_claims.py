@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
+from statistics import median
 
 from result_rows import Claim, at_each_epsilon, content, row, seconds_to_converge
 
@@ -232,17 +234,27 @@ def curvature() -> Iterator[Claim]:
 
 
 def regression() -> Iterator[Claim]:
-    for start, epsilon, seed, method in [
-        ("epsilon 0.5, start 0", 0.5, 0, "ours"),
-        ("epsilon 0.5, start 7", 0.5, 7, "ours"),
-        ("epsilon 0.25, start 0", 0.25, 0, "ours"),
-        ("**epsilon 0.5, start 0, systems damped as in the paper**", 0.5, 0, "damped"),
+    rows = content("shuffled_regression")["rows"]
+    ours = [r for r in rows if r["method"] == "ours"]
+    assert all(r["cells"] == 40_000 for r in rows)
+    assert all(r["ended_by_gradient"] == (r["method"] == "ours") for r in rows)
+    assert all(r["escapes"] for r in ours)
+    assert len(ours) == 9
+    starts = sorted((r for r in ours if r["epsilon"] == 0.5), key=itemgetter("seconds"))
+    assert len(starts) == 8
+    shown = itemgetter("steps", "newton_steps", "seconds", "seconds_per_check", "off")
+    yield (
+        "epsilon 0.5, the median of eight starts",
+        [median(values) for values in zip(*map(shown, starts), strict=True)],
+    )
+    yield "epsilon 0.5, the quickest of them", [*shown(starts[0])]
+    yield "epsilon 0.5, the slowest of them", [*shown(starts[-1])]
+    for name, epsilon, method in [
+        ("epsilon 0.25, start 0", 0.25, "ours"),
+        ("**epsilon 0.5, start 0, systems damped as in the paper**", 0.5, "damped"),
     ]:
-        r = row("shuffled_regression", epsilon=epsilon, seed=seed, method=method)
-        assert r["cells"] == 40_000
-        assert r["ended_by_gradient"] == (method == "ours")
-        times = r["seconds"], r["seconds_per_check"]
-        yield start, [r["steps"], r["newton_steps"], *times, r["off"]]
+        one = row("shuffled_regression", epsilon=epsilon, seed=0, method=method)
+        yield name, [*shown(one)]
 
 
 def memory() -> Iterator[Claim]:

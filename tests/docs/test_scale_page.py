@@ -15,6 +15,8 @@ BASELINES = {
     "imagenet_0.1": "imagenet_0.1",
     "imagenet_0.01": "imagenet_0.01",
     "imagenet_ring": "imagenet_0.1",
+    "class_table": "class_table",
+    "flow": "flow",
 }
 
 
