@@ -233,3 +233,22 @@ def test_progress_counts_pairs(clouds):
     assert [total for _, total in told] == [15] * len(told)
     assert told == sorted(set(told))
     assert told[-1] == (15, 15)
+
+
+def test_long_lists_come_in_parts(clouds, monkeypatch):
+    """Of which a device holds one at a time; the numbers and what is told are those of one list."""
+    pairs, told, lengths = all_pairs(5), [], []
+    whole = sinkhorn_distances(clouds, pairs, 0.3, progress=lambda *counts: told.append(counts))
+    solve, parts = sinkhorn_pairs._divergences, []
+    monkeypatch.setattr(sinkhorn_pairs, "MOST_PAIRS", 3)
+
+    def seen(classes, some, *others):
+        lengths.append(len(some))
+        return solve(classes, some, *others)
+
+    monkeypatch.setattr(sinkhorn_pairs, "_divergences", seen)
+    found = sinkhorn_distances(clouds, pairs, 0.3, progress=lambda *counts: parts.append(counts))
+    assert lengths == [3, 3, 3, 1]
+    assert all(map(torch.equal, found, whole))
+    assert told[-1] == parts[-1] == (10, 10)
+    assert parts == sorted(parts)
