@@ -26,7 +26,7 @@ from otdd_flash.solver.term.epsilon import epsilon_given_as
 
 # Of classes and pairs that stopped early, so many are named.
 SHOWN = 5
-# Pairs of which lists are on a device at once: some 3 GB of them, solved in a third of a minute.
+# Pairs of which lists are on a device at once, some 200 bytes each.
 MOST_PAIRS = 1 << 24
 
 

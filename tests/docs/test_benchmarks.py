@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from benchmark_claims import (
 from benchmark_details import balanced, convergence, half_steps, matrices, small_problems
 from result_rows import content, shows
 
+from experiments.rows import read_rows
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 _RUN = re.compile(r"results/(\w+)\.json\), ([0-9a-f]{7}(?: and [0-9a-f]{7})*)")
 
@@ -39,6 +42,8 @@ TABLES = [
     *(matrices, balanced, on_a_processor, gradients, implicit, curvature, regression, memory),
     bounds,
 ]
+# At which the points of a held plan were rounded.
+ROUNDED_POINTS = ("779ab71", "1b31127")
 CLAIMS = [claim for table in TABLES for claim in table()]
 
 
@@ -53,6 +58,19 @@ def test_every_run_is_of_a_commit_that_its_file_records() -> None:
     for name, commits in runs:
         recorded = re.findall(r'"commit": "(\w+)"', json.dumps(content(name)))
         assert set(commits.split(" and ")) <= set(recorded), (name, commits)
+
+
+def test_what_is_said_of_the_starts_of_a_regression_is_in_their_traces() -> None:
+    rows = [r for r in read_rows("shuffled_regression") if r["method"] == "ours"]
+    starts = [r for r in rows if r["epsilon"] == 0.5]
+    steps = sorted(r["newton_steps"] for r in starts)
+    assert f"Newton took {steps[0]} to {steps[-1]} steps" in PAGE
+    left: dict[bool, list[float]] = {True: [], False: []}
+    for r in starts:
+        left[r["commit"] in ROUNDED_POINTS].append(max(r["trace"]["residual"]))
+    assert len(left[True]) == 2
+    assert f"left up to {max(left[True]):.2f} of some of their right-hand sides" in PAGE
+    assert f"and up to {math.ceil(1e4 * max(left[False])) / 1e4:.4f} since" in PAGE
 
 
 @pytest.mark.parametrize(

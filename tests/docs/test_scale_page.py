@@ -64,6 +64,21 @@ def test_streamed_points_and_memory_are_those_of_the_file() -> None:
     ) in PAGE
 
 
+def test_class_distances_and_particles_are_as_near_to_those_of_one_gpu_as_said() -> None:
+    farthest = {
+        workload: row("bench_scale_cuda", workload=workload, processes=2)[
+            "farthest_from_one_process"
+        ]
+        for workload in ("imagenet_0.1", "imagenet_0.01", "class_table", "imagenet_ring", "flow")
+    }
+    ring, flow = farthest.pop("imagenet_ring"), farthest.pop("flow")
+    assert set(farthest.values()) == {0}
+    assert "they are within 1e-3 at a value of 89" in PAGE
+    assert ring <= 1e-3
+    assert "within 5e-5 after the flow" in PAGE
+    assert flow <= 5e-5
+
+
 def test_the_readme_says_what_one_gpu_and_two_take() -> None:
     both = [row("bench_scale_cuda", workload="imagenet_0.1", processes=count) for count in (1, 2)]
     held = [f"{max(r['gib_per_process']) - r['gib_of_inputs']:.1f}" for r in both]
