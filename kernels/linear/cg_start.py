@@ -2,7 +2,7 @@
 
 What is done is said where it is done in PyTorch, `solver.conjugate_gradients`; a program owns a
 direction, as in `cg_step`. All three end with new iterations from the residual that is kept, whose
-first direction they leave as halves.
+first direction they leave as halves, or as 0 to `cg_turn`.
 
 Shapes: vectors (m, s), those of a solve with columns of stride m; masses (m,); numbers (s,).
 """
@@ -75,7 +75,8 @@ def cg_start_kernel(
     values_ptr,  # (m, s) float64
     left_ptr,  # (m, s) float64
     direction_ptr,  # (m, s) float64
-    size_ptr,  # (s,) float64
+    square_ptr,  # (s,) float64
+    energy_ptr,  # (s,) float64
     unknown_ptr,  # (s,) float64
     iterations_ptr,  # (s,) int64
     active_ptr,  # (s,) bool
@@ -96,9 +97,11 @@ def cg_start_kernel(
     tolerance,
     aim,
     max_iterations,
+    at_once,
     PARTS: tl.constexpr,
     STAGE: tl.constexpr,
     CONSTANTS: tl.constexpr,
+    PRECONDITIONED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per direction."""
@@ -122,7 +125,8 @@ def cg_start_kernel(
         target, before = tl.load(target_ptr + i), tl.load(now_ptr + i)
         taken = tl.load(taken_ptr + i)
         if STAGE == CORRECT:
-            taken += tl.load(iterations_ptr + i)
+            iterations, most = tl.load(iterations_ptr + i), tl.load(most_ptr + i)
+            taken += iterations
 
     if STAGE == CORRECT:
         found_scale = tl.load(found_scales_ptr + i)
@@ -177,7 +181,7 @@ def cg_start_kernel(
         pending = missed
     elif STAGE == CORRECT:
         missed = (tl.where(found < before, found, before) > target) & (taken < max_iterations)
-        pending = (found <= before / 2) & missed
+        pending = (found <= before / 2) & missed & (iterations < most)
         if found < before:
             tl.store(now_ptr + i, found)
             for first in range(0, m, BLOCK):
@@ -209,19 +213,23 @@ def cg_start_kernel(
         masses = tl.load(near_masses_ptr + o, mask=mask, other=0.0)
         left = tl.load(kept_left_ptr + o, mask=mask, other=0.0)
         direction = tl.where(masses > 0, left / tl.where(masses > 0, masses, 1.0), 0.0)
+        sizes += left * direction
+        if PRECONDITIONED:
+            direction = tl.zeros((BLOCK,), tl.float64)
+        largest = tl.maximum(largest, tl.abs(direction))
         tl.store(left_ptr + o, left, mask=mask)
         tl.store(values_ptr + o, tl.zeros((BLOCK,), tl.float64), mask=mask)
         tl.store(direction_ptr + o, direction, mask=mask)
-        sizes += left * direction
-        largest = tl.maximum(largest, tl.abs(direction))
-    size, goal, most = tl.sum(sizes, 0), aim * target, max_iterations - taken
-    tl.store(size_ptr + i, size)
+    size, goal = tl.sum(sizes, 0), aim * target
+    most = tl.minimum(max_iterations - taken, at_once)
+    tl.store(square_ptr + i, size)
+    tl.store(energy_ptr + i, size)
     tl.store(unknown_ptr + i, tl.zeros((), tl.float64))
     tl.store(goal_ptr + i, goal)
     tl.store(most_ptr + i, most)
     active = size > goal * goal
     tl.store(active_ptr + i, active)
-    if active:
+    if active & (not PRECONDITIONED):
         pack_direction(
             direction_ptr, position_ptr, packed_ptr + i, scales_ptr + i,
             tl.max(largest, 0), m, s, BLOCK,
@@ -236,10 +244,11 @@ def cg_start(
     vectors: Vectors,
     numbers: Numbers,
     packed: tuple[Tensor, Tensor],
-    limits: tuple[float, float, int],
+    limits: tuple[float, float, int, int],
     stage: tl.constexpr,
     *,
     constants: bool,
+    preconditioned: bool,
 ) -> None:
     """Update what is kept, start iterations from its residual, and pack their first directions.
 
@@ -252,9 +261,11 @@ def cg_start(
         vectors: of the iterations.
         numbers: likewise.
         packed: directions (rows, 2, s) float16, 0 for padding, and their scales (s,).
-        limits: relative tolerance, the part of it to aim at, and iterations at the most.
+        limits: relative tolerance, the part of it to aim at, iterations at the most, and those of
+            a correction.
         stage: `BEGIN`, `CORRECT` or `RESUME`.
         constants: whether the matrix takes constants to 0.
+        preconditioned: whether the first directions are left to `cg_turn`.
     """
     m, count = vectors.direction.shape
     of_system, total, near = masses
@@ -282,6 +293,7 @@ def cg_start(
         PARTS=image[0].shape[1] if isinstance(given, Image) else 1,
         STAGE=stage.value,
         CONSTANTS=constants,
+        PRECONDITIONED=preconditioned,
         BLOCK=BLOCK,
         num_warps=16,
     )

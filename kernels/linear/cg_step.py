@@ -6,7 +6,8 @@ other directions there are. It takes the image as the last product of a plan lea
 
     image = diagonal direction + weights found / scale,
 
-and leaves the next direction as halves, as the first product of a plan takes it.
+and leaves the next direction as halves, as the first product of a plan takes it. Where residuals
+are preconditioned it leaves the residual, and `cg_turn` the next direction.
 
 Shapes: vectors (m, s), columns of stride m; masses, weights and diagonal (m,); numbers (s,); found
 and packed in the order of their own rows.
@@ -45,7 +46,8 @@ class Numbers(NamedTuple):
     """Of s directions, (s,) each.
 
     Attributes:
-        size: of the recursive residual, scaled and squared, float64.
+        square: of the size of the recursive residual, scaled by masses, float64.
+        energy: <residual, preconditioned residual>, float64.
         unknown: what rounding may have added to it, float64.
         iterations: int64.
         active: whether it goes on, bool.
@@ -53,7 +55,8 @@ class Numbers(NamedTuple):
         most: after how many iterations it does, int64.
     """
 
-    size: Tensor
+    square: Tensor
+    energy: Tensor
     unknown: Tensor
     iterations: Tensor
     active: Tensor
@@ -133,6 +136,32 @@ def pack_direction(
         store_halves(packed_ptr + o_row * 2 * s, direction * scale, s, mask)
 
 
+@triton.jit
+def turn(
+    left_ptr,  # (m,) float64
+    scaled_ptr,  # (m,) float64: masses, or the preconditioned residual if PRECONDITIONED
+    direction_ptr,  # (m,) float64
+    kept,
+    m,
+    PRECONDITIONED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The next direction, preconditioned residual + kept direction; its largest entry is told."""
+    largest = tl.zeros((BLOCK,), tl.float64)
+    for first in range(0, m, BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        mask = o < m
+        scaled = tl.load(scaled_ptr + o, mask=mask, other=0.0)
+        if not PRECONDITIONED:
+            left = tl.load(left_ptr + o, mask=mask, other=0.0)
+            scaled = left / tl.where(scaled > 0, scaled, 1.0)
+        direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
+        direction = scaled + kept * direction
+        tl.store(direction_ptr + o, direction, mask=mask)
+        largest = tl.maximum(largest, tl.abs(direction))
+    return tl.max(largest, 0)
+
+
 @on_its_device
 @triton.jit
 def cg_step_kernel(
@@ -146,7 +175,8 @@ def cg_step_kernel(
     values_ptr,  # (m, s) float64
     left_ptr,  # (m, s) float64
     direction_ptr,  # (m, s) float64
-    size_ptr,  # (s,) float64
+    square_ptr,  # (s,) float64
+    energy_ptr,  # (s,) float64
     unknown_ptr,  # (s,) float64
     iterations_ptr,  # (s,) int64
     active_ptr,  # (s,) bool
@@ -165,6 +195,7 @@ def cg_step_kernel(
     precision,
     PARTS: tl.constexpr,
     CONSTANTS: tl.constexpr,
+    PRECONDITIONED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per direction."""
@@ -176,11 +207,12 @@ def cg_step_kernel(
     left_ptr += i * m
     direction_ptr += i * m
     # All threads have read these before the first of them writes: sums make them wait in between.
-    size, unknown = tl.load(size_ptr + i), tl.load(unknown_ptr + i)
+    square, unknown = tl.load(square_ptr + i), tl.load(unknown_ptr + i)
+    energy = tl.load(energy_ptr + i)
     iterations, most = tl.load(iterations_ptr + i) + 1, tl.load(most_ptr + i)
     goal, found_scale = tl.load(goal_ptr + i), tl.load(found_scales_ptr + i)
 
-    energies = tl.zeros((BLOCK,), tl.float64)
+    curvatures = tl.zeros((BLOCK,), tl.float64)
     lengths = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, m, BLOCK):
         o = first + tl.arange(0, BLOCK)
@@ -190,13 +222,13 @@ def cg_step_kernel(
             direction, found_ptr, found_scale, weights_ptr, diagonal_ptr, position_ptr, o,
             row_stride, part_stride, whole, split, slots, mask, PARTS,
         )  # fmt: skip
-        energies += direction * image
+        curvatures += direction * image
         lengths += direction * direction * tl.load(masses_ptr + o, mask=mask, other=0.0)
-    energy = tl.sum(energies, 0)
-    step = size / tl.where(energy > 0, energy, 1.0)
+    curved = tl.sum(curvatures, 0)
+    step = energy / tl.where(curved > 0, curved, 1.0)
     unknown += precision * step * tl.sqrt(tl.sum(lengths, 0))
     tl.store(unknown_ptr + i, unknown)
-    if (energy <= 0) | (unknown > tl.sqrt(size)):
+    if (curved <= 0) | (unknown > tl.sqrt(square)):
         tl.store(active_ptr + i, 0)
         return
 
@@ -231,25 +263,55 @@ def cg_step_kernel(
             sizes += left * left / tl.where(masses > 0, masses, 1.0)
         after = tl.sum(sizes, 0)
 
-    largest = tl.zeros((BLOCK,), tl.float64)
+    going_on = (after > goal * goal) & (iterations < most)
+    tl.store(iterations_ptr + i, iterations)
+    tl.store(square_ptr + i, after)
+    tl.store(active_ptr + i, going_on)
+    if not PRECONDITIONED:
+        tl.store(energy_ptr + i, after)
+        if going_on:
+            largest = turn(left_ptr, masses_ptr, direction_ptr, after / energy, m, False, BLOCK)
+            pack_direction(
+                direction_ptr, position_ptr, packed_ptr + i, scales_ptr + i, largest, m, s, BLOCK
+            )
+
+
+@on_its_device
+@triton.jit
+def cg_turn_kernel(
+    scaled_ptr,  # (m, s) float64
+    position_ptr,  # (m,) int64
+    left_ptr,  # (m, s) float64
+    direction_ptr,  # (m, s) float64
+    energy_ptr,  # (s,) float64
+    active_ptr,  # (s,) bool
+    packed_ptr,  # (rows, 2, s) float16
+    scales_ptr,  # (s,) float64
+    m,
+    s,
+    BLOCK: tl.constexpr,
+):
+    """One program per direction."""
+    i = tl.program_id(0).to(tl.int64)
+    if tl.load(active_ptr + i) == 0:
+        return
+    scaled_ptr += i * m
+    left_ptr += i * m
+    direction_ptr += i * m
+    # All threads have read it before the first of them writes: the sum makes them wait in between.
+    before = tl.load(energy_ptr + i)
+    energies = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, m, BLOCK):
         o = first + tl.arange(0, BLOCK)
         mask = o < m
-        masses = tl.load(masses_ptr + o, mask=mask, other=0.0)
-        scaled = tl.load(left_ptr + o, mask=mask, other=0.0) / tl.where(masses > 0, masses, 1.0)
-        direction = tl.load(direction_ptr + o, mask=mask, other=0.0)
-        direction = scaled + after / size * direction
-        tl.store(direction_ptr + o, direction, mask=mask)
-        largest = tl.maximum(largest, tl.abs(direction))
-    tl.store(iterations_ptr + i, iterations)
-    tl.store(size_ptr + i, after)
-    going_on = (after > goal * goal) & (iterations < most)
-    tl.store(active_ptr + i, going_on)
-    if going_on:
-        pack_direction(
-            direction_ptr, position_ptr, packed_ptr + i, scales_ptr + i,
-            tl.max(largest, 0), m, s, BLOCK,
-        )  # fmt: skip
+        left = tl.load(left_ptr + o, mask=mask, other=0.0)
+        energies += left * tl.load(scaled_ptr + o, mask=mask, other=0.0)
+    energy = tl.sum(energies, 0)
+    tl.store(energy_ptr + i, energy)
+    largest = turn(left_ptr, scaled_ptr, direction_ptr, energy / before, m, True, BLOCK)
+    pack_direction(
+        direction_ptr, position_ptr, packed_ptr + i, scales_ptr + i, largest, m, s, BLOCK
+    )
 
 
 def cg_step(
@@ -261,6 +323,7 @@ def cg_step(
     precision: float,
     *,
     constants: bool,
+    preconditioned: bool,
 ) -> None:
     """Update vectors and numbers by the image of the directions, and pack the next ones.
 
@@ -272,6 +335,7 @@ def cg_step(
         packed: directions (rows, 2, s) float16, 0 for padding, and their scales (s,).
         precision: of the image.
         constants: whether the matrix takes constants to 0.
+        preconditioned: whether the next directions are left to `cg_turn`.
     """
     m, count = vectors.direction.shape
     cg_step_kernel[(count,)](
@@ -287,6 +351,39 @@ def cg_step(
         precision,
         PARTS=image.found.values.shape[1],
         CONSTANTS=constants,
+        PRECONDITIONED=preconditioned,
+        BLOCK=BLOCK,
+        num_warps=16,
+    )
+
+
+def cg_turn(
+    scaled: Tensor,
+    position: Tensor,
+    vectors: Vectors,
+    numbers: Numbers,
+    packed: tuple[Tensor, Tensor],
+) -> None:
+    """The next directions, and the first ones where directions are 0, packed.
+
+    Args:
+        scaled: preconditioned residuals (m, s) float64, columns of stride m.
+        position: (m,) int64, rows of points in `packed`.
+        vectors: of the directions.
+        numbers: likewise; energies are those before.
+        packed: directions (rows, 2, s) float16, 0 for padding, and their scales (s,).
+    """
+    m, count = vectors.direction.shape
+    cg_turn_kernel[(count,)](
+        scaled,
+        position,
+        vectors.left,
+        vectors.direction,
+        numbers.energy,
+        numbers.active,
+        *packed,
+        m,
+        count,
         BLOCK=BLOCK,
         num_warps=16,
     )

@@ -1,8 +1,8 @@
 """Conjugate gradients for a matrix whose rows belong to masses, with several right-hand sides.
 
-The matrix is scaled by its masses (Jacobi), every direction goes by itself, and products of all of
-them share one pass. Residuals keep no part outside the range: their sum is 0 where constants are
-taken to 0.
+The matrix is scaled by its masses, or preconditioned by what is near its inverse (`low_rank`),
+every direction goes by itself, and products of all of them share one pass. Residuals keep no part
+outside the range: their sum is 0 where constants are taken to 0.
 
 Every step adds the rounding of its product to what the recursive residual does not know of (van der
 Vorst & Ye 2000, Residual replacement strategies for Krylov subspace iterative methods for the
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from otdd_flash.kernels.linear.cg_step import Image
     from otdd_flash.kernels.points.packed_points import Layout
     from otdd_flash.solver.direct import Direct
+    from otdd_flash.solver.low_rank import LowRank
 
 # What part of the tolerance conjugate gradients aim at: corrections then rarely follow.
 AIM = 0.5
@@ -55,6 +56,10 @@ class System(Protocol):
     @property
     def direct(self) -> Direct | None:
         """The matrix decomposed, if it is a small one."""
+        ...
+
+    def preconditioner(self) -> LowRank | None:
+        """Near its inverse, for iterations that the masses leave slow; None where they do not."""
         ...
 
     def times(self, values: Tensor) -> Tensor:
@@ -129,6 +134,20 @@ class Limits(NamedTuple):
     iterations: int
 
 
+class Near(NamedTuple):
+    """What iterations are of.
+
+    Attributes:
+        system: the matrix, or one near it.
+        preconditioner: near its inverse; None for the masses.
+        most: iterations of a correction, at the most; None for those of all corrections.
+    """
+
+    system: System
+    preconditioner: LowRank | None = None
+    most: int | None = None
+
+
 class Iterates:
     """Where s directions are, in PyTorch; vectors (m, s) and numbers (s,), float64 but as said.
 
@@ -147,7 +166,8 @@ class Iterates:
         correction: what iterations add to the values.
         residual: the recursive one.
         direction: whose image is wanted next.
-        energy: of the recursive residual, its scaled size squared.
+        square: of the size of the recursive residual.
+        energy: <residual, preconditioned residual>: the square, without a preconditioner.
         unknown: what rounding may have added to it.
         iterations: of this correction, int64.
         active: which go on, bool.
@@ -156,8 +176,8 @@ class Iterates:
     def __init__(self, metric: Metric, limits: Limits) -> None:
         self._metric, self._limits = metric, limits
 
-    def begin(self, right: Tensor, near: System) -> None:
-        """Iterate with a system from right-hand sides (m, s) on."""
+    def begin(self, right: Tensor, near: Near) -> None:
+        """Iterate from right-hand sides (m, s) on."""
         self._right = self.left = self._metric.in_range(right)
         self.values = torch.zeros_like(right)
         self.size = self.now = self._metric.size(self.left)
@@ -165,8 +185,8 @@ class Iterates:
         self.taken = torch.zeros_like(self.size, dtype=torch.int64)
         self.resume(near)
 
-    def resume(self, near: System) -> None:
-        """Iterate with another system, wherever the tolerance is not met."""
+    def resume(self, near: Near) -> None:
+        """Iterate in another way, wherever the tolerance is not met."""
         self._near = near
         self._start(torch.ones_like(self.target, dtype=torch.bool))
 
@@ -183,42 +203,55 @@ class Iterates:
         self.missed = (self.now > self.target) & (self.taken < self._limits.iterations)
         self.pending = pending = more & self.missed
         self.correction, self.residual = torch.zeros_like(self.left), self.left
-        self.direction = self._near.metric.inverse * self.left
+        self.direction = self._preconditioned(self.left)
+        self.square = self._near.system.metric.size(self.left).square()
         self.energy = (self.left * self.direction).sum(0)
         self.unknown = torch.zeros_like(self.energy)
         self.iterations = torch.zeros_like(self.taken)
         self._goal = (AIM * self.target).square()
-        self.active = pending & (self.energy > self._goal)
+        self._most = self._limits.iterations - self.taken
+        if self._near.most is not None:
+            self._most = self._most.clamp_max(self._near.most)
+        self.active = pending & (self.square > self._goal)
+
+    def _preconditioned(self, residual: Tensor) -> Tensor:
+        near = self._near
+        if near.preconditioner is not None:
+            return near.preconditioner.times(residual)
+        return near.system.metric.inverse * residual
 
     def step(self) -> None:
         """Take a step of all active directions."""
-        near = self._near
+        near = self._near.system
         metric, image = near.metric, near.times(self.direction)
         energy = (self.direction * image).sum(0)
         length = (self.direction.square() * metric.masses).sum(0).sqrt()
         positive = energy > 0
         step = torch.where(positive, self.energy / torch.where(positive, energy, 1), 0)
         self.unknown = self.unknown + near.precision * step * length
-        active = self.active & positive & (self.unknown <= self.energy.sqrt())
+        active = self.active & positive & (self.unknown <= self.square.sqrt())
         step = torch.where(active, step, 0)
         self.correction = self.correction + step * self.direction
         self.residual = metric.in_range(self.residual - step * image)
-        scaled = metric.inverse * self.residual
-        after = (self.residual * scaled).sum(0)
+        preconditioned = self._preconditioned(self.residual)
+        after = (self.residual * preconditioned).sum(0)
         kept = torch.where(active, after / torch.where(active, self.energy, 1), 0)
-        self.direction = scaled + kept * self.direction
+        self.direction = preconditioned + kept * self.direction
         self.iterations = self.iterations + active
+        self.square = torch.where(active, metric.size(self.residual).square(), self.square)
         self.energy = torch.where(active, after, self.energy)
-        more = self.taken + self.iterations < self._limits.iterations
-        self.active = active & (self.energy > self._goal) & more
+        self.active = active & (self.square > self._goal) & (self.iterations < self._most)
 
     def correct(self, system: System) -> None:
-        """Take the correction if the residual is smaller then; start again if it halves."""
+        """Take the correction if the residual is smaller then; start again if it halves.
+
+        Unless it took as many iterations as there may be: another way is wanted then.
+        """
         corrected = self.values + self.correction
         left = self._metric.in_range(self._right - system.times(corrected))
         found = self._metric.size(left)
         self.taken = self.taken + self.iterations
-        halved = self.pending & (found <= self.now / 2)
+        halved = self.pending & (found <= self.now / 2) & (self.iterations < self._most)
         better = self.pending & (found < self.now)
         self.values = torch.where(better, corrected, self.values)
         self.left = torch.where(better, left, self.left)

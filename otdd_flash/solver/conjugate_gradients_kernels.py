@@ -1,7 +1,7 @@
 """Conjugate gradients in Triton: `conjugate_gradients` says what they are.
 
 All vectors and numbers of a step lie in the device's memory, at places that stay the same: a step
-is its products and one launch more, asks the device nothing and can be recorded. What is recorded
+is its products and one launch more, or a few with a preconditioner, asks the device nothing and can be recorded. What is recorded
 serves all later solves.
 """
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from otdd_flash.engine.recording import Repeated
 from otdd_flash.kernels.linear.cg_start import BEGIN, CORRECT, RESUME, Kept, cg_start
-from otdd_flash.kernels.linear.cg_step import Image, Numbers, Vectors, cg_step
+from otdd_flash.kernels.linear.cg_step import Image, Numbers, Vectors, cg_step, cg_turn
 from otdd_flash.kernels.linear.halves import to_halves
 from otdd_flash.kernels.passes.fused_product import NARROW
-from otdd_flash.solver.conjugate_gradients import AIM, Limits, Metric, System
+from otdd_flash.solver.conjugate_gradients import AIM, Limits, Metric, Near, System
 
 # Rows up to which a step takes less time than to launch it; a recording then pays, though it takes
 # steps two at a time, of which the last may be in vain.
@@ -38,7 +38,7 @@ class KernelIterates:
         (m, count), device = shape, metric.total.device
         self._metric, self._limits = metric, limits
         vectors = torch.empty((6, count, m), dtype=torch.float64, device=device).transpose(1, 2)
-        numbers = torch.empty((6, count), dtype=torch.float64, device=device)
+        numbers = torch.empty((7, count), dtype=torch.float64, device=device)
         counts = torch.empty((3, count), dtype=torch.int64, device=device)
         flags = torch.empty((3, count), dtype=torch.bool, device=device)
         self._right, self.values, self.left, *moving = vectors
@@ -51,31 +51,34 @@ class KernelIterates:
         )  # fmt: skip
         self._vectors = Vectors(*moving)
         self.correction, self.residual, self.direction = self._vectors
-        self.energy, self.unknown, goal = others
-        self._numbers = Numbers(self.energy, self.unknown, self.iterations, self.active, goal, most)
+        self.square, self.energy, self.unknown, goal = others
+        self._numbers = Numbers(
+            self.square, self.energy, self.unknown, self.iterations, self.active, goal, most
+        )
         # Of the systems that iterations were of.
         self._places: dict[System, tuple[Tensor, tuple[Tensor, Tensor]]] = {}
-        self._repeated: dict[tuple[System, Any], Repeated] = {}
+        self._repeated: dict[tuple[System, bool, Any], Repeated] = {}
 
-    def begin(self, right: Tensor, near: System) -> None:
-        """Iterate with a system from right-hand sides (m, s) on, of any strides."""
+    def begin(self, right: Tensor, near: Near) -> None:
+        """Iterate from right-hand sides (m, s) on, of any strides."""
         self._near, self._started = near, True
         self._start(right, BEGIN)
 
-    def resume(self, near: System) -> None:
-        """Iterate with another system, wherever the tolerance is not met."""
+    def resume(self, near: Near) -> None:
+        """Iterate in another way, wherever the tolerance is not met."""
         self._near, self._started = near, True
         self._start(None, RESUME)
 
     def repeat(self) -> None:
         """Take a step or a few, recorded where they take less time than to launch them."""
-        few = len(self.values) <= RECORDED_ROWS
-        if not few or not self.values.is_cuda or self._near.layout is None:
+        few, near = len(self.values) <= RECORDED_ROWS, self._near.system
+        if not few or not self.values.is_cuda or near.layout is None:
             self.step()
             return
         # A recording is replayed on the stream that its memory belongs to.
         stream = torch.cuda.current_stream(self.values.device)
-        self._repeated.setdefault((self._near, stream), Repeated()).run(self.step)
+        way = near, self._preconditioned, stream
+        self._repeated.setdefault(way, Repeated()).run(self.step)
 
     def wanted(self) -> tuple[bool, bool]:
         """Whether any correction is wanted, and whether any target is missed; waits for both.
@@ -90,7 +93,7 @@ class KernelIterates:
 
     def step(self) -> None:
         """Take a step of all active directions."""
-        near = self._near
+        near = self._near.system
         metric = near.metric
         cg_step(
             self._image(),
@@ -100,10 +103,22 @@ class KernelIterates:
             self._place[1],
             near.precision,
             constants=metric.constants,
+            preconditioned=self._preconditioned,
         )
+        self._turn()
+
+    @property
+    def _preconditioned(self) -> bool:
+        return self._near.preconditioner is not None
+
+    def _turn(self) -> None:
+        """Where residuals are preconditioned, on to the next directions."""
+        if self._near.preconditioner is not None:
+            scaled = self._near.preconditioner.times(self.residual)
+            cg_turn(scaled, self._place[0], self._vectors, self._numbers, self._place[1])
 
     def _image(self) -> Image:
-        near = self._near
+        near = self._near.system
         if near.layout is None:
             return Image.of(near.times(self.direction))
         return near.image(*self._place[1])
@@ -111,7 +126,7 @@ class KernelIterates:
     @property
     def _place(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Rows of points, and where directions are packed with their scales."""
-        near, (m, count) = self._near, self.values.shape
+        near, (m, count) = self._near.system, self.values.shape
         if near not in self._places:
             layout, device = near.layout, self.values.device
             position = torch.arange(m, device=device) if layout is None else layout.position
@@ -121,7 +136,10 @@ class KernelIterates:
         return self._places[near]
 
     def correct(self, system: System) -> None:
-        """Take the correction if the residual is smaller then; start again if it halves."""
+        """Take the correction if the residual is smaller then; start again if it halves.
+
+        Unless it took as many iterations as there may be: another way is wanted then.
+        """
         self._started = False
         values = self.values + self.correction
         if system.layout is None:
@@ -133,15 +151,19 @@ class KernelIterates:
 
     def _start(self, given: Tensor | Image | None, stage: tl.constexpr) -> None:
         metric, (position, packed) = self._metric, self._place
+        tolerance, iterations = self._limits
+        most = iterations if self._near.most is None else self._near.most
         cg_start(
             given,
-            (metric.masses, metric.total, self._near.metric.masses),
+            (metric.masses, metric.total, self._near.system.metric.masses),
             position,
             self._kept,
             self._vectors,
             self._numbers,
             packed,
-            (self._limits.tolerance, AIM, self._limits.iterations),
+            (tolerance, AIM, iterations, most),
             stage,
             constants=metric.constants,
+            preconditioned=self._preconditioned,
         )
+        self._turn()

@@ -12,7 +12,7 @@ its eigenvalues lie in [0, 1]. Between a cloud and itself, where both potentials
 is (diag(r) + P) w = s, scaled with eigenvalues in [0, 2], in [1, 2] for squared distances.
 
 Those of a small plan that is held are decomposed, see `direct`, and the others are solved by
-`conjugate_gradients`. Their products may be those of a rounded plan with its own sums; then the
+`conjugate_gradients`, with what `low_rank` adds to the masses once these turn out to be slow. Their products may be those of a rounded plan with its own sums; then the
 residual of the plan itself corrects the solution (iterative refinement, as Higham 2002, Accuracy
 and stability of numerical algorithms).
 """
@@ -29,15 +29,18 @@ from torch import Tensor
 from otdd_flash.arguments.transport import CG_OPTIONS
 from otdd_flash.checks import check_fields
 from otdd_flash.engine.late_reader import LateReader
+from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan, Products
 from otdd_flash.solver.conjugate_gradients import (
     MANY_ROWS,
     Iterates,
     Limits,
     Metric,
+    Near,
     System,
 )
 from otdd_flash.solver.direct import Direct, OfRows, is_decomposed, of_columns, of_self
+from otdd_flash.solver.low_rank import MATRICES, LowRank, low_rank, rank_for
 from otdd_flash.solver.units import largest
 
 if TYPE_CHECKING:
@@ -48,6 +51,10 @@ if TYPE_CHECKING:
 
 # Corrections by the residual of the plan itself.
 REFINEMENTS = 3
+
+# Iterations, scaled by masses, after which it pays to look for a better preconditioner: that takes
+# products with 1,024 columns.
+PATIENCE = 32
 
 
 @dataclass(frozen=True)
@@ -131,11 +138,29 @@ class SchurSystem:
             weights *= back.given
         return there.layouts[0].spread(weights, 0.0), -back.weights
 
+    def preconditioner(self) -> LowRank | None:
+        """Of S + delta diag(c), where it has so many rows and memory allows it."""
+        metric, constant = self.metric, self.metric.constant[:, None]
+        m, rank = len(constant), rank_for(len(constant))
+        if rank == 0 or not holds(8 * MATRICES * m * rank, None, constant.device):
+            return None
+
+        def times(values: Tensor) -> Tensor:
+            """K^T K V (m, k), less constants if these are taken to 0."""
+            taken = metric.scale * self._taken(metric.scale * values)
+            if metric.constants:
+                taken -= constant * (constant.T @ values)
+            return taken
+
+        return low_rank(times, metric.scale, self.precision, self._damping)
+
     def times(self, values: Tensor) -> Tensor:
         """S w (m, s)."""
-        image = self._plan.times(values).mul_(self.by_row)
-        taken = self._plan.transposed_times(image)
-        return torch.addcmul(taken.neg_(), self._scaled_masses, values)
+        return torch.addcmul(self._taken(values).neg_(), self._scaled_masses, values)
+
+    def _taken(self, values: Tensor) -> Tensor:
+        """P^T diag(1 / r) P w (m, s)."""
+        return self._plan.transposed_times(self._plan.times(values).mul_(self.by_row))
 
     def image(self, packed: Tensor, scales: Tensor) -> Image:
         """S w as kernels read it, of w as halves."""
@@ -178,6 +203,9 @@ class SelfSystem:
         return (
             self.metric.masses if self._damping == 0 else (1 + self._damping) * self.metric.masses
         )
+
+    def preconditioner(self) -> None:
+        """The masses leave a condition of at most 2 where costs are squared distances."""
 
     def times(self, values: Tensor) -> Tensor:
         """(diag(r) + P) w (n, s)."""
@@ -239,6 +267,9 @@ class Solver:
         self._limits = Limits(options.tolerance, options.max_iterations)
         self._iterates: Iterates | KernelIterates | None = None
         self._direct = system.direct
+        # Masses alone at first, and for so many iterations; a preconditioner once that was slow.
+        self._patience: int | None = PATIENCE
+        self._preconditioner: LowRank | None = None
 
     def solve(self, right: Tensor) -> Solution:
         """For right-hand sides (m, s) float64, in the range of the matrix but for rounding."""
@@ -265,10 +296,10 @@ class Solver:
     def by_iterations(self, right: Tensor) -> Solution:
         """By conjugate gradients."""
         iterates, unit = self._iterates_for(right), largest(right, dim=0)
-        iterates.begin(right / unit, self._rounded)
-        if self._improve(iterates) and self._rounded is not self._system:
-            iterates.resume(self._system)
-            self._improve(iterates)
+        iterates.begin(right / unit, self._near(self._rounded))
+        if self._improve(iterates, self._rounded) and self._rounded is not self._system:
+            iterates.resume(self._near(self._system))
+            self._improve(iterates, self._system)
         size, now = iterates.size, iterates.now
         residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
         found = iterates.values * unit, iterates.left * unit
@@ -288,7 +319,19 @@ class Solver:
         self._iterates = found
         return found
 
-    def _improve(self, iterates: Iterates | KernelIterates) -> bool:
+    def _near(self, system: System) -> Near:
+        return Near(system, self._preconditioner, self._patience)
+
+    def _improve(self, iterates: Iterates | KernelIterates, system: System) -> bool:
+        """Iterate with a system, preconditioned once it is slow, and whether a target is missed."""
+        missed = self._correct(iterates)
+        if missed and self._patience is not None and bool((iterates.taken >= self._patience).any()):
+            self._patience, self._preconditioner = None, self._rounded.preconditioner()
+            iterates.resume(self._near(system))
+            missed = self._correct(iterates)
+        return missed
+
+    def _correct(self, iterates: Iterates | KernelIterates) -> bool:
         """Correct by iterations until that no longer helps, and whether a target is missed."""
         for _ in range(1 + REFINEMENTS):
             pending, missed = iterates.wanted()

@@ -22,13 +22,13 @@ from otdd_flash.kernels.points.packed_points import PackedPoints, arrange
 def needs(m: int, count: int) -> dict[str, dict[str, int]]:
     layout = arrange(torch.zeros(m, dtype=torch.int64), 1)
     vectors = torch.zeros(6, count, m, dtype=torch.float64).transpose(1, 2)
-    numbers = torch.zeros(6, count, dtype=torch.float64)
+    numbers = torch.zeros(7, count, dtype=torch.float64)
     counts, flags = torch.zeros(3, count, dtype=torch.int64), torch.zeros(3, count) > 0
     masses, total = torch.ones(m, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     scales, packed = numbers[0], torch.zeros(layout.size, 2, count).half()
     kept = cg_start.Kept(*vectors[:3], *numbers[:3], counts[0], *flags[:2])
     moving = cg_step.Vectors(*vectors[3:])
-    stepping = cg_step.Numbers(*numbers[3:5], counts[1], flags[2], numbers[5], counts[2])
+    stepping = cg_step.Numbers(*numbers[3:6], counts[1], flags[2], numbers[6], counts[2])
     runs = {
         "to halves": (halves, "to_halves", partial(halves.to_halves, vectors[0], layout, masses))
     }
@@ -46,9 +46,10 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
         step = partial(
             cg_step.cg_step, image, (masses, total), moving, stepping, (packed, scales), 1e-7
         )
-        for constants in (False, True):
-            name = f"step {of}{' constants' * constants}"
-            runs[name] = cg_step, "cg_step", partial(step, constants=constants)
+        for constants, preconditioned in ((False, False), (True, False), (True, True)):
+            name = f"step {of}{' constants' * constants}{' preconditioned' * preconditioned}"
+            run = partial(step, constants=constants, preconditioned=preconditioned)
+            runs[name] = cg_step, "cg_step", run
         run = partial(onward.onward, products, scales, layout.filled.double())
         runs[f"onward {of}"] = onward, "onward", run
         run = partial(halves.from_halves, products, scales, layout, masses)
@@ -58,9 +59,12 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
     for stage in (cg_start.BEGIN, cg_start.CORRECT, cg_start.RESUME):
         read = {cg_start.BEGIN.value: vectors[0], cg_start.CORRECT.value: image}.get(stage.value)
         given = read, (masses, total, masses), layout.position, kept, moving, stepping
-        limits = (packed, scales), (1e-5, 0.5, 1000), stage
-        run = partial(cg_start.cg_start, *given, *limits, constants=True)
+        limits = (packed, scales), (1e-5, 0.5, 1000, 32), stage
+        ways = {"constants": True, "preconditioned": stage is cg_start.RESUME}
+        run = partial(cg_start.cg_start, *given, *limits, **ways)
         runs[f"start {stage.value}"] = cg_start, "cg_start", run
+    run = partial(cg_step.cg_turn, vectors[0], layout.position, moving, stepping, (packed, scales))
+    runs["turn"] = cg_step, "cg_turn", run
     return {
         f"{name}, {m} x {count}": taken(module, f"{kernel}_kernel", run)
         for name, (module, kernel, run) in runs.items()

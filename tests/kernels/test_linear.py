@@ -10,8 +10,9 @@ from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sum
 from otdd_flash.kernels.points.packed_points import arrange
 from otdd_flash.operators.plan import KeptPlan, Products
 from otdd_flash.operators.triton_plans import HeldPlan
-from otdd_flash.solver.conjugate_gradients import Iterates, Limits, System, inverse
+from otdd_flash.solver.conjugate_gradients import Iterates, Limits, Near, System, inverse
 from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
+from otdd_flash.solver.low_rank import LowRank
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solver
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,7 +31,7 @@ STATE = (
     "iterations",
     "active",
 )
-MOVING = ("correction", "residual", "direction", "energy", "unknown")
+MOVING = ("correction", "residual", "direction", "square", "energy", "unknown")
 
 
 def entries() -> Tensor:
@@ -58,6 +59,12 @@ def system(of: Products, *, own: bool, damping: float = 0.0) -> System:
     return (SelfSystem if own else SchurSystem)(of, damping)
 
 
+def preconditioned(of: System, count: int) -> LowRank:
+    draw = torch.Generator().manual_seed(2)
+    vectors = torch.randn(50, count, generator=draw, dtype=torch.float64).to(DEVICE)
+    return LowRank(of.metric.inverse, of.metric.scale * vectors / 5)
+
+
 def right_sides() -> Tensor:
     """Some that are not in the range, and one of zeros; of any strides."""
     draw = torch.Generator().manual_seed(1)
@@ -79,14 +86,16 @@ def agree(kernels: KernelIterates, reference: Iterates) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("own", "packed", "damping"), [(False, True, 0.1), (False, False, 0.0), (True, True, 0.0)]
+    ("own", "packed", "damping", "vectors"),
+    [(False, True, 0.1, 0), (False, False, 0.0, 3), (True, True, 0.0, 0), (False, True, 0.0, 3)],
 )
 def test_iterations_in_kernels_are_those_in_pytorch(
-    own: bool, packed: bool, damping: float, monkeypatch: pytest.MonkeyPatch
+    own: bool, packed: bool, damping: float, vectors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the right-hand side on to corrections, and with another system at the end.
 
-    A correction that makes a residual larger is not taken.
+    A correction that makes a residual larger is not taken, and none follows one that took as many
+    iterations as there may be.
     """
     for module in (cg_start, cg_step, onward):
         monkeypatch.setattr(module, "BLOCK", 16)
@@ -94,15 +103,16 @@ def test_iterations_in_kernels_are_those_in_pytorch(
     exact = system(KeptPlan(plan), own=own, damping=damping)
     near = system(held(plan) if packed else KeptPlan(plan.float().double()), own=own)
     assert (near.layout is not None) == packed
+    preconditioner = preconditioned(exact, vectors) if vectors else None
     found = KernelIterates(exact.metric, LIMITS, (50, 4))
     expected = Iterates(exact.metric, LIMITS)
     both = found, expected
     for used in (near, exact):
         for each in both:
             if used is near:
-                each.begin(right_sides(), near)
+                each.begin(right_sides(), Near(near, preconditioner))
             else:
-                each.resume(exact)
+                each.resume(Near(exact, preconditioner, 3))
         agree(*both)
         assert used is exact or found.pending.tolist() == [True, True, False, True]
         for steps in (2, 3, 1):
@@ -112,7 +122,7 @@ def test_iterations_in_kernels_are_those_in_pytorch(
                 agree(*both)
             if steps == 1:
                 for each in both:
-                    each.correction[:, 0] += 1e3
+                    each.correction[0, 0] += 1e3
             for each in both:
                 each.correct(exact)
             agree(*both)
@@ -128,7 +138,7 @@ def test_a_correction_by_packed_products_is_that_in_pytorch(own: bool) -> None:
     of = system(held(entries()), own=own, damping=0.1)
     found, expected = KernelIterates(of.metric, LIMITS, (50, 4)), Iterates(of.metric, LIMITS)
     for each in (found, expected):
-        each.begin(right_sides(), of)
+        each.begin(right_sides(), Near(of))
         for _ in range(2):
             each.step()
             each.correct(of)
@@ -156,7 +166,7 @@ def test_directions_end_at_their_goals_and_numbers_of_iterations() -> None:
     for limits in (Limits(1e-2, 30), Limits(1e-9, 3)):
         found, expected = KernelIterates(of.metric, limits, (50, 4)), Iterates(of.metric, limits)
         for each in (found, expected):
-            each.begin(right_sides(), of)
+            each.begin(right_sides(), Near(of))
             while bool(each.active.any()):
                 each.step()
         assert found.iterations.tolist() == expected.iterations.tolist()
@@ -174,7 +184,7 @@ def test_a_step_that_is_not_to_be_trusted_is_not_taken(reason: str) -> None:
         of.precision = 1e6
     else:
         of._scaled_masses = -of.metric.masses
-    found.begin(right_sides(), of)
+    found.begin(right_sides(), Near(of))
     found.step()
     assert not bool(found.active.any())
     assert found.iterations.tolist() == [0, 0, 0, 0]

@@ -14,7 +14,7 @@ from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.plan import plan_of
 from otdd_flash.solver import conjugate_gradients_kernels
-from otdd_flash.solver.conjugate_gradients import Limits
+from otdd_flash.solver.conjugate_gradients import Limits, Near
 from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
 
@@ -89,7 +89,7 @@ def test_a_step_leaves_the_host_alone(own: bool, monkeypatch: pytest.MonkeyPatch
     m = 40 if own else 30
     near = solver(40, m, own=own)._rounded
     iterates = KernelIterates(near.metric, Limits(1e-9, 100), (m, 2))
-    iterates.begin(right_sides(m, 2, 1), near)
+    iterates.begin(right_sides(m, 2, 1), Near(near))
     iterates.step()
 
     def refuse(tensor: Tensor) -> None:

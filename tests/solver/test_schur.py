@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.solver import schur
-from otdd_flash.solver.conjugate_gradients import Iterates, Limits, Metric, System
+from otdd_flash.solver.conjugate_gradients import Iterates, Limits, Metric, Near, System
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, solve
 
 pytestmark = pytest.mark.usefixtures("iterations_alone")
@@ -38,7 +38,7 @@ def dense_schur(entries: Tensor, damping: float = 0.0) -> Tensor:
 def iterated(system: System, right: Tensor, most: int) -> Iterates:
     """After iterations to no goal but that many steps."""
     found = Iterates(system.metric, Limits(0.0, most))
-    found.begin(right, system)
+    found.begin(right, Near(system))
     while bool(found.active.any()):
         found.step()
     return found
@@ -166,6 +166,9 @@ class InFloat32:
 
     def image(self, *_: Tensor) -> NoReturn:
         raise NotImplementedError
+
+    def preconditioner(self) -> None:
+        """It has none."""
 
 
 def test_steps_that_rounding_makes_long_are_not_taken() -> None:

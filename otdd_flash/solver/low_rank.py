@@ -1,0 +1,80 @@
+"""What conjugate gradients are preconditioned by where masses alone leave them slow.
+
+Scaled by the masses c, a Schur complement is I - A, A = K^T K with eigenvalues in [0, 1]. The few
+near 1, whose iterations are many, belong to points that share mass with hardly any other, and to
+groups of them. Products with random vectors find what they span, the second ones their eigenvalues
+(Halko et al. 2011, Finding structure with randomness; Frangella et al. 2023, Randomized Nystrom
+preconditioning, whose approximation this is, after a power):
+
+    Q = orth(A Omega),   A ~ A Q (Q^T A Q)^-1 Q^T A = U diag(lambda) U^T
+
+    (I - A)^-1 ~ I + U diag(lambda / (1 - lambda)) U^T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Vectors that are drawn, at the most, and rows to each of them at the least.
+RANK, ROWS_PER_VECTOR = 256, 4
+
+# Eigenvalues of A below which masses do as well, and the most that 1 - lambda is divided by.
+LEAST, MOST = 0.25, 2.0**40
+
+# Matrices (m, RANK) float64 that are there at once, those of a product included.
+MATRICES = 6
+
+
+class LowRank:
+    """M^-1 = D^-1 + V V^T, symmetric and positive.
+
+    Args:
+        inverse: the diagonal of D^-1 (m, 1), 0 in rows that have no part in it.
+        vectors: V (m, k), float64, 0 there too.
+    """
+
+    def __init__(self, inverse: Tensor, vectors: Tensor) -> None:
+        self._inverse, self.vectors = inverse, vectors
+
+    def times(self, residual: Tensor) -> Tensor:
+        """M^-1 r for r (m, s), columns of stride m."""
+        rows = residual.T
+        return (rows * self._inverse.T).addmm_(rows @ self.vectors, self.vectors.T).T
+
+
+def rank_for(rows: int) -> int:
+    """Vectors that are drawn for so many rows; 0 where there are too few."""
+    return min(RANK, rows // ROWS_PER_VECTOR)
+
+
+def low_rank(
+    times: Callable[[Tensor], Tensor], scale: Tensor, precision: float, damping: float = 0.0
+) -> LowRank:
+    """Of D^1/2 ((1 + damping) I - A) D^1/2, up to a factor.
+
+    Args:
+        times: A V for V (m, k), float64.
+        scale: the diagonal of D^-1/2 (m, 1), 0 in rows that have no part in it.
+        precision: of products, relative to what they multiply.
+        damping: as said.
+    """
+    m, k = len(scale), rank_for(len(scale))
+    draw = torch.Generator(scale.device).manual_seed(0)
+    drawn = torch.randn(m, k, generator=draw, dtype=torch.float64, device=scale.device)
+    basis, _ = torch.linalg.qr(times(drawn))
+    images = times(basis)
+    # Of eigenvalues that rounding hides, and those that are small, nothing is kept.
+    inner, turned = torch.linalg.eigh(_symmetric(basis.T @ images))
+    kept = inner > max(LEAST, precision)
+    factor = images @ (turned[:, kept] / inner[kept].sqrt())
+    values, turned = torch.linalg.eigh(_symmetric(factor.T @ factor))
+    # Columns of factor times turned are sqrt(lambda) U, so U lambda / (1 - lambda) U^T is
+    distance = (1 + damping - values).clamp_min(max(precision, 1 / MOST))
+    return LowRank(scale.square(), scale * (factor @ (turned / distance.sqrt())))
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.T) / 2
