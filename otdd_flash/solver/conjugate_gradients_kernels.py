@@ -1,8 +1,8 @@
 """Conjugate gradients in Triton: `conjugate_gradients` says what they are.
 
 All vectors and numbers of a step lie in the device's memory, at places that stay the same: a step
-is its products and one launch more, or a few with a preconditioner, asks the device nothing and can be recorded. What is recorded
-serves all later solves.
+is its products and one launch more, or a few with a preconditioner, asks the device nothing and can
+be recorded. What is recorded serves all later solves.
 """
 
 from __future__ import annotations

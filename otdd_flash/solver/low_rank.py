@@ -21,8 +21,9 @@ from torch import Tensor
 # Vectors that are drawn, at the most, and rows to each of them at the least.
 RANK, ROWS_PER_VECTOR = 256, 4
 
-# Eigenvalues of A below which masses do as well, and the most that 1 - lambda is divided by.
-LEAST, MOST = 0.25, 2.0**40
+# Eigenvalues of A below which masses do as well, and of I - A, in units of the precision of
+# products, below which these do not tell them from 0.
+LEAST, UNITS = 0.25, 64
 
 # Matrices (m, RANK) float64 that are there at once, those of a product included.
 MATRICES = 6
@@ -72,7 +73,7 @@ def low_rank(
     factor = images @ (turned[:, kept] / inner[kept].sqrt())
     values, turned = torch.linalg.eigh(_symmetric(factor.T @ factor))
     # Columns of factor times turned are sqrt(lambda) U, so U lambda / (1 - lambda) U^T is
-    distance = (1 + damping - values).clamp_min(max(precision, 1 / MOST))
+    distance = (1 + damping - values).clamp_min(UNITS * precision)
     return LowRank(scale.square(), scale * (factor @ (turned / distance.sqrt())))
 
 

@@ -12,9 +12,10 @@ its eigenvalues lie in [0, 1]. Between a cloud and itself, where both potentials
 is (diag(r) + P) w = s, scaled with eigenvalues in [0, 2], in [1, 2] for squared distances.
 
 Those of a small plan that is held are decomposed, see `direct`, and the others are solved by
-`conjugate_gradients`, with what `low_rank` adds to the masses once these turn out to be slow. Their products may be those of a rounded plan with its own sums; then the
-residual of the plan itself corrects the solution (iterative refinement, as Higham 2002, Accuracy
-and stability of numerical algorithms).
+`conjugate_gradients`, with what `low_rank` adds to the masses once these turn out to be slow. Their
+products may be those of a rounded plan with its own sums; then the residual of the plan itself
+corrects the solution (iterative refinement, as Higham 2002, Accuracy and stability of numerical
+algorithms).
 """
 
 from __future__ import annotations
