@@ -13,7 +13,7 @@ Progress = Callable[[int, int], None]
 
 
 class PairDistances(NamedTuple):
-    """Squared distances of P pairs of classes, float64 on the CPU.
+    """Squared distances of P pairs of classes, float64, where the classes' points are.
 
     Attributes:
         values: (P,) the distances.
@@ -28,7 +28,7 @@ class PairDistances(NamedTuple):
     @classmethod
     def exactly(cls, values: Tensor) -> PairDistances:
         """Distances without an interval."""
-        values = values.to("cpu", torch.float64)
+        values = values.to(torch.float64)
         return cls(values, values, values)
 
 

@@ -67,8 +67,7 @@ def sinkhorn_distances(
         return PairDistances(*map(torch.cat, zip(*parts, strict=True)))
     options = Converged(tolerance=tolerance)
     device = clouds[0].points.device
-    # A GPU orders and gathers millions of pairs in no time.
-    used, local = used_classes(clouds, pairs.to(device))
+    used, local = used_classes(clouds, pairs)
     classes, index = merge_identical(used)
     one, two = torch.tensor(index, dtype=torch.int64).to(device)[local].unbind(1)
     # Solved the other way round, a pair would have other last digits.
@@ -80,8 +79,8 @@ def sinkhorn_distances(
         with epsilon_given_as("labels.epsilon", epsilon, epsilon):
             unlike = ordered[different]
             out[:, different] = _divergences(classes, unlike, epsilon, options, finished)
-    values, lower, upper = out.cpu()
-    return PairDistances(values.clamp_min(0), lower, upper)
+    values, lower, upper = out
+    return PairDistances(values.clamp_min_(0), lower, upper)
 
 
 def _divergences(
