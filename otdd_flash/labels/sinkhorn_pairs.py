@@ -72,14 +72,11 @@ def sinkhorn_distances(
     finished = _counting(progress, len(pairs))
     parts = torch.split(pairs, MOST_PAIRS), torch.split(out, MOST_PAIRS, 1)
     for some, found in zip(*parts, strict=True):
-        one, two = places[some].unbind(1)
-        different = torch.nonzero(one != two).squeeze(1)
+        different, unlike = _different(places, some)
         if finished is not None and len(different) < len(some):
             finished(len(some) - len(different))
         if not len(different):
             continue
-        # Solved the other way round, a pair would have other last digits.
-        unlike = torch.stack((torch.maximum(one, two), torch.minimum(one, two)), 1)[different]
         with epsilon_given_as("labels.epsilon", epsilon, epsilon):
             divergences = divergences or _Divergences(classes, epsilon, options)
             found[:, different] = divergences.between(unlike, finished)
@@ -87,6 +84,15 @@ def sinkhorn_distances(
         _warn_of_late(classes, divergences.late, options)
     values, lower, upper = out
     return PairDistances(values.clamp_min_(0), lower, upper)
+
+
+def _different(places: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Which pairs (P, 2) are of two places (V,), the positions (Q,), and their places (Q, 2)."""
+    one, two = places[pairs].unbind(1)
+    different = torch.nonzero(one != two).squeeze(1)
+    # Solved the other way round, a pair would have other last digits.
+    ordered = torch.stack((torch.maximum(one, two), torch.minimum(one, two)), 1)
+    return different, ordered[different]
 
 
 class _Late(NamedTuple):
