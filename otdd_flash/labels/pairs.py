@@ -50,4 +50,4 @@ def symmetric_table(values: Tensor, pairs: Tensor, count: int) -> Tensor:
     """
     one, two = pairs.to(values.device).unbind(1)
     table = values.new_zeros(count, count)
-    return table.index_put((torch.cat((one, two)), torch.cat((two, one))), torch.cat((values,) * 2))
+    return table.index_put_((one, two), values).index_put_((two, one), values)
