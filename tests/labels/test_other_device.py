@@ -30,12 +30,12 @@ METRICS = {
 every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 
 
-def moved(clouds):
+def moved(clouds, there=OTHER):
     return [
         ClassCloud(
             cloud.name,
-            cloud.points.to(OTHER),
-            None if cloud.weights is None else cloud.weights.to(OTHER),
+            cloud.points.to(there),
+            None if cloud.weights is None else cloud.weights.to(there),
         )
         for cloud in clouds
     ]
@@ -111,3 +111,14 @@ def test_tables_come_to_the_host_whole(metric, blobs, tmp_path):
     tables = [(each.full, each.lower, each.upper) for each in (joint, known[0])]
     check(*([table for table in each if table is not None] for each in tables))
     check(block, known[1])
+
+
+@pytest.mark.gpu
+@every_metric
+def test_a_gpu_keeps_them_too(metric):
+    clouds, there = make_clouds((3, 5, 2, 7, 1, 6), weighted=True), torch.device("cuda", 0)
+    found = metric.measure(moved(clouds, there), all_pairs(6, there))
+    assert {part.device for part in found} == {there}
+    expected = metric.measure(clouds, all_pairs(6))
+    assert bool((found.lower.cpu() <= expected.upper + 1e-9).all())
+    assert bool((found.upper.cpu() >= expected.lower - 1e-9).all())
