@@ -81,8 +81,7 @@ class TermSolver:
         return terms
 
     def _in_float64(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
-        # Few pairs may be left to it. Each class has masses of its own: products of matrix
-        # libraries round as an address in memory has it.
+        # Of thousands of classes, few pairs may be left to it.
         used, local = used_classes(self._clouds, pairs)
         classes = [WeightedPoints(cloud.points.detach(), cloud.masses) for cloud in used]
         return solve_in_float64(classes, local, self._epsilon, self._options, finished)
