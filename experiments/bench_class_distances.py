@@ -162,7 +162,7 @@ def bench_images(clouds: list[ClassCloud], epsilon: float, sampled: int) -> dict
 def _check(distances: PairDistances, chosen: Tensor, values: Tensor) -> None:
     """Nothing is reported where both ways disagree by more than the bounds allow."""
     width = (distances.upper - distances.lower)[chosen]
-    gap = (distances.values[chosen] - values).abs()
+    gap = (distances.values[chosen] - values.to(distances.values)).abs()
     if bool((gap > width + 2e-3 * distances.values[chosen]).any()):
         raise SystemExit(f"values differ by up to {float(gap.max()):.3g}: nothing is reported")
 

@@ -143,7 +143,7 @@ def class_table(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> 
         labels = torch.arange(count, device=device) % classes
         named = [otdd.LabeledSamples(side.features, labels, side.class_names) for side in sides]
         together, _ = pool(named)
-        pairs = all_pairs(len(together))
+        pairs = all_pairs(len(together), device)
         shared = measured_by_ranks(metric, ranks)
         return lambda: shared.measure(together, pairs)
 

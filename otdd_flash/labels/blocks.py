@@ -25,7 +25,7 @@ def class_block(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> PairDistances:
-    """Squared distances (V_1, V_2) between the classes of two datasets, with bounds.
+    """Squared distances (V_1, V_2) between the classes of two datasets, with bounds, on the CPU.
 
     Args:
         first: a dataset in which every class has samples of positive weight.
@@ -47,4 +47,4 @@ def class_block(
     pairs = torch.tensor(sorted(wanted), dtype=torch.int64).reshape(-1, 2)
     found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir)
     tables = (symmetric_table(part, pairs, len(distinct)) for part in found)
-    return PairDistances(*(table[rows][:, columns] for table in tables))
+    return PairDistances(*(table[rows][:, columns].cpu() for table in tables))

@@ -52,14 +52,13 @@ class _MeasuredByRanks(LabelMetric):
         """See the base class."""
         ranks, number = self.ranks, self._number(clouds)
         ranks.report_to(progress, len(pairs))
-        # Moved first: a GPU compares, sorts and sends in no time what takes a core seconds.
-        there = pairs.to(clouds[0].points.device)
-        listed = None if is_complete(there, len(clouds)) else there
-        del there
+        # A GPU compares, sorts and sends in no time what takes a core seconds.
+        pairs = pairs.to(clouds[0].points.device)
+        listed = None if is_complete(pairs, len(clouds)) else pairs
         numbers, late = ranks.order(_measure, number, self.metric, listed)
         for message in late:
             warnings.warn(message, NotConvergedWarning, stacklevel=2)
-        return PairDistances(*numbers.cpu())
+        return PairDistances(*numbers)
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
         """As without ranks: what comes in parts uses all cores already."""
@@ -108,17 +107,17 @@ def _measure(
 ) -> tuple[Tensor, list[str]]:
     """Values and bounds (3, P) of pairs, None for all; what was said of solves that stopped early.
 
-    They are where the points are, from where the group moves tensors.
+    All of it stays where the points are, from where the group moves tensors.
     """
     clouds: Sequence[ClassCloud] = ranks.held[number]
     device = clouds[0].points.device
     pairs = all_pairs(len(clouds), device) if listed is None else listed
     sizes = torch.tensor([len(cloud) for cloud in clouds], device=device)
     order = torch.argsort(sizes[pairs].prod(1), descending=True, stable=True)
-    own, count = pairs[order[ranks.rank :: ranks.size]].cpu(), len(pairs)
+    own, count = pairs[order[ranks.rank :: ranks.size]], len(pairs)
     # The solves are given the memory.
     del pairs
-    none = torch.empty(0, dtype=torch.float64)
+    none = torch.empty(0, dtype=torch.float64, device=device)
 
     def measured() -> tuple[PairDistances, list[str]]:
         if not len(own):

@@ -134,6 +134,18 @@ def pool(datasets: Sequence[LabeledSamples]) -> tuple[list[ClassCloud], tuple[in
     return clouds, tuple(offsets)
 
 
+def masses_of(clouds: Sequence[ClassCloud]) -> tuple[Tensor, ...]:
+    """`ClassCloud.masses` of every class, parts of one tensor: few launches for many classes."""
+    device, sizes = clouds[0].points.device, [len(cloud) for cloud in clouds]
+    shares = torch.tensor([1.0 / size for size in sizes], dtype=torch.float64).to(device)
+    counts = torch.tensor(sizes).to(device)
+    equal = torch.repeat_interleave(shares, counts, output_size=sum(sizes))
+    return tuple(
+        part if cloud.weights is None else cloud.weights
+        for cloud, part in zip(clouds, torch.split(equal, sizes), strict=True)
+    )
+
+
 def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], list[int]]:
     """Keep one of every set of classes with equal content, in an order that content alone decides.
 

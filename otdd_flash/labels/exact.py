@@ -78,7 +78,7 @@ def exact_distances(
     Raises:
         InputError: classes are too large or pairs too many, or the simplex does not end.
     """
-    values = torch.empty(len(pairs), dtype=torch.float64)
+    values = torch.empty(len(pairs), dtype=torch.float64, device=clouds[0].points.device)
     done = 0
     with closing(exact_parts(clouds, pairs)) as parts:
         for positions, found in parts:
@@ -100,7 +100,8 @@ def exact_parts(
         return
     clouds, pairs = used_classes(clouds, pairs)
     sizes = np.array([len(cloud) for cloud in clouds])
-    one, two = pairs.T.numpy()
+    device = pairs.device
+    one, two = pairs.T.cpu().numpy()
     _check_sizes(clouds, one, two)
     seconds = _seconds(sizes[one] * sizes[two], clouds[0].points.shape[1])
     workers = _workers(float(seconds.sum()), int((sizes[one] * sizes[two]).max()))
@@ -119,7 +120,8 @@ def exact_parts(
                         f"{clouds[j].name} did not end well ({value}); use labels=gaussian or "
                         "labels=sinkhorn"
                     )
-            yield torch.from_numpy(task), torch.tensor(values, dtype=torch.float64)
+            found = torch.tensor(values, dtype=torch.float64)
+            yield torch.from_numpy(task).to(device), found.to(device)
 
 
 def _solved(

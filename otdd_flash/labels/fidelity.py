@@ -36,12 +36,13 @@ def fidelities(
 
     Args:
         factors: V matrices (r_c, d) float64.
-        pairs: (P, 2) int64 on the CPU, P >= 1.
+        pairs: (P, 2) int64, P >= 1, on any device, which orders them.
         progress: called with the number of pairs done and their total; for the gradient again, with
             those that show in it.
     """
     rows = torch.tensor([factor.shape[0] for factor in factors])
     stacks, places = _stacked(factors, rows)
+    rows, places = rows.to(pairs.device), places.to(pairs.device)
     done = 0
 
     def report(count: int) -> None:

@@ -47,7 +47,7 @@ def gaussian_distances(
 
     Args:
         clouds: V classes.
-        pairs: (P, 2) int64 on the CPU, indices of the classes of each pair.
+        pairs: (P, 2) int64, indices of the classes of each pair.
         unbiased: whether covariances divide by n - 1 (for weights: by 1 - sum w^2) or by n.
         progress: called with the number of class pairs done and their total.
 
@@ -97,7 +97,7 @@ def moments_table(
 ) -> Tensor:
     """The values of `gaussian_table` from the moments of V classes, for pairs (P, 2) of them."""
     if len(pairs) == 0:
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device=pairs.device)
     means, traces = (
         torch.stack([getattr(one, key) for one in moments]) for key in ("mean", "trace")
     )
@@ -115,8 +115,8 @@ def diagonal_gaussian_table(
 
     Commuting covariances make them ||m_i - m_j||^2 + ||s_i - s_j||^2, s the standard deviations.
     """
-    if len(pairs) == 0:
-        return torch.zeros(0, dtype=torch.float64)
     clouds, pairs = used_classes(clouds, pairs)
+    if len(pairs) == 0:
+        return torch.zeros(0, dtype=torch.float64, device=pairs.device)
     deviations = standard_deviations(clouds, unbiased)
     return squared_gaps(class_means(clouds), pairs) + squared_gaps(deviations, pairs)

@@ -5,8 +5,6 @@ All pairs are one problem, as far as their potentials fit the memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,9 @@ from otdd_flash.operators.kernel_segments import KernelSegments, bytes_of, is_sm
 from otdd_flash.operators.memory import free_memory
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
+
+# Pairs whose sizes are compared at once: what is made of them takes some 100 bytes each.
+AT_ONCE = 1 << 20
 
 
 def solve_in_kernels(
@@ -35,20 +36,28 @@ def solve_in_kernels(
         rows, columns = pairs[members].T.contiguous()
         segments = KernelSegments(pool, rows, rows if themselves else columns, small=small)
         terms = solve(segments, epsilon, options, finished)
-        out[:, members] = torch.stack(terms)
+        for numbers, found in zip(out, terms, strict=True):
+            numbers[members] = found
     return SegmentTerms(*out)
 
 
-def _batches(pool: ClassPool, pairs: Tensor) -> Iterator[tuple[bool, Tensor]]:
-    """Positions of pairs with the same kind of tiles, and as many as half of the free memory."""
-    sizes = pool.sizes[pairs]
-    small, needed = is_small(sizes), bytes_of(sizes)
-    # The solves are given the memory.
-    del sizes
+def _batches(pool: ClassPool, pairs: Tensor) -> list[tuple[bool, Tensor]]:
+    """Positions of pairs with the same kind of tiles, and as many as half of the free memory.
+
+    All of them at once, so that nothing else of the list is kept while they are solved.
+    """
+    small = torch.empty(len(pairs), dtype=torch.bool, device=pairs.device)
+    needed = torch.empty(len(pairs), dtype=torch.int64, device=pairs.device)
+    parts = (torch.split(values, AT_ONCE) for values in (pairs, small, needed))
+    for some, are_small, bytes_needed in zip(*parts, strict=True):
+        sizes = pool.sizes[some]
+        are_small.copy_(is_small(sizes))
+        bytes_needed.copy_(bytes_of(sizes))
     budget = free_memory(pool.starts.device) // 2
+    batches = []
     for kind in (True, False):
         members = torch.nonzero(small == kind).squeeze(1)
-        batch = needed[members].cumsum(0) // budget
-        for members_of_one in torch.split(members, torch.bincount(batch).tolist()):
-            if len(members_of_one):
-                yield kind, members_of_one
+        batch = needed[members].cumsum_(0).floor_divide_(budget)
+        ends = torch.bincount(batch).tolist()
+        batches += [(kind, chosen) for chosen in torch.split(members, ends) if len(chosen)]
+    return batches

@@ -212,10 +212,12 @@ def measure_all(
         return _joint(datasets, torch.zeros(count, count, dtype=torch.float64))
     clouds, _ = pool(datasets)
     distinct, index = merge_identical(clouds)
-    pairs = all_pairs(len(distinct))
+    # Millions of pairs are listed, measured and put into tables where the points are.
+    pairs = all_pairs(len(distinct), distinct[0].points.device)
     found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)
     tables = [
-        symmetric_table(values, pairs, len(distinct))[index][:, index] for values in _bounded(found)
+        symmetric_table(values, pairs, len(distinct))[index][:, index].cpu()
+        for values in _bounded(found)
     ]
     return _joint(datasets, *tables)
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ def measure_pairs(
 
     Args:
         clouds: V classes, in the order that `merge_identical` gives them.
-        pairs: (P, 2) int64, indices of two different classes, the larger first.
+        pairs: (P, 2) int64, indices of two different classes, the larger first, on any device.
         metric: how to measure; any but `Given`.
         cache_dir: where distances that are expensive to measure are kept; None keeps none.
         progress: called with the number of pairs done and their total.
@@ -69,28 +70,31 @@ def measure_pairs(
     Warns:
         NotConvergedWarning: a solve stopped before the tolerance.
     """
-    recipe = metric.recipe(clouds[0].points.device) if len(pairs) else None
+    pairs = pairs.to(clouds[0].points.device)
+    recipe = metric.recipe(pairs.device) if len(pairs) else None
     cache = PairCache(cache_dir if recipe is not None else None)
     if recipe is None or not cache.active:
-        everything = torch.arange(len(pairs))
+        everything = torch.arange(len(pairs), device=pairs.device)
         parts = _measured(clouds, pairs, everything, metric, len(pairs), progress)
-        return _joined(parts, len(pairs))
+        return _joined(parts, pairs)
     classes = [cloud.fingerprint for cloud in clouds]
     known, found = cache.find(recipe, classes, pairs)
-    unknown = torch.ones(len(pairs), dtype=torch.bool)
+    unknown = torch.ones(len(pairs), dtype=torch.bool, device=pairs.device)
     unknown[known] = False
     if progress is not None:
         progress(len(known), len(pairs))
 
     def keep(parts: Sequence[Part]) -> None:
-        positions, distances = _together([part for part in parts if part.converged])
-        cache.keep(recipe, classes, pairs[positions], distances)
+        converged = [part for part in parts if part.converged]
+        if converged:
+            positions = torch.cat([part.positions for part in converged])
+            distances = zip(*(part.distances for part in converged), strict=True)
+            cache.keep(recipe, classes, pairs[positions], PairDistances(*map(torch.cat, distances)))
 
     missing = torch.nonzero(unknown).squeeze(1)
-    on_gpu = clouds[0].points.device.type == "cuda"
-    at_once = len(missing) if on_gpu else PAIRS_PER_CLASS * len(clouds)
+    at_once = len(missing) if pairs.is_cuda else PAIRS_PER_CLASS * len(clouds)
     measured = _measured(clouds, pairs, missing, metric, at_once, progress)
-    return _joined(_told(measured, keep), len(pairs), Part(known, found))
+    return _joined(_told(measured, keep), pairs, Part(known, found))
 
 
 def _told(parts: Parts, keep: Callable[[Sequence[Part]], None]) -> Parts:
@@ -148,22 +152,12 @@ def _measured(
         heard(0, len(positions))
 
 
-def _joined(parts: Parts, count: int, *known: Part) -> PairDistances:
-    """The distances of a list of pairs, from all of its parts."""
+def _joined(parts: Parts, pairs: Tensor, *known: Part) -> PairDistances:
+    """The distances of a list of pairs, where it is, from all of its parts."""
+    numbers = torch.empty((3, len(pairs)), dtype=torch.float64, device=pairs.device)
     # Closed at once where one is interrupted: other processes may be at work.
     with closing(parts):
-        positions, distances = _together([*known, *parts])
-    numbers = torch.empty(3, count, dtype=torch.float64)
-    numbers[:, positions] = torch.stack(distances)
+        for part in chain(known, parts):
+            for row, values in zip(numbers, part.distances, strict=True):
+                row[part.positions] = values
     return PairDistances(*numbers)
-
-
-def _together(parts: Sequence[Part]) -> tuple[Tensor, PairDistances]:
-    """Parts as one."""
-    none = torch.empty(0)
-    positions = torch.cat([none.long(), *(part.positions for part in parts)])
-    numbers = (
-        torch.cat([none.double(), *(getattr(part.distances, key) for part in parts)])
-        for key in PairDistances._fields
-    )
-    return positions, PairDistances(*numbers)

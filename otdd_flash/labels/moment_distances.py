@@ -32,17 +32,17 @@ def upper_bound_distances(
 
 def mean_table(clouds: Sequence[ClassCloud], pairs: Tensor) -> Tensor:
     """The values of `mean_distances`, (P,) float64, differentiable in the classes' points."""
-    if len(pairs) == 0:
-        return torch.zeros(0, dtype=torch.float64)
     clouds, pairs = used_classes(clouds, pairs)
+    if len(pairs) == 0:
+        return torch.zeros(0, dtype=torch.float64, device=pairs.device)
     return squared_gaps(class_means(clouds), pairs)
 
 
 def upper_bound_table(clouds: Sequence[ClassCloud], pairs: Tensor, unbiased: bool = True) -> Tensor:
     """The values of `upper_bound_distances`, differentiable as `mean_table`."""
-    if len(pairs) == 0:
-        return torch.zeros(0, dtype=torch.float64)
     clouds, pairs = used_classes(clouds, pairs)
+    if len(pairs) == 0:
+        return torch.zeros(0, dtype=torch.float64, device=pairs.device)
     traces = total_variances(clouds, unbiased)
-    first, second = pairs.to(traces.device).unbind(1)
+    first, second = pairs.unbind(1)
     return squared_gaps(class_means(clouds), pairs) + (traces[first] + traces[second])

@@ -89,17 +89,19 @@ class PairCache:
             pairs: (P, 2) int64, which of the classes.
 
         Returns:
-            The positions (K,) of the known pairs in the list, ascending, and their distances.
+            The positions (K,) of the known pairs in the list, ascending, and their distances;
+            where the list is.
         """
         numbers = np.full((len(pairs), 3), np.nan)
         place = np.full((len(classes), len(classes)), -1)
-        place[tuple(pairs.T.numpy())] = np.arange(len(pairs))
+        place[tuple(pairs.T.cpu().numpy())] = np.arange(len(pairs))
         found = self._attempt("read", lambda path: _read(path, recipe, classes)) or []
         for ends, rows in found:
             positions = place[tuple(ends.T)]
             numbers[positions[positions >= 0]] = rows[positions >= 0]
         known = torch.from_numpy(np.flatnonzero(~np.isnan(numbers[:, 0])))
-        return known, PairDistances(*torch.from_numpy(numbers)[known].unbind(1))
+        distances = torch.from_numpy(numbers)[known].T.to(pairs.device)
+        return known.to(pairs.device), PairDistances(*distances)
 
     def keep(
         self, recipe: str, classes: Sequence[bytes], pairs: Tensor, distances: PairDistances
@@ -107,7 +109,7 @@ class PairCache:
         """Write the distances of pairs (P, 2); arguments as for `find`. Known pairs stay."""
         numbers = torch.stack(distances, 1)
         finite = torch.isfinite(numbers).all(1)
-        pairs, numbers = pairs[finite], numbers[finite]
+        pairs, numbers = pairs[finite].cpu(), numbers[finite].cpu()
         if len(pairs):
             self._attempt(
                 "write",

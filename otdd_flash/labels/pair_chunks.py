@@ -38,9 +38,19 @@ def equal_chunks(pairs: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 def used_classes(
     clouds: Sequence[ClassCloud], pairs: Tensor
 ) -> tuple[Sequence[ClassCloud], Tensor]:
-    """The classes that occur in `pairs`, and the pairs as indices of these."""
+    """The classes that occur in `pairs`, and the pairs as indices of these, where points are."""
+    # Moved first: a GPU orders and gathers millions of pairs in no time.
+    pairs = pairs.to(clouds[0].points.device)
+    used, places = named_classes(clouds, pairs)
+    return used, places[pairs]
+
+
+def named_classes(
+    clouds: Sequence[ClassCloud], pairs: Tensor
+) -> tuple[Sequence[ClassCloud], Tensor]:
+    """The classes that occur in `pairs`, and for all V classes the place (V,) there, if any."""
     # Millions of pairs name few classes, and are not sorted for it.
     seen = torch.zeros(len(clouds), dtype=torch.bool, device=pairs.device)
     seen[pairs] = True
-    place = seen.cumsum(0) - 1
-    return [clouds[index] for index in seen.nonzero().squeeze(1).tolist()], place[pairs]
+    places = seen.cumsum(0) - 1
+    return [clouds[index] for index in seen.nonzero().squeeze(1).tolist()], places

@@ -13,7 +13,7 @@ Progress = Callable[[int, int], None]
 
 
 class PairDistances(NamedTuple):
-    """Squared distances of P pairs of classes, float64 on the CPU.
+    """Squared distances of P pairs of classes, float64, where the classes' points are.
 
     Attributes:
         values: (P,) the distances.
@@ -28,7 +28,7 @@ class PairDistances(NamedTuple):
     @classmethod
     def exactly(cls, values: Tensor) -> PairDistances:
         """Distances without an interval."""
-        values = values.to("cpu", torch.float64)
+        values = values.to(torch.float64)
         return cls(values, values, values)
 
 
@@ -50,4 +50,4 @@ def symmetric_table(values: Tensor, pairs: Tensor, count: int) -> Tensor:
     """
     one, two = pairs.to(values.device).unbind(1)
     table = values.new_zeros(count, count)
-    return table.index_put((torch.cat((one, two)), torch.cat((two, one))), torch.cat((values,) * 2))
+    return table.index_put_((one, two), values).index_put_((two, one), values)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from otdd_flash.engine.run import Finished, SegmentTerms
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels.classes import ClassCloud, merge_identical
-from otdd_flash.labels.pair_chunks import used_classes
+from otdd_flash.labels.pair_chunks import named_classes
 from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.labels.transport_terms import TermSolver
 from otdd_flash.solver.schedules.converged import Converged
@@ -26,7 +27,7 @@ from otdd_flash.solver.term.epsilon import epsilon_given_as
 
 # Of classes and pairs that stopped early, so many are named.
 SHOWN = 5
-# Pairs of which lists are on a device at once, some 200 bytes each.
+# Pairs that are solved at once: what is made of their list takes some 200 bytes each.
 MOST_PAIRS = 1 << 24
 
 
@@ -59,57 +60,81 @@ def sinkhorn_distances(
     Warns:
         NotConvergedWarning: a solve stopped before the tolerance.
     """
-    if len(pairs) > MOST_PAIRS:
-        parts = []
-        for done in range(0, len(pairs), MOST_PAIRS):
-            some, told = pairs[done : done + MOST_PAIRS], _after(progress, done, len(pairs))
-            parts.append(sinkhorn_distances(clouds, some, epsilon, tolerance, progress=told))
-        return PairDistances(*map(torch.cat, zip(*parts, strict=True)))
     options = Converged(tolerance=tolerance)
-    device = clouds[0].points.device
-    # A GPU orders and gathers millions of pairs in no time.
-    used, local = used_classes(clouds, pairs.to(device))
+    pairs = pairs.to(clouds[0].points.device)
+    out = torch.zeros((3, len(pairs)), dtype=torch.float64, device=pairs.device)
+    if not len(pairs):
+        return PairDistances(*out)
+    used, places = named_classes(clouds, pairs)
     classes, index = merge_identical(used)
-    one, two = torch.tensor(index, dtype=torch.int64).to(device)[local].unbind(1)
+    places = torch.tensor(index, dtype=torch.int64).to(pairs.device)[places]
+    divergences: _Divergences | None = None
+    finished = _counting(progress, len(pairs))
+    parts = torch.split(pairs, MOST_PAIRS), torch.split(out, MOST_PAIRS, 1)
+    for some, found in zip(*parts, strict=True):
+        different, unlike = _different(places, some)
+        if finished is not None and len(different) < len(some):
+            finished(len(some) - len(different))
+        if not len(different):
+            continue
+        with epsilon_given_as("labels.epsilon", epsilon, epsilon):
+            divergences = divergences or _Divergences(classes, epsilon, options)
+            found[:, different] = divergences.between(unlike, finished)
+    if divergences is not None:
+        _warn_of_late(classes, divergences.late, options)
+    values, lower, upper = out
+    return PairDistances(values.clamp_min_(0), lower, upper)
+
+
+def _different(places: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Which pairs (P, 2) are of two places (V,), the positions (Q,), and their places (Q, 2)."""
+    one, two = places[pairs].unbind(1)
+    different = torch.nonzero(one != two).squeeze(1)
     # Solved the other way round, a pair would have other last digits.
     ordered = torch.stack((torch.maximum(one, two), torch.minimum(one, two)), 1)
-    different = torch.nonzero(one != two).squeeze(1)
-    out = torch.zeros((3, len(pairs)), dtype=torch.float64, device=device)
-    if len(different):
-        finished = _counting(progress, len(pairs), len(pairs) - len(different))
-        with epsilon_given_as("labels.epsilon", epsilon, epsilon):
-            unlike = ordered[different]
-            out[:, different] = _divergences(classes, unlike, epsilon, options, finished)
-    values, lower, upper = out.cpu()
-    return PairDistances(values.clamp_min(0), lower, upper)
+    return different, ordered[different]
 
 
-def _divergences(
-    clouds: Sequence[ClassCloud],
-    pairs: Tensor,
-    epsilon: float,
-    options: Converged,
-    finished: Finished | None,
-) -> Tensor:
-    """Value, lower and upper bound of every pair (3, P)."""
-    solver = TermSolver(clouds, epsilon, options)
-    own = solver.solve(torch.arange(len(clouds), device=pairs.device)[:, None].expand(-1, 2))
-    cross = solver.solve(pairs, finished)
-    _warn_of_late(clouds, own, (pairs, cross), options)
-    first, second = ([numbers[side] for numbers in own[:3]] for side in pairs.unbind(1))
-    halves = [(one + two) / 2 for one, two in zip(first, second, strict=True)]
-    return torch.stack((cross.value - halves[0], cross.lower - halves[2], cross.upper - halves[1]))
+class _Late(NamedTuple):
+    """Terms that stopped before the tolerance: their classes (L, 2), and `rounding` (L,)."""
+
+    pairs: Tensor
+    rounding: Tensor
 
 
-def _after(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """For some of the pairs, of which so many others are done before."""
-    return None if progress is None else lambda done, _: progress(before + done, total)
+class _Divergences:
+    """Debiased divergences between V classes, whose self terms are solved at once.
+
+    Attributes:
+        late: which of all terms stopped before the tolerance, as they were solved.
+    """
+
+    def __init__(self, clouds: Sequence[ClassCloud], epsilon: float, options: Converged) -> None:
+        self._solver = TermSolver(clouds, epsilon, options)
+        self._tolerance = options.asked_tolerance
+        self.late: list[_Late] = []
+        index = torch.arange(len(clouds), device=clouds[0].points.device)
+        self._own = self._solved(index[:, None].expand(-1, 2), None)
+
+    def between(self, pairs: Tensor, finished: Finished | None) -> Tensor:
+        """Value, lower and upper bound (3, P) of pairs (P, 2) of different classes."""
+        cross = self._solved(pairs, finished)
+        ends = (numbers[pairs].unbind(1) for numbers in self._own[:3])
+        value, lower, upper = ((one + two) / 2 for one, two in ends)
+        return torch.stack((cross.value - value, cross.lower - upper, cross.upper - lower))
+
+    def _solved(self, pairs: Tensor, finished: Finished | None) -> SegmentTerms:
+        terms = self._solver.solve(pairs, finished)
+        late = terms.marginal_error > self._tolerance
+        self.late.append(_Late(pairs[late], terms.rounding[late]))
+        return terms
 
 
-def _counting(progress: Progress | None, total: int, done: int) -> Finished | None:
+def _counting(progress: Progress | None, total: int) -> Finished | None:
     """From numbers of pairs that just finished to the number of all that have."""
     if progress is None:
         return None
+    done = 0
 
     def finished(count: int) -> None:
         nonlocal done
@@ -119,44 +144,34 @@ def _counting(progress: Progress | None, total: int, done: int) -> Finished | No
     return finished
 
 
-def _warn_of_late(
-    clouds: Sequence[ClassCloud],
-    own: SegmentTerms,
-    cross: tuple[Tensor, SegmentTerms],
-    options: Converged,
-) -> None:
+def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: Converged) -> None:
     """Name the classes and pairs that stopped before the tolerance, and what stopped them."""
-    pairs, count = cross[0], len(clouds)
-
-    def name(place: int) -> str:
-        if place < count:
-            return clouds[place].name
-        i, j = pairs[place - count].tolist()
-        return f"{clouds[i].name} against {clouds[j].name}"
-
-    error, rounding = (
-        torch.cat((one, two))
-        for one, two in (
-            (own.marginal_error, cross[1].marginal_error),
-            (own.rounding, cross[1].rounding),
-        )
-    )
+    pairs, rounding = (torch.cat(parts) for parts in zip(*late, strict=True))
     tolerance = options.asked_tolerance
-    late, by_rounding = error > tolerance, 2 * rounding > tolerance
-    for which, limit, largest in (
-        (late & by_rounding, "as far as rounding allows in float64", float(rounding.max())),
-        (late & ~by_rounding, f"after {options.max_iterations} iterations", 0.0),
+    by_rounding = 2 * rounding > tolerance
+    for which, limit in (
+        (by_rounding, "as far as rounding allows in float64"),
+        (~by_rounding, f"after {options.max_iterations} iterations"),
     ):
         if bool(which.any()):
             # Names of all of millions of pairs would take longer than to solve these.
-            places = torch.nonzero(which).squeeze(1)
-            shown, more = [name(place) for place in places[:SHOWN].tolist()], len(places) - SHOWN
+            named = pairs[which]
+            shown, more = (
+                [_name(clouds, *ends) for ends in named[:SHOWN].tolist()],
+                len(named) - SHOWN,
+            )
             message = f"labels=sinkhorn: not converged to {tolerance:g} {limit} for "
             message += ", ".join(shown) + (f" and {more} more" * (more > 0))
-            if largest:
+            if which is by_rounding:
+                largest = float(rounding[which].max())
                 message += f", whose marginal errors stay at up to {largest:.1e}"
             warnings.warn(
                 f"{message}; the bounds still hold. Raise labels.epsilon",
                 NotConvergedWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
+
+
+def _name(clouds: Sequence[ClassCloud], i: int, j: int) -> str:
+    """Of the term between two classes."""
+    return clouds[i].name if i == j else f"{clouds[i].name} against {clouds[j].name}"

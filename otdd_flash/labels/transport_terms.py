@@ -18,7 +18,8 @@ from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.run import Finished, SegmentTerms
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.errors import InputError
-from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.classes import ClassCloud, masses_of
+from otdd_flash.labels.pair_chunks import used_classes
 from otdd_flash.labels.stored_terms import solve_in_float64
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.tolerance import rounded_away
@@ -38,13 +39,13 @@ class TermSolver:
     """
 
     def __init__(self, clouds: Sequence[ClassCloud], epsilon: float, options: Converged) -> None:
-        self._epsilon, self._options = epsilon, options
-        self._classes = [WeightedPoints(cloud.points.detach(), cloud.masses) for cloud in clouds]
+        self._clouds, self._epsilon, self._options = clouds, epsilon, options
         self._pool: ClassPool | None = None
         if kernels_run_on(clouds[0].points.device):
             from otdd_flash.operators.class_pool import ClassPool
 
-            self._pool = ClassPool(self._classes)
+            points = (cloud.points.detach() for cloud in clouds)
+            self._pool = ClassPool(list(map(WeightedPoints, points, masses_of(clouds))))
 
     def solve(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
         """The terms of P pairs.
@@ -80,7 +81,10 @@ class TermSolver:
         return terms
 
     def _in_float64(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
-        return solve_in_float64(self._classes, pairs, self._epsilon, self._options, finished)
+        # Of thousands of classes, few pairs may be left to it.
+        used, local = used_classes(self._clouds, pairs)
+        classes = [WeightedPoints(cloud.points.detach(), cloud.masses) for cloud in used]
+        return solve_in_float64(classes, local, self._epsilon, self._options, finished)
 
     def _out_of_reach(self, terms: SegmentTerms) -> Tensor:
         """Terms (P,) that rounding alone keeps from the tolerance."""

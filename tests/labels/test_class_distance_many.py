@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import live_bytes
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels import Given, Sinkhorn, measure_classes, metric_named
 from otdd_flash.labels.many import JointClassDistances, class_distances
+from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.samples import LabeledSamples
 
 
@@ -156,3 +158,19 @@ def test_a_gpu_measures_what_the_processor_does(method, blobs):
     got = measure_classes(*(side.to("cuda") for side in pair), metric)
     assert got.full.device.type == "cpu"
     torch.testing.assert_close(got.full, expected.full, rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_takes_little_beside_itself():
+    """Where it is made, there may be little room: it is twice as long as the list of pairs."""
+    pairs, values = all_pairs(300), torch.rand(300 * 299 // 2, dtype=torch.float64)
+    values.requires_grad_()
+    with torch.no_grad():
+        taken = live_bytes.peak(lambda: symmetric_table(values, pairs, 300), torch.device("cpu"))
+    table = symmetric_table(values, pairs, 300)
+    assert taken < 1.1 * table.nbytes
+    assert torch.equal(table[pairs[:, 0], pairs[:, 1]], values)
+    assert torch.equal(table, table.T)
+    assert not table.diagonal().any()
+    weights = torch.rand(300, 300, dtype=torch.float64)
+    (found,) = torch.autograd.grad((table * weights).sum(), values)
+    assert torch.equal(found, (weights + weights.T)[pairs[:, 0], pairs[:, 1]])

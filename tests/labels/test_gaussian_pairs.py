@@ -279,6 +279,6 @@ def test_a_gpu_gives_the_same_and_a_pair_does_not_depend_on_the_others():
     pairs = all_pairs(len(clouds))
     expected = gaussian_distances(clouds, pairs).values
     values = gaussian_distances(on_gpu, pairs).values
-    torch.testing.assert_close(values, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(values.cpu(), expected, rtol=1e-11, atol=1e-11)
     for method in METHODS.values():
         check_independence(method, on_gpu)

@@ -174,22 +174,18 @@ def test_stopping_early_is_said(clouds, monkeypatch):
     assert bool((found.lower <= found.upper).all())
 
 
-def terms_of(errors, rounding):
-    """Terms with these marginal errors, and what rounding has of them."""
-    none = torch.zeros(len(errors), dtype=torch.float64)
-    parts = (torch.tensor(part, dtype=torch.float64) for part in (errors, rounding))
-    return SegmentTerms(none, none, none, *parts, none)
+def late_of(pairs, rounding):
+    return sinkhorn_pairs._Late(torch.tensor(pairs), torch.tensor(rounding, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("late", [5, 6])
 def test_what_is_late_is_named_with_what_stopped_it(late, clouds):
     """Five of those that iterations stopped, and no size of their errors; one by rounding."""
-    pairs = torch.tensor([[1, 0], [2, 0], [3, 0], [4, 0]])
-    first = 0.5 if late == 6 else 0.0
-    own = terms_of([first, 0.5, 0.0, 0.0, 0.5], [0.0, 0.25, 0.0, 0.0, 4e-4])
-    cross = terms_of([0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 0.0])
+    first = [0] * (late == 6)
+    own = late_of([[k, k] for k in (*first, 1, 4)], [*(0.0 for _ in first), 0.25, 4e-4])
+    cross = late_of([[1, 0], [2, 0], [3, 0], [4, 0]], [0.0, 0.0, 5e-4, 0.0])
     with pytest.warns(NotConvergedWarning) as caught:
-        sinkhorn_pairs._warn_of_late(clouds, own, (pairs, cross), Converged(1e-3, 7))
+        sinkhorn_pairs._warn_of_late(clouds, [own, cross], Converged(1e-3, 7))
     by_rounding, by_iterations = (str(warning.message) for warning in caught)
     assert by_rounding == (
         "labels=sinkhorn: not converged to 0.001 as far as rounding allows in float64 for class 1, "
@@ -206,9 +202,24 @@ def test_what_is_late_is_named_with_what_stopped_it(late, clouds):
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_not_late_is_not_named(clouds):
-    own, none = terms_of([1e-3] * 5, [1e-3] * 5), torch.empty(0, 2, dtype=torch.int64)
-    sinkhorn_pairs._warn_of_late(clouds, own, (none, terms_of([], [])), Converged(1e-3, 7))
+@pytest.mark.parametrize(("error", "named"), [(1e-3, []), (2e-3, [[[1, 1]], [[3, 1]]])])
+def test_what_is_late_is_above_the_tolerance(error, named, clouds, monkeypatch):
+    """One class and one pair, or none."""
+
+    def solve(solver, pairs, finished=None):
+        terms = SegmentTerms(*torch.zeros(6, len(pairs), dtype=torch.float64))
+        terms.marginal_error[1] = error
+        terms.rounding[:] = torch.arange(len(pairs)) / 8
+        return terms
+
+    monkeypatch.setattr(sinkhorn_pairs.TermSolver, "solve", solve)
+    divergences = sinkhorn_pairs._Divergences(clouds, 1.0, Converged(1e-3, 7))
+    divergences.between(torch.tensor([[1, 0], [3, 1]]), None)
+    late = [part for part in divergences.late if len(part.pairs)]
+    assert [part.pairs.tolist() for part in late] == named
+    assert [part.rounding.tolist() for part in late] == [[0.125]] * len(named)
+    if not named:
+        sinkhorn_pairs._warn_of_late(clouds, divergences.late, Converged(1e-3, 7))
 
 
 def test_a_pair_too_large_to_store_is_streamed(clouds, monkeypatch):
@@ -235,20 +246,69 @@ def test_progress_counts_pairs(clouds):
     assert told[-1] == (15, 15)
 
 
-def test_long_lists_come_in_parts(clouds, monkeypatch):
-    """Of which a device holds one at a time; the numbers and what is told are those of one list."""
-    pairs, told, lengths = all_pairs(5), [], []
-    whole = sinkhorn_distances(clouds, pairs, 0.3, progress=lambda *counts: told.append(counts))
-    solve, parts = sinkhorn_pairs._divergences, []
-    monkeypatch.setattr(sinkhorn_pairs, "MOST_PAIRS", 3)
+@pytest.fixture
+def solved(monkeypatch):
+    """The numbers of pairs of every solve, and of classes whenever some were prepared."""
+    lengths, prepared = [], []
+    prepare, solve = sinkhorn_pairs.TermSolver.__init__, sinkhorn_pairs.TermSolver.solve
 
-    def seen(classes, some, *others):
-        lengths.append(len(some))
-        return solve(classes, some, *others)
+    def preparing(self, clouds, *others):
+        prepared.append(len(clouds))
+        prepare(self, clouds, *others)
 
-    monkeypatch.setattr(sinkhorn_pairs, "_divergences", seen)
-    found = sinkhorn_distances(clouds, pairs, 0.3, progress=lambda *counts: parts.append(counts))
-    assert lengths == [3, 3, 3, 1]
-    assert all(map(torch.equal, found, whole))
-    assert told[-1] == parts[-1] == (10, 10)
-    assert parts == sorted(parts)
+    def solving(self, pairs, *others):
+        lengths.append(len(pairs))
+        return solve(self, pairs, *others)
+
+    monkeypatch.setattr(sinkhorn_pairs.TermSolver, "__init__", preparing)
+    monkeypatch.setattr(sinkhorn_pairs.TermSolver, "solve", solving)
+    return lengths, prepared
+
+
+def test_long_lists_are_solved_in_parts(clouds, monkeypatch, solved):
+    """Of classes that are prepared once; the numbers and what is told are those of one list."""
+    lengths, prepared = solved
+    twin = with_points(clouds[1], clouds[1].points.flip(0))
+    # Of three equal pairs a part has nothing to solve.
+    pairs = torch.cat((all_pairs(5), torch.tensor([[5, 1], [2, 2], [1, 5], [4, 5]])))
+    found, told = [], []
+    for most in (len(pairs), 2):
+        monkeypatch.setattr(sinkhorn_pairs, "MOST_PAIRS", most)
+        counts = []
+        found.append(
+            sinkhorn_distances(
+                [*clouds, twin], pairs, 0.3, progress=lambda *done, to=counts: to.append(done)
+            )
+        )
+        told.append(counts)
+    assert lengths == [5, 11, 5, 2, 2, 2, 2, 2, 1]
+    assert prepared == [5, 5]
+    assert all(map(torch.equal, *found))
+    for counts in told:
+        assert counts == sorted(set(counts))
+        assert counts[-1] == (14, 14)
+
+
+def test_nothing_is_prepared_for_classes_that_are_equal(clouds, monkeypatch, solved):
+    twins = [with_points(cloud, cloud.points.flip(0)) for cloud in clouds]
+    pairs, told = torch.tensor([[0, 5], [6, 1], [2, 2]]), []
+    found = sinkhorn_distances([*clouds, *twins], pairs, 0.3, progress=lambda *n: told.append(n))
+    assert solved == ([], [])
+    assert told == [(3, 3)]
+    assert not torch.stack(list(found)).any()
+
+
+def test_what_is_late_in_a_long_list_is_said_once(clouds, monkeypatch):
+    options, said = sinkhorn_pairs.Converged, []
+    monkeypatch.setattr(
+        sinkhorn_pairs,
+        "Converged",
+        lambda tolerance: options(tolerance=tolerance, max_iterations=2),
+    )
+    for most in (10, 3):
+        monkeypatch.setattr(sinkhorn_pairs, "MOST_PAIRS", most)
+        with pytest.warns(NotConvergedWarning) as caught:
+            sinkhorn_distances(clouds, all_pairs(5), 0.01)
+        said.append([(str(warning.message), warning.filename) for warning in caught])
+    assert said[0] == said[1]
+    assert [place for _, place in said[0]] == [__file__]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operation_counts
 import pytest
 import torch
 from sinkhorn_cases import make_clouds
 
 from otdd_flash.errors import InputError
 from otdd_flash.labels import kernel_terms, transport_terms
+from otdd_flash.labels.classes import masses_of
 from otdd_flash.labels.transport_terms import TermSolver, kernels_run_on
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import SegmentTerms
@@ -41,6 +43,43 @@ def test_kernels_solve_what_they_can_and_float64_the_rest(out_of_reach, monkeypa
     assert bool((in_float64.value > 0).all())
     assert found.value[:2].tolist() == [0, 0]
     assert float(found.value[2]) == (float(in_float64.value[2]) if out_of_reach else 0)
+
+
+def test_masses_are_those_of_every_class():
+    clouds = make_clouds((3, 1, 7, 49, 2), weighted=True)
+    for found, cloud in zip(masses_of(clouds), clouds, strict=True):
+        assert torch.equal(found, cloud.masses)
+    assert [cloud.weights is None for cloud in clouds] == [False, True, False, True, False]
+
+
+def test_operations_before_the_first_solve_do_not_grow_with_classes(monkeypatch):
+    """A GPU is asked for the masses of all classes at once, as for all else."""
+    monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: True)
+    counts, found = operation_counts.OperationCounts(monkeypatch), []
+    for size in (4, 400):
+        clouds = make_clouds((5,) * size)
+        before = counts.operations
+        with counts:
+            TermSolver(clouds, 1.0, Converged(1e-2))
+        found.append(counts.operations - before)
+    assert found[0] == found[1]
+
+
+def test_float64_is_given_the_classes_of_its_pairs_alone(monkeypatch):
+    """Of thousands, few pairs are left to it."""
+    monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: False)
+    given = []
+    solve = transport_terms.solve_in_float64
+
+    def seen(classes, pairs, *rest):
+        given.append(([len(cloud.points) for cloud in classes], pairs.tolist()))
+        return solve(classes, pairs, *rest)
+
+    monkeypatch.setattr(transport_terms, "solve_in_float64", seen)
+    own, cross = solver().solve(torch.tensor([[1, 1]])), solver().solve(PAIRS[2:])
+    assert given == [([2], [[0, 0]]), ([2, 4], [[1, 0]])]
+    assert torch.equal(own.value, solver().solve(torch.arange(3)[:, None].expand(3, 2)).value[1:2])
+    assert torch.equal(cross.value, solver().solve(PAIRS).value[2:])
 
 
 @pytest.mark.parametrize(

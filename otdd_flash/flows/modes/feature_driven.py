@@ -116,10 +116,10 @@ class ClassTable:
         if self._full is not None:
             with torch.no_grad():
                 moments = self._moments(distinct, clouds[own:], self._full.unbiased)
-                values = moments_table(moments, pairs).cpu()
+                values = moments_table(moments, pairs)
         else:
             values = measure_pairs(distinct, pairs, self._metric).values
-        full = symmetric_table(values, pairs, len(distinct))[index][:, index]
+        full = symmetric_table(values.cpu(), pairs, len(distinct))[index][:, index]
         full[own:, own:] = before.yy
         return ClassDistances.from_full(full, own, class_names(particles), class_names(target))
 

@@ -46,11 +46,11 @@ class LabelMetric(ABC):
 
         Args:
             clouds: V classes, points (n, d) each.
-            pairs: (P, 2) int64 on the CPU, indices of the classes of each pair.
+            pairs: (P, 2) int64, indices of the classes of each pair, where the points are.
             progress: called with the number of pairs done and their total.
 
         Returns:
-            P distances with bounds, in units of ||.||^2.
+            P distances with bounds, in units of ||.||^2, where the points are.
 
         Raises:
             InputError: a class is too large for the method, or rounding leaves nothing of it.

@@ -24,4 +24,4 @@ class NoLabels(LabelMetric):
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
         """See the base class."""
-        return PairDistances.exactly(torch.zeros(len(pairs)))
+        return PairDistances.exactly(torch.zeros(len(pairs), device=clouds[0].points.device))

@@ -1,0 +1,124 @@
+"""Pairs and their distances stay where the points are, whatever measures them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from other_device import OTHER, OtherDevice
+from sinkhorn_cases import make_clouds
+
+import otdd_flash as otdd
+from otdd_flash.labels import by_ranks, kernel_terms, transport_terms
+from otdd_flash.labels.blocks import class_block
+from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.many import measure_all
+from otdd_flash.labels.measuring import measure_pairs
+from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.solver.segmented import SegmentTerms
+
+METRICS = {
+    "gaussian": otdd.labels.Gaussian(),
+    "diagonal": otdd.labels.Gaussian(diagonal=True),
+    "sinkhorn": otdd.labels.Sinkhorn(epsilon=8.0, tolerance=0.1),
+    "exact": otdd.labels.Exact(),
+    "means": otdd.labels.Means(),
+    "upper_bound": otdd.labels.UpperBound(),
+    "none": otdd.labels.NoLabels(),
+}
+every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+
+
+def moved(clouds, there=OTHER):
+    return [
+        ClassCloud(
+            cloud.name,
+            cloud.points.to(there),
+            None if cloud.weights is None else cloud.weights.to(there),
+        )
+        for cloud in clouds
+    ]
+
+
+def check(found, expected):
+    """Numbers of both devices, which round otherwise."""
+    for part, own in zip(found, expected, strict=True):
+        assert part.device.type == "cpu"
+        torch.testing.assert_close(part, own, rtol=1e-12, atol=1e-12)
+
+
+@every_metric
+@pytest.mark.parametrize("listed", ["there", "cpu"])
+def test_distances_are_where_the_points_are(metric, listed):
+    clouds = make_clouds((3, 5, 2, 7, 1, 6), weighted=True)
+    with OtherDevice():
+        there = moved(clouds)
+        found = metric.measure(there, all_pairs(6, OTHER if listed == "there" else "cpu"))
+        none = metric.measure(there, all_pairs(1, OTHER))
+        assert {part.device for part in (*found, *none)} == {OTHER}
+        found = [part.cpu() for part in found]
+    check(found, metric.measure(clouds, all_pairs(6)))
+    assert [(len(part), part.dtype) for part in none] == [(0, torch.float64)] * 3
+
+
+@every_metric
+def test_no_list_of_pairs_goes_between_device_and_host(metric, monkeypatch):
+    """But for what processes on the host measure; kernels may answer anything."""
+
+    def solve(pool, pairs, *rest):
+        return SegmentTerms(*torch.zeros((6, len(pairs)), dtype=torch.float64, device=OTHER))
+
+    monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: True)
+    monkeypatch.setattr(kernel_terms, "solve_in_kernels", solve)
+    clouds = make_clouds((4,) * 30)
+    with OtherDevice() as device:
+        there, pairs = moved(clouds), all_pairs(30, OTHER)
+        device.sent.clear()
+        measure_pairs(there, pairs, metric)
+    most = max(device.fetched + device.sent, default=0)
+    assert (most >= len(pairs)) == (metric.name == "exact")
+
+
+@every_metric
+def test_a_rank_keeps_its_pairs_and_their_numbers_there(metric):
+    clouds = make_clouds((3, 2) * 7, weighted=True)
+    pairs = all_pairs(14)
+    alone = {"rank": 0, "size": 1, "progress": None, "together": lambda work: work()}
+    alone["all_gathered"] = lambda numbers: numbers[None]
+    alone["all_gathered_objects"] = lambda said: [said]
+    with OtherDevice() as device:
+        ranks = SimpleNamespace(held={0: moved(clouds)}, **alone)
+        for listed in (None, pairs.to(OTHER)):
+            device.fetched.clear()
+            numbers, said = by_ranks._measure(ranks, 0, metric, listed)
+            assert (numbers.device, said) == (OTHER, [])
+            assert (max(device.fetched, default=0) >= len(pairs)) == (metric.name == "exact")
+            check(numbers.cpu(), metric.measure(clouds, pairs))
+
+
+@every_metric
+def test_tables_come_to_the_host_whole(metric, blobs, tmp_path):
+    """With a cache, from a part of it, and without; a block and a table of all classes."""
+    one, two = blobs((6, 9), 4, name="one"), blobs((5, 3, 4), 4, seed=1, name="two")
+    known = [measure_all([one, two], metric), class_block(one, two, metric)]
+    with OtherDevice():
+        sides = [side.to(OTHER) for side in (one, two)]
+        for cache_dir in (None, tmp_path, tmp_path):
+            measure_all(sides[:1], metric, cache_dir=cache_dir)
+            joint = measure_all(sides, metric, cache_dir=cache_dir)
+            block = class_block(*sides, metric, cache_dir=cache_dir)
+    tables = [(each.full, each.lower, each.upper) for each in (joint, known[0])]
+    check(*([table for table in each if table is not None] for each in tables))
+    check(block, known[1])
+
+
+@pytest.mark.gpu
+@every_metric
+def test_a_gpu_keeps_them_too(metric):
+    clouds, there = make_clouds((3, 5, 2, 7, 1, 6), weighted=True), torch.device("cuda", 0)
+    found = metric.measure(moved(clouds, there), all_pairs(6, there))
+    assert {part.device for part in found} == {there}
+    expected = metric.measure(clouds, all_pairs(6))
+    assert bool((found.lower.cpu() <= expected.upper + 1e-9).all())
+    assert bool((found.upper.cpu() >= expected.lower - 1e-9).all())
