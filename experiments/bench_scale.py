@@ -11,8 +11,8 @@ Workloads, of random labelled clouds with W given unless it is what is measured:
 - imagenet_streamed: the first with points in host memory, of which the device holds a part, by one
   process alone;
 - four_million: 4 million points a side, 10,000 classes a side, at 0.1;
-- class_table: Sinkhorn divergences between 2,000 + 2,000 classes of 64 points, 8 million pairs, the
-  list of pairs and their numbers on the device;
+- class_table: Sinkhorn divergences between 2,000 + 2,000 classes of 64 points, 8 million pairs, to
+  tables of values and bounds on the CPU;
 - flow: 20 steps of a gradient flow of 60,000 points in 784 dimensions.
 
 A row is one workload by so many processes: seconds after a smaller warm-up, points on the device;

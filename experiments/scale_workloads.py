@@ -26,8 +26,7 @@ import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.labels.classes import pool
-from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.labels.many import measure_all
 
 
 class Sizes(NamedTuple):
@@ -132,7 +131,7 @@ def solved(
 
 
 def class_table(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[str, Any]:
-    """Debiased Sinkhorn divergences between all classes of both sides."""
+    """Debiased Sinkhorn divergences between all classes of both sides, as tables on the CPU."""
     device = settings["device"]
     metric = otdd.labels.Sinkhorn(epsilon=settings["epsilon_relative"] * 2 * sizes.dimension)
 
@@ -142,10 +141,8 @@ def class_table(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> 
         # As many points in every class.
         labels = torch.arange(count, device=device) % classes
         named = [otdd.LabeledSamples(side.features, labels, side.class_names) for side in sides]
-        together, _ = pool(named)
-        pairs = all_pairs(len(together), device)
         shared = measured_by_ranks(metric, ranks)
-        return lambda: shared.measure(together, pairs)
+        return lambda: measure_all(named, shared)
 
     # Triton compiles numbers that 16 divides apart: as many classes as have the same powers of two.
     measure(sizes.classes // 5 if sizes.classes % 5 == 0 else sizes.classes)()
@@ -153,8 +150,8 @@ def class_table(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> 
     return {
         **moved,
         "seconds": seconds,
-        "value": float(found.values.mean()),
-        **compared(settings, {"W": found.values}, ranks),
+        "value": float(found.full.mean()),
+        **compared(settings, {"W": found.full}, ranks),
     }
 
 
