@@ -41,6 +41,19 @@ Build = Callable[[LabelledCost], Operator]
 EVERY, FIRST = slice(None), slice(0, 1)
 
 
+class Facts(NamedTuple):
+    """What all ranks say of a cost together.
+
+    Attributes:
+        error: `CostFacts.error` of the whole.
+        takes_columns: whether all P_r have passes over some columns that take less time than over
+            all; never asked of a cloud with itself.
+    """
+
+    error: float
+    takes_columns: bool
+
+
 class Part(NamedTuple):
     """The operator of some rows or columns, and the mass of these."""
 
@@ -151,26 +164,32 @@ def refine(ranks: Ranks, number: int, refined: int) -> None:
     ranks.held[refined] = ranks.held[number].refined
 
 
-def mean_error(ranks: Ranks, number: int) -> float:
-    """`CostFacts.error` of the whole.
+def facts(ranks: Ranks, number: int) -> Facts:
+    """What ranks say of the parts that they hold, in one exchange; the same of refined ones.
 
     Costs C_ij of P_r are off by at most A_i + B_j, where B may be another on every rank. A plan may
     give any part of a column's mass to any rank, so that the largest of them counts.
     """
     parts: Parts = ranks.held[number]
+    total, lacking = 0.0, 1.0
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
-        of_rows, of_columns, rounding = 0.0, torch.zeros_like(parts.cost.b), 0.0
+        of_rows, of_columns, numbers = 0.0, torch.zeros_like(parts.cost.b), (0.0, 0.0)
         if parts.rows is not None:
             operator, mass = parts.rows
             (rows, of_columns), rounding = errors_of(cast(BlockOperator, operator))
             of_rows = mass * float(operator.a @ rows)
-        own = torch.cat((of_columns, of_columns.new_tensor([rounding])))
-        largest = ranks.all_gathered(own).amax(0)
-        total = float(ranks.summed(of_columns.new_tensor(of_rows)))
-        total += float(parts.cost.b @ largest[:-1] + largest[-1])
-    return total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT)
+            numbers = rounding, float(operator.execution.over_columns is None)
+        own = torch.cat((of_columns, of_columns.new_tensor([*numbers, of_rows])))
+        every = ranks.all_gathered(own)
+        largest = every.amax(0)
+        most = parts.cost.b @ largest[:-3]
+        # One tensor, so that the host waits once.
+        found = torch.cat((most[None], largest[-3:-1], every[:, -1])).tolist()
+        of_columns_and_rounding, lacking, of_all_rows = found[:2], found[2], found[3:]
+        total = math.fsum((*of_all_rows, *of_columns_and_rounding))
+    return Facts(total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT), lacking == 0)
 
 
 def softmin(
@@ -190,13 +209,6 @@ def softmin(
         softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
         found = softmin(potential, epsilon, near).to(found.dtype)
     return owned.gathered(ranks, found)
-
-
-def takes_columns(ranks: Ranks, number: int) -> bool:
-    """Whether all P_r have passes over some columns that take less time than over all."""
-    parts: Parts = ranks.held[number]
-    own = parts.rows is None or parts.rows.operator.execution.over_columns is not None
-    return all(ranks.all_gathered_objects(own))
 
 
 def softmin_over_columns(

@@ -30,7 +30,7 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
 from otdd_flash.operators.owned import Owned
-from otdd_flash.operators.parts import Build, Parts
+from otdd_flash.operators.parts import Build, Facts, Parts, facts
 from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
 from otdd_flash.operators.sharded import ShardedOperator
@@ -56,18 +56,21 @@ def shared_operator(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> S
     compute, streaming = inputs.compute.alone, inputs.streaming
     if streaming is None and _in_a_ring(inputs, ranks):
         cost, keep_scores = labelled_cost(inputs), False
-        number = _share_in_ring(inputs, ranks, cost)
+        number, found = _share_in_ring(inputs, ranks, cost)
     else:
         numbers = [_number(ranks, cloud) for cloud in (inputs.source, inputs.target)]
         number, block, ground = ranks.number(), inputs.class_distances, inputs.cost
         if streaming is not None:
             ranks.layout = "streamed"
             streaming = _of_one_rank(streaming, ranks, compute)
-        ranks.order(_hold_parts, number, *numbers, block, ground, compute, keep_scores, streaming)
+        given = number, *numbers, block, ground, compute, keep_scores, streaming
+        found = ranks.order(_hold_parts, *given)
         cost = ranks.held[number].cost
-    return ShardedOperator(
-        ranks, number, cost, lambda sample: operator_alone(sample, compute, keep_scores=keep_scores)
-    )
+
+    def sampled(sample: LabelledCost) -> Operator:
+        return operator_alone(sample, compute, keep_scores=keep_scores)
+
+    return ShardedOperator(ranks, number, cost, found, sampled)
 
 
 def _in_a_ring(inputs: CostInputs, ranks: Ranks) -> bool:
@@ -89,8 +92,13 @@ def _least_room(ranks: Ranks, compute: ComputeOptions, device: torch.device) -> 
     return min(ranks.all_gathered_objects(room))
 
 
-def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
-    """Have every rank hold its points of both sides, and all else of the cost; by which number."""
+def _share_in_ring(
+    inputs: CostInputs, ranks: Ranks, cost: LabelledCost
+) -> tuple[int, Facts]:
+    """Have every rank hold its points of both sides, and all else of the cost.
+
+    By which number, and what ranks say of it.
+    """
     compute = inputs.compute.alone
     if uses_triton(compute, cost.a.device):
         # Asked of all points, which no rank has.
@@ -99,8 +107,8 @@ def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
     first = cost.points[0][:1], cost.points[1][:1]
     ranks.layout, number = "ring", ranks.number()
     content, tensors = taken_apart(cost.without_points(), cost.a.device)
-    ranks.order(_hold_ring, number, *numbers, *first, compute, content, *tensors)
-    return number
+    found = ranks.order(_hold_ring, number, *numbers, *first, compute, content, *tensors)
+    return number, found
 
 
 def _shards(ranks: Ranks, cloud: LabeledSamples) -> int:
@@ -129,7 +137,7 @@ def _hold_ring(
     compute: ComputeOptions,
     content: bytes,
     *tensors: Tensor,
-) -> None:
+) -> Facts:
     bare: LabelledCost = put_together(content, tensors)
 
     def build(part: LabelledCost) -> BlockOperator:
@@ -137,6 +145,7 @@ def _hold_ring(
 
     points = ranks.held[source], ranks.held[target]
     ranks.held[number] = ring_parts(ranks, bare, points, (first_x, first_y), build)
+    return facts(ranks, number)
 
 
 def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
@@ -206,7 +215,7 @@ def _hold_parts(
     compute: ComputeOptions,
     keep_scores: bool,
     streaming: Streaming | None,
-) -> None:
+) -> Facts:
     clouds = ranks.held[source](), ranks.held[target]()
     if streaming is not None and ranks.rank > 0:
         streaming = replace(streaming, device=ranks.device_of(streaming.device))
@@ -223,6 +232,7 @@ def _hold_parts(
         return Parts.replicated(whole, ranks, build, share)
 
     ranks.held[number] = ranks.together(parts)
+    return facts(ranks, number)
 
 
 def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) -> Streaming:
