@@ -41,6 +41,9 @@ from otdd_flash.samples import LabeledSamples
 # rectangles of a cloud with itself.
 PARTS, SELF_PARTS = 2, 4
 
+# How many times what is needed all ranks have to have had free not to be asked again.
+AMPLE = 4
+
 # Bytes that a coordinate takes as it came, and packed, over those of the first.
 PACKED = 2
 
@@ -79,22 +82,29 @@ def _in_a_ring(inputs: CostInputs, ranks: Ranks) -> bool:
     needed = sum(PACKED * cloud.features.nbytes for cloud in clouds)
     if needed <= UNASKED:
         return False
-    room: float = ranks.order(_least_room, inputs.compute.alone, inputs.source.features.device)
-    return needed > room
+    stated = stated_budget(inputs.compute.memory_budget)
+    if stated is not None:
+        return needed > stated
+    device = inputs.source.features.device
+    now, (then, least) = _room(ranks, device), ranks.room.get(device, (0, 0))
+    # What ranks hold changes as it does here, about; asked again before that could matter.
+    if needed > (least - max(0, then - now)) / AMPLE:
+        least = ranks.order(_least_room, device)
+        ranks.room[device] = now, least
+    return needed > least
 
 
-def _least_room(ranks: Ranks, compute: ComputeOptions, device: torch.device) -> float:
-    """The least that any rank has for points: what is stated, or what is free."""
-    room = stated_budget(compute.memory_budget)
-    if room is None:
-        device = ranks.device_of(device)
-        room = free_memory(device) // (1 if device.type == "cuda" else ranks.size)
-    return min(ranks.all_gathered_objects(room))
+def _least_room(ranks: Ranks, device: torch.device) -> int:
+    """The least that any rank has free for points."""
+    return min(ranks.all_gathered_objects(_room(ranks, ranks.device_of(device))))
 
 
-def _share_in_ring(
-    inputs: CostInputs, ranks: Ranks, cost: LabelledCost
-) -> tuple[int, Facts]:
+def _room(ranks: Ranks, device: torch.device) -> int:
+    """What is free for points of this rank."""
+    return free_memory(device) // (1 if device.type == "cuda" else ranks.size)
+
+
+def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> tuple[int, Facts]:
     """Have every rank hold its points of both sides, and all else of the cost.
 
     By which number, and what ranks say of it.
@@ -201,7 +211,8 @@ def _hold_cloud(
         there = there if isinstance(there, Tensor) else features_of(there.reopened())
         return LabeledSamples(there, labels, class_names, weights)
 
-    cloud = ranks.together(made)
+    # A file may be missing on some rank; nothing else fails on one alone.
+    cloud = ranks.together(made) if isinstance(features, FeatureFile) else made()
     ranks.held[number] = lambda: cloud
 
 

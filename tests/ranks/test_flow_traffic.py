@@ -5,6 +5,9 @@ Points have so many coordinates that whatever else is sent, potentials and order
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +18,9 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.distributed.copies import Copied
-from otdd_flash.distributed.ranks import Dealt, Ranks
+from otdd_flash.distributed.ranks import PAGE, Dealt, Ranks
 from otdd_flash.flows.stepping import Stepping
+from otdd_flash.operators import sharing
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -75,6 +79,86 @@ def test_a_step_sends_shares_of_the_points(size: int, stepping: Stepping) -> Non
         assert formula <= share <= formula + REST
     alone, _ = moved(options)
     torch.testing.assert_close(points, alone, rtol=1e-3, atol=1e-3)
+
+
+def exchanges() -> list[dict[str, int]]:
+    """How often each step of a flow but the first and the last called what takes ranks long."""
+    counts, steps = Counter[str](), list[Counter[str]]()
+
+    def work(ranks: Ranks) -> None:
+        otdd.gradient_flow(
+            *sides(),
+            otdd.Flow(STEPS),
+            epsilon=2e3,
+            compute=otdd.ComputeOptions("cpu", group=ranks),
+            callbacks=otdd.Callbacks(progress=lambda _: steps.append(counts.copy())),
+        )
+
+    room, sharing.UNASKED = sharing.UNASKED, 0
+    try:
+        with counting(counts):
+            otdd.led(work)
+    finally:
+        sharing.UNASKED = room
+    return [dict(b - a) for a, b in pairwise(steps[:-1])]
+
+
+@contextmanager
+def counting(counts: Counter[str]) -> Iterator[None]:
+    """Count calls of what ranks exchange in host memory."""
+    dist, names = torch.distributed, ("all_gather_object", "broadcast", "all_reduce")
+    before = {name: getattr(dist, name) for name in names}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counted(name))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(dist, name, before[name])
+
+
+def test_a_step_pickles_nothing_that_all_ranks_say() -> None:
+    """Room is asked for once, and what is said of parts, and of failures, is numbers."""
+    for step in pool(2).run(exchanges)[0]:
+        assert "all_gather_object" not in step
+        # Whether parts of either term were made, and rows of the self term.
+        assert step["all_reduce"] == 3
+
+
+def messages() -> Any:
+    """What ranks got of orders of so many bytes, and in how many broadcasts."""
+
+    def work(ranks: Ranks) -> list[Any]:
+        found = []
+        for size in (0, 1000, PAGE, 3 * PAGE, *range(PAGE - 200, PAGE)):
+            counts = Counter[str]()
+            content = bytes(range(256)) * (size // 256) + bytes(size % 256)
+            with counting(counts):
+                got = ranks.order(_content, content)
+            found.append((size, got == [content] * ranks.size, counts["broadcast"]))
+        return found
+
+    return otdd.led(work)
+
+
+def _content(ranks: Ranks, content: bytes) -> list[bytes]:
+    return ranks.all_gathered_objects(content)
+
+
+def test_an_order_is_one_message_but_where_it_is_long() -> None:
+    found = pool(2).run(messages)[0]
+    assert all(same for _, same, _ in found)
+    assert [broadcasts for _, _, broadcasts in found[:4]] == [1, 1, 2, 2]
+    # At some size it does not fit any longer.
+    assert {broadcasts for _, _, broadcasts in found[4:]} == {1, 2}
 
 
 def test_points_that_are_no_copies_are_sent() -> None:
