@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.copies import Copied
 from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.flows.divergence import FlowSetting
@@ -73,13 +74,19 @@ class Loop:
         self._saved: int | None = None
         self._variables = {"points": self.points, **mode.variables}
         temperature = noise_temperature(options.functionals)
+        ranks = ranks_of(setting.request.compute.group)
+        if ranks is not None:
+            # What stays as it is is sent once.
+            for fixed in (setting.source.labels, setting.source.weights):
+                if fixed is not None:
+                    Copied(ranks, fixed, self)
         self._stepper = Stepper(
             self._variables,
             options.flow.stepping,
             options.flow.steps,
             temperature,
             self._evaluator.check_reach,
-            ranks_of(setting.request.compute.group),
+            ranks,
         )
 
     def run(self) -> None:

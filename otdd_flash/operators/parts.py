@@ -73,7 +73,7 @@ class Parts:
     Attributes:
         cost: the whole; without its points if these are in a ring.
         sides: how rows, and columns, are divided among ranks.
-        first: the cost of the first row and column, which tells how parts run; on all ranks.
+        first: what tells how parts run, where they do not.
         rows: P_r.
         columns: Q_r; None of a cloud with itself.
         share: of a cloud with itself, if its pairs are divided.
@@ -82,7 +82,7 @@ class Parts:
 
     cost: LabelledCost
     sides: tuple[Owned, Owned]
-    first: Operator
+    first: Operator | None
     rows: Part | None
     columns: Part | None
     share: SelfShare | None = None
@@ -94,7 +94,7 @@ class Parts:
         cost: LabelledCost,
         ranks: Ranks,
         build: Build,
-        share: Callable[[LabelledCost, Ranks, Build], SelfShare] | None,
+        share: Callable[[LabelledCost, Ranks, Build], tuple[SelfShare, Operator]] | None,
     ) -> Parts:
         """Of a cost whose points are all here, or in files that every rank reads.
 
@@ -102,12 +102,17 @@ class Parts:
             cost: the whole.
             ranks: that share it.
             build: makes operators of parts.
-            share: makes this rank's share of a cost of a cloud with itself; None where every rank
-                has its rows against all.
+            share: makes this rank's share of a cost of a cloud with itself, and what tells how it
+                runs; None where every rank has its rows against all.
         """
+        sides = sides_of(cost)
 
         def part(rows: Rows, columns: Rows) -> Part | None:
-            cut, mass = cost.part(rows, columns), 1.0
+            x, y = (
+                labels if own is EVERY else side.labels_of(ranks, labels)
+                for labels, own, side in zip(cost.labels, (rows, columns), sides, strict=True)
+            )
+            cut, mass = cost.part(rows, columns, labels=(x, y)), 1.0
             if 0 in cut.shape:
                 return None
             if rows is not EVERY:
@@ -116,14 +121,23 @@ class Parts:
                 cut.b, mass = normalised(cut.b)
             return Part(build(cut), mass)
 
-        sides = sides_of(cost)
-        first = build(cost.part(FIRST, FIRST))
         rows, columns = (side.of(ranks) for side in sides)
         if cost.symmetric and share is not None:
-            pairs = share(cost, ranks, build)
+            pairs, first = share(cost, ranks, build)
             return cls(cost, sides, first, None, None, pairs, lambda: part(rows, EVERY))
         theirs = None if cost.symmetric else part(EVERY, columns)
-        return cls(cost, sides, first, part(rows, EVERY), theirs)
+        own = part(rows, EVERY)
+        alone = build(cost.part(FIRST, FIRST)) if own is theirs is None else None
+        return cls(cost, sides, alone, own, theirs)
+
+    @property
+    def telling(self) -> Operator:
+        """An operator that runs as parts do; on all ranks."""
+        if self.first is not None:
+            return self.first
+        part = self.rows or self.columns
+        assert part is not None
+        return part.operator
 
     def by(self, ranks: Ranks, *, columns: bool) -> tuple[Part | None, Owned]:
         """The part by rows or by columns, and how those are divided."""
@@ -138,7 +152,7 @@ class Parts:
         later = self.later
         return replace(
             self,
-            first=refined(self.first),
+            first=self.first and refined(self.first),
             rows=self.rows and self.rows.refined,
             columns=self.columns and self.columns.refined,
             share=self.share and self.share.refined,
@@ -203,7 +217,7 @@ def softmin(
     """The softmin of all rows (n,), or columns (m,), of the other side's potential."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=columns)
-    found = potential.new_empty(0, dtype=parts.first.dtype)
+    found = potential.new_empty(0, dtype=parts.telling.dtype)
     if part is not None:
         near = None if guess is None else guess[owned.of(ranks)]
         softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
@@ -217,7 +231,7 @@ def softmin_over_columns(
     """The softmin of all rows (n,) over some columns (l,), int64, of g (l,)."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
-    found = g.new_empty(0, dtype=parts.first.dtype)
+    found = g.new_empty(0, dtype=parts.telling.dtype)
     if part is not None:
         over_columns = part.operator.execution.over_columns
         assert over_columns is not None
@@ -236,7 +250,7 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
         # NaN compares as not within reach.
         within = (found - f[own]).abs() <= share.reach * epsilon
         found = torch.where(within, found, math.nan)
-    found = owned.gathered(ranks, found.to(parts.first.dtype))
+    found = owned.gathered(ranks, found.to(parts.telling.dtype))
     if math.isfinite(share.reach) and bool((missing := found.isnan()).any()):
         rows = torch.zeros_like(missing)
         rows[own] = missing[own]
@@ -321,7 +335,7 @@ def apply_plan(
     own = owned.of(ranks)
     rows: Rows = EVERY if transposed else own
     columns: Rows = own if transposed else EVERY
-    applied = values.new_zeros((0, values.shape[1]), dtype=parts.first.dtype)
+    applied = values.new_zeros((0, values.shape[1]), dtype=parts.telling.dtype)
     masses = f.new_zeros(0, dtype=torch.float64)
     if part is not None:
         factors = None if left is None or right is None else (left[rows], right[columns])

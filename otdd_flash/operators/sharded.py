@@ -21,7 +21,6 @@ from otdd_flash.operators.base import (
     Marginals,
     Operator,
 )
-from otdd_flash.operators.host_points import HostPoints
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.parts import Build, Facts, Parts
 from otdd_flash.operators.rounding import float16_rounding
@@ -44,12 +43,10 @@ class ShardedOperator:
         self.ranks, self._number, self._facts, self._sampled = ranks, number, facts, sampled
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
-        self._first, self._by_pairs = held.first, held.share is not None
-        # Of points that stream, a part tells in what blocks.
-        told = held.first
-        if isinstance(cost.points[0], HostPoints) and held.rows is not None:
-            told = held.rows.operator
-        self._backend = told.execution.backend
+        self._dtype, self._by_pairs = held.telling.dtype, held.share is not None
+        execution = held.telling.execution
+        self._backend, self._segment = execution.backend, execution.segment
+        self._refines = execution.refined is not None
         self._ring = held.cost is not cost
         self._replicated = not self._ring and isinstance(cost.points[0], Tensor)
         self.cost = cost
@@ -61,17 +58,16 @@ class ShardedOperator:
     @property
     def dtype(self) -> torch.dtype:
         """Of the potentials."""
-        return self._first.dtype
+        return self._dtype
 
     @property
     def execution(self) -> Execution:
         """As parts run; nothing is recorded, as ranks wait for each other in every pass."""
-        part = self._first.execution
-        refine = None if part.refined is None else self._refine
+        refine = self._refine if self._refines else None
         ring = ", points in a ring" if self._ring else ""
         return Execution(
             f"{self._backend}, {self.ranks.size} ranks{ring}",
-            part.segment,
+            self._segment,
             self.sample,
             refine,
             on_points=self._on_points if self._replicated else None,

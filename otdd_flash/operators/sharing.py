@@ -30,11 +30,10 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
 from otdd_flash.operators.owned import Owned
-from otdd_flash.operators.parts import Build, Facts, Parts, facts
+from otdd_flash.operators.parts import FIRST, Build, Facts, Parts, facts
 from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
 from otdd_flash.operators.sharded import ShardedOperator
-from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples
 
 # What a process holds of one cost: a part by rows and one by columns, or two squares and two
@@ -162,8 +161,10 @@ def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
     """What ranks call a cloud, which they are given where they do not hold it."""
 
     def send(number: int) -> None:
-        there = _as_sent(ranks, cloud.features)
-        ranks.order(_hold_cloud, number, there, cloud.labels, cloud.weights, cloud.class_names)
+        features = cloud.features
+        there = features.file if isinstance(features, FileFeatures) else _as_sent(ranks, features)
+        labels, weights = (_as_sent(ranks, each) for each in (cloud.labels, cloud.weights))
+        ranks.order(_hold_cloud, number, there, labels, weights, cloud.class_names)
         # It lives as long as what rank 0 does with it.
         ranks.held[number] = weakref.ref(cloud)
 
@@ -188,31 +189,36 @@ def _number_of(
     return number
 
 
-def _as_sent(ranks: Ranks, features: Tensor | FileFeatures) -> Tensor | FeatureFile | int:
-    """What says which features these are: they, their file, or the number of copies of them."""
-    if isinstance(features, FileFeatures):
-        return features.file
-    copied = ranks.copied.get(id(features))
-    return features if copied is None else copied.sent()
+def _as_sent(ranks: Ranks, tensor: Tensor | None) -> Tensor | int | None:
+    """What says which tensor it is: itself, or the number of copies of it."""
+    copied = ranks.copied.get(id(tensor))
+    return tensor if copied is None else copied.sent()
+
+
+def _there(ranks: Ranks, sent: Tensor | int | None) -> Tensor | None:
+    """The tensor, or its copy of this rank."""
+    return ranks.held[sent] if isinstance(sent, int) else sent
 
 
 def _hold_cloud(
     ranks: Ranks,
     number: int,
     features: Tensor | FeatureFile | int,
-    labels: Tensor | None,
-    weights: Tensor | None,
+    labels: Tensor | int | None,
+    weights: Tensor | int | None,
     class_names: tuple[str, ...],
 ) -> None:
     def made() -> LabeledSamples | None:
         if ranks.rank == 0:
             return None
-        there = ranks.held[features] if isinstance(features, int) else features
-        there = there if isinstance(there, Tensor) else features_of(there.reopened())
-        return LabeledSamples(there, labels, class_names, weights)
+        there: Any
+        if isinstance(features, FeatureFile):
+            there = features_of(features.reopened())
+        else:
+            there = _there(ranks, features)
+        return LabeledSamples(there, _there(ranks, labels), class_names, _there(ranks, weights))
 
-    # A file may be missing on some rank; nothing else fails on one alone.
-    cloud = ranks.together(made) if isinstance(features, FeatureFile) else made()
+    cloud = ranks.together(made)
     ranks.held[number] = lambda: cloud
 
 
@@ -239,8 +245,8 @@ def _hold_parts(
         def build(part: LabelledCost) -> Operator:
             return operator_alone(part, each, keep_scores=keep_scores)
 
-        share = _self_share if streaming is None else None
-        return Parts.replicated(whole, ranks, build, share)
+        share = _kernel_share if uses_triton(compute, whole.a.device) else _block_share
+        return Parts.replicated(whole, ranks, build, share if streaming is None else None)
 
     ranks.held[number] = ranks.together(parts)
     return facts(ranks, number)
@@ -254,15 +260,19 @@ def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) ->
     return replace(streaming, room=room, host_room=streaming.host_room // (PARTS * ranks.size))
 
 
-def _self_share(cost: LabelledCost, ranks: Ranks, build: Build) -> SelfShare:
-    """This rank's share of the cost of a cloud with itself, where its passes run."""
-    first = build(cost.part(slice(0, 1), slice(0, 1)))
-    if isinstance(first, TiledOperator):
-        ranges = folded(cost.shape[0], ranks.rank, ranks.size)
-        return BlockShare(FoldedPairs(cost, ranges, cast(BlockBuild, build)))
+def _block_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
+    """This rank's share of the cost of a cloud with itself in PyTorch, and what tells of it."""
+    ranges = folded(cost.shape[0], ranks.rank, ranks.size)
+    share = BlockShare(FoldedPairs(cost, ranges, cast(BlockBuild, build)))
+    return share, build(cost.part(FIRST, FIRST))
+
+
+def _kernel_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
+    """This rank's share of it in Triton, and the whole, which tells of it."""
     whole: Any = build(cost)
-    share: SelfShare = whole.self_share(ranks.rank, ranks.size)
-    return share
+    # Its rows take the points as they are packed here.
+    cost.packed = whole.packed
+    return whole.self_share(ranks.rank, ranks.size), whole
 
 
 def _holders(ranks: Ranks, compute: ComputeOptions, cost: LabelledCost) -> int:

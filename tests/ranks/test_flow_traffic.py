@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ import otdd_flash as otdd
 from otdd_flash.distributed.copies import Copied
 from otdd_flash.distributed.ranks import PAGE, Dealt, Ranks
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.operators import sharing
+from otdd_flash.operators import kernel, sharing
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -129,8 +130,79 @@ def test_a_step_pickles_nothing_that_all_ranks_say() -> None:
     """Room is asked for once, and what is said of parts, and of failures, is numbers."""
     for step in pool(2).run(exchanges)[0]:
         assert "all_gather_object" not in step
-        # Whether parts of either term were made, and rows of the self term.
-        assert step["all_reduce"] == 3
+        # Whether the particles, parts of either term and rows of the self term were made.
+        assert step["all_reduce"] == 4
+
+
+def clouds_sent() -> list[list[bool]]:
+    """Of every cloud that ranks were told of, which of its parts were tensors."""
+    source, target = sides()
+    weights = torch.full((COUNT,), 1 / COUNT, dtype=torch.float64)
+    assert target.labels is not None
+    source, target = replace(source, weights=weights), replace(target, labels=target.labels.clone())
+    before, found = Ranks.order, []
+
+    def order(ranks: Ranks, function: Any, *given: Any) -> Any:
+        if function is sharing._hold_cloud:
+            found.append([isinstance(each, Tensor) for each in given[1:4]])
+        return before(ranks, function, *given)
+
+    def work(ranks: Ranks) -> None:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        otdd.gradient_flow(source, target, otdd.Flow(STEPS), epsilon=2e3, compute=compute)
+
+    Ranks.order = order
+    try:
+        otdd.led(work)
+    finally:
+        Ranks.order = before
+    return found
+
+
+def test_labels_and_weights_of_particles_are_sent_once() -> None:
+    first, target, *later = pool(2).run(clouds_sent)[0]
+    assert {tuple(first), tuple(target)} == {(False, False, False), (True, True, False)}
+    assert later == [[False, False, False]] * STEPS
+
+
+def arrangements(ranks: Ranks | None = None) -> list[int]:
+    """How often this process put labels in blocks of rows until every step was done."""
+    times, steps, before = [0], [], kernel.arrange
+
+    def arrange(*given: Any) -> Any:
+        times[0] += 1
+        return before(*given)
+
+    draw = torch.Generator().manual_seed(3)
+    labels = torch.arange(23) % 2
+    clouds = [
+        otdd.LabeledSamples(torch.randn(23, 2, generator=draw), labels.clone(), ("a", "b"))
+        for _ in range(2)
+    ]
+    kernel.arrange = arrange
+    try:
+        otdd.gradient_flow(
+            *clouds,
+            otdd.Flow(1),
+            epsilon=1.0,
+            compute=otdd.ComputeOptions("cpu", "triton", group=ranks),
+            callbacks=otdd.Callbacks(progress=lambda _: steps.append(times[0])),
+        )
+    finally:
+        kernel.arrange = before
+    return steps
+
+
+def led_arrangements() -> list[int]:
+    return otdd.led(arrangements)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
+@pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_labels_are_put_in_blocks_once(alone: bool) -> None:
+    """Of both clouds; by ranks also of their own points."""
+    steps = arrangements() if alone else pool(2).run(led_arrangements)[0]
+    assert steps == [2 if alone else 4] * 2
 
 
 def messages() -> Any:
