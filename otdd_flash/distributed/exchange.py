@@ -106,12 +106,14 @@ class Exchange:
         sent = self._movable(tensor)
         found = sent.new_empty((self.size, *sent.shape))
         with self.moving():
-            torch.distributed.all_gather(list(found.unbind()), sent, group=self._group)
+            _all_gather(found, sent, self._group)
         self._moved += (self.size - 1) * sent.nbytes
         return found.to(device)
 
     def gathered(self, part: Tensor, count: int) -> Tensor:
         """All shares of a tensor (count, ...), of which each rank gives its own, (share, ...)."""
+        if count % self.size == 0:
+            return self.all_gathered(part).flatten(0, 1)
         own = self.share(count)
         padded = part.new_zeros((-(-count // self.size), *part.shape[1:]))
         padded[: own.stop - own.start] = part
@@ -321,6 +323,14 @@ def _as_said(error: Exception) -> tuple[type[Exception], str]:
         if isinstance(error, kind):
             return kind, str(error)
     return LeaderError, f"rank 0 ended with {type(error).__name__}: {error}"
+
+
+def _all_gather(found: Tensor, sent: Tensor, group: ProcessGroup | None) -> None:
+    """Put what every rank sends into one tensor (size, ...), without a copy of each."""
+    dist = torch.distributed
+    # As newer versions of torch call it, which warn of its first name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(found.view(-1), sent.view(-1), group=group)
 
 
 def _import_without_group() -> None:
