@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from otdd_flash.distributed.copies import Copied
@@ -25,6 +24,7 @@ from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
 from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.stepper import Stepper
 from otdd_flash.flows.stepping import Draw, generator
+from otdd_flash.samples import all_finite
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Loop:
         return replace(record, step_size=0.0, seconds=time.perf_counter() - started)
 
     def _check_finite(self) -> None:
-        if not all(bool(torch.isfinite(part).all()) for part in self._variables.values()):
+        if not all(map(all_finite, self._variables.values())):
             raise Overshot("particles have values that are not finite")
 
     @contextmanager
