@@ -278,7 +278,7 @@ def _as_features(values: Any) -> Tensor:
         )
     if features.shape[0] == 0 or features.shape[1] == 0:
         raise InputError(f"the dataset is empty: features have shape {tuple(features.shape)}")
-    if not math.isfinite(float(largest_entry(features))):
+    if not all_finite(features):
         raise _not_finite(features)
     return features
 
@@ -287,6 +287,11 @@ def largest_entry(features: Tensor) -> Tensor:
     """The largest of all absolute values (), float64; NaN where there is one. Reads them once."""
     largest: Tensor = torch.linalg.vector_norm(features.detach(), ord=math.inf)
     return largest.double()
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no entry of one or more is NaN or infinite; one read, where `isfinite` takes five."""
+    return math.isfinite(float(largest_entry(values)))
 
 
 def _not_finite(features: Tensor) -> InputError:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Bytes of the first broadcast of an order, as a rule the only one; so many of them tell its length.
+PAGE, COUNTED = 4096, 8
+
 # progress(units of work done, their total).
 Progress = Callable[[int, int], None]
 
@@ -68,6 +71,8 @@ class Ranks(Exchange):
             its content when it was sent.
         ring_numbers: likewise, of those of which every rank holds a part.
         copied: the leader's, tensors that change with their copies (`copies.Copied`), by `id`.
+        room: the leader's, by device: its bytes free for points when ranks said last how many they
+            have, and the least of these.
         progress: called as progress(done, total) with what is done of this rank's own part of an
             order; the leader's alone.
 
@@ -81,6 +86,7 @@ class Ranks(Exchange):
         self.numbers: Numbers = WeakKeyDictionary()
         self.ring_numbers: Numbers = WeakKeyDictionary()
         self.copied: dict[int, Copied] = {}
+        self.room: dict[torch.device, tuple[int, int]] = {}
         self.progress: Progress | None = None
         self._numbers = count()
         self._dropped: list[int] = []
@@ -179,9 +185,8 @@ class Ranks(Exchange):
         # Taken first: what ends meanwhile is for the next order.
         dropped, self._dropped = self._dropped, []
         content = pickle.dumps((dropped, function, sent))
-        message = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         with self.moving():
-            for part in (torch.tensor([len(message)]), message):
+            for part in _pages(content):
                 torch.distributed.broadcast(part, self._leader, group=self._orders)
             for each in arguments:
                 if isinstance(each, Tensor):
@@ -191,16 +196,20 @@ class Ranks(Exchange):
                     self._moved += each.nbytes
                 elif isinstance(each, Dealt):
                     self.deal(each.tensor)
-        self._moved += len(message)
+        self._moved += len(content)
         self._forget(dropped)
 
     def _receive(self) -> tuple[Callable[..., Any] | None, tuple[Any, ...]]:
-        length = torch.empty(1, dtype=torch.int64)
+        first = torch.empty(PAGE, dtype=torch.uint8)
         with others_heard():
-            torch.distributed.broadcast(length, self._leader, group=self._orders)
-            message = torch.empty(int(length), dtype=torch.uint8)
-            torch.distributed.broadcast(message, self._leader, group=self._orders)
-        dropped, function, arguments = pickle.loads(message.numpy().tobytes())
+            torch.distributed.broadcast(first, self._leader, group=self._orders)
+            page = first.numpy().tobytes()
+            length, content = int.from_bytes(page[:COUNTED], "little"), page[COUNTED:]
+            if length > len(content):
+                rest = torch.empty(length - len(content), dtype=torch.uint8)
+                torch.distributed.broadcast(rest, self._leader, group=self._orders)
+                content += rest.numpy().tobytes()
+        dropped, function, arguments = pickle.loads(content[:length])
         self._forget(dropped)
         return function, tuple(map(self._received, arguments))
 
@@ -220,6 +229,14 @@ class Ranks(Exchange):
     def _forget(self, numbers: list[int]) -> None:
         for number in numbers:
             self.held.pop(number, None)
+
+
+def _pages(content: bytes) -> list[Tensor]:
+    """A message as it is sent: its length and what a page has room for, then the rest if any."""
+    room = PAGE - COUNTED
+    first = len(content).to_bytes(COUNTED, "little") + content[:room].ljust(room, b"\0")
+    pages = [first] if len(content) <= room else [first, content[room:]]
+    return [torch.frombuffer(bytearray(page), dtype=torch.uint8) for page in pages]
 
 
 def _in_place_of(argument: Any) -> Any:

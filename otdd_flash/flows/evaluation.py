@@ -19,6 +19,7 @@ from otdd_flash.flows.functionals import value_and_velocity
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.modes import Evaluation, Mode
 from otdd_flash.flows.stepping import Draw, generator, normal_like
+from otdd_flash.samples import all_finite
 from otdd_flash.solver.divergence import Divergence
 
 # A mean cost of this many times that of the start: steps overshoot. A flow on its way down ends at
@@ -92,7 +93,7 @@ class Evaluator:
         if noise > 0:
             points = points + noise * normal_like(points, self._draw(step, Draw.PERTURBATION))
         features = self._space.features(points)
-        if not bool(torch.isfinite(features).all()):
+        if not all_finite(features):
             raise Overshot("particles have features that are not finite")
         cost = self._setting.mean_cost(features, mode.class_distances)
         self._check_nearness(cost, *([f"moved by flow.noise={noise:g}"] if noise else []))
@@ -106,7 +107,7 @@ class Evaluator:
             values, extra = self._functionals(points)
             velocity = velocity + (extra if batch is None else batch.only(extra))
         finite = math.isfinite(solved.value + sum(values.values()))
-        if not finite or not bool(torch.isfinite(velocity).all()):
+        if not finite or not all_finite(velocity):
             raise Overshot("the objective or its gradient is not finite")
         self._check_nearness(solved.value)
         record = self._record(step, solved, values, velocity, batch, noise)
@@ -219,8 +220,9 @@ class Evaluator:
     ) -> StepRecord:
         whole = batch is None and noise == 0
         masses = self._setting.source.masses
-        rows = torch.arange(len(masses), device=masses.device) if batch is None else batch.particles
-        speeds = torch.linalg.vector_norm(velocity[rows], dim=1).double().square()
+        if batch is not None:
+            masses, velocity = masses[batch.particles], velocity[batch.particles]
+        speeds = torch.linalg.vector_norm(velocity, dim=1).double().square()
         return StepRecord(
             step=step,
             objective=solved.value + sum(values.values()) if whole else None,
@@ -228,7 +230,7 @@ class Evaluator:
             lower=solved.bounds[0] if whole else None,
             upper=solved.bounds[1] if whole else None,
             functionals=values,
-            gradient_norm=float((masses[rows] @ speeds / masses[rows].sum()).sqrt()),
+            gradient_norm=float((masses @ speeds / masses.sum()).sqrt()),
             step_size=self._options.flow.stepping.step_size_at(step, self._options.flow.steps),
             iterations=solved.xy.iterations,
             marginal_error=solved.marginal_error,
@@ -237,7 +239,7 @@ class Evaluator:
             stopped_by=solved.stopped_by,
             seconds=0.0,
             estimate=None if whole else solved.value,
-            estimated_on=None if whole else len(rows),
+            estimated_on=None if whole else len(masses),
             bound_width=solved.bound_width if math.isfinite(solved.bound_width) else None,
         )
 

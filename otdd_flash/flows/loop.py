@@ -11,9 +11,9 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from otdd_flash.distributed.copies import Copied
 from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.flows.divergence import FlowSetting
@@ -24,6 +24,7 @@ from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
 from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.stepper import Stepper
 from otdd_flash.flows.stepping import Draw, generator
+from otdd_flash.samples import all_finite
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +74,19 @@ class Loop:
         self._saved: int | None = None
         self._variables = {"points": self.points, **mode.variables}
         temperature = noise_temperature(options.functionals)
+        ranks = ranks_of(setting.request.compute.group)
+        if ranks is not None:
+            # What stays as it is is sent once.
+            for fixed in (setting.source.labels, setting.source.weights):
+                if fixed is not None:
+                    Copied(ranks, fixed, self)
         self._stepper = Stepper(
             self._variables,
             options.flow.stepping,
             options.flow.steps,
             temperature,
             self._evaluator.check_reach,
-            ranks_of(setting.request.compute.group),
+            ranks,
         )
 
     def run(self) -> None:
@@ -206,7 +213,7 @@ class Loop:
         return replace(record, step_size=0.0, seconds=time.perf_counter() - started)
 
     def _check_finite(self) -> None:
-        if not all(bool(torch.isfinite(part).all()) for part in self._variables.values()):
+        if not all(map(all_finite, self._variables.values())):
             raise Overshot("particles have values that are not finite")
 
     @contextmanager

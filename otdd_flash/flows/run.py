@@ -12,6 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.flows.checkpoint import Checkpoints
+from otdd_flash.flows.departure import on_host, ready
 from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.flow import Callbacks, Flow, LoopOptions
 from otdd_flash.flows.functionals import build_functionals
@@ -148,13 +150,15 @@ def gradient_flow(
     if checkpoints is not None and checkpoints.resume:
         _go_on(loop, checkpoints, options, device)
     prepared = time.perf_counter()
-    with nullcontext() if checkpoints is None else checkpoints.held():
-        loop.run()
-    began = points.to("cpu")
+    with ThreadPoolExecutor(1) as beside:
+        coming = beside.submit(on_host, points, goal, ready(device))
+        with nullcontext() if checkpoints is None else checkpoints.held():
+            loop.run()
+    began, aim, room = coming.result()
     result = FlowResult(
         began,
-        goal.to("cpu"),
-        _moved(began, loop),
+        aim,
+        _moved(began, loop, room),
         loop.before,
         tuple(loop.history),
         loop.trajectory(),
@@ -184,10 +188,11 @@ def _go_on(
         )
 
 
-def _moved(began: LabeledSamples, loop: Loop) -> LabeledSamples:
+def _moved(began: LabeledSamples, loop: Loop, room: Tensor | None) -> LabeledSamples:
     """The particles where the loop has them, on the CPU as those that it began with."""
+    features = loop.points if room is None else room.copy_(loop.points)
     labels = None if began.labels is None else loop.labels()
-    return replace(began, features=loop.points.cpu(), labels=labels)
+    return replace(began, features=features.cpu(), labels=labels)
 
 
 def _followed(points: LabeledSamples, seed: int) -> Tensor:

@@ -5,7 +5,8 @@ Between labelled clouds: `request` has the datasets of a comparison, checked, mo
 chooses between `kernel`, the passes in Triton on a GPU, and `tiled`, those in PyTorch: `stored`
 scores kept in memory, or `streamed` ones computed again in every pass. `rounding` is about what
 points in float16 change in costs. `footprint` says what operators take, `memory` and
-`control_groups` what there is.
+`control_groups` what there is. `remembered` keeps what follows from labels, which stay as they are
+while points move.
 
 What certificates read: `cost_tiles` are costs in float64, `fixed_point` the sums of a plan in
 Triton, `whole_points` and `lattice` points whose products are exact, `product_errors` what other

@@ -46,6 +46,7 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
+from otdd_flash.operators.remembered import remembered
 from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.operators.tiled import LOG2_ZERO
 from otdd_flash.operators.triton_plans import ExactFusedPlan
@@ -66,6 +67,9 @@ class KernelOperator:
         cost: two labelled clouds.
         precision: `fast` or `high`.
         coarse: the operator that this one is to refine.
+
+    Attributes:
+        packed: both clouds.
     """
 
     def __init__(
@@ -76,12 +80,12 @@ class KernelOperator:
         self.a, self.b = cost.a.contiguous(), cost.b.contiguous()
         self.shape, self.dtype = cost.shape, torch.float32
         self._lattice: Lattice | None
-        self._packed: tuple[PackedPoints, PackedPoints]
+        self.packed: tuple[PackedPoints, PackedPoints]
         self._fixed_point: FixedPoint
         self._seen: tuple[Seen, Seen]
         if coarse is None:
             self._lattice = lattice_of(cost)
-            self._packed = x, y = _pack_both(cost, self._lattice)
+            self.packed = x, y = _pack_both(cost, self._lattice)
             self._fixed_point = FixedPoint(cost, (x.layout, y.layout), self._lattice)
             of_x = _seen(x, cost.a, cost.lambda_x)
             self._seen = of_x, of_x if cost.symmetric else _seen(y, cost.b, cost.lambda_x)
@@ -89,10 +93,10 @@ class KernelOperator:
             self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
         else:
             self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
-            self._packed, self._seen = coarse._packed, coarse._seen
+            self.packed, self._seen = coarse.packed, coarse._seen
             self._costs, self._masses = coarse._costs, coarse._masses
         self._parts = parts = 1 if self._lattice else PARTS[precision]
-        x, y = self._packed
+        x, y = self.packed
         self._rows, self._columns = (by_parts[parts] for by_parts in self._seen)
         scale = 2 * cost.lambda_x / x.scale**2
         self._scores = Scores(scale, self._costs, parts)
@@ -139,7 +143,7 @@ class KernelOperator:
     def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
         """The softmin (n,) over some columns (l,), int64, rows packed as they are."""
         part = self.cost.part(slice(None), columns)
-        part.packed = self._packed[0], None
+        part.packed = self.packed[0], None
         return KernelOperator(part, self._precision).softmin_rows(g, epsilon)
 
     def _refine(self) -> KernelOperator:
@@ -154,7 +158,7 @@ class KernelOperator:
     def seen_points(self) -> tuple[Tensor, Tensor]:
         """Both clouds less one point, as this precision rounds them, (n, d) and (m, d) float64."""
         dim = self.cost.points[0].shape[1]
-        x, y = (side.rounded(self._parts)[:, :dim] for side in self._packed)
+        x, y = (side.rounded(self._parts)[:, :dim] for side in self.packed)
         return x, y
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
@@ -190,7 +194,7 @@ class KernelOperator:
             one = KernelSelf(self._rows, self._scores, self._masses, self._fixed_point)
             found = one.softmin(f, level)
             return found, found
-        x, y = self._packed
+        x, y = self.packed
         masses = (x.layout.spread(self.a, 0.0).float(), y.layout.spread(self.b, 0.0).float())
         near = single(f), single(g)
         sums = pair_sums(self._rows, self._columns, self._scores, masses, near, level)
@@ -321,7 +325,8 @@ def _pack(
 ) -> PackedPoints:
     """Some points (k, d) of a side, with labels (k,)."""
     if layout is None:
-        layout = arrange(labels, cost.class_costs.shape[side])
+        classes = cost.class_costs.shape[side]
+        layout = remembered(labels, f"{classes} in blocks", lambda: arrange(labels, classes))
     if lattice:
         return pack(points, layout, lattice.centre, lattice.scale)
     return pack(points, layout, cost.centre, power_of_two_scale(cost.largest))

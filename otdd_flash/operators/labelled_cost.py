@@ -30,10 +30,10 @@ DOUBLE_UNIT = 2.0**-53
 # In place of log 0: far below any other, and not infinite times 0 in a product.
 LOG_NOTHING = -1e200
 
-# Coordinates that are in float64 at once: 2 MiB stay near a core's cache; 16 MiB are little beside
-# the points on a GPU, which wants few, large launches.
+# Coordinates that are in float64 at once: 2 MiB stay near a core's cache. A GPU has room for 64 MiB
+# and takes longer to launch a pass over 16 MiB than to run it.
 CHUNK_ELEMENTS_CPU = 1 << 18
-CHUNK_ELEMENTS_GPU = 1 << 21
+CHUNK_ELEMENTS_GPU = 1 << 23
 
 
 class Moments(NamedTuple):
@@ -281,21 +281,29 @@ class LabelledCost:
         columns: Cut,
         points: tuple[Tensor, Tensor] | None = None,
         *,
+        labels: tuple[Tensor, Tensor] | None = None,
         diagonal: bool = False,
     ) -> LabelledCost:
         """Some rows and columns, with their masses, and all else of the whole cost.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.
-        Their `points` may be given where they are there; on the `diagonal` both sides are one.
+        Their `points` and `labels` may be given where they are there; on the `diagonal` both sides
+        are one.
         """
         found, cuts = copy(self), (rows, columns)
         found._whole, found.known_of = self.whole, (None, None)
+        packed_x, packed_y = (
+            packed if isinstance(cut, slice) and cut == slice(None) else None
+            for packed, cut in zip(self.packed, cuts, strict=True)
+        )
+        found.packed = packed_x, packed_y
         x, y = self.points
         found.points = points or (_some(x, rows), _some(y, columns))
-        pairs = (self.labels, self.squares, self.magnitudes)
-        found.labels, found.squares, found.magnitudes = (
-            (pair[0][rows], pair[1][columns]) for pair in pairs
+        found.squares, found.magnitudes = (
+            (pair[0][rows], pair[1][columns]) for pair in (self.squares, self.magnitudes)
         )
+        of_x, of_y = self.labels
+        found.labels = labels or (of_x[rows], of_y[columns])
         found.a, found.b = (side[cut] for side, cut in zip((self.a, self.b), cuts, strict=True))
         found.symmetric = diagonal and self.symmetric
         return found

@@ -6,12 +6,13 @@ class that lies with one rank is padded once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.operators.remembered import remembered
 
 Rows = slice | Tensor
 
@@ -29,10 +30,15 @@ class Owned:
     count: int
     order: Tensor | None
     place: Tensor | None
+    _labels: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def by_class(cls, labels: Tensor) -> Owned:
         """Points in the order of their labels (count,)."""
+        return remembered(labels, "owned", lambda: cls._in_order(labels))
+
+    @classmethod
+    def _in_order(cls, labels: Tensor) -> Owned:
         if bool((labels[1:] >= labels[:-1]).all()):
             return cls(len(labels), None, None)
         order = torch.argsort(labels, stable=True)
@@ -44,6 +50,14 @@ class Owned:
         """The points of a rank, this one by default."""
         share = ranks.share(self.count, rank)
         return share if self.order is None else self.order[share]
+
+    def labels_of(self, ranks: Ranks, labels: Tensor) -> Tensor:
+        """Of the labels (count,) that this is by, those of this rank's points: one tensor."""
+        place = ranks.rank, ranks.size
+        if place not in self._labels:
+            # Cloned: it must not hold them.
+            self._labels[place] = labels[self.of(ranks)].clone()
+        return self._labels[place]
 
     def gathered(self, ranks: Ranks, found: Tensor) -> Tensor:
         """What all ranks found of their points, in the points' own order."""

@@ -41,6 +41,19 @@ Build = Callable[[LabelledCost], Operator]
 EVERY, FIRST = slice(None), slice(0, 1)
 
 
+class Facts(NamedTuple):
+    """What all ranks say of a cost together.
+
+    Attributes:
+        error: `CostFacts.error` of the whole.
+        takes_columns: whether all P_r have passes over some columns that take less time than over
+            all; never asked of a cloud with itself.
+    """
+
+    error: float
+    takes_columns: bool
+
+
 class Part(NamedTuple):
     """The operator of some rows or columns, and the mass of these."""
 
@@ -60,7 +73,7 @@ class Parts:
     Attributes:
         cost: the whole; without its points if these are in a ring.
         sides: how rows, and columns, are divided among ranks.
-        first: the cost of the first row and column, which tells how parts run; on all ranks.
+        first: what tells how parts run, where they do not.
         rows: P_r.
         columns: Q_r; None of a cloud with itself.
         share: of a cloud with itself, if its pairs are divided.
@@ -69,7 +82,7 @@ class Parts:
 
     cost: LabelledCost
     sides: tuple[Owned, Owned]
-    first: Operator
+    first: Operator | None
     rows: Part | None
     columns: Part | None
     share: SelfShare | None = None
@@ -81,7 +94,7 @@ class Parts:
         cost: LabelledCost,
         ranks: Ranks,
         build: Build,
-        share: Callable[[LabelledCost, Ranks, Build], SelfShare] | None,
+        share: Callable[[LabelledCost, Ranks, Build], tuple[SelfShare, Operator]] | None,
     ) -> Parts:
         """Of a cost whose points are all here, or in files that every rank reads.
 
@@ -89,12 +102,17 @@ class Parts:
             cost: the whole.
             ranks: that share it.
             build: makes operators of parts.
-            share: makes this rank's share of a cost of a cloud with itself; None where every rank
-                has its rows against all.
+            share: makes this rank's share of a cost of a cloud with itself, and what tells how it
+                runs; None where every rank has its rows against all.
         """
+        sides = sides_of(cost)
 
         def part(rows: Rows, columns: Rows) -> Part | None:
-            cut, mass = cost.part(rows, columns), 1.0
+            x, y = (
+                labels if own is EVERY else side.labels_of(ranks, labels)
+                for labels, own, side in zip(cost.labels, (rows, columns), sides, strict=True)
+            )
+            cut, mass = cost.part(rows, columns, labels=(x, y)), 1.0
             if 0 in cut.shape:
                 return None
             if rows is not EVERY:
@@ -103,14 +121,23 @@ class Parts:
                 cut.b, mass = normalised(cut.b)
             return Part(build(cut), mass)
 
-        sides = sides_of(cost)
-        first = build(cost.part(FIRST, FIRST))
         rows, columns = (side.of(ranks) for side in sides)
         if cost.symmetric and share is not None:
-            pairs = share(cost, ranks, build)
+            pairs, first = share(cost, ranks, build)
             return cls(cost, sides, first, None, None, pairs, lambda: part(rows, EVERY))
         theirs = None if cost.symmetric else part(EVERY, columns)
-        return cls(cost, sides, first, part(rows, EVERY), theirs)
+        own = part(rows, EVERY)
+        alone = build(cost.part(FIRST, FIRST)) if own is theirs is None else None
+        return cls(cost, sides, alone, own, theirs)
+
+    @property
+    def telling(self) -> Operator:
+        """An operator that runs as parts do; on all ranks."""
+        if self.first is not None:
+            return self.first
+        part = self.rows or self.columns
+        assert part is not None
+        return part.operator
 
     def by(self, ranks: Ranks, *, columns: bool) -> tuple[Part | None, Owned]:
         """The part by rows or by columns, and how those are divided."""
@@ -125,7 +152,7 @@ class Parts:
         later = self.later
         return replace(
             self,
-            first=refined(self.first),
+            first=self.first and refined(self.first),
             rows=self.rows and self.rows.refined,
             columns=self.columns and self.columns.refined,
             share=self.share and self.share.refined,
@@ -151,26 +178,32 @@ def refine(ranks: Ranks, number: int, refined: int) -> None:
     ranks.held[refined] = ranks.held[number].refined
 
 
-def mean_error(ranks: Ranks, number: int) -> float:
-    """`CostFacts.error` of the whole.
+def facts(ranks: Ranks, number: int) -> Facts:
+    """What ranks say of the parts that they hold, in one exchange; the same of refined ones.
 
     Costs C_ij of P_r are off by at most A_i + B_j, where B may be another on every rank. A plan may
     give any part of a column's mass to any rank, so that the largest of them counts.
     """
     parts: Parts = ranks.held[number]
+    total, lacking = 0.0, 1.0
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
-        of_rows, of_columns, rounding = 0.0, torch.zeros_like(parts.cost.b), 0.0
+        of_rows, of_columns, numbers = 0.0, torch.zeros_like(parts.cost.b), (0.0, 0.0)
         if parts.rows is not None:
             operator, mass = parts.rows
             (rows, of_columns), rounding = errors_of(cast(BlockOperator, operator))
             of_rows = mass * float(operator.a @ rows)
-        own = torch.cat((of_columns, of_columns.new_tensor([rounding])))
-        largest = ranks.all_gathered(own).amax(0)
-        total = float(ranks.summed(of_columns.new_tensor(of_rows)))
-        total += float(parts.cost.b @ largest[:-1] + largest[-1])
-    return total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT)
+            numbers = rounding, float(operator.execution.over_columns is None)
+        own = torch.cat((of_columns, of_columns.new_tensor([*numbers, of_rows])))
+        every = ranks.all_gathered(own)
+        largest = every.amax(0)
+        most = parts.cost.b @ largest[:-3]
+        # One tensor, so that the host waits once.
+        found = torch.cat((most[None], largest[-3:-1], every[:, -1])).tolist()
+        of_columns_and_rounding, lacking, of_all_rows = found[:2], found[2], found[3:]
+        total = math.fsum((*of_all_rows, *of_columns_and_rounding))
+    return Facts(total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT), lacking == 0)
 
 
 def softmin(
@@ -184,19 +217,12 @@ def softmin(
     """The softmin of all rows (n,), or columns (m,), of the other side's potential."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=columns)
-    found = potential.new_empty(0, dtype=parts.first.dtype)
+    found = potential.new_empty(0, dtype=parts.telling.dtype)
     if part is not None:
         near = None if guess is None else guess[owned.of(ranks)]
         softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
         found = softmin(potential, epsilon, near).to(found.dtype)
     return owned.gathered(ranks, found)
-
-
-def takes_columns(ranks: Ranks, number: int) -> bool:
-    """Whether all P_r have passes over some columns that take less time than over all."""
-    parts: Parts = ranks.held[number]
-    own = parts.rows is None or parts.rows.operator.execution.over_columns is not None
-    return all(ranks.all_gathered_objects(own))
 
 
 def softmin_over_columns(
@@ -205,7 +231,7 @@ def softmin_over_columns(
     """The softmin of all rows (n,) over some columns (l,), int64, of g (l,)."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
-    found = g.new_empty(0, dtype=parts.first.dtype)
+    found = g.new_empty(0, dtype=parts.telling.dtype)
     if part is not None:
         over_columns = part.operator.execution.over_columns
         assert over_columns is not None
@@ -224,7 +250,7 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
         # NaN compares as not within reach.
         within = (found - f[own]).abs() <= share.reach * epsilon
         found = torch.where(within, found, math.nan)
-    found = owned.gathered(ranks, found.to(parts.first.dtype))
+    found = owned.gathered(ranks, found.to(parts.telling.dtype))
     if math.isfinite(share.reach) and bool((missing := found.isnan()).any()):
         rows = torch.zeros_like(missing)
         rows[own] = missing[own]
@@ -309,7 +335,7 @@ def apply_plan(
     own = owned.of(ranks)
     rows: Rows = EVERY if transposed else own
     columns: Rows = own if transposed else EVERY
-    applied = values.new_zeros((0, values.shape[1]), dtype=parts.first.dtype)
+    applied = values.new_zeros((0, values.shape[1]), dtype=parts.telling.dtype)
     masses = f.new_zeros(0, dtype=torch.float64)
     if part is not None:
         factors = None if left is None or right is None else (left[rows], right[columns])

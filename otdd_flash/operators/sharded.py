@@ -21,9 +21,8 @@ from otdd_flash.operators.base import (
     Marginals,
     Operator,
 )
-from otdd_flash.operators.host_points import HostPoints
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.parts import Build, Parts
+from otdd_flash.operators.parts import Build, Facts, Parts
 from otdd_flash.operators.rounding import float16_rounding
 
 
@@ -34,42 +33,41 @@ class ShardedOperator:
         ranks: that share it.
         number: of the `Parts` that they hold.
         cost: the whole.
+        facts: of these parts.
         sampled: makes the operator of a sample of the cost, for this process alone.
     """
 
-    def __init__(self, ranks: Ranks, number: int, cost: LabelledCost, sampled: Build) -> None:
-        self.ranks, self._number, self._sampled = ranks, number, sampled
+    def __init__(
+        self, ranks: Ranks, number: int, cost: LabelledCost, facts: Facts, sampled: Build
+    ) -> None:
+        self.ranks, self._number, self._facts, self._sampled = ranks, number, facts, sampled
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
-        self._first, self._by_pairs = held.first, held.share is not None
-        # Of points that stream, a part tells in what blocks.
-        told = held.first
-        if isinstance(cost.points[0], HostPoints) and held.rows is not None:
-            told = held.rows.operator
-        self._backend = told.execution.backend
+        self._dtype, self._by_pairs = held.telling.dtype, held.share is not None
+        execution = held.telling.execution
+        self._backend, self._segment = execution.backend, execution.segment
+        self._refines = execution.refined is not None
         self._ring = held.cost is not cost
         self._replicated = not self._ring and isinstance(cost.points[0], Tensor)
         self.cost = cost
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
-        error = ranks.order(parts.mean_error, number)
-        self.costs = CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, error)
-        # Asked for of a cross term alone.
-        self._takes_columns = not cost.symmetric and ranks.order(parts.takes_columns, number)
+        self.costs = CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, facts.error)
+        self._takes_columns = not cost.symmetric and facts.takes_columns
+        self._refined: ShardedOperator | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the potentials."""
-        return self._first.dtype
+        return self._dtype
 
     @property
     def execution(self) -> Execution:
         """As parts run; nothing is recorded, as ranks wait for each other in every pass."""
-        part = self._first.execution
-        refine = None if part.refined is None else self._refine
+        refine = self._refine if self._refines else None
         ring = ", points in a ring" if self._ring else ""
         return Execution(
             f"{self._backend}, {self.ranks.size} ranks{ring}",
-            part.segment,
+            self._segment,
             self.sample,
             refine,
             on_points=self._on_points if self._replicated else None,
@@ -90,9 +88,12 @@ class ShardedOperator:
         return self.ranks.order(order, self._number, transposed, f, g, epsilon, origin)
 
     def _refine(self) -> ShardedOperator:
-        number = self.ranks.number()
-        self.ranks.order(parts.refine, self._number, number)
-        return ShardedOperator(self.ranks, number, self.cost, self._sampled)
+        """Found once: a solve ends on it, and its gradient begins with it."""
+        if self._refined is None:
+            ranks, number = self.ranks, self.ranks.number()
+            ranks.order(parts.refine, self._number, number)
+            self._refined = ShardedOperator(ranks, number, self.cost, self._facts, self._sampled)
+        return self._refined
 
     def sample(self, rows: Tensor, columns: Tensor) -> Operator:
         """The cost between some rows (k,) and columns (l,), int64, of this process alone."""

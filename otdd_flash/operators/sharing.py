@@ -30,16 +30,18 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
 from otdd_flash.operators.owned import Owned
-from otdd_flash.operators.parts import Build, Parts
+from otdd_flash.operators.parts import FIRST, Build, Facts, Parts, facts
 from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
 from otdd_flash.operators.sharded import ShardedOperator
-from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples
 
 # What a process holds of one cost: a part by rows and one by columns, or two squares and two
 # rectangles of a cloud with itself.
 PARTS, SELF_PARTS = 2, 4
+
+# How many times what is needed all ranks have to have had free not to be asked again.
+AMPLE = 4
 
 # Bytes that a coordinate takes as it came, and packed, over those of the first.
 PACKED = 2
@@ -56,18 +58,21 @@ def shared_operator(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> S
     compute, streaming = inputs.compute.alone, inputs.streaming
     if streaming is None and _in_a_ring(inputs, ranks):
         cost, keep_scores = labelled_cost(inputs), False
-        number = _share_in_ring(inputs, ranks, cost)
+        number, found = _share_in_ring(inputs, ranks, cost)
     else:
         numbers = [_number(ranks, cloud) for cloud in (inputs.source, inputs.target)]
         number, block, ground = ranks.number(), inputs.class_distances, inputs.cost
         if streaming is not None:
             ranks.layout = "streamed"
             streaming = _of_one_rank(streaming, ranks, compute)
-        ranks.order(_hold_parts, number, *numbers, block, ground, compute, keep_scores, streaming)
+        given = number, *numbers, block, ground, compute, keep_scores, streaming
+        found = ranks.order(_hold_parts, *given)
         cost = ranks.held[number].cost
-    return ShardedOperator(
-        ranks, number, cost, lambda sample: operator_alone(sample, compute, keep_scores=keep_scores)
-    )
+
+    def sampled(sample: LabelledCost) -> Operator:
+        return operator_alone(sample, compute, keep_scores=keep_scores)
+
+    return ShardedOperator(ranks, number, cost, found, sampled)
 
 
 def _in_a_ring(inputs: CostInputs, ranks: Ranks) -> bool:
@@ -76,21 +81,33 @@ def _in_a_ring(inputs: CostInputs, ranks: Ranks) -> bool:
     needed = sum(PACKED * cloud.features.nbytes for cloud in clouds)
     if needed <= UNASKED:
         return False
-    room: float = ranks.order(_least_room, inputs.compute.alone, inputs.source.features.device)
-    return needed > room
+    stated = stated_budget(inputs.compute.memory_budget)
+    if stated is not None:
+        return needed > stated
+    device = inputs.source.features.device
+    now, (then, least) = _room(ranks, device), ranks.room.get(device, (0, 0))
+    # What ranks hold changes as it does here, about; asked again before that could matter.
+    if needed > (least - max(0, then - now)) / AMPLE:
+        least = ranks.order(_least_room, device)
+        ranks.room[device] = now, least
+    return needed > least
 
 
-def _least_room(ranks: Ranks, compute: ComputeOptions, device: torch.device) -> float:
-    """The least that any rank has for points: what is stated, or what is free."""
-    room = stated_budget(compute.memory_budget)
-    if room is None:
-        device = ranks.device_of(device)
-        room = free_memory(device) // (1 if device.type == "cuda" else ranks.size)
-    return min(ranks.all_gathered_objects(room))
+def _least_room(ranks: Ranks, device: torch.device) -> int:
+    """The least that any rank has free for points."""
+    return min(ranks.all_gathered_objects(_room(ranks, ranks.device_of(device))))
 
 
-def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
-    """Have every rank hold its points of both sides, and all else of the cost; by which number."""
+def _room(ranks: Ranks, device: torch.device) -> int:
+    """What is free for points of this rank."""
+    return free_memory(device) // (1 if device.type == "cuda" else ranks.size)
+
+
+def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> tuple[int, Facts]:
+    """Have every rank hold its points of both sides, and all else of the cost.
+
+    By which number, and what ranks say of it.
+    """
     compute = inputs.compute.alone
     if uses_triton(compute, cost.a.device):
         # Asked of all points, which no rank has.
@@ -99,8 +116,8 @@ def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> int:
     first = cost.points[0][:1], cost.points[1][:1]
     ranks.layout, number = "ring", ranks.number()
     content, tensors = taken_apart(cost.without_points(), cost.a.device)
-    ranks.order(_hold_ring, number, *numbers, *first, compute, content, *tensors)
-    return number
+    found = ranks.order(_hold_ring, number, *numbers, *first, compute, content, *tensors)
+    return number, found
 
 
 def _shards(ranks: Ranks, cloud: LabeledSamples) -> int:
@@ -129,7 +146,7 @@ def _hold_ring(
     compute: ComputeOptions,
     content: bytes,
     *tensors: Tensor,
-) -> None:
+) -> Facts:
     bare: LabelledCost = put_together(content, tensors)
 
     def build(part: LabelledCost) -> BlockOperator:
@@ -137,14 +154,17 @@ def _hold_ring(
 
     points = ranks.held[source], ranks.held[target]
     ranks.held[number] = ring_parts(ranks, bare, points, (first_x, first_y), build)
+    return facts(ranks, number)
 
 
 def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
     """What ranks call a cloud, which they are given where they do not hold it."""
 
     def send(number: int) -> None:
-        there = _as_sent(ranks, cloud.features)
-        ranks.order(_hold_cloud, number, there, cloud.labels, cloud.weights, cloud.class_names)
+        features = cloud.features
+        there = features.file if isinstance(features, FileFeatures) else _as_sent(ranks, features)
+        labels, weights = (_as_sent(ranks, each) for each in (cloud.labels, cloud.weights))
+        ranks.order(_hold_cloud, number, there, labels, weights, cloud.class_names)
         # It lives as long as what rank 0 does with it.
         ranks.held[number] = weakref.ref(cloud)
 
@@ -169,28 +189,34 @@ def _number_of(
     return number
 
 
-def _as_sent(ranks: Ranks, features: Tensor | FileFeatures) -> Tensor | FeatureFile | int:
-    """What says which features these are: they, their file, or the number of copies of them."""
-    if isinstance(features, FileFeatures):
-        return features.file
-    copied = ranks.copied.get(id(features))
-    return features if copied is None else copied.sent()
+def _as_sent(ranks: Ranks, tensor: Tensor | None) -> Tensor | int | None:
+    """What says which tensor it is: itself, or the number of copies of it."""
+    copied = ranks.copied.get(id(tensor))
+    return tensor if copied is None else copied.sent()
+
+
+def _there(ranks: Ranks, sent: Tensor | int | None) -> Tensor | None:
+    """The tensor, or its copy of this rank."""
+    return ranks.held[sent] if isinstance(sent, int) else sent
 
 
 def _hold_cloud(
     ranks: Ranks,
     number: int,
     features: Tensor | FeatureFile | int,
-    labels: Tensor | None,
-    weights: Tensor | None,
+    labels: Tensor | int | None,
+    weights: Tensor | int | None,
     class_names: tuple[str, ...],
 ) -> None:
     def made() -> LabeledSamples | None:
         if ranks.rank == 0:
             return None
-        there = ranks.held[features] if isinstance(features, int) else features
-        there = there if isinstance(there, Tensor) else features_of(there.reopened())
-        return LabeledSamples(there, labels, class_names, weights)
+        there: Any
+        if isinstance(features, FeatureFile):
+            there = features_of(features.reopened())
+        else:
+            there = _there(ranks, features)
+        return LabeledSamples(there, _there(ranks, labels), class_names, _there(ranks, weights))
 
     cloud = ranks.together(made)
     ranks.held[number] = lambda: cloud
@@ -206,7 +232,7 @@ def _hold_parts(
     compute: ComputeOptions,
     keep_scores: bool,
     streaming: Streaming | None,
-) -> None:
+) -> Facts:
     clouds = ranks.held[source](), ranks.held[target]()
     if streaming is not None and ranks.rank > 0:
         streaming = replace(streaming, device=ranks.device_of(streaming.device))
@@ -219,10 +245,11 @@ def _hold_parts(
         def build(part: LabelledCost) -> Operator:
             return operator_alone(part, each, keep_scores=keep_scores)
 
-        share = _self_share if streaming is None else None
-        return Parts.replicated(whole, ranks, build, share)
+        share = _kernel_share if uses_triton(compute, whole.a.device) else _block_share
+        return Parts.replicated(whole, ranks, build, share if streaming is None else None)
 
     ranks.held[number] = ranks.together(parts)
+    return facts(ranks, number)
 
 
 def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) -> Streaming:
@@ -233,15 +260,19 @@ def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) ->
     return replace(streaming, room=room, host_room=streaming.host_room // (PARTS * ranks.size))
 
 
-def _self_share(cost: LabelledCost, ranks: Ranks, build: Build) -> SelfShare:
-    """This rank's share of the cost of a cloud with itself, where its passes run."""
-    first = build(cost.part(slice(0, 1), slice(0, 1)))
-    if isinstance(first, TiledOperator):
-        ranges = folded(cost.shape[0], ranks.rank, ranks.size)
-        return BlockShare(FoldedPairs(cost, ranges, cast(BlockBuild, build)))
+def _block_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
+    """This rank's share of the cost of a cloud with itself in PyTorch, and what tells of it."""
+    ranges = folded(cost.shape[0], ranks.rank, ranks.size)
+    share = BlockShare(FoldedPairs(cost, ranges, cast(BlockBuild, build)))
+    return share, build(cost.part(FIRST, FIRST))
+
+
+def _kernel_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
+    """This rank's share of it in Triton, and the whole, which tells of it."""
     whole: Any = build(cost)
-    share: SelfShare = whole.self_share(ranks.rank, ranks.size)
-    return share
+    # Its rows take the points as they are packed here.
+    cost.packed = whole.packed
+    return whole.self_share(ranks.rank, ranks.size), whole
 
 
 def _holders(ranks: Ranks, compute: ComputeOptions, cost: LabelledCost) -> int:

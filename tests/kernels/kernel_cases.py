@@ -71,7 +71,7 @@ def self_cost_of(case):
 
 def largest_error(operator):
     """What a cost of a half-step may be off by: a unit for 16 products and for six operations."""
-    steps = operator._packed[0].coordinates.shape[1] * operator._parts / 16
+    steps = operator.packed[0].coordinates.shape[1] * operator._parts / 16
     return 2.0**-24 * (6 + steps) * operator.costs.highest
 
 

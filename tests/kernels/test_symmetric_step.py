@@ -87,7 +87,7 @@ def test_stripes_of_row_blocks_give_the_sums_of_all_at_once(monkeypatch):
     operator = KernelOperator(self_cost_of(case), "fast")
     f = torch.zeros(case[0], device=DEVICE)
     whole = operator.softmin_rows(f, EPSILON, f)
-    blocks = operator._packed[0].layout.size // symmetric_step.BLOCK_ROWS
+    blocks = operator.packed[0].layout.size // symmetric_step.BLOCK_ROWS
     monkeypatch.setattr(symmetric_step, "STRIPE_BYTES", 4 * 4 * symmetric_step.BLOCK_ROWS * blocks)
     assert 1 < symmetric_step.stripe_height(blocks) < blocks
     assert blocks % symmetric_step.stripe_height(blocks) != 0

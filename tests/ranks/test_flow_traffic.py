@@ -5,6 +5,10 @@ Points have so many coordinates that whatever else is sent, potentials and order
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +19,9 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.distributed.copies import Copied
-from otdd_flash.distributed.ranks import Dealt, Ranks
+from otdd_flash.distributed.ranks import PAGE, Dealt, Ranks
 from otdd_flash.flows.stepping import Stepping
+from otdd_flash.operators import kernel, sharing
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -75,6 +80,157 @@ def test_a_step_sends_shares_of_the_points(size: int, stepping: Stepping) -> Non
         assert formula <= share <= formula + REST
     alone, _ = moved(options)
     torch.testing.assert_close(points, alone, rtol=1e-3, atol=1e-3)
+
+
+def exchanges() -> list[dict[str, int]]:
+    """How often each step of a flow but the first and the last called what takes ranks long."""
+    counts, steps = Counter[str](), list[Counter[str]]()
+
+    def work(ranks: Ranks) -> None:
+        otdd.gradient_flow(
+            *sides(),
+            otdd.Flow(STEPS),
+            epsilon=2e3,
+            compute=otdd.ComputeOptions("cpu", group=ranks),
+            callbacks=otdd.Callbacks(progress=lambda _: steps.append(counts.copy())),
+        )
+
+    room, sharing.UNASKED = sharing.UNASKED, 0
+    try:
+        with counting(counts):
+            otdd.led(work)
+    finally:
+        sharing.UNASKED = room
+    return [dict(b - a) for a, b in pairwise(steps[:-1])]
+
+
+@contextmanager
+def counting(counts: Counter[str]) -> Iterator[None]:
+    """Count calls of what ranks exchange in host memory."""
+    dist, names = torch.distributed, ("all_gather_object", "broadcast", "all_reduce")
+    before = {name: getattr(dist, name) for name in names}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counted(name))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(dist, name, before[name])
+
+
+def test_a_step_pickles_nothing_that_all_ranks_say() -> None:
+    """Room is asked for once, and what is said of parts, and of failures, is numbers."""
+    for step in pool(2).run(exchanges)[0]:
+        assert "all_gather_object" not in step
+        # Whether the particles, parts of either term and rows of the self term were made.
+        assert step["all_reduce"] == 4
+
+
+def clouds_sent() -> list[list[bool]]:
+    """Of every cloud that ranks were told of, which of its parts were tensors."""
+    source, target = sides()
+    weights = torch.full((COUNT,), 1 / COUNT, dtype=torch.float64)
+    assert target.labels is not None
+    source, target = replace(source, weights=weights), replace(target, labels=target.labels.clone())
+    before, found = Ranks.order, []
+
+    def order(ranks: Ranks, function: Any, *given: Any) -> Any:
+        if function is sharing._hold_cloud:
+            found.append([isinstance(each, Tensor) for each in given[1:4]])
+        return before(ranks, function, *given)
+
+    def work(ranks: Ranks) -> None:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        otdd.gradient_flow(source, target, otdd.Flow(STEPS), epsilon=2e3, compute=compute)
+
+    Ranks.order = order
+    try:
+        otdd.led(work)
+    finally:
+        Ranks.order = before
+    return found
+
+
+def test_labels_and_weights_of_particles_are_sent_once() -> None:
+    first, target, *later = pool(2).run(clouds_sent)[0]
+    assert {tuple(first), tuple(target)} == {(False, False, False), (True, True, False)}
+    assert later == [[False, False, False]] * STEPS
+
+
+def arrangements(ranks: Ranks | None = None) -> list[int]:
+    """How often this process put labels in blocks of rows until every step was done."""
+    times, steps, before = [0], [], kernel.arrange
+
+    def arrange(*given: Any) -> Any:
+        times[0] += 1
+        return before(*given)
+
+    draw = torch.Generator().manual_seed(3)
+    labels = torch.arange(23) % 2
+    clouds = [
+        otdd.LabeledSamples(torch.randn(23, 2, generator=draw), labels.clone(), ("a", "b"))
+        for _ in range(2)
+    ]
+    kernel.arrange = arrange
+    try:
+        otdd.gradient_flow(
+            *clouds,
+            otdd.Flow(1),
+            epsilon=1.0,
+            compute=otdd.ComputeOptions("cpu", "triton", group=ranks),
+            callbacks=otdd.Callbacks(progress=lambda _: steps.append(times[0])),
+        )
+    finally:
+        kernel.arrange = before
+    return steps
+
+
+def led_arrangements() -> list[int]:
+    return otdd.led(arrangements)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter")
+@pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_labels_are_put_in_blocks_once(alone: bool) -> None:
+    """Of both clouds; by ranks also of their own points."""
+    steps = arrangements() if alone else pool(2).run(led_arrangements)[0]
+    assert steps == [2 if alone else 4] * 2
+
+
+def messages() -> Any:
+    """What ranks got of orders of so many bytes, and in how many broadcasts."""
+
+    def work(ranks: Ranks) -> list[Any]:
+        found = []
+        for size in (0, 1000, PAGE, 3 * PAGE, *range(PAGE - 200, PAGE)):
+            counts = Counter[str]()
+            content = bytes(range(256)) * (size // 256) + bytes(size % 256)
+            with counting(counts):
+                got = ranks.order(_content, content)
+            found.append((size, got == [content] * ranks.size, counts["broadcast"]))
+        return found
+
+    return otdd.led(work)
+
+
+def _content(ranks: Ranks, content: bytes) -> list[bytes]:
+    return ranks.all_gathered_objects(content)
+
+
+def test_an_order_is_one_message_but_where_it_is_long() -> None:
+    found = pool(2).run(messages)[0]
+    assert all(same for _, same, _ in found)
+    assert [broadcasts for _, _, broadcasts in found[:4]] == [1, 1, 2, 2]
+    # At some size it does not fit any longer.
+    assert {broadcasts for _, _, broadcasts in found[4:]} == {1, 2}
 
 
 def test_points_that_are_no_copies_are_sent() -> None:

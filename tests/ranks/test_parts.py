@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.parts import Part, Parts, mean_error
+from otdd_flash.operators.parts import Part, Parts, facts
 
 
 class TwoRanks:
@@ -18,25 +18,34 @@ class TwoRanks:
 
     size = 2
 
-    def __init__(self, parts: Any, each: list[float], summed: float) -> None:
-        self.held, self._each, self._summed = {0: parts}, each, summed
+    def __init__(self, parts: Any, each: list[float]) -> None:
+        self.held, self._each = {0: parts}, each
 
     def all_gathered(self, mine: Tensor) -> Tensor:
         return torch.stack((mine, mine.new_tensor(self._each)))
 
-    def summed(self, mine: Tensor) -> Tensor:
-        return mine + self._summed
 
-
-def test_a_plan_may_give_all_of_a_column_to_the_rank_that_errs_more_there() -> None:
+def cross_parts(over_columns: Any = None) -> Any:
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     errors = torch.ones_like(half), torch.tensor([0.0, 4.0], dtype=torch.float64)
     # What is left of it is rounding.
     operator = SimpleNamespace(a=half, b=half, accurate_errors=errors)
     operator.costs = SimpleNamespace(error=3.0 + 0.25)
-    parts = SimpleNamespace(
+    operator.execution = SimpleNamespace(over_columns=over_columns)
+    return SimpleNamespace(
         cost=SimpleNamespace(b=half), share=None, rows=Part(cast(Any, operator), 0.5)
     )
-    ranks = TwoRanks(cast(Parts, parts), [4.0, 0.0, 0.125], 0.5)
+
+
+def test_a_plan_may_give_all_of_a_column_to_the_rank_that_errs_more_there() -> None:
+    ranks = TwoRanks(cast(Parts, cross_parts()), [4.0, 0.0, 0.125, 0.0, 0.5])
     # Rows 1 / 2 + 1 / 2, columns 4 wherever they are, and the most rounding.
-    assert mean_error(cast(Ranks, ranks), 0) == pytest.approx(1 + 4 + 0.25, rel=1e-12)
+    assert facts(cast(Ranks, ranks), 0).error == pytest.approx(1 + 4 + 0.25, rel=1e-12)
+
+
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+def test_some_columns_are_asked_of_all_ranks_or_of_none(here: bool, there: bool) -> None:
+    parts = cross_parts(len if here else None)
+    ranks = TwoRanks(cast(Parts, parts), [0.0, 0.0, 0.0, float(not there), 0.5])
+    assert facts(cast(Ranks, ranks), 0).takes_columns == (here and there)

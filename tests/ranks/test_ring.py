@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import reference
@@ -223,6 +223,49 @@ def budgets(budget: str) -> str:
 def _layout(ranks: Ranks, budget: str) -> str:
     compute = otdd.ComputeOptions("cpu", memory_budget=budget, group=ranks)
     return otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute).shared.layout
+
+
+class Asked:
+    """Rank 0, where ranks say what they have free as often as they are asked."""
+
+    size = 1
+
+    def __init__(self) -> None:
+        self.room: dict[torch.device, tuple[int, int]] = {}
+        self.least, self.times = 1 << 20, 0
+
+    def order(self, _: Any, device: torch.device) -> int:
+        self.times += 1
+        return self.least
+
+
+def test_room_is_asked_for_where_it_may_not_be_ample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is needed here are 2 (61 + 45) 3 numbers of 4 bytes."""
+    monkeypatch.setattr(sharing, "UNASKED", 0)
+    free = [1 << 30]
+    monkeypatch.setattr(sharing, "free_memory", lambda device: free[0])
+    inputs = Problem.between(*datasets(), EPSILON).inputs("xy")
+    needed, ranks = 2 * (61 + 45) * 3 * 4, Asked()
+
+    def asked() -> tuple[bool, int]:
+        before = ranks.times
+        return sharing._in_a_ring(inputs, cast(Ranks, ranks)), ranks.times - before
+
+    assert asked() == (False, 1)
+    assert asked() == (False, 0)
+    free[0] -= ranks.least - 4 * needed
+    assert asked() == (False, 0)
+    free[0] -= 1
+    ranks.least = 4 * needed - 1
+    assert asked() == (False, 1)
+    # Little is told anew each time.
+    ranks.least = needed
+    assert asked() == (False, 1)
+    ranks.least = needed - 1
+    assert asked() == (True, 1)
+    ranks.least = 1 << 20
+    assert asked() == (False, 1)
+    assert asked() == (False, 0)
 
 
 @pytest.mark.parametrize(("budget", "layout"), [("auto", "ring"), ("1GiB", "replicated")])

@@ -125,7 +125,7 @@ def found(how: str, n: int, m: int | None, far: float) -> dict[str, tuple[Tensor
     if far < 2:
         values = cost.held[1]
         got["P V"] = parts.apply_plan(ranks, 0, False, f, g, EPSILON, values, None, None).values
-    assert parts.mean_error(ranks, 0) > 0
+    assert parts.facts(ranks, 0).error > 0
     return {name: (value.double(), formulas[name]) for name, value in got.items()}
 
 
@@ -272,12 +272,12 @@ def points_of_passes() -> list[Any]:
     ranks = Ranks()
     cost, _ = held(ranks, "fast", 61, 45)
     f, g = potentials(cost, 0.1)
-    parts.mean_error(ranks, 0)
+    parts.facts(ranks, 0)
     with watched() as (rounds, _):
         parts.marginals(ranks, 0, f, g, EPSILON, True)
         parts.refine(ranks, 0, 1)
         # What costs are off by is known.
-        parts.mean_error(ranks, 1)
+        parts.facts(ranks, 1)
         parts.softmin(ranks, 1, False, g, EPSILON, None)
         parts.expected_costs(ranks, 1, cost.b)
     return rounds

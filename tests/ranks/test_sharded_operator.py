@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from live_bytes import peak
 from rank_pool import pool
 from torch import Tensor
 
@@ -227,6 +228,19 @@ def test_shares_are_put_together_in_the_order_of_ranks(size: int, count: int) ->
             expected += [2.0**60, 1.0, -(2.0**60)][rank % 3]
         assert float(summed) == expected
         assert rows == [rank for rank in range(size) for _ in range(rank)]
+
+
+def taken_by_a_gather() -> float:
+    """Bytes that putting shares together takes, over those of the whole."""
+    ranks = Ranks()
+    part = torch.ones(1000, 100)
+    return peak(lambda: ranks.gathered(part, 2000), part.device) / (2 * part.nbytes)
+
+
+def test_equal_shares_come_where_they_belong() -> None:
+    """Gloo itself holds all of them once more; NCCL does not."""
+    for taken in pool(2).run(taken_by_a_gather):
+        assert 1 <= taken <= 2.01
 
 
 def what_is_held() -> tuple[list[int], list[int]]:
