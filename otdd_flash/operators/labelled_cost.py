@@ -30,10 +30,10 @@ DOUBLE_UNIT = 2.0**-53
 # In place of log 0: far below any other, and not infinite times 0 in a product.
 LOG_NOTHING = -1e200
 
-# Coordinates that are in float64 at once: 2 MiB stay near a core's cache. A GPU has room for 64 MiB
+# Coordinates that are in float64 at once: 2 MiB stay near a core's cache. A GPU has room for 32 MiB
 # and takes longer to launch a pass over 16 MiB than to run it.
 CHUNK_ELEMENTS_CPU = 1 << 18
-CHUNK_ELEMENTS_GPU = 1 << 23
+CHUNK_ELEMENTS_GPU = 1 << 22
 
 
 class Moments(NamedTuple):
