@@ -34,7 +34,8 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver
 from otdd_flash.solver.solved_gradient import report_system
 
-# Bytes of a plan that is held; a larger one is evaluated anew for every product.
+# Bytes of a plan that is held, where a larger one is evaluated anew for every product, and of a
+# preconditioner.
 MOST_HELD = 1 << 28
 
 
@@ -131,12 +132,14 @@ class Entries:
         """
         products = self._products
         near = self.plan.quick if self.whole else products
-        system = SchurSystem(products, cg.damping)
+        system = rounded = SchurSystem(products, cg.damping, MOST_HELD)
+        if near is not products:
+            rounded = SchurSystem(near, cg.damping, MOST_HELD)
         right, taken = t[:, None], None
         if s is not None:
             taken = products.transposed_times(system.by_row * s[:, None])
             right = right - taken
-        solver = Solver(system, system if near is products else SchurSystem(near, cg.damping), cg)
+        solver = Solver(system, rounded, cg)
         found = solver.directly(right)
         if found is None:
             if not bool(right.isfinite().all()):

@@ -18,6 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from otdd_flash.operators.memory import holds
+
 # Vectors that are drawn, at the most, and rows to each of them at the least.
 RANK, ROWS_PER_VECTOR = 256, 4
 
@@ -46,25 +48,28 @@ class LowRank:
         return (rows * self._inverse.T).addmm_(rows @ self.vectors, self.vectors.T).T
 
 
-def rank_for(rows: int) -> int:
-    """Vectors that are drawn for so many rows; 0 where there are too few."""
-    return min(RANK, rows // ROWS_PER_VECTOR)
+def rank_for(rows: int, most: int | None, device: torch.device) -> int:
+    """Vectors that are drawn for so many rows in `most` bytes, half of what is free for None."""
+    rank = min(RANK, rows // ROWS_PER_VECTOR)
+    while rank and not holds(8 * MATRICES * rows * rank, most, device):
+        rank //= 2
+    return rank
 
 
 def low_rank(
-    times: Callable[[Tensor], Tensor], scale: Tensor, precision: float, damping: float = 0.0
+    times: Callable[[Tensor], Tensor], scale: Tensor, rank: int, precision: float, damping: float
 ) -> LowRank:
     """Of D^1/2 ((1 + damping) I - A) D^1/2, up to a factor.
 
     Args:
         times: A V for V (m, k), float64.
         scale: the diagonal of D^-1/2 (m, 1), 0 in rows that have no part in it.
+        rank: vectors that are drawn.
         precision: of products, relative to what they multiply.
         damping: as said.
     """
-    m, k = len(scale), rank_for(len(scale))
     draw = torch.Generator(scale.device).manual_seed(0)
-    drawn = torch.randn(m, k, generator=draw, dtype=torch.float64, device=scale.device)
+    drawn = torch.randn(len(scale), rank, generator=draw, dtype=torch.float64, device=scale.device)
     basis, _ = torch.linalg.qr(times(drawn))
     images = times(basis)
     # Of eigenvalues that rounding hides, and those that are small, nothing is kept.

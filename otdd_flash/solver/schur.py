@@ -30,7 +30,6 @@ from torch import Tensor
 from otdd_flash.arguments.transport import CG_OPTIONS
 from otdd_flash.checks import check_fields
 from otdd_flash.engine.late_reader import LateReader
-from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan, Products
 from otdd_flash.solver.conjugate_gradients import (
     MANY_ROWS,
@@ -41,7 +40,7 @@ from otdd_flash.solver.conjugate_gradients import (
     System,
 )
 from otdd_flash.solver.direct import Direct, OfRows, is_decomposed, of_columns, of_self
-from otdd_flash.solver.low_rank import MATRICES, LowRank, low_rank, rank_for
+from otdd_flash.solver.low_rank import LowRank, low_rank, rank_for
 from otdd_flash.solver.units import largest
 
 if TYPE_CHECKING:
@@ -87,10 +86,17 @@ DEFAULTS = CGOptions()
 
 
 class SchurSystem:
-    """S + delta diag(c) of a plan between two clouds."""
+    """S + delta diag(c) of a plan between two clouds.
 
-    def __init__(self, plan: Products, damping: float = 0.0) -> None:
-        self._plan, self.precision, self._damping = plan, plan.precision, damping
+    Args:
+        plan: its products.
+        damping: delta.
+        most: bytes that a preconditioner may take, half of free memory by default.
+    """
+
+    def __init__(self, plan: Products, damping: float = 0.0, most: int | None = None) -> None:
+        self._plan, self.precision = plan, plan.precision
+        self._damping, self._most = damping, most
 
     @cached_property
     def metric(self) -> Metric:
@@ -140,10 +146,10 @@ class SchurSystem:
         return there.layouts[0].spread(weights, 0.0), -back.weights
 
     def preconditioner(self) -> LowRank | None:
-        """Of S + delta diag(c), where it has so many rows and memory allows it."""
+        """Of S + delta diag(c), as far as it has rows and memory allows it."""
         metric, constant = self.metric, self.metric.constant[:, None]
-        m, rank = len(constant), rank_for(len(constant))
-        if rank == 0 or not holds(8 * MATRICES * m * rank, None, constant.device):
+        rank = rank_for(len(constant), self._most, constant.device)
+        if rank == 0:
             return None
 
         def times(values: Tensor) -> Tensor:
@@ -153,7 +159,7 @@ class SchurSystem:
                 taken -= constant * (constant.T @ values)
             return taken
 
-        return low_rank(times, metric.scale, self.precision, self._damping)
+        return low_rank(times, metric.scale, rank, self.precision, self._damping)
 
     def times(self, values: Tensor) -> Tensor:
         """S w (m, s)."""

@@ -9,6 +9,7 @@ import reference
 import torch
 from torch import Tensor
 
+from otdd_flash.operators import memory
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.solver import low_rank, schur
 from otdd_flash.solver.low_rank import LowRank
@@ -142,13 +143,24 @@ def test_without_memory_or_rows_masses_have_to_do(
 ) -> None:
     system = SchurSystem(KeptPlan(plan()))
     if reason == "memory":
-        monkeypatch.setattr(schur, "holds", lambda *_: False)
+        monkeypatch.setattr(low_rank, "holds", lambda *_: False)
     else:
         monkeypatch.setattr(low_rank, "ROWS_PER_VECTOR", 2 * M)
     assert system.preconditioner() is None
     found = Solver(system, system, CGOptions(1e-9)).solve(right_sides(system))
     assert bool(found.converged.all())
     assert int(found.iterations.min()) >= 50
+
+
+def test_vectors_are_as_many_as_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda *_: 2 * 8 * low_rank.MATRICES * M * 30)
+    of_one = 8 * low_rank.MATRICES * M
+    for most, drawn in ((60 * of_one, 60), (59 * of_one, 30), (of_one, 1), (1, 0), (None, 30)):
+        assert low_rank.rank_for(M, most, torch.device("cpu")) == drawn
+    found = SchurSystem(KeptPlan(plan()), most=15 * of_one).preconditioner()
+    assert found is not None
+    assert found.vectors.shape[1] == 15
 
 
 class InFloat32(KeptPlan):
