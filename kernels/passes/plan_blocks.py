@@ -90,7 +90,7 @@ def plan_block_kernel(
     other_b,  # (2 m, RANK) float16, read if PAIRS is 2
     row_numbers_ptr,  # (n,) float32, read if NUMBERS
     column_numbers_ptr,  # (m,) float32, read if NUMBERS
-    out_ptr,  # (PARTS > 1 ? 2 height : height, width) float16
+    out_ptr,  # (LOW ? 2 height : height, width) float16
     sums_ptr,  # (width / BLOCK_N, height) float32
     first_row,
     first_column,
@@ -108,6 +108,7 @@ def plan_block_kernel(
     PAIRS: tl.constexpr,
     NUMBERS: tl.constexpr,
     PARTS: tl.constexpr,
+    LOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -157,7 +158,7 @@ def plan_block_kernel(
     o_out += i_column * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     high = plan.to(tl.float16)
     tl.store(out_ptr + o_out, high)
-    if PARTS == 3:
+    if LOW:
         low = (plan - high.to(tl.float32)).to(tl.float16)
         tl.store(out_ptr + height.to(tl.int64) * width + o_out, low)
 
@@ -309,6 +310,8 @@ class PlanBlocks:
     ) -> Tensor:
         """Write Q, or Q o W, from (row, column) on to `block` (1 or 2, height, width).
 
+        A block of one part takes no lo parts, however many the points have.
+
         Returns:
             Sums of the rows of each tile, (tiles, height), to be added up.
         """
@@ -343,6 +346,7 @@ class PlanBlocks:
             PAIRS=by.pairs,
             NUMBERS=by.numbers is not None,
             PARTS=self.scores.parts,
+            LOW=len(block) == 2,
             BLOCK_M=BLOCK_ROWS,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,

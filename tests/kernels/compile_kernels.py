@@ -204,6 +204,7 @@ def main() -> None:
             constants = {
                 "DIM": dim,
                 "PARTS": parts,
+                "LOW": parts == 3,
                 "BLOCK_M": BLOCK_ROWS,
                 "BLOCK_N": tile.columns,
                 "BLOCK_K": tile.depth,

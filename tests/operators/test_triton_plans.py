@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import operation_counts
 import pytest
 import reference
 import torch
@@ -92,6 +93,19 @@ def test_products_and_sums(
     # Numbers that are evaluated anew are rounded anew.
     rtol = 1e-6 if kind is HeldPlan else UNIT / 10
     torch.testing.assert_close(held.rows.sum(), held.columns.sum(), rtol=rtol, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
+def test_a_held_plan_is_written_where_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 128)
+    cost = refined(operator(150, 270, 1))
+    plan = StreamedPlan(cost, *potentials(cost), EPSILON)
+    with operation_counts.OperationCounts(monkeypatch) as counts:
+        assert isinstance(plan.quick, HeldPlan)
+    # All columns at once, none of them copied from a block: its sum and three of its masses.
+    assert counts.launches["plan_block_kernel"] == 1
+    assert counts.operations <= 4, counts.operations
 
 
 @pytest.mark.slow
