@@ -176,6 +176,7 @@ class ExactFusedPlan:
         most_columns: of what is multiplied at once.
         streamed: the same plan, by the operator.
         weighted: products whose entries are weighted, with Q for 0, with Q' for 1.
+        rounded: the plan rounded to float16, if sums allow.
     """
 
     dtype, precision = torch.float64, PRECISION
@@ -189,10 +190,11 @@ class ExactFusedPlan:
         most_columns: int,
         streamed: StreamedPlan,
         weighted: Callable[[int], WeightedProduct],
+        rounded: Callable[[], Products | None],
     ) -> None:
         self._products, self._masses, self._layouts = products, masses, layouts
         self._prepare, self._weighted = weighted, dict[int, WeightedProduct]()
-        self._most, self._streamed = most_columns, streamed
+        self._most, self._streamed, self._round = most_columns, streamed, rounded
         # The side of products with P^T: that of products with P where these are the same.
         self._back = int(products[0] is not products[1])
         # Of sides, once something was multiplied; None where they are out of range.
@@ -211,8 +213,11 @@ class ExactFusedPlan:
     @property
     def quick(self) -> Products:
         """One that is rounded to float16, if sums allow."""
-        found = self._streamed.quick
-        return self if found is self._streamed else found
+        return self._quick or self
+
+    @cached_property
+    def _quick(self) -> Products | None:
+        return self._round()
 
     @cached_property
     def ways(self) -> tuple[Way, Way] | None:

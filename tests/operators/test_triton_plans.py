@@ -109,6 +109,24 @@ def test_a_held_plan_is_written_where_it_is_held(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
+def test_a_plan_and_the_one_rounded_to_float16_share_their_terms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 4)
+    cost = refined(operator(150, 130, 1))
+    at = *potentials(cost), EPSILON
+    with operation_counts.OperationCounts(monkeypatch) as counts:
+        plan = plan_of(cost, *at)
+        assert isinstance(plan, ExactFusedPlan)
+        assert isinstance(plan.quick, HeldPlan)
+        assert plan.quick is plan.quick
+    # Of products with P, and with its transpose.
+    assert counts.launches["plan_terms_kernel"] == 2
+
+
+@pytest.mark.slow
 def test_a_held_plan_is_of_points_that_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
     # In float16 such coordinates are multiples of a sixteenth, and costs of 400 move by some 2.
