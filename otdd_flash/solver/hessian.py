@@ -210,7 +210,8 @@ class DivergenceCurvature:
         """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still."""
         sides = [side for side in (a, b) if side is not None]
         unit = largest(*sides, dim=(1, 2))[:, None, None]
-        usual = not bool(((unit < 1 / USUAL) | (unit > USUAL)).any())
+        sizes = unit[:, 0, 0].tolist()
+        usual = not any(size < 1 / USUAL or size > USUAL for size in sizes)
         if not usual:
             a, b = a / unit, None if b is None else b / unit
         found = in_parts(
@@ -253,7 +254,7 @@ def _with(found: Along, own: Along) -> Along:
     return Along(
         found.x,
         found.y,
-        found.curvature - own.curvature / 2,
+        torch.sub(found.curvature, own.curvature, alpha=0.5),
         found.iterations + own.iterations,
         torch.maximum(found.residual, own.residual),
         found.converged & own.converged,

@@ -118,7 +118,8 @@ class PlanPoints:
             transposed: as said.
         """
         images = self.transposed_images if transposed else self.images
-        moved = self._moved(a, b, transposed=transposed).mul_(self.factor).add_(columns)
+        moved = self._moved(a, b, transposed=transposed)
+        torch.add(columns, moved, alpha=self.factor, out=moved)
         for part, numbers in zip(moved, rows, strict=True):
             part.addcmul_(numbers[:, None], images)
         yield Part(ALL, ALL, moved)
@@ -185,9 +186,10 @@ def _balances(pairs: list[Factors]) -> Tensor:
 def beside(values: Tensor, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
     """V (m, k), or one for each direction, weighted (s, m), and q (s, m), as (s, m, k + 1)."""
     found = numbers.new_empty((*numbers.shape, values.shape[-1] + 1))
-    found[..., :-1] = values
-    if weights is not None:
-        found[..., :-1] *= weights[..., None]
+    if weights is None:
+        found[..., :-1] = values
+    else:
+        torch.mul(values, weights[..., None], out=found[..., :-1])
     found[..., -1] = numbers
     return found
 
