@@ -39,6 +39,9 @@ from otdd_flash.kernels.tiling import (
 # A block of the plan: 64 MiB a part; of twice as many rows at the most where these are all. In
 # blocks that the second-level cache holds, launches and not memory take most of the time.
 BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
+# Of a plan of up to so many blocks two are made: 112 MiB a part at the most. With few points a host
+# takes longer to launch what a block needs than a GPU to compute it.
+FEW_BLOCKS = 3.25
 # Programs of neighbouring rows run together, so that tiles of y are read from the cache.
 GROUP = 8
 
@@ -259,10 +262,14 @@ class PlanBlocks:
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Of a block: all rows if they are few, as every block costs launches."""
+        """Of a block: all rows if they are few, and half of all columns, as blocks cost launches."""
         n, m = self.rows.layout.size, self.columns.layout.size
         height = n if n < 2 * BLOCK_HEIGHT else BLOCK_HEIGHT
-        fitting = BLOCK_HEIGHT * BLOCK_WIDTH // height // BLOCK_COLUMNS * BLOCK_COLUMNS
+        room = BLOCK_HEIGHT * BLOCK_WIDTH
+        if height == n and n * m <= FEW_BLOCKS * room:
+            blocks = 1 if n * m <= room else 2
+            return n, triton.cdiv(m, blocks * BLOCK_COLUMNS) * BLOCK_COLUMNS
+        fitting = room // height // BLOCK_COLUMNS * BLOCK_COLUMNS
         return height, min(m, BLOCK_WIDTH, fitting)
 
     def heights(self) -> Iterator[slice]:

@@ -110,6 +110,32 @@ def test_a_held_plan_is_written_where_it_is_held(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
+@pytest.mark.parametrize(("width", "blocks"), [(1024, 1), (512, 2), (316, 2), (256, 4)])
+def test_entries_of_a_small_plan_are_weighted_in_few_blocks(
+    width: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One up to the size of a block, two up to some more, then of that size."""
+    # Of 256 rows and 1,024 columns with their padding.
+    n, m = 150, 1000
+    monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 256)
+    monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", width)
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 4)
+    cost = refined(operator(n, m, 1))
+    f, g = potentials(cost)
+    found = plan_of(cost, f, g, EPSILON)
+    assert isinstance(found, ExactFusedPlan)
+    draw = torch.Generator().manual_seed(2)
+    left, right, values = (torch.rand(size, 2, generator=draw).double() for size in (n, m, m))
+    with operation_counts.OperationCounts(monkeypatch) as counts:
+        got = found.times(values, (left, right))
+    assert counts.launches["plan_block_kernel"] == blocks
+    weighted = (dense(cost, f, g) * (left @ right.T)) @ values
+    assert float((got - weighted).abs().max()) <= 1e-4 * float(weighted.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
 def test_a_plan_and_the_one_rounded_to_float16_share_their_terms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
