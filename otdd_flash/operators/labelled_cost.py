@@ -415,7 +415,7 @@ def _found_norms(points: Points, masses: Tensor, centres: tuple[Tensor, ...]) ->
         # Of few points all are found at once.
         lowest, uppermost = ends if len(ends) == 2 else torch.aminmax(torch.stack(ends))
         norms = parts[0] if len(parts) == 1 else torch.cat(parts)
-        highest = torch.where(masses > 0, norms, 0.0).max()
+        highest = (norms * (masses > 0)).max()
         numbers = lowest, uppermost, norms.max(), highest, masses @ norms
         found.append(_Norms(numbers, norms))
     return found
