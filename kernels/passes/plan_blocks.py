@@ -262,7 +262,7 @@ class PlanBlocks:
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Of a block: all rows if they are few, and half of all columns, as blocks cost launches."""
+        """Of a block: all rows if they are few, then half of all columns: blocks cost launches."""
         n, m = self.rows.layout.size, self.columns.layout.size
         height = n if n < 2 * BLOCK_HEIGHT else BLOCK_HEIGHT
         room = BLOCK_HEIGHT * BLOCK_WIDTH

@@ -187,7 +187,10 @@ def main() -> None:
         "plan_block": (plan_block_kernel, [weighted_by(0, numbers=False)]),
         "plan_block_with_factors": (
             plan_block_kernel,
-            [weighted_by(1, numbers=False), weighted_by(2, numbers=True)],
+            [
+                weighted_by(1, numbers=False),
+                *(weighted_by(2, numbers=each) for each in (False, True)),
+            ],
         ),
         "symmetric_step": (symmetric_step_kernel, [{}]),
     }
