@@ -298,6 +298,54 @@ def test_a_fused_plan_is_that_of_the_points_themselves(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [KeptPlan, StreamedPlan, ExactFusedPlan])
+def test_entries_are_weighted_by_two_products(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of factors of very different sizes, whose products are alike, both ways."""
+    n, m = 150, 130
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 8 * n * m * (kind is KeptPlan))
+    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 4)
+    cost = refined(operator(n, m, 1))
+    f, g = potentials(cost)
+    plan = (
+        StreamedPlan(cost, f, g, EPSILON) if kind is StreamedPlan else plan_of(cost, f, g, EPSILON)
+    )
+    assert isinstance(plan, kind)
+    draw = torch.Generator().manual_seed(2)
+    (left, one), (right, two) = (
+        torch.rand(2, size, 3, generator=draw).double().to(DEVICE) for size in (n, m)
+    )
+    left, two = 1e7 * left, 1e7 * two
+    weights = dense(cost, f, g) * (left @ right.T + one @ two.T)
+    values, others = (torch.rand(size, 5, generator=draw).double().to(DEVICE) for size in (m, n))
+    for got, expected in (
+        (plan.times(values.to(plan.dtype), (left, right), (one, two)), weights @ values),
+        (
+            plan.transposed_times(others.to(plan.dtype), (left, right), (one, two)),
+            weights.T @ others,
+        ),
+    ):
+        assert float((got - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
+def test_what_weights_entries_on_both_sides_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = operator(150, 150, 1).cost
+    x, labels = of.points[0], of.labels[0]
+    given = {"labels_x": labels, "labels_y": labels, "class_costs": of.class_costs, "lambda_x": 0.5}
+    cost = KernelOperator(LabelledCost(x, x, of.a, of.a, **given), "high")
+    f, _ = potentials(cost)
+    without_memory(monkeypatch)
+    found, along = plan_of(cost, f, f, EPSILON), x.double().flip(0)
+    points = x.double()
+    with operation_counts.OperationCounts(monkeypatch) as counts:
+        got = found.times(points, (along, points), (points, along))
+    assert counts.launches["pack_kernel"] == 2
+    weighted = (dense(cost, f, f) * (along @ points.T + points @ along.T)) @ points
+    assert float((got - weighted).abs().max()) <= 1e-4 * float(weighted.abs().max())
+
+
+@pytest.mark.slow
 def test_a_symmetric_plan_has_one_product_for_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a cloud with itself at one potential; two equal ones are two."""
     of = operator(150, 150, 3).cost
