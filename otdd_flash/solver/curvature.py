@@ -40,6 +40,7 @@ the square of the residual only, and the system's share of it at most the exact 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -88,7 +89,12 @@ class CrossCurvature:
         self._at = at = plan_points(inputs, (term.f, term.g), term.epsilon)
         quick, system = at.plan.quick, SchurSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SchurSystem(quick, cg.damping)
-        self._solver = Solver(system, rounded, cg)
+        self._solver, self._system = Solver(system, rounded, cg), system
+
+    @cached_property
+    def _by_row(self) -> Tensor:
+        """1 / r (n,), 0 where there is no mass; once r is known."""
+        return self._at.here(self._system.by_row[:, 0])
 
     def along(self, a: Tensor, b: Tensor | None = None) -> Along:
         """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still.
@@ -101,12 +107,12 @@ class CrossCurvature:
     def _along_x(self, given: Tensor) -> Along:
         at, factor, r = self._at, self._at.factor, self._at.r
         a = at.directions(given)
-        e = a.dots(at.images).mul_(at.by_row).neg_()
+        e = a.dots(at.images).mul_(self._by_row).neg_()
         right = self._right(a, e)
         solved = self._solve(right)
         w2 = at.here(solved.values.T)
         columns, of_w2 = at.columns_change_beside(w2, w2)
-        t1 = torch.addcmul(factor * e, at.by_row, of_w2, value=-1)
+        t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
         by_x = torch.empty_like(given)
         # Means and what is left are orthogonal.
         curvature = a.mean.square().sum((1, 2)).mul_(factor * a.total)
@@ -129,7 +135,7 @@ class CrossCurvature:
         w2, left = at.here(solved.values.T), at.here(solved.left.T)
         t2 = w2 - factor * v
         columns, of_w2 = at.columns_change_beside(t2, w2)
-        t1 = torch.addcmul(factor * e, at.by_row, of_w2, value=-1)
+        t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
         curvature = shift.square().sum((1, 2)).mul_(factor * a.total)
         for part in at.changed(a, b, t1, columns):
             own = a.at(*part.at)
@@ -150,7 +156,7 @@ class CrossCurvature:
         at, found = self._at, out.new_empty(out.shape[:2])
         for part, numbers in at.products(b, v):
             dots = dot(a.at(*part.at), at.images[part.rows]) + dot(at.x[part.rows], part.points)
-            found[part.at] = at.by_row[part.rows] * (numbers - dots)
+            found[part.at] = self._by_row[part.rows] * (numbers - dots)
             out[part.at] = part.points
         return found
 

@@ -14,6 +14,7 @@ from otdd_flash.checks import shown, takes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.build import Compute, CostInputs
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.samples import all_finite
 from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
@@ -188,7 +189,7 @@ class SinkhornHessian:
             raise InputError(
                 f"v must be {like.dtype} on {like.device} as x, got {v.dtype} on {v.device}"
             )
-        if not bool(v.isfinite().all()):
+        if not all_finite(v):
             raise InputError("v holds NaN or infinite values")
         return v.detach().reshape(-1, n, d)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.plan import Plan
-from otdd_flash.solver.conjugate_gradients import inverse
 from otdd_flash.solver.directions import ALL, Directions, Part, Points
 
 # Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.
@@ -63,11 +62,6 @@ class PlanPoints:
     def c(self) -> Tensor:
         """P^T 1 (m,)."""
         return self.here(self.plan.columns)
-
-    @cached_property
-    def by_row(self) -> Tensor:
-        """1 / r (n,), 0 where there is no mass."""
-        return self.here(inverse(self.plan.rows))
 
     @cached_property
     def images(self) -> Tensor:
