@@ -180,7 +180,8 @@ class Weighting(NamedTuple):
     """What entries are weighted by, as a kernel reads it.
 
     Attributes:
-        factors: A and B of the first and of the last pair.
+        factors: A and B of each pair; in place of one that is not read any tensor, as every
+            descriptor of a matrix takes a launch microseconds.
         rank: their coordinates.
         pairs: how many there are.
         numbers: s and t, over the unit.
@@ -228,7 +229,8 @@ class PlanBlocks:
             gather=not rows.points.layout.pure,
         )
         self._points = self._operands(self.rows, self.columns)
-        self.unweighted = Weighting(self._points * 2)
+        self._not_read = (terms.bias, terms.bias)
+        self.unweighted = Weighting(self._not_read * 2)
 
     def weighting(
         self,
@@ -251,7 +253,7 @@ class PlanBlocks:
         unit = 2.0 ** math.ceil(math.log2(max(most, 1e-30)))
         operands = [self._operands(*pair) for pair in pairs]
         return Weighting(
-            operands[0] + operands[-1],
+            operands[0] + (operands[1] if len(operands) == 2 else self._not_read),
             pairs[0][0].coordinates.shape[1],
             len(pairs),
             None if numbers is None else (numbers[0] / unit, numbers[1] / unit),

@@ -62,6 +62,9 @@ def argument_type(name: str, tile: Tile) -> str:
 def needs(kernel, constants: dict[str, object], tile: Tile, capability: int) -> dict[str, int]:
     names = kernel.arg_names
     types = {name: argument_type(name, tile) for name in names}
+    # In place of factors that are not read there is a vector.
+    for name in ("a", "b", "other_a", "other_b")[2 * int(str(constants.get("PAIRS", 2))) :]:
+        types[name] = "*fp32"
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]

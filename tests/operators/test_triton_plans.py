@@ -130,6 +130,11 @@ def test_entries_of_a_small_plan_are_weighted_in_few_blocks(
     with operation_counts.OperationCounts(monkeypatch) as counts:
         got = found.times(values, (left, right))
     assert counts.launches["plan_block_kernel"] == blocks
+    launched = found._weighted[0]._blocks
+    # Nothing describes to a GPU what is not read.
+    given = launched.unweighted.factors
+    assert len(given) == 4
+    assert all(each is launched.terms.bias for each in given)
     weighted = (dense(cost, f, g) * (left @ right.T)) @ values
     assert float((got - weighted).abs().max()) <= 1e-4 * float(weighted.abs().max())
 
