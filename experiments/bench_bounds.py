@@ -29,7 +29,7 @@ import otdd_flash as otdd
 from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.build import CostInputs, labelled_cost
+from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
@@ -171,7 +171,7 @@ def main() -> None:
         block = table[: source.class_total, source.class_total :]
         cost = otdd.GroundCost()
         asked = otdd.ComputeOptions(device=given.device)
-        mean = labelled_cost(CostInputs(source, target, block, cost, asked)).mean_cost
+        mean = CostInputs(source, target, block, cost, asked).labelled.mean_cost
         for relative in RELATIVE_EPSILONS:
             epsilon = 0.1 if relative is None else relative * mean
             problems = {

@@ -19,7 +19,6 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.labels import measure_classes
-from otdd_flash.operators.build import labelled_cost
 from otdd_flash.operators.request import Request
 from otdd_flash.solver.problem import SIDES, Problem
 
@@ -107,7 +106,7 @@ def problem_of(case: Case, device: str, root: str) -> Problem:
         source, target, table = random_clouds(case, device)
     block, cost = table[:CLASSES, CLASSES:], otdd.GroundCost()
     request = Request.prepare((source, target), cost, otdd.ComputeOptions(device=device))
-    mean = labelled_cost(request.inputs(SIDES["xy"], block)).mean_cost
+    mean = request.inputs(SIDES["xy"], block).labelled.mean_cost
     return Problem(request, 0.1 if case.relative is None else case.relative * mean, table)
 
 

@@ -11,7 +11,7 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
-from otdd_flash.operators.build import ComputeOptions, labelled_cost
+from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
 from otdd_flash.otdd import dataset_distance
@@ -121,7 +121,7 @@ def test_epsilon_can_be_relative_to_the_mean_cost_of_all_pairs(datasets):
     result = pairwise_distances(datasets, epsilon_relative=0.1)
     request = Request.prepare(datasets, GroundCost(), otdd.ComputeOptions())
     means = [
-        labelled_cost(request.inputs(pair, result.class_distances.between(*pair).xy)).mean_cost
+        request.inputs(pair, result.class_distances.between(*pair).xy).labelled.mean_cost
         for pair in ((0, 1), (0, 2), (1, 2))
     ]
     assert result.epsilon == pytest.approx(0.1 * sum(means) / 3, rel=1e-12)

@@ -93,12 +93,6 @@ def hold_plan(rows: Side, columns: Side, scores: Scores, terms: PlanTerms) -> Te
     launch = PlanBlocks(rows, columns, scores, terms)
     n, m = rows.points.layout.size, columns.points.layout.size
     out = torch.empty((n, m), dtype=torch.float16, device=launch.device)
-    if scores.parts == 1:
-        for rows_of in launch.heights():
-            launch(out[None, rows_of], rows_of.start, 0)
-        return out
-    buffer = launch.buffer()
     for rows_of in launch.heights():
-        for columns_of, (high, _) in launch.blocks(rows_of, buffer):
-            out[rows_of, columns_of] = high
+        launch(out[None, rows_of], rows_of.start, 0)
     return out

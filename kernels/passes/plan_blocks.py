@@ -39,6 +39,9 @@ from otdd_flash.kernels.tiling import (
 # A block of the plan: 64 MiB a part; of twice as many rows at the most where these are all. In
 # blocks that the second-level cache holds, launches and not memory take most of the time.
 BLOCK_HEIGHT, BLOCK_WIDTH = 8192, 4096
+# Of a plan of up to so many blocks two are made: 112 MiB a part at the most. With few points a host
+# takes longer to launch what a block needs than a GPU to compute it.
+FEW_BLOCKS = 3.25
 # Programs of neighbouring rows run together, so that tiles of y are read from the cache.
 GROUP = 8
 
@@ -90,7 +93,7 @@ def plan_block_kernel(
     other_b,  # (2 m, RANK) float16, read if PAIRS is 2
     row_numbers_ptr,  # (n,) float32, read if NUMBERS
     column_numbers_ptr,  # (m,) float32, read if NUMBERS
-    out_ptr,  # (PARTS > 1 ? 2 height : height, width) float16
+    out_ptr,  # (LOW ? 2 height : height, width) float16
     sums_ptr,  # (width / BLOCK_N, height) float32
     first_row,
     first_column,
@@ -108,6 +111,7 @@ def plan_block_kernel(
     PAIRS: tl.constexpr,
     NUMBERS: tl.constexpr,
     PARTS: tl.constexpr,
+    LOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -157,7 +161,7 @@ def plan_block_kernel(
     o_out += i_column * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     high = plan.to(tl.float16)
     tl.store(out_ptr + o_out, high)
-    if PARTS == 3:
+    if LOW:
         low = (plan - high.to(tl.float32)).to(tl.float16)
         tl.store(out_ptr + height.to(tl.int64) * width + o_out, low)
 
@@ -176,7 +180,8 @@ class Weighting(NamedTuple):
     """What entries are weighted by, as a kernel reads it.
 
     Attributes:
-        factors: A and B of the first and of the last pair.
+        factors: A and B of each pair; in place of one that is not read any tensor, as every
+            descriptor of a matrix takes a launch microseconds.
         rank: their coordinates.
         pairs: how many there are.
         numbers: s and t, over the unit.
@@ -224,7 +229,8 @@ class PlanBlocks:
             gather=not rows.points.layout.pure,
         )
         self._points = self._operands(self.rows, self.columns)
-        self.unweighted = Weighting(self._points * 2)
+        self._not_read = (terms.bias, terms.bias)
+        self.unweighted = Weighting(self._not_read * 2)
 
     def weighting(
         self,
@@ -247,7 +253,7 @@ class PlanBlocks:
         unit = 2.0 ** math.ceil(math.log2(max(most, 1e-30)))
         operands = [self._operands(*pair) for pair in pairs]
         return Weighting(
-            operands[0] + operands[-1],
+            operands[0] + (operands[1] if len(operands) == 2 else self._not_read),
             pairs[0][0].coordinates.shape[1],
             len(pairs),
             None if numbers is None else (numbers[0] / unit, numbers[1] / unit),
@@ -258,10 +264,14 @@ class PlanBlocks:
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Of a block: all rows if they are few, as every block costs launches."""
+        """Of a block: all rows if they are few, then half of all columns: blocks cost launches."""
         n, m = self.rows.layout.size, self.columns.layout.size
         height = n if n < 2 * BLOCK_HEIGHT else BLOCK_HEIGHT
-        fitting = BLOCK_HEIGHT * BLOCK_WIDTH // height // BLOCK_COLUMNS * BLOCK_COLUMNS
+        room = BLOCK_HEIGHT * BLOCK_WIDTH
+        if height == n and n * m <= FEW_BLOCKS * room:
+            blocks = 1 if n * m <= room else 2
+            return n, triton.cdiv(m, blocks * BLOCK_COLUMNS) * BLOCK_COLUMNS
+        fitting = room // height // BLOCK_COLUMNS * BLOCK_COLUMNS
         return height, min(m, BLOCK_WIDTH, fitting)
 
     def heights(self) -> Iterator[slice]:
@@ -309,6 +319,8 @@ class PlanBlocks:
     ) -> Tensor:
         """Write Q, or Q o W, from (row, column) on to `block` (1 or 2, height, width).
 
+        A block of one part takes no lo parts, however many the points have.
+
         Returns:
             Sums of the rows of each tile, (tiles, height), to be added up.
         """
@@ -343,6 +355,7 @@ class PlanBlocks:
             PAIRS=by.pairs,
             NUMBERS=by.numbers is not None,
             PARTS=self.scores.parts,
+            LOW=len(block) == 2,
             BLOCK_M=BLOCK_ROWS,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,

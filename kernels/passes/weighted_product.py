@@ -1,12 +1,14 @@
 """A plan whose entries are weighted times some columns, of the same potentials again and again.
 
-    out = (Q o A B^T) V,      Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon)
+    out = (Q o sum A B^T) V,      Q_ij = b_j exp((f_i + g_j - C_ij) / epsilon)
 
 Blocks go through memory as in `plan_application`; what does not depend on the weights is prepared
 once, and what is found stays in packed order, as products of `halves` do.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +18,16 @@ from otdd_flash.kernels.passes.block_sums import add_columns
 from otdd_flash.kernels.passes.plan_blocks import Pair, PlanBlocks
 from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms
 from otdd_flash.kernels.passes.sides import Scores, Side
-from otdd_flash.kernels.points.packed_points import Layout, pack, power_of_two_scale
+from otdd_flash.kernels.points.packed_points import (
+    Layout,
+    PackedPoints,
+    pack,
+    power_of_two_scale,
+)
 
 
 class WeightedProduct:
-    """(Q o A B^T) V for one A, B and V after another; rows of Q sum to what `ROW_RANGE` holds.
+    """(Q o sum A B^T) V for one A, B and V after another; rows of Q sum to what `ROW_RANGE` holds.
 
     Args:
         rows: n packed points.
@@ -42,18 +49,16 @@ class WeightedProduct:
         self._masses = masses
         self._blocks = PlanBlocks(rows, columns, scores, terms, weighted=True)
 
-    def __call__(self, values: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    def __call__(self, values: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The product (N, k) float64, times the masses of rows.
 
         Args:
             values: V (M, k) float64.
-            left: A (N, r).
-            right: B (M, r).
+            pairs: A (N, r) and B (M, r), or two of them whose products are added up.
         """
         rows, columns = self._layouts
         blocks, n = self._blocks, rows.size
-        pair, most = _packed(left, right, self._layouts)
-        weighting = blocks.weighting([pair], most)
+        weighting = blocks.weighting(*_packed(pairs, self._layouts))
         packed, scales = to_halves(values, columns, multiple=8)
         given, buffer = packed.flatten(1), blocks.buffer()
         out = torch.empty((n, given.shape[1]), device=values.device)
@@ -64,16 +69,31 @@ class WeightedProduct:
         return from_halves(Unmerged.of(out.view(n, *packed.shape[1:])), scales, rows, weights)
 
 
-def _packed(left: Tensor, right: Tensor, layouts: tuple[Layout, Layout]) -> tuple[Pair, float]:
-    """Both in the layouts, each on one scale, and what no product of their rows exceeds."""
-    norm, sides = torch.linalg.vector_norm, (left, right)
-    sizes = [norm(side, torch.inf) for side in sides]
-    sizes += [norm(side, dim=1).max() for side in sides]
+def _packed(
+    pairs: Sequence[tuple[Tensor, Tensor]], layouts: tuple[Layout, Layout]
+) -> tuple[list[Pair], float]:
+    """All in the layouts, each on one scale, and what no sum of products of their rows exceeds.
+
+    One tensor that stands in several places of one layout is packed once.
+    """
+    sides = {id(side): side for pair in pairs for side in pair}
+    norm = torch.linalg.vector_norm
+    sizes = [norm(side, torch.inf) for side in sides.values()]
+    sizes += [norm(side, dim=1).max() for side in sides.values()]
     # One tensor, so that the host waits once.
-    *largest, longest_left, longest_right = torch.stack(sizes).tolist()
-    origin = torch.zeros(left.shape[1], dtype=torch.float64, device=left.device)
-    one, other = (
-        pack(side, layout, origin, power_of_two_scale(size))
-        for side, layout, size in zip(sides, layouts, largest, strict=True)
+    told = torch.stack(sizes).tolist()
+    largest, longest = (
+        dict(zip(sides, part, strict=True)) for part in (told[: len(sides)], told[len(sides) :])
     )
-    return (one, other), longest_left * longest_right
+    like = pairs[0][0]
+    origin = torch.zeros(like.shape[1], dtype=torch.float64, device=like.device)
+    found: dict[tuple[int, int], PackedPoints] = {}
+    for pair in pairs:
+        for side, layout in zip(pair, layouts, strict=True):
+            key = id(side), id(layout)
+            if key not in found:
+                found[key] = pack(side, layout, origin, power_of_two_scale(largest[id(side)]))
+    packed = [
+        (found[id(left), id(layouts[0])], found[id(right), id(layouts[1])]) for left, right in pairs
+    ]
+    return packed, sum(longest[id(left)] * longest[id(right)] for left, right in pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -124,6 +125,23 @@ class CostInputs:
         x = points_of(self.source, self.streaming)
         return x, x if self.source is self.target else points_of(self.target, self.streaming)
 
+    @cached_property
+    def labelled(self) -> LabelledCost:
+        """The cost between them, where they are; what it tells of them is found once."""
+        source, target = self.source, self.target
+        x, masses, labels = of_x = _side(source, self.streaming)
+        y, masses_y, labels_y = of_x if source is target else _side(target, self.streaming)
+        return LabelledCost(
+            x,
+            y,
+            masses,
+            masses_y,
+            labels_x=labels,
+            labels_y=labels_y,
+            class_costs=self.cost.lambda_y * self.class_distances.to(masses.device, torch.float64),
+            lambda_x=self.cost.squared.lambda_x,
+        )
+
 
 def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
     """The cost between two clouds: on a GPU in Triton kernels, else in PyTorch.
@@ -141,7 +159,7 @@ def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
         from otdd_flash.operators.sharing import shared_operator
 
         return shared_operator(inputs, ranks, keep_scores=keep_scores)
-    return operator_alone(labelled_cost(inputs), inputs.compute, keep_scores=keep_scores)
+    return operator_alone(inputs.labelled, inputs.compute, keep_scores=keep_scores)
 
 
 def operator_alone(
@@ -179,24 +197,6 @@ def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device
     return streamed_bytes(size, compute.dtype, device)
 
 
-def labelled_cost(inputs: CostInputs) -> LabelledCost:
-    """The cost between two clouds, where they are."""
-    source, target = inputs.source, inputs.target
-    same = source is target
-    x, masses, labels = _side(source, inputs.streaming)
-    y, masses_y, labels_y = (x, masses, labels) if same else _side(target, inputs.streaming)
-    return LabelledCost(
-        x,
-        y,
-        masses,
-        masses_y,
-        labels_x=labels,
-        labels_y=labels_y,
-        class_costs=inputs.cost.lambda_y * inputs.class_distances.to(masses.device, torch.float64),
-        lambda_x=inputs.cost.squared.lambda_x,
-    )
-
-
 def _side(samples: LabeledSamples, streaming: Streaming | None) -> tuple[Points, Tensor, Tensor]:
     """Points, masses and labels of a side."""
     masses, labels = samples.masses, class_indices(samples)
@@ -217,11 +217,11 @@ def mean_cost(inputs: CostInputs) -> float:
     """
     lengths = inputs.cost.size(inputs.source, inputs.target)
     if lengths is None:
-        return float(labelled_cost(inputs).mean_cost)
+        return float(inputs.labelled.mean_cost)
     if inputs.cost.lambda_y == 0:
         return lengths
     classes = replace(inputs, cost=GroundCost(0.0, inputs.cost.lambda_y))
-    return lengths + float(labelled_cost(classes).mean_cost)
+    return lengths + float(classes.labelled.mean_cost)
 
 
 def relative_epsilon(multiple: float, inputs: CostInputs) -> float:

@@ -87,10 +87,13 @@ class KernelOperator:
             self._lattice = lattice_of(cost)
             self.packed = x, y = _pack_both(cost, self._lattice)
             self._fixed_point = FixedPoint(cost, (x.layout, y.layout), self._lattice)
-            of_x = _seen(x, cost.a, cost.lambda_x)
-            self._seen = of_x, of_x if cost.symmetric else _seen(y, cost.b, cost.lambda_x)
+            masses = x.layout.spread(cost.a, 0.0)
+            of_x = of_y = _seen(x, masses, cost.lambda_x)
+            if not cost.symmetric:
+                of_y = _seen(y, y.layout.spread(cost.b, 0.0), cost.lambda_x)
+            self._seen = of_x, of_y
             self._costs = cost.class_costs.float().contiguous()
-            self._masses = x.layout.spread(cost.a, 0.0).float() if cost.symmetric else None
+            self._masses = masses.float() if cost.symmetric else None
         else:
             self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
             self.packed, self._seen = coarse.packed, coarse._seen
@@ -340,7 +343,7 @@ def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
 
 
 def _seen(points: PackedPoints, masses: Tensor, lambda_x: float) -> Seen:
-    """A side as products of one part see it, and as those of three do."""
-    log2_masses = points.layout.spread(masses, 0.0).log2().clamp_min(LOG2_ZERO).float()
+    """A side of masses in its order as products of one part see it, and as those of three do."""
+    log2_masses = masses.log2().clamp_min(LOG2_ZERO).float()
     of_one, of_three = points.squares * lambda_x
     return {1: Side(points, of_one, log2_masses), 3: Side(points, of_three, log2_masses)}

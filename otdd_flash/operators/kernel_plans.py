@@ -89,22 +89,29 @@ class KernelPlans(NamedTuple):
             FEW_CHUNKS * columns,
             streamed,
             lambda side: WeightedProduct(*sides[side], masses[side]),
+            lambda: self.rounded(f, g, epsilon, most, sides[0]),
         )
 
     def rounded(
-        self, f: Tensor, g: Tensor, epsilon: float, most: int | None
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        most: int | None,
+        there: Computed | None = None,
     ) -> HeldPlan | FusedPlan | None:
         """In float16: held in `most` bytes, as above, or else evaluated of points of one part.
 
         Of points far from all others a rounded coordinate moves costs by more than epsilon, and
         what is solved with such a plan is of no use: one that is made once is of all parts.
 
-        None where a row, or a column, has sums that float16 does not.
+        None where a row, or a column, has sums that float16 does not. `there` is what computes the
+        plan, where that is known.
         """
         layouts = of_rows, of_columns = self.rows.points.layout, self.columns.points.layout
         masses = self.cost.a, self.cost.b
         if holds(2 * of_rows.size * of_columns.size, most, f.device):
-            entries = hold_plan(*self._there(f, g, epsilon))
+            entries = hold_plan(*(there or self._there(f, g, epsilon)))
             return HeldPlan.of(entries, 2.0**-LOG2_SCALE, masses[0], layouts)
         products = _products(self._of_one_part()._sides(f, g, epsilon))
         return FusedPlan.of(products, masses, layouts)

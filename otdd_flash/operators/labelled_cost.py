@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -108,40 +108,45 @@ class LabelledCost:
     @cached_property
     def _measured(self) -> _Measured:
         """What the points tell, once something asks for it."""
-        (x, y), (labels_x, labels_y) = self.points, self.labels
-        a, b, class_costs = self.a, self.b, self.class_costs
+        (x, y), a, b = self.points, self.a, self.b
         mean_x = weighted_mean(x, a)
         mean_y = mean_x if self.symmetric else weighted_mean(y, b)
-        centre = (mean_x + mean_y) / 2
+        centre = mean_x if self.symmetric else (mean_x + mean_y) / 2
         seen_x = _norms(x, a, centre, mean_x)
         seen_y = seen_x if self.symmetric else _norms(y, b, centre, mean_y)
-        class_a = _mass_per_class(a, labels_x, class_costs.shape[0])
-        class_b = _mass_per_class(b, labels_y, class_costs.shape[1])
-        met = (class_a > 0)[:, None] & (class_b > 0)[None, :]
-        products = (mean_x - centre) @ (mean_y - centre)
+        numbers = [*self._class_numbers(), *seen_x.numbers]
+        if not self.symmetric:
+            numbers += [*seen_y.numbers, (mean_x - centre) @ (mean_y - centre)]
         # One tensor, so that the host waits once.
-        numbers = torch.stack(
-            (
-                torch.maximum(seen_x.largest, seen_y.largest),
-                seen_x.highest,
-                seen_y.highest,
-                seen_x.mean + seen_y.mean - 2 * products,
-                torch.where(met, class_costs, math.inf).min(),
-                torch.where(met, class_costs, -math.inf).max(),
-                class_a @ class_costs @ class_b,
-                torch.maximum(seen_x.squares.max(), seen_y.squares.max()),
-            )
-        )
-        largest, highest_x, highest_y, squares, low, high, classes, farthest = numbers.tolist()
+        low, high, classes, *told = torch.stack(numbers).tolist()
+        count = len(seen_x.numbers)
+        of_x, product = _Told(*told[:count]), 0.0 if self.symmetric else told.pop()
+        of_y = of_x if self.symmetric else _Told(*told[count:])
         # 0 <= ||x - y||^2 <= (max ||x|| + max ||y||)^2.
-        reach = self.lambda_x * (math.sqrt(highest_x) + math.sqrt(highest_y)) ** 2
+        reach = self.lambda_x * (math.sqrt(of_x.highest) + math.sqrt(of_y.highest)) ** 2
         return _Measured(
             centre,
             (seen_x.squares, seen_y.squares),
-            largest,
-            farthest,
+            max(of_x.largest, of_y.largest),
+            max(of_x.farthest, of_y.farthest),
             CostRange(low, reach + high),
-            self.lambda_x * squares + classes,
+            self.lambda_x * (of_x.mean + of_y.mean - 2 * product) + classes,
+        )
+
+    def _class_numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The lowest and the highest class cost on the support, and their mean."""
+        costs = self.class_costs
+        if costs.numel() == 1:
+            # Masses add up to 1.
+            one = costs.reshape(())
+            return one, one, one
+        class_a = _mass_per_class(self.a, self.labels[0], costs.shape[0])
+        class_b = _mass_per_class(self.b, self.labels[1], costs.shape[1])
+        met = (class_a > 0)[:, None] & (class_b > 0)[None, :]
+        return (
+            torch.where(met, costs, math.inf).min(),
+            torch.where(met, costs, -math.inf).max(),
+            class_a @ costs @ class_b,
         )
 
     @property
@@ -350,17 +355,38 @@ def squared_norms(points: Points) -> Tensor:
     return torch.cat([_squared_norms(rows) for _, rows in in_float64(points)])
 
 
-class _Norms(NamedTuple):
-    """What a cloud's norms say, each a tensor of one number, and their squares (n,)."""
+class _Told(NamedTuple):
+    """What a cloud tells about a centre.
 
-    largest: Tensor
-    highest: Tensor
-    mean: Tensor
+    Attributes:
+        lowest: of all coordinates.
+        uppermost: likewise.
+        farthest: the largest squared norm.
+        highest: that on the support.
+        mean: squared norm.
+    """
+
+    lowest: float
+    uppermost: float
+    farthest: float
+    highest: float
+    mean: float
+
+    @property
+    def largest(self) -> float:
+        """Of all coordinates, in absolute value."""
+        return max(-self.lowest, self.uppermost)
+
+
+class _Norms(NamedTuple):
+    """The numbers of `_Told`, each a tensor of one, and all squared norms (n,)."""
+
+    numbers: tuple[Tensor, ...]
     squares: Tensor
 
 
 def _norms(points: Points, masses: Tensor, centre: Tensor, mean: Tensor) -> _Norms:
-    """The largest coordinate, and the highest (on the support) and mean squared norm.
+    """What a cloud tells about a centre.
 
     Of points that stream also those about their mean, for the cost of the cloud with itself.
     """
@@ -386,9 +412,12 @@ def _found_norms(points: Points, masses: Tensor, centres: tuple[Tensor, ...]) ->
             squares[place].append(_squared_norms(centred))
     found = []
     for ends, parts in zip(extremes, squares, strict=True):
-        norms = torch.cat(parts)
-        highest = torch.where(masses > 0, norms, 0.0).max()
-        found.append(_Norms(torch.stack(ends).abs().max(), highest, masses @ norms, norms))
+        # Of few points all are found at once.
+        lowest, uppermost = ends if len(ends) == 2 else torch.aminmax(torch.stack(ends))
+        norms = parts[0] if len(parts) == 1 else torch.cat(parts)
+        highest = (norms * (masses > 0)).max()
+        numbers = lowest, uppermost, norms.max(), highest, masses @ norms
+        found.append(_Norms(numbers, norms))
     return found
 
 
@@ -425,10 +454,7 @@ def weighted_mean(points: Points, masses: Tensor) -> Tensor:
 
 
 def _found_mean(points: Points, masses: Tensor) -> Tensor:
-    mean = masses.new_zeros(points.shape[1])
-    for part, rows in in_float64(points):
-        mean += masses[part] @ rows
-    return mean
+    return reduce(torch.add, (masses[part] @ rows for part, rows in in_float64(points)))
 
 
 def _centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:

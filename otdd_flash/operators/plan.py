@@ -79,12 +79,16 @@ class Plan(Products, Protocol):
         """Products with the points of its sides, which need no copy of them; None for others."""
         ...
 
-    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P V (n, k) for V (m, k), or (P o A B^T) V."""
+    def times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """P V (n, k) for V (m, k), or (P o A B^T) V, of the sum with C D^T."""
         ...
 
-    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U."""
+    def transposed_times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U, of the sum with C D^T."""
         ...
 
 
@@ -146,13 +150,17 @@ class StreamedPlan:
         found: PointProducts | None = None if prepare is None else prepare(self, *self._at)
         return found
 
-    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P V (n, k), or (P o A B^T) V."""
-        return self._apply(values, factors, transposed=False)
+    def times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """P V (n, k), or (P o A B^T) V, of the sum with C D^T."""
+        return self._apply(values, _balanced(factors, other), transposed=False)
 
-    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P^T U (m, k), or (P o A B^T)^T U."""
-        return self._apply(values, factors, transposed=True)
+    def transposed_times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """P^T U (m, k), or (P o A B^T)^T U, of the sum with C D^T."""
+        return self._apply(values, _balanced(factors, other), transposed=True)
 
     def _apply(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
         applied = self._operator.apply_plan(
@@ -189,8 +197,11 @@ class KeptPlan:
         """P^T 1 (m,)."""
         return self.entries.sum(0)
 
-    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P V (n, k) for V (m, k), or (P o A B^T) V."""
+    def times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """P V (n, k) for V (m, k), or (P o A B^T) V, of the sum with C D^T."""
+        factors = _side_by_side(factors, other)
         if factors is not None and _few(factors, values):
             left, right = (factor.double() for factor in factors)
             return _unfolded(self.times, values.double(), left, right)
@@ -201,8 +212,11 @@ class KeptPlan:
             torch.mm(entries, values.double(), out=found[rows])
         return found
 
-    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U."""
+    def transposed_times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U, of the sum with C D^T."""
+        factors = _side_by_side(factors, other)
         if factors is not None and _few(factors, values):
             left, right = (factor.double() for factor in factors)
             return _unfolded(self.transposed_times, values.double(), right, left)
@@ -251,6 +265,30 @@ def plan_of(
     prepare = operator.execution.prepared_plan
     found = None if prepare is None else prepare(f, g, epsilon, most)
     return StreamedPlan(operator, f, g, epsilon, most) if found is None else found
+
+
+def _side_by_side(factors: Factors | None, other: Factors | None) -> Factors | None:
+    """A B^T + C D^T as one product, of A beside C and of B beside D."""
+    if factors is None or other is None:
+        return factors
+    return torch.cat((factors[0], other[0]), 1), torch.cat((factors[1], other[1]), 1)
+
+
+def _balanced(factors: Factors | None, other: Factors | None) -> Factors | None:
+    """The same where what is side by side is rounded on one scale.
+
+    One side of each is multiplied by a power of two and the other divided, for sides of one size.
+    """
+    if factors is None or other is None:
+        return factors
+    pairs = factors, other
+    norms = [torch.linalg.vector_norm(side, torch.inf) for pair in pairs for side in pair]
+    logs = torch.stack(norms).clamp_min(torch.finfo(norms[0].dtype).tiny).log2().view(2, 2)
+    scales = ((logs[:, 1] - logs[:, 0]) / 2).round().exp2()
+    first, second = (
+        (left * scale, right / scale) for (left, right), scale in zip(pairs, scales, strict=True)
+    )
+    return _side_by_side(first, second)
 
 
 def _ones(masses: Tensor) -> Tensor:

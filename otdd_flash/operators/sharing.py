@@ -21,7 +21,6 @@ from otdd_flash.operators.build import (
     ComputeOptions,
     CostInputs,
     class_indices,
-    labelled_cost,
     operator_alone,
     uses_triton,
 )
@@ -57,7 +56,7 @@ def shared_operator(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> S
     """
     compute, streaming = inputs.compute.alone, inputs.streaming
     if streaming is None and _in_a_ring(inputs, ranks):
-        cost, keep_scores = labelled_cost(inputs), False
+        cost, keep_scores = inputs.labelled, False
         number, found = _share_in_ring(inputs, ranks, cost)
     else:
         numbers = [_number(ranks, cloud) for cloud in (inputs.source, inputs.target)]
@@ -238,7 +237,7 @@ def _hold_parts(
         streaming = replace(streaming, device=ranks.device_of(streaming.device))
 
     def parts() -> Parts:
-        whole = labelled_cost(CostInputs(*clouds, block, cost, compute, streaming))
+        whole = CostInputs(*clouds, block, cost, compute, streaming).labelled
         budget = budget_in_bytes(compute.memory_budget, whole.a.device)
         each = replace(compute, memory_budget=budget // _holders(ranks, compute, whole))
 

@@ -7,7 +7,7 @@ numbers that are multiplied. Sums are in the order of the points; layouts say wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -176,6 +176,7 @@ class ExactFusedPlan:
         most_columns: of what is multiplied at once.
         streamed: the same plan, by the operator.
         weighted: products whose entries are weighted, with Q for 0, with Q' for 1.
+        rounded: the plan rounded to float16, if sums allow.
     """
 
     dtype, precision = torch.float64, PRECISION
@@ -189,10 +190,11 @@ class ExactFusedPlan:
         most_columns: int,
         streamed: StreamedPlan,
         weighted: Callable[[int], WeightedProduct],
+        rounded: Callable[[], Products | None],
     ) -> None:
         self._products, self._masses, self._layouts = products, masses, layouts
         self._prepare, self._weighted = weighted, dict[int, WeightedProduct]()
-        self._most, self._streamed = most_columns, streamed
+        self._most, self._streamed, self._round = most_columns, streamed, rounded
         # The side of products with P^T: that of products with P where these are the same.
         self._back = int(products[0] is not products[1])
         # Of sides, once something was multiplied; None where they are out of range.
@@ -211,8 +213,11 @@ class ExactFusedPlan:
     @property
     def quick(self) -> Products:
         """One that is rounded to float16, if sums allow."""
-        found = self._streamed.quick
-        return self if found is self._streamed else found
+        return self._quick or self
+
+    @cached_property
+    def _quick(self) -> Products | None:
+        return self._round()
 
     @cached_property
     def ways(self) -> tuple[Way, Way] | None:
@@ -226,19 +231,29 @@ class ExactFusedPlan:
             Way(of_columns, None, self._masses[1], self._layouts[::-1]),
         )
 
-    def times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P V (N, k) for V (M, k), or (P o A B^T) V, float64."""
-        found = self._multiply(values, 0) if factors is None else self._weigh(values, *factors, 0)
-        return self._streamed.times(values, factors).double() if found is None else found
+    def times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """P V (N, k) for V (M, k), or (P o A B^T) V, of the sum with C D^T, float64."""
+        if factors is None:
+            found = self._multiply(values, 0)
+        else:
+            found = self._weigh(values, [pair for pair in (factors, other) if pair is not None], 0)
+        if found is None:
+            return self._streamed.times(values, factors, other).double()
+        return found
 
-    def transposed_times(self, values: Tensor, factors: Factors | None = None) -> Tensor:
-        """P^T U (M, k) for U (N, k), or (P o A B^T)^T U, float64."""
+    def transposed_times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """P^T U (M, k) for U (N, k), or (P o A B^T)^T U, of the sum with C D^T, float64."""
         if factors is None:
             found = self._multiply(values, self._back)
         else:
-            found = self._weigh(values, *factors[::-1], self._back)
+            turned = [pair[::-1] for pair in (factors, other) if pair is not None]
+            found = self._weigh(values, turned, self._back)
         if found is None:
-            return self._streamed.transposed_times(values, factors).double()
+            return self._streamed.transposed_times(values, factors, other).double()
         return found
 
     def _sums_of(self, side: int) -> Tensor:
@@ -269,13 +284,13 @@ class ExactFusedPlan:
                 return None
         return from_halves(found, scales, self._layouts[side], self._masses[side])
 
-    def _weigh(self, values: Tensor, left: Tensor, right: Tensor, side: int) -> Tensor | None:
+    def _weigh(self, values: Tensor, pairs: Sequence[Factors], side: int) -> Tensor | None:
         _ = self._sums_of(side)
         if self._sums[side] is None:
             return None
         if side not in self._weighted:
             self._weighted[side] = self._prepare(side)
-        return self._weighted[side](values, left, right)
+        return self._weighted[side](values, pairs)
 
 
 def _matrix_product(entries: Tensor, values: Tensor) -> Unmerged:

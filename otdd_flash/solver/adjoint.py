@@ -27,6 +27,7 @@ from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.plan import Factors, KeptPlan, Plan, Products, plan_of
+from otdd_flash.samples import all_finite
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.direct import is_small
 from otdd_flash.solver.problem import Problem
@@ -142,7 +143,7 @@ class Entries:
         solver = Solver(system, rounded, cg)
         found = solver.directly(right)
         if found is None:
-            if not bool(right.isfinite().all()):
+            if not all_finite(right):
                 return torch.full_like(self.a, torch.nan), torch.full_like(t, torch.nan)
             if taken is not None:
                 # Of a permutation nothing else is left, and no direction of it is to be trusted.

@@ -40,13 +40,14 @@ the square of the residual only, and the system's share of it at most the exact 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.solver.directions import Directions, dot
+from otdd_flash.solver.directions import Directions, dot, inner
 from otdd_flash.solver.packed_plan_points import plan_points
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
 from otdd_flash.solver.term.result import TransportTerm
@@ -88,7 +89,12 @@ class CrossCurvature:
         self._at = at = plan_points(inputs, (term.f, term.g), term.epsilon)
         quick, system = at.plan.quick, SchurSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SchurSystem(quick, cg.damping)
-        self._solver = Solver(system, rounded, cg)
+        self._solver, self._system = Solver(system, rounded, cg), system
+
+    @cached_property
+    def _by_row(self) -> Tensor:
+        """1 / r (n,), 0 where there is no mass; once r is known."""
+        return self._at.here(self._system.by_row[:, 0])
 
     def along(self, a: Tensor, b: Tensor | None = None) -> Along:
         """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still.
@@ -101,20 +107,19 @@ class CrossCurvature:
     def _along_x(self, given: Tensor) -> Along:
         at, factor, r = self._at, self._at.factor, self._at.r
         a = at.directions(given)
-        e = -at.by_row * a.dots(at.images)
+        e = a.dots(at.images).mul_(self._by_row).neg_()
         right = self._right(a, e)
         solved = self._solve(right)
         w2 = at.here(solved.values.T)
         columns, of_w2 = at.columns_change_beside(w2, w2)
-        t1 = factor * e - at.by_row * of_w2
+        t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
         by_x = torch.empty_like(given)
         # Means and what is left are orthogonal.
-        curvature = factor * r.sum() * a.mean.square().sum((1, 2))
+        curvature = a.mean.square().sum((1, 2)).mul_(factor * a.total)
         for part in at.changed(a, None, t1, columns):
-            found = part.points.mul_(-factor / at.epsilon)
-            found += given[part.at] * (factor * r[part.rows, None])
-            curvature[part.which] += dot(a.at(*part.at), found).sum(1)
-            by_x[part.at] = found
+            changed, own = part.points.mul_(-factor / at.epsilon), factor * r[part.rows, None]
+            by_x[part.at] = found = changed.addcmul_(given[part.at], own)
+            curvature[part.which].add_(inner(a.at(*part.at), found))
         return _along(by_x, None, curvature, solved, at.epsilon)
 
     def _along_both(self, given_a: Tensor, given_b: Tensor) -> Along:
@@ -130,20 +135,20 @@ class CrossCurvature:
         w2, left = at.here(solved.values.T), at.here(solved.left.T)
         t2 = w2 - factor * v
         columns, of_w2 = at.columns_change_beside(t2, w2)
-        t1 = factor * e - at.by_row * of_w2
-        curvature = factor * r.sum() * shift.square().sum((1, 2))
+        t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
+        curvature = shift.square().sum((1, 2)).mul_(factor * a.total)
         for part in at.changed(a, b, t1, columns):
             own = a.at(*part.at)
             rest = r[part.rows, None] * (own + shift[part.which]) - by_x[part.at]
             by_x[part.at] = found = factor * (rest - part.points / at.epsilon)
-            curvature[part.which] += dot(own, found).sum(1)
+            curvature[part.which].add_(inner(own, found))
         columns = at.columns_change(t1, transposed=True)
         for part in at.changed(a, b, t2, columns, transposed=True):
             own = b.at(*part.at)
             moved = part.points.add_(left[part.at][..., None] * y[part.rows])
             rest = c[part.rows, None] * (own - shift[part.which]) - by_y[part.at]
             by_y[part.at] = found = factor * (rest - moved / at.epsilon)
-            curvature[part.which] += dot(own, found).sum(1)
+            curvature[part.which].add_(inner(own, found))
         return _along(by_x, by_y, curvature, solved, at.epsilon)
 
     def _row_sums(self, a: Directions, b: Directions, v: Tensor, out: Tensor) -> Tensor:
@@ -151,7 +156,7 @@ class CrossCurvature:
         at, found = self._at, out.new_empty(out.shape[:2])
         for part, numbers in at.products(b, v):
             dots = dot(a.at(*part.at), at.images[part.rows]) + dot(at.x[part.rows], part.points)
-            found[part.at] = at.by_row[part.rows] * (numbers - dots)
+            found[part.at] = self._by_row[part.rows] * (numbers - dots)
             out[part.at] = part.points
         return found
 
@@ -186,23 +191,23 @@ class SelfCurvature:
         at, x, factor, r = self._at, self._at.x, self._at.factor, self._at.r
         a = at.directions(at.here(given))
         u = a.dots(x)
-        right = r * u - a.dots(at.images)
+        right = a.dots(at.images).neg_().addcmul_(r, u)
         curvature = torch.zeros_like(a.mean[:, 0, 0])
         for part, numbers in at.products(a, u):
             own, of_a = a.at(*part.at), part.points
-            right[part.at] += numbers - dot(x[part.rows], of_a)
-            rest = own * r[part.rows, None] - of_a
-            curvature[part.which] += dot(own, rest).sum(1)
-            out[part.at] -= factor * rest
+            part.add(right, numbers - dot(x[part.rows], of_a))
+            # P A - r o A.
+            rest = of_a.addcmul_(own, r[part.rows, None], value=-1)
+            curvature[part.which].sub_(inner(own, rest))
+            part.add(out, rest, factor)
             del part, own, of_a, rest
         solved = self._solver.solve((factor * right.double()).T)
-        t, left = at.here(solved.values.T) - factor * u, at.here(solved.left.T)
-        columns = at.columns_change(t)
+        t = torch.sub(at.here(solved.values.T), u, alpha=factor)
+        left, columns = at.here(solved.left.T), at.columns_change(t)
         for part in at.changed(a, a, t, columns):
-            moved = part.points.add_(left[part.at][..., None] * x[part.rows])
-            moved /= at.epsilon
-            curvature[part.which] -= dot(a.at(*part.at), moved).sum(1)
-            out[part.at] += factor * moved
+            moved = part.points.addcmul_(left[part.at][..., None], x[part.rows]).div_(at.epsilon)
+            curvature[part.which].sub_(inner(a.at(*part.at), moved))
+            part.add(out, moved, factor)
         # Both potentials, so twice.
         return _along(out, None, 2 * factor * curvature, solved, at.epsilon / 2)
 
@@ -210,7 +215,8 @@ class SelfCurvature:
 def _along(
     by_x: Tensor, by_y: Tensor | None, curvature: Tensor, solved: Solution, epsilon: float
 ) -> Along:
-    curvature = curvature.double() + (solved.values * solved.left).sum(0) / epsilon
+    unsolved = (solved.values * solved.left).sum(0)
+    curvature = torch.add(curvature.double(), unsolved, alpha=1 / epsilon)
     return Along(by_x, by_y, curvature, solved.iterations, solved.residual, solved.converged)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from otdd_flash.operators.build import CostInputs, labelled_cost
+from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.memory import holds, stated_budget
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.solver.direct import is_small
@@ -28,4 +28,4 @@ def dense_plan(inputs: CostInputs, f: Tensor, g: Tensor, epsilon: float) -> Kept
     short = stated is not None and entries + points > stated
     if short or not holds(2 * entries + points, None, device):
         return None
-    return KeptPlan(labelled_cost(inputs).plan_entries(f, g, epsilon))
+    return KeptPlan(inputs.labelled.plan_entries(f, g, epsilon))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,7 +14,7 @@ Which = slice
 Rows = slice | Tensor
 ALL = slice(None)
 
-# Coordinates that are read at once where all are only looked at.
+# Coordinates that are read at once where all are only looked at, or kept beside those given.
 LOOKED_AT = 1 << 22
 
 
@@ -43,6 +44,12 @@ class Part(NamedTuple):
         """Where it belongs in what is of all directions and points."""
         return self.which, self.rows
 
+    def add(self, out: Tensor, values: Tensor, scale: float = 1.0) -> None:
+        """Add numbers of this part, (s', k) or (s', k, d), to those of all."""
+        place = out[self.at].add_(values, alpha=scale)
+        if isinstance(self.rows, Tensor):
+            out[self.at] = place
+
 
 class Directions:
     """Directions of points, each less its mean.
@@ -52,25 +59,34 @@ class Directions:
         masses: (n,), that means are over.
 
     Attributes:
+        total: of the masses.
         mean: (s, 1, d).
     """
 
     def __init__(self, given: Tensor, masses: Tensor) -> None:
-        self.given = given
-        self.mean = torch.einsum("n,snd->sd", masses, given)[:, None] / masses.sum()
+        self.given, self.total = given, masses.sum()
+        self.mean = torch.einsum("n,snd->sd", masses, given)[:, None] / self.total
+
+    @cached_property
+    def _kept(self) -> Tensor | None:
+        """All of them (s, n, d), if there is room for another copy."""
+        return self.given - self.mean if self.given.numel() <= LOOKED_AT else None
 
     @property
     def values(self) -> Tensor:
-        """All of them (s, n, d), anew."""
-        return self.given - self.mean
+        """All of them (s, n, d), to be read."""
+        return self.given - self.mean if self._kept is None else self._kept
 
     def at(self, which: Which, rows: Rows) -> Tensor:
-        """Some directions of some points (s', k, d), anew."""
-        return self.given[which, rows] - self.mean[which]
+        """Some directions of some points (s', k, d), to be read."""
+        if self._kept is None:
+            return self.given[which, rows] - self.mean[which]
+        return self._kept[which, rows]
 
     def dots(self, points: Points) -> Tensor:
-        """<direction_i, point_i> (s, n)."""
-        return torch.cat([dot(self.at(ALL, rows), points[rows]) for rows in self._rows()], 1)
+        """<direction_i, point_i> (s, n), anew."""
+        found = [dot(self.at(ALL, rows), points[rows]) for rows in self._rows()]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def largest(self, which: Which) -> float:
         """The largest coordinate of some, in absolute value."""
@@ -87,3 +103,8 @@ class Directions:
 def dot(one: Tensor, other: Tensor) -> Tensor:
     """<one_i, other_i>, over the last dimension."""
     return (one * other).sum(-1)
+
+
+def inner(one: Tensor, other: Tensor) -> Tensor:
+    """<one, other> (s,), over points and their coordinates."""
+    return (one * other).sum((-2, -1))

@@ -14,6 +14,7 @@ from otdd_flash.checks import shown, takes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.build import Compute, CostInputs
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.samples import all_finite
 from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
@@ -188,7 +189,7 @@ class SinkhornHessian:
             raise InputError(
                 f"v must be {like.dtype} on {like.device} as x, got {v.dtype} on {v.device}"
             )
-        if not bool(v.isfinite().all()):
+        if not all_finite(v):
             raise InputError("v holds NaN or infinite values")
         return v.detach().reshape(-1, n, d)
 
@@ -210,7 +211,8 @@ class DivergenceCurvature:
         """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still."""
         sides = [side for side in (a, b) if side is not None]
         unit = largest(*sides, dim=(1, 2))[:, None, None]
-        usual = not bool(((unit < 1 / USUAL) | (unit > USUAL)).any())
+        sizes = unit[:, 0, 0].tolist()
+        usual = not any(size < 1 / USUAL or size > USUAL for size in sizes)
         if not usual:
             a, b = a / unit, None if b is None else b / unit
         found = in_parts(
@@ -253,7 +255,7 @@ def _with(found: Along, own: Along) -> Along:
     return Along(
         found.x,
         found.y,
-        found.curvature - own.curvature / 2,
+        torch.sub(found.curvature, own.curvature, alpha=0.5),
         found.iterations + own.iterations,
         torch.maximum(found.residual, own.residual),
         found.converged & own.converged,

@@ -34,14 +34,14 @@ def plan_points(
     Where products with points need no other form of them than an operator has, they are packed as
     there.
     """
-    sides = inputs.source, inputs.target
-    clouds = [(side.features, side.masses) for side in sides]
     dense = dense_plan(inputs, *potentials, epsilon)
     if dense is not None:
+        clouds = [(side.features, side.masses) for side in (inputs.source, inputs.target)]
         return PlanPoints(dense, epsilon, inputs, origin_near(clouds, dense.dtype))
     operator = build_operator(inputs)
     plan = plan_of(refined(operator), *potentials, epsilon)
-    given = plan, epsilon, inputs, origin_near(clouds, operator.dtype)
+    # The operator's own: whoever built it has found it.
+    given = plan, epsilon, inputs, inputs.labelled.centre
     with_points = plan.with_points
     return PlanPoints(*given) if with_points is None else PackedPlanPoints(*given, with_points)
 

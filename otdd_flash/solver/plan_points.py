@@ -15,8 +15,7 @@ from torch import Tensor
 
 from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.origins import less_origin
-from otdd_flash.operators.plan import Factors, Plan
-from otdd_flash.solver.conjugate_gradients import inverse
+from otdd_flash.operators.plan import Plan
 from otdd_flash.solver.directions import ALL, Directions, Part, Points
 
 # Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.
@@ -44,8 +43,9 @@ class PlanPoints:
 
     @cached_property
     def y(self) -> Points:
-        """(m, d)."""
-        return less_origin(self._sides[1], self._origin)
+        """(m, d); x itself between a cloud and itself."""
+        one = self._sides[0] is self._sides[1]
+        return self.x if one else less_origin(self._sides[1], self._origin)
 
     def here(self, values: Tensor) -> Tensor:
         """In the plan's type."""
@@ -62,11 +62,6 @@ class PlanPoints:
     def c(self) -> Tensor:
         """P^T 1 (m,)."""
         return self.here(self.plan.columns)
-
-    @cached_property
-    def by_row(self) -> Tensor:
-        """1 / r (n,), 0 where there is no mass."""
-        return self.here(inverse(self.plan.rows))
 
     @cached_property
     def images(self) -> Tensor:
@@ -118,22 +113,30 @@ class PlanPoints:
             transposed: as said.
         """
         images = self.transposed_images if transposed else self.images
-        moved = self._moved(a, b, transposed=transposed).mul_(self.factor).add_(columns)
+        moved = self._moved(a, b, transposed=transposed)
+        torch.add(columns, moved, alpha=self.factor, out=moved)
         for part, numbers in zip(moved, rows, strict=True):
             part.addcmul_(numbers[:, None], images)
         yield Part(ALL, ALL, moved)
 
     def _moved(self, a: Directions, b: Directions | None, *, transposed: bool) -> Tensor:
         """(P o (A y^T + x B^T)) y (s, n, d), or its transpose times x."""
-        y = self.y[ALL]
+        y, of_x = self.y[ALL], a.values
         if b is None and not transposed and self._row_moments is not None:
-            return torch.einsum("nkl,snl->snk", self._row_moments, a.values)
-        changes = [(a.values, y)]
-        if b is not None:
-            changes.append((self.x[ALL], b.values))
+            return torch.einsum("nkl,snl->snk", self._row_moments, of_x)
+        # What is the same on both sides is so by identity: a plan then packs it once.
+        x = y if self.x is self.y else self.x[ALL]
+        of_y = None if b is None else of_x if b is a else b.values
+        times, values = self.plan.times, y
         if transposed:
-            return weighted(self.plan.transposed_times, self.x[ALL], changes)
-        return weighted(self.plan.times, y, changes)
+            times, values = self.plan.transposed_times, x
+        found = []
+        for k, left in enumerate(of_x):
+            other = None
+            if of_y is not None:
+                other = x, left if of_y is of_x else of_y[k]
+            found.append(times(values, (left, y), other))
+        return found[0][None] if len(found) == 1 else torch.stack(found)
 
     def _times(self, values: Tensor, *, transposed: bool) -> Tensor:
         """P V (s, n, k) for V (s, m, k), or P^T V."""
@@ -146,48 +149,13 @@ class PlanPoints:
         return _moments(self.plan.times, self.y[ALL])
 
 
-def weighted(times: Callable[..., Tensor], values: Tensor, changes: list[Factors]) -> Tensor:
-    """(P o sum of L R^T) V (s, n, d), for V (m, d) and pairs L (n, k) and R (m, k).
-
-    They are the same for all directions, or one for each, with a leading dimension.
-    """
-    count = max(len(side) for pair in changes for side in pair if side.ndim == 3)
-    left, right = changes[0] if len(changes) == 1 else _together(changes, count)
-    sides = (side.expand(count, *side.shape[-2:]) for side in (left, right))
-    found = [times(values, factors) for factors in zip(*sides, strict=True)]
-    return found[0][None] if count == 1 else torch.stack(found)
-
-
-def _together(changes: list[Factors], count: int) -> Factors:
-    """Pairs of factors as one, L (count, n, k) and R (count, m, k)."""
-    like, width = changes[0][0], sum(left.shape[-1] for left, _ in changes)
-    left, right = (like.new_empty((count, side.shape[-2], width)) for side in changes[0])
-    first = 0
-    for pair, scale in zip(changes, _balances(changes), strict=True):
-        last = first + pair[0].shape[-1]
-        of_left, of_right = left[..., first:last], right[..., first:last]
-        torch.mul(pair[0].expand_as(of_left), scale, out=of_left)
-        torch.div(pair[1].expand_as(of_right), scale, out=of_right)
-        first = last
-    return left, right
-
-
-def _balances(pairs: list[Factors]) -> Tensor:
-    """By which to multiply one side of each and divide the other, for sides of one size.
-
-    Pairs side by side are rounded on one scale.
-    """
-    norms = [torch.linalg.vector_norm(side, torch.inf) for pair in pairs for side in pair]
-    logs = torch.stack(norms).clamp_min(torch.finfo(norms[0].dtype).tiny).log2().view(-1, 2)
-    return ((logs[:, 1] - logs[:, 0]) / 2).round().exp2()
-
-
 def beside(values: Tensor, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
     """V (m, k), or one for each direction, weighted (s, m), and q (s, m), as (s, m, k + 1)."""
     found = numbers.new_empty((*numbers.shape, values.shape[-1] + 1))
-    found[..., :-1] = values
-    if weights is not None:
-        found[..., :-1] *= weights[..., None]
+    if weights is None:
+        found[..., :-1] = values
+    else:
+        torch.mul(values, weights[..., None], out=found[..., :-1])
     found[..., -1] = numbers
     return found
 

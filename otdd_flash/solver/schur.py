@@ -308,7 +308,7 @@ class Solver:
             iterates.resume(self._near(self._system))
             self._improve(iterates, self._system)
         size, now = iterates.size, iterates.now
-        residual = torch.where(size > 0, now / size.clamp_min(torch.finfo(size.dtype).tiny), 0)
+        residual = now / size.clamp_min(torch.finfo(size.dtype).tiny)
         found = iterates.values * unit, iterates.left * unit
         return Solution(*found, residual, iterates.taken.clone(), now <= iterates.target)
 

@@ -62,6 +62,9 @@ def argument_type(name: str, tile: Tile) -> str:
 def needs(kernel, constants: dict[str, object], tile: Tile, capability: int) -> dict[str, int]:
     names = kernel.arg_names
     types = {name: argument_type(name, tile) for name in names}
+    # In place of factors that are not read there is a vector.
+    for name in ("a", "b", "other_a", "other_b")[2 * int(str(constants.get("PAIRS", 2))) :]:
+        types[name] = "*fp32"
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = {
         (i,): [["tt.divisibility", 16]]
@@ -187,7 +190,10 @@ def main() -> None:
         "plan_block": (plan_block_kernel, [weighted_by(0, numbers=False)]),
         "plan_block_with_factors": (
             plan_block_kernel,
-            [weighted_by(1, numbers=False), weighted_by(2, numbers=True)],
+            [
+                weighted_by(1, numbers=False),
+                *(weighted_by(2, numbers=each) for each in (False, True)),
+            ],
         ),
         "symmetric_step": (symmetric_step_kernel, [{}]),
     }
@@ -204,6 +210,7 @@ def main() -> None:
             constants = {
                 "DIM": dim,
                 "PARTS": parts,
+                "LOW": parts == 3,
                 "BLOCK_M": BLOCK_ROWS,
                 "BLOCK_N": tile.columns,
                 "BLOCK_K": tile.depth,

@@ -58,6 +58,29 @@ def test_products_of_d_coordinates_are_off_by_so_many_roundings() -> None:
     assert LabelledCost(x, x, UNIFORM, UNIFORM, **sides).cost_error_share == 26 * 2.0**-53
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_numbers_of_a_cost_are_those_of_all_its_entries(sizes: tuple[int, int]) -> None:
+    """Of one class on each side and of more; the far point without mass counts where it has to."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 3, generator=draw).double() + 5 for n in (6, 4))
+    a, b = torch.tensor([0, 1, 2, 3, 1, 3]).double() / 10, UNIFORM
+    x[0] -= 30
+    labels_x, labels_y = (torch.arange(len(z)) % k for z, k in zip((x, y), sizes, strict=True))
+    table = torch.tensor([[0.75], [0.25]]).double()[: sizes[0]]
+    given = {"labels_x": labels_x, "labels_y": labels_y, "class_costs": table, "lambda_x": 0.5}
+    cost, of_classes = LabelledCost(x, y, a, b, **given), table[labels_x][:, labels_y]
+    entries = torch.cdist(x, y).square() / 2 + of_classes
+    assert cost.mean_cost == pytest.approx(float(a @ entries @ b), rel=1e-12)
+    x, y = (side - cost.centre for side in (x, y))
+    # The lowest squared distance is taken as 0, the highest as that of points that are opposite.
+    low, high = cost.cost_range
+    assert low == float(of_classes[1:].min())
+    longest = x[1:].norm(dim=1).max() + y.norm(dim=1).max()
+    assert high == pytest.approx(float(longest.square() / 2 + of_classes.max()), rel=1e-12)
+    assert cost.largest == pytest.approx(float(x.abs().max()), rel=1e-12)
+    assert cost.farthest == pytest.approx(float(x.norm(dim=1).max().square()), rel=1e-12)
+
+
 def test_every_pass_of_a_small_solve_is_counted() -> None:
     """Two for an iteration, and those of the certificate."""
     divergence = solve_divergence(lambda _: stored(squares()), 2.0, Converged(), debias=False)

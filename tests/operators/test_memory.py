@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from live_bytes import peak
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators import memory
-from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator, labelled_cost
+from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import (
@@ -93,14 +94,14 @@ def test_float64_copies_of_points_are_one_small_buffer(n: int, dim: int, device:
     x, y = (cloud(n, dim, 2, seed).to(device) for seed in (0, 1))
     masses = torch.full((n,), 1 / n, dtype=torch.float64, device=device)
     inputs = CostInputs(x, y, torch.ones(2, 2), GroundCost(), ComputeOptions())
-    cost = labelled_cost(inputs)
+    cost = inputs.labelled
     gpu = device.type == "cuda"
     # The buffer, and some numbers of every point and every feature.
     most = 8 * (CHUNK_ELEMENTS_GPU if gpu else CHUNK_ELEMENTS_CPU) + 64 * (n + dim)
     assert most < 8 * n * dim / 8
     both = 2 * 4 * n * dim
     for extra, run in (
-        (0, lambda: labelled_cost(inputs).mean_cost),
+        (0, lambda: replace(inputs).labelled.mean_cost),
         (0, lambda: cost.expected_costs(masses)),
         (0, lambda: squared_norms(x.features)),
         (both, lambda: cost.centred(torch.float32)),

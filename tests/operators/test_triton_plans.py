@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import operation_counts
 import pytest
 import reference
 import torch
@@ -92,6 +93,68 @@ def test_products_and_sums(
     # Numbers that are evaluated anew are rounded anew.
     rtol = 1e-6 if kind is HeldPlan else UNIT / 10
     torch.testing.assert_close(held.rows.sum(), held.columns.sum(), rtol=rtol, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
+def test_a_held_plan_is_written_where_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 128)
+    cost = refined(operator(150, 270, 1))
+    plan = StreamedPlan(cost, *potentials(cost), EPSILON)
+    with operation_counts.OperationCounts(monkeypatch) as counts:
+        assert isinstance(plan.quick, HeldPlan)
+    # All columns at once, none of them copied from a block: its sum and three of its masses.
+    assert counts.launches["plan_block_kernel"] == 1
+    assert counts.operations <= 4, counts.operations
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
+@pytest.mark.parametrize(("width", "blocks"), [(1024, 1), (512, 2), (316, 2), (256, 4)])
+def test_entries_of_a_small_plan_are_weighted_in_few_blocks(
+    width: int, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One up to the size of a block, two up to some more, then of that size."""
+    # Of 256 rows and 1,024 columns with their padding.
+    n, m = 150, 1000
+    monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 256)
+    monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", width)
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 4)
+    cost = refined(operator(n, m, 1))
+    f, g = potentials(cost)
+    found = plan_of(cost, f, g, EPSILON)
+    assert isinstance(found, ExactFusedPlan)
+    draw = torch.Generator().manual_seed(2)
+    left, right, values = (torch.rand(size, 2, generator=draw).double() for size in (n, m, m))
+    with operation_counts.OperationCounts(monkeypatch) as counts:
+        got = found.times(values, (left, right))
+    assert counts.launches["plan_block_kernel"] == blocks
+    launched = found._weighted[0]._blocks
+    # Nothing describes to a GPU what is not read.
+    given = launched.unweighted.factors
+    assert len(given) == 4
+    assert all(each is launched.terms.bias for each in given)
+    weighted = (dense(cost, f, g) * (left @ right.T)) @ values
+    assert float((got - weighted).abs().max()) <= 1e-4 * float(weighted.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
+def test_a_plan_and_the_one_rounded_to_float16_share_their_terms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 4)
+    cost = refined(operator(150, 130, 1))
+    at = *potentials(cost), EPSILON
+    with operation_counts.OperationCounts(monkeypatch) as counts:
+        plan = plan_of(cost, *at)
+        assert isinstance(plan, ExactFusedPlan)
+        assert isinstance(plan.quick, HeldPlan)
+        assert plan.quick is plan.quick
+    # Of products with P, and with its transpose.
+    assert counts.launches["plan_terms_kernel"] == 2
 
 
 @pytest.mark.slow
@@ -237,6 +300,54 @@ def test_a_fused_plan_is_that_of_the_points_themselves(
     torch.testing.assert_close(far.rows, scale * plan.sum(1), rtol=1e-4, atol=1e-30)
     torch.testing.assert_close(far.columns, scale * plan.sum(0), rtol=1e-4, atol=1e-30)
     assert float((far.times(values) - scale * plan @ values).abs().max()) <= 1e-3 * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [KeptPlan, StreamedPlan, ExactFusedPlan])
+def test_entries_are_weighted_by_two_products(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of factors of very different sizes, whose products are alike, both ways."""
+    n, m = 150, 130
+    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 8 * n * m * (kind is KeptPlan))
+    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 4)
+    cost = refined(operator(n, m, 1))
+    f, g = potentials(cost)
+    plan = (
+        StreamedPlan(cost, f, g, EPSILON) if kind is StreamedPlan else plan_of(cost, f, g, EPSILON)
+    )
+    assert isinstance(plan, kind)
+    draw = torch.Generator().manual_seed(2)
+    (left, one), (right, two) = (
+        torch.rand(2, size, 3, generator=draw).double().to(DEVICE) for size in (n, m)
+    )
+    left, two = 1e7 * left, 1e7 * two
+    weights = dense(cost, f, g) * (left @ right.T + one @ two.T)
+    values, others = (torch.rand(size, 5, generator=draw).double().to(DEVICE) for size in (m, n))
+    for got, expected in (
+        (plan.times(values.to(plan.dtype), (left, right), (one, two)), weights @ values),
+        (
+            plan.transposed_times(others.to(plan.dtype), (left, right), (one, two)),
+            weights.T @ others,
+        ),
+    ):
+        assert float((got - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
+def test_what_weights_entries_on_both_sides_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = operator(150, 150, 1).cost
+    x, labels = of.points[0], of.labels[0]
+    given = {"labels_x": labels, "labels_y": labels, "class_costs": of.class_costs, "lambda_x": 0.5}
+    cost = KernelOperator(LabelledCost(x, x, of.a, of.a, **given), "high")
+    f, _ = potentials(cost)
+    without_memory(monkeypatch)
+    found, along = plan_of(cost, f, f, EPSILON), x.double().flip(0)
+    points = x.double()
+    with operation_counts.OperationCounts(monkeypatch) as counts:
+        got = found.times(points, (along, points), (points, along))
+    assert counts.launches["pack_kernel"] == 2
+    weighted = (dense(cost, f, f) * (along @ points.T + points @ along.T)) @ points
+    assert float((got - weighted).abs().max()) <= 1e-4 * float(weighted.abs().max())
 
 
 @pytest.mark.slow

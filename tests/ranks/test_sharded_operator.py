@@ -14,7 +14,7 @@ from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks, led
 from otdd_flash.operators import sharing
-from otdd_flash.operators.build import ComputeOptions, labelled_cost
+from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.samples import LabeledSamples
@@ -279,8 +279,8 @@ def test_parts_lie_where_the_whole_does() -> None:
     points = torch.cat((torch.arange(12.0).view(4, 3), torch.randn(4, 3)))
     samples = LabeledSamples(points, None, ())
     whole = Problem.between(samples, samples, EPSILON)
-    cost = labelled_cost(whole.inputs("xy"))
-    integers = labelled_cost(Problem.between(points[:4], points[:4], EPSILON).inputs("xy"))
+    cost = whole.inputs("xy").labelled
+    integers = Problem.between(points[:4], points[:4], EPSILON).inputs("xy").labelled
     assert lattice_of(integers) is not None
     assert lattice_of(cost) is None
     assert lattice_of(cost.part(slice(0, 4), slice(0, 4))) is None

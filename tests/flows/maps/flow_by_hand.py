@@ -10,7 +10,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.flows.maps import EntropicMap, VelocityField
 from otdd_flash.labels import measure_classes
-from otdd_flash.operators.build import CostInputs, labelled_cost
+from otdd_flash.operators.build import CostInputs
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient
@@ -55,7 +55,7 @@ def resolved_epsilon(
 ) -> float:
     """Epsilon as a multiple of the mean cost."""
     block = class_table(source, target)[: source.class_total, source.class_total :]
-    return relative * labelled_cost(CostInputs(source, target, block, cost, DOUBLE)).mean_cost
+    return relative * CostInputs(source, target, block, cost, DOUBLE).labelled.mean_cost
 
 
 def euler_flow(
