@@ -224,8 +224,8 @@ class LabelledCost:
     def moments(self, masses: Tensor) -> Moments:
         """Of masses q (m,)."""
         first = torch.zeros_like(self.centre)
-        for part, rows in in_float64(self.points[1]):
-            first += masses[part] @ rows.sub_(self.centre)
+        for part, rows in in_float64(self.points[1], self.centre):
+            first += masses[part] @ rows
         classes = _mass_per_class(masses, self.labels[1], self.class_costs.shape[1])
         return Moments(masses.sum(), first, masses @ self.squares[1], classes)
 
@@ -233,8 +233,10 @@ class LabelledCost:
         """sum_j C_ij q_j (n,), float64, for masses of these moments."""
         total, first, squares, of_classes = moments
         found = total * self.squares[0] + squares
-        for part, rows in in_float64(self.points[0]):
-            found[part] -= 2 * (rows.sub_(self.centre) @ first)
+        products = torch.empty_like(found)
+        for part, rows in in_float64(self.points[0], self.centre):
+            torch.mv(rows, first, out=products[part])
+        found -= products.mul_(2)
         return self.lambda_x * found + (self.class_costs @ of_classes)[self.labels[0]]
 
     def own_costs(self) -> Tensor:
@@ -347,12 +349,12 @@ def equal_masses(points: Tensor) -> Tensor:
 
 def squared_distances(points: Points, centre: Tensor) -> Tensor:
     """||x_i - c||^2 (n,), float64."""
-    return torch.cat([_squared_norms(rows.sub_(centre)) for _, rows in in_float64(points)])
+    return _squared_norms(points, in_float64(points, centre))
 
 
 def squared_norms(points: Points) -> Tensor:
     """||x_i||^2 (n,), float64."""
-    return torch.cat([_squared_norms(rows) for _, rows in in_float64(points)])
+    return _squared_norms(points, in_float64(points))
 
 
 class _Told(NamedTuple):
@@ -403,26 +405,30 @@ def _norms(points: Points, masses: Tensor, centre: Tensor, mean: Tensor) -> _Nor
 
 def _found_norms(points: Points, masses: Tensor, centres: tuple[Tensor, ...]) -> list[_Norms]:
     extremes: list[list[Tensor]] = [[] for _ in centres]
-    squares: list[list[Tensor]] = [[] for _ in centres]
-    for _, rows in in_float64(points):
+    lengths = masses.new_empty((len(centres), points.shape[0]))
+    # Of one centre rows are centred on their way; of more they are read once.
+    alone = centres[0] if len(centres) == 1 else None
+    for part, rows in in_float64(points, alone):
         for place, centre in enumerate(centres):
-            last = place == len(centres) - 1
-            centred = rows.sub_(centre) if last else rows - centre
+            centred = rows if alone is not None else rows - centre
             extremes[place] += torch.aminmax(centred)
-            squares[place].append(_squared_norms(centred))
+            torch.linalg.vector_norm(centred, dim=1, out=lengths[place, part])
     found = []
-    for ends, parts in zip(extremes, squares, strict=True):
+    for ends, norms in zip(extremes, lengths.square_(), strict=True):
         # Of few points all are found at once.
         lowest, uppermost = ends if len(ends) == 2 else torch.aminmax(torch.stack(ends))
-        norms = parts[0] if len(parts) == 1 else torch.cat(parts)
         highest = (norms * (masses > 0)).max()
         numbers = lowest, uppermost, norms.max(), highest, masses @ norms
         found.append(_Norms(numbers, norms))
     return found
 
 
-def in_float64(points: Points) -> Iterator[tuple[slice, Tensor]]:
-    """All rows (N, d), a few at a time, in one buffer that the caller may change."""
+def in_float64(points: Points, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """All rows (N, d), less a centre (d,) float64, in one buffer that the caller may change.
+
+    A few at a time. A GPU centres them as it copies them, in one pass; a CPU would make a copy of
+    its own in float64 for that.
+    """
     count, dim = points.shape
     elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
     size = min(count, max(1, elements // dim))
@@ -437,13 +443,22 @@ def in_float64(points: Points) -> Iterator[tuple[slice, Tensor]]:
     first = 0
     for there in held:
         for rows in torch.split(there, size):
-            yield slice(first, first + len(rows)), buffer[: len(rows)].copy_(rows)
+            some = buffer[: len(rows)]
+            if centre is None:
+                some.copy_(rows)
+            elif rows.device.type == "cpu":
+                some.copy_(rows).sub_(centre)
+            else:
+                torch.sub(rows, centre, out=some)
+            yield slice(first, first + len(rows)), some
             first += len(rows)
 
 
-def _squared_norms(rows: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms.square()
+def _squared_norms(points: Points, pieces: Iterable[tuple[slice, Tensor]]) -> Tensor:
+    lengths = torch.empty(points.shape[0], dtype=torch.float64, device=points.device)
+    for part, rows in pieces:
+        torch.linalg.vector_norm(rows, dim=1, out=lengths[part])
+    return lengths.square_()
 
 
 def weighted_mean(points: Points, masses: Tensor) -> Tensor:
@@ -460,8 +475,8 @@ def _found_mean(points: Points, masses: Tensor) -> Tensor:
 def _centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:
     """A few rows at a time, so that no float64 copy of all is made."""
     out = torch.empty(points.shape, dtype=dtype, device=points.device)
-    for part, rows in in_float64(points):
-        out[part] = rows.sub_(centre)
+    for part, rows in in_float64(points, centre):
+        out[part] = rows
     return out
 
 
