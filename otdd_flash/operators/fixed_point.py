@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -75,9 +75,7 @@ class FixedPoint:
     ) -> None:
         self.cost, self.layouts = cost, layouts
         self._lattice = lattice
-        self._errors: dict[int, Pair] = {}
         self._fixed: dict[int, Pair] = {}
-        self._means: dict[int, float] = {}
 
     @cached_property
     def _whole(self) -> Tensor | None:
@@ -117,7 +115,15 @@ class FixedPoint:
 
     @property
     def _accurate(self) -> int:
-        return 1 if self._whole is not None else 4
+        return self._kinds[-1]
+
+    @cached_property
+    def _kinds(self) -> tuple[int, ...]:
+        """The numbers of digits that plans are computed with, the least accurate first.
+
+        What they lose is found for all at once: nearly every solve asks for all.
+        """
+        return (1,) if self._whole is not None else (3, 4)
 
     def marginals(
         self,
@@ -175,20 +181,24 @@ class FixedPoint:
     @cached_property
     def _points(self) -> list[_Points]:
         """What the exponents of either side take, besides its potential."""
-        cost, found = self.cost, []
-        for masses, squares in zip((cost.a, cost.b), self.squares, strict=True):
+        cost = self.cost
+
+        def points(masses: Tensor, squares: Tensor) -> _Points:
             logs = (masses * len(masses)).log2()
             present = logs.isfinite()
-            found.append(_Points(torch.where(present, logs, 0), present, cost.lambda_x * squares))
-        return found
+            return _Points(torch.where(present, logs, 0), present, cost.lambda_x * squares)
+
+        of_x = points(cost.a, self.squares[0])
+        return [of_x, of_x if cost.symmetric else points(cost.b, self.squares[1])]
 
     @cached_property
     def _entry_errors(self) -> Pair:
         """Errors of entries and of logarithms of masses (n,) and (m,), in units of epsilon."""
-        x, y = (
-            EXPONENT_ERROR * points.log2_masses.abs() + ENTRY_ERROR / 2 for points in self._points
-        )
-        return x, y
+        found = [
+            EXPONENT_ERROR * points.log2_masses.abs() + ENTRY_ERROR / 2
+            for points in self._points[: 2 - self.cost.symmetric]
+        ]
+        return found[0], found[-1]
 
     def _fixed_errors(self, digits: int) -> Pair:
         """Errors of costs (n,) and (m,), and of what their parts lose in exponents."""
@@ -209,10 +219,13 @@ class FixedPoint:
         return 3 if not accurate and self._mean(3) <= SMALL * epsilon else 4
 
     def _mean(self, digits: int) -> float:
-        x, y = self._costs_errors(digits)
-        if digits not in self._means:
-            self._means[digits] = float(self.cost.a @ x + self.cost.b @ y)
-        return self._means[digits]
+        return self._means[self._kinds.index(digits)]
+
+    @cached_property
+    def _means(self) -> list[float]:
+        """Of each of `_kinds`; one tensor, so that the host waits once."""
+        x, y = self._all_costs_errors
+        return (x @ self.cost.a + y @ self.cost.b).tolist()
 
     @cached_property
     def _magnitudes(self) -> Pair:
@@ -221,22 +234,27 @@ class FixedPoint:
 
     def _costs_errors(self, digits: int) -> Pair:
         """A (n,) and B (m,): what points in fixed point, and float64, lose of costs."""
-        if digits not in self._errors:
-            cost = self.cost
-            parts = [
-                self._known(side, f"{digits} digits", partial(self._missing, digits))
-                for side in ((0,) if cost.symmetric else (0, 1))
-            ]
-            lost, omitted = zip(parts[0], parts[-1], strict=True)
-            carries = carry_error(digits, cost.points[0].shape[1]) / self._scale**2
-            of_x, of_y = (
-                errors + cost.lambda_x * (2 * left_out + carries) + cost.cost_error_share * sizes
-                for errors, left_out, sizes in zip(
-                    product_errors(cost, self.squares, lost), omitted, self._magnitudes, strict=True
-                )
-            )
-            self._errors[digits] = of_x, of_y
-        return self._errors[digits]
+        x, y = self._all_costs_errors
+        kind = self._kinds.index(digits)
+        return x[kind], y[kind]
+
+    @cached_property
+    def _all_costs_errors(self) -> Pair:
+        """Those of each of `_kinds` (k, n) and (k, m)."""
+        cost, symmetric = self.cost, self.cost.symmetric
+        # (k, 2, n) of each side.
+        parts = [self._known(side, "digits", self._missing) for side in (0, 1)[: 2 - symmetric]]
+        lost = parts[0][:, 0], parts[-1][:, 0]
+        points = product_errors(cost, self.squares, lost)
+        found = [
+            errors + cost.lambda_x * (2 * part[:, 1])
+            for errors, part in zip(points, parts, strict=False)
+        ]
+        x, y = (
+            errors + cost.cost_error_share * sizes
+            for errors, sizes in zip((found[0], found[-1]), self._magnitudes, strict=True)
+        )
+        return x, y
 
     def _known(self, side: int, name: str, find: Callable[[int], T]) -> T:
         """What is found of the points of a side; once, of a block that comes in every pass."""
@@ -251,21 +269,26 @@ class FixedPoint:
     def _squares(self, side: int) -> Tensor:
         return squared_distances(self.cost.points[side], self._centre)
 
-    def _missing(self, digits: int, side: int) -> Pair:
+    def _missing(self, side: int) -> Tensor:
         """Of one side, in the order of the points, float64: what digits lack of a point and pairs.
 
-        ||x_i - x'_i||^2 (n,), and shares (n,) of the products that scores leave out.
+        (k, 2, n): by each of `_kinds`, ||x_i - x'_i||^2 and shares of the products that scores
+        leave out, half of what carries lose of these included.
         """
-        points, layout = self.cost.held[side], self.layouts[side]
-        found = torch.empty((2, layout.size), dtype=torch.float64, device=points.device)
-        height, _ = chunk_sizes(padded_dim(points.shape[1]) * digits)
-        for first in range(0, layout.size, height):
-            rows = min(height, layout.size - first)
-            packed = pack_digits(points, layout, self._centre, self._scale, digits, first, rows)
-            found[0, first : first + rows] = packed.lost
-            found[1, first : first + rows] = packed.omitted
-        lost, omitted = (found[:, layout.position] / self._scale**2).unbind()
-        return lost, omitted
+        points, layout, kinds = self.cost.held[side], self.layouts[side], self._kinds
+        shape = len(kinds), 2, layout.size
+        found = torch.empty(shape, dtype=torch.float64, device=points.device)
+        for kind, digits in enumerate(kinds):
+            height, _ = chunk_sizes(padded_dim(points.shape[1]) * digits)
+            for first in range(0, layout.size, height):
+                rows = min(height, layout.size - first)
+                packed = pack_digits(points, layout, self._centre, self._scale, digits, first, rows)
+                found[kind, 0, first : first + rows] = packed.lost
+                found[kind, 1, first : first + rows] = packed.omitted
+        found = found[..., layout.position] / self._scale**2
+        for kind, digits in enumerate(kinds):
+            found[kind, 1] += carry_error(digits, points.shape[1]) / self._scale**2 / 2
+        return found
 
 
 def _whole_centre(cost: LabelledCost, lattice: Lattice) -> Tensor | None:

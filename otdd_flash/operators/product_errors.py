@@ -25,14 +25,15 @@ Pair = tuple[Tensor, Tensor]
 
 
 def product_errors(cost: LabelledCost, squares: Pair, lost: Pair) -> Pair:
-    """A (n,) and B (m,), float64, in units of the cost.
+    """A (..., n) and B (..., m), float64, in units of the cost.
 
     Args:
         cost: of the points themselves.
         squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) about the centre of the products, float64.
-        lost: e_i^2 (n,) and e_j^2 (m,), float64.
+        lost: e_i^2 (..., n) and e_j^2 (..., m), float64, of one or of several points nearby.
     """
-    theta = (_mean(cost, lost) / _mean(cost, squares).clamp_min(TINY)).sqrt().clamp_min(TINY)
+    ratio = _mean(cost, lost) / _mean(cost, squares).clamp_min(TINY)
+    theta = ratio.sqrt().clamp_min(TINY)[..., None]
 
     def errors(off: Tensor, norms: Tensor) -> Tensor:
         return cost.lambda_x * (off / theta + theta * (norms.sqrt() + off.sqrt()).square())
@@ -50,6 +51,8 @@ def squares_about(cost: LabelledCost, centre: Tensor) -> Pair:
 
 def magnitudes_about(cost: LabelledCost, squares: Pair) -> Pair:
     """As `LabelledCost.magnitudes`, of points with these squared norms."""
+    if squares is cost.squares:
+        return cost.magnitudes
     x, y = (
         magnitudes + 2 * cost.lambda_x * (about - before)
         for magnitudes, about, before in zip(cost.magnitudes, squares, cost.squares, strict=True)
@@ -58,4 +61,4 @@ def magnitudes_about(cost: LabelledCost, squares: Pair) -> Pair:
 
 
 def _mean(cost: LabelledCost, numbers: Pair) -> Tensor:
-    return cost.a @ numbers[0] + cost.b @ numbers[1]
+    return numbers[0] @ cost.a + numbers[1] @ cost.b

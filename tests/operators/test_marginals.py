@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import reference
 import torch
+from operation_counts import OperationCounts
 from torch import Tensor
 
 from otdd_flash.kernels.points.digits import carry_error, pack_digits
@@ -185,12 +186,15 @@ def test_digits_are_as_few_as_epsilon_allows() -> None:
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("kind", ["random", "grey"])
 @pytest.mark.parametrize("own", [False, True])
-def test_errors_of_costs_are_what_digits_lack(kind: str, own: bool) -> None:
+def test_errors_of_costs_are_what_digits_lack(
+    kind: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of points as `product_errors` has it, of products left out, of carries, and in float64."""
     cost = cost_of(kind, own=own, classes=3)
     fixed = KernelOperator(cost, "fast")._fixed_point
     dim, scale = cost.points[0].shape[1], fixed._scale
-    for digits in (1, 3, 4):
+    monkeypatch.setattr(fixed, "_kinds", (1, 3, 4))
+    for digits in fixed._kinds:
         parts = [
             pack_digits(points, layout, fixed._centre, scale, digits, 0, layout.size)
             for points, layout in zip(cost.points, fixed.layouts, strict=True)
@@ -224,10 +228,13 @@ def test_every_part_of_the_error_is_needed(part: str, monkeypatch: pytest.Monkey
     if part == "lost":
         # One digit leaves out no products.
         monkeypatch.setattr(fixed_point.FixedPoint, "_digits", lambda *_: 1)
+        monkeypatch.setattr(fixed_point.FixedPoint, "_kinds", (1,))
         rough = KernelOperator(cost, "fast").marginals(f, g, 0.1 * cost.mean_cost)
         assert_within(rough, matrix, cost, f, g, 0.1 * cost.mean_cost)
         monkeypatch.setattr(
-            fixed_point.FixedPoint, "_missing", lambda self, _, side: (0 * self.squares[side],) * 2
+            fixed_point.FixedPoint,
+            "_missing",
+            lambda self, side: self.squares[side].new_zeros(1, 2, len(self.squares[side])),
         )
         operator = KernelOperator(cost, "fast")
     elif part == "products":
@@ -267,3 +274,17 @@ def test_errors_of_rows_and_of_columns_count_alike() -> None:
         )
     ]
     assert found == pytest.approx([0.125 + 1.75e-3 + 3.3e-3] * 2)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_all_digits_lose_is_read_once(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed = KernelOperator(cost_of("random", own=own), "fast")._fixed_point
+    with OperationCounts(monkeypatch) as counts:
+        means = fixed.cost_error, fixed._mean(3)
+    assert counts.reads == 1
+    # Both sides of a cloud with itself are one, and its points are packed once.
+    assert counts.launches["pack_digits_kernel"] == (2 if own else 4)
+    for digits, mean in zip((4, 3), means, strict=True):
+        x, y = fixed._costs_errors(digits)
+        assert mean == pytest.approx(float(fixed.cost.a @ x + fixed.cost.b @ y), rel=1e-12)
+    assert means[0] < means[1]
