@@ -148,6 +148,7 @@ def pack_digits(
     digits: int,
     first: int,
     rows: int,
+    numbers: Tensor | None = None,
 ) -> Digits:
     """Cut packed rows [first, first + rows) of a cloud into digits; rows of padding are 0.
 
@@ -159,17 +160,20 @@ def pack_digits(
         digits: 1, 3 or 4.
         first: a multiple of 128.
         rows: a multiple of 128.
+        numbers: (3, rows) float64 that is to hold `squares`, `lost` and `omitted`, each of these
+            without gaps; new memory for None.
     """
     dim, device = padded_dim(points.shape[1]), points.device
     values = torch.empty((digits, rows, dim), dtype=torch.int8, device=device)
-    squares = torch.empty(rows, dtype=torch.float64, device=device)
-    lost, omitted = torch.empty_like(squares), torch.empty_like(squares)
+    if numbers is None:
+        numbers = torch.empty((3, rows), dtype=torch.float64, device=device)
+    squares, lost, omitted = numbers.unbind()
     block_m, block_k = (8, 128) if points.is_cuda else (128, triton.next_power_of_2(dim))
     pack_digits_kernel[(rows // block_m,)](
         points,
         centre,
         layout.origin[first : first + rows],
-        layout.filled[first : first + rows].to(torch.int8),
+        layout.filled[first : first + rows].view(torch.int8),
         values,
         squares,
         lost,

@@ -276,16 +276,16 @@ class FixedPoint:
         leave out, half of what carries lose of these included.
         """
         points, layout, kinds = self.cost.held[side], self.layouts[side], self._kinds
-        shape = len(kinds), 2, layout.size
+        shape = len(kinds), 3, layout.size
         found = torch.empty(shape, dtype=torch.float64, device=points.device)
         for kind, digits in enumerate(kinds):
             height, _ = chunk_sizes(padded_dim(points.shape[1]) * digits)
             for first in range(0, layout.size, height):
                 rows = min(height, layout.size - first)
-                packed = pack_digits(points, layout, self._centre, self._scale, digits, first, rows)
-                found[kind, 0, first : first + rows] = packed.lost
-                found[kind, 1, first : first + rows] = packed.omitted
-        found = found[..., layout.position] / self._scale**2
+                numbers = found[kind, :, first : first + rows]
+                given = points, layout, self._centre, self._scale, digits, first, rows
+                pack_digits(*given, numbers)
+        found = found[:, 1:, layout.position] / self._scale**2
         for kind, digits in enumerate(kinds):
             found[kind, 1] += carry_error(digits, points.shape[1]) / self._scale**2 / 2
         return found

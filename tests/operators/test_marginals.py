@@ -276,6 +276,19 @@ def test_errors_of_rows_and_of_columns_count_alike() -> None:
     assert found == pytest.approx([0.125 + 1.75e-3 + 3.3e-3] * 2)
 
 
+def test_a_piece_that_tells_what_digits_lose_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = {}
+    for height in (256, 128):
+        monkeypatch.setattr(fixed_point, "chunk_sizes", lambda _, height=height: (height, 128))
+        fixed = KernelOperator(cost_of("random", own=True), "fast")._fixed_point
+        with OperationCounts(monkeypatch) as counts:
+            fixed._missing(0)
+        counted[height] = counts.launches["pack_digits_kernel"], counts.operations
+    (few, asked), (many, again) = counted.values()
+    assert many == 2 * few
+    assert asked == again
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_what_all_digits_lose_is_read_once(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = KernelOperator(cost_of("random", own=own), "fast")._fixed_point
