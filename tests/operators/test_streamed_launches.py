@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
@@ -53,6 +54,14 @@ class Counted(TorchDispatchMode):
                 self._inside = False
 
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+        read = Tensor.tolist
+
+        def listed(tensor: Tensor) -> Any:
+            # On a CPU no operation tells of it.
+            self.counts["waits"] += not self._inside
+            return read(tensor)
+
+        monkeypatch.setattr(Tensor, "tolist", listed)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
