@@ -48,7 +48,7 @@ class Numbers(NamedTuple):
     Attributes:
         square: of the size of the recursive residual, scaled by masses, float64.
         energy: <residual, preconditioned residual>, float64.
-        unknown: what rounding may have added to it, float64.
+        unknown: what rounding may have added to that residual, float64.
         iterations: int64.
         active: whether it goes on, bool.
         goal: at which size of the residual it stops, float64.

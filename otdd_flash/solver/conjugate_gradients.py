@@ -139,7 +139,7 @@ class Near(NamedTuple):
 
     Attributes:
         system: the matrix, or one near it.
-        preconditioner: near its inverse; None for the masses.
+        preconditioner: near its inverse with its masses; None for these alone.
         most: iterations of a correction, at the most; None for those of all corrections.
     """
 
@@ -168,7 +168,7 @@ class Iterates:
         direction: whose image is wanted next.
         square: of the size of the recursive residual.
         energy: <residual, preconditioned residual>: the square, without a preconditioner.
-        unknown: what rounding may have added to it.
+        unknown: what rounding may have added to that residual.
         iterations: of this correction, int64.
         active: which go on, bool.
     """
@@ -215,10 +215,10 @@ class Iterates:
         self.active = pending & (self.square > self._goal)
 
     def _preconditioned(self, residual: Tensor) -> Tensor:
-        near = self._near
+        near, inverse = self._near, self._near.system.metric.inverse
         if near.preconditioner is not None:
-            return near.preconditioner.times(residual)
-        return near.system.metric.inverse * residual
+            return near.preconditioner.times(residual, inverse)
+        return inverse * residual
 
     def step(self) -> None:
         """Take a step of all active directions."""

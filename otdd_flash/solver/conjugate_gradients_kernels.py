@@ -113,8 +113,9 @@ class KernelIterates:
 
     def _turn(self) -> None:
         """Where residuals are preconditioned, on to the next directions."""
-        if self._near.preconditioner is not None:
-            scaled = self._near.preconditioner.times(self.residual)
+        near = self._near
+        if near.preconditioner is not None:
+            scaled = near.preconditioner.times(self.residual, near.system.metric.inverse)
             cg_turn(scaled, self._place[0], self._vectors, self._numbers, self._place[1])
 
     def _image(self) -> Image:

@@ -27,31 +27,37 @@ RANK, ROWS_PER_VECTOR = 256, 4
 # products, below which these do not tell them from 0.
 LEAST, UNITS = 0.25, 64
 
-# Matrices (m, RANK) float64 that are there at once, those of a product included.
+# Matrices of RANK columns float64 that are there at once, those of a product included.
 MATRICES = 6
 
 
 class LowRank:
     """M^-1 = D^-1 + V V^T, symmetric and positive.
 
+    D are the masses of the system that iterates. Those of the one that V is found of may be 0 where
+    these are not: rounded to float16 a plan has no entry in columns of very small mass, and with
+    their 0 in place of D^-1 no direction would ever have a part there.
+
     Args:
-        inverse: the diagonal of D^-1 (m, 1), 0 in rows that have no part in it.
-        vectors: V (m, k), float64, 0 there too.
+        vectors: V (m, k), float64, 0 in rows that have no part in it.
     """
 
-    def __init__(self, inverse: Tensor, vectors: Tensor) -> None:
-        self._inverse, self.vectors = inverse, vectors
+    def __init__(self, vectors: Tensor) -> None:
+        self.vectors = vectors
 
-    def times(self, residual: Tensor) -> Tensor:
-        """M^-1 r for r (m, s), columns of stride m."""
+    def times(self, residual: Tensor, inverse: Tensor) -> Tensor:
+        """M^-1 r for r (m, s), columns of stride m, and the diagonal of D^-1 (m, 1)."""
         rows = residual.T
-        return (rows * self._inverse.T).addmm_(rows @ self.vectors, self.vectors.T).T
+        return (rows * inverse.T).addmm_(rows @ self.vectors, self.vectors.T).T
 
 
-def rank_for(rows: int, most: int | None, device: torch.device) -> int:
-    """Vectors that are drawn for so many rows in `most` bytes, half of what is free for None."""
+def rank_for(rows: int, others: int, most: int | None, device: torch.device) -> int:
+    """Vectors that are drawn for so many rows in `most` bytes, half of what is free for None.
+
+    Products go by the `others`, the points of the plan's other side, which may be many more.
+    """
     rank = min(RANK, rows // ROWS_PER_VECTOR)
-    while rank and not holds(8 * MATRICES * rows * rank, most, device):
+    while rank and not holds(8 * MATRICES * max(rows, others) * rank, most, device):
         rank //= 2
     return rank
 
@@ -79,7 +85,7 @@ def low_rank(
     values, turned = torch.linalg.eigh(_symmetric(factor.T @ factor))
     # Columns of factor times turned are sqrt(lambda) U, so U lambda / (1 - lambda) U^T is
     distance = (1 + damping - values).clamp_min(UNITS * precision)
-    return LowRank(scale.square(), scale * (factor @ (turned / distance.sqrt())))
+    return LowRank(scale * (factor @ (turned / distance.sqrt())))
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class SchurSystem:
     def preconditioner(self) -> LowRank | None:
         """Of S + delta diag(c), as far as it has rows and memory allows it."""
         metric, constant = self.metric, self.metric.constant[:, None]
-        rank = rank_for(len(constant), self._most, constant.device)
+        rank = rank_for(len(constant), len(self.by_row), self._most, constant.device)
         if rank == 0:
             return None
 

@@ -62,7 +62,7 @@ def system(of: Products, *, own: bool, damping: float = 0.0) -> System:
 def preconditioned(of: System, count: int) -> LowRank:
     draw = torch.Generator().manual_seed(2)
     vectors = torch.randn(50, count, generator=draw, dtype=torch.float64).to(DEVICE)
-    return LowRank(of.metric.inverse, of.metric.scale * vectors / 5)
+    return LowRank(of.metric.scale * vectors / 5)
 
 
 def right_sides() -> Tensor:
