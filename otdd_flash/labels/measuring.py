@@ -159,5 +159,6 @@ def _joined(parts: Parts, pairs: Tensor, *known: Part) -> PairDistances:
     with closing(parts):
         for part in chain(known, parts):
             for row, values in zip(numbers, part.distances, strict=True):
-                row[part.positions] = values
+                # A metric of somebody's may leave them in another type, or on the CPU.
+                row[part.positions] = values.to(row)
     return PairDistances(*numbers)

@@ -56,6 +56,28 @@ def test_a_new_metric_takes_one_line_of_the_registry(blobs, tmp_path, monkeypatc
     assert flown.settings["labels.method"] == "manhattan"
 
 
+class InFloat32(Manhattan):
+    """Left in the type of what it was made of."""
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        values = super().measure(clouds, pairs).values.float()
+        return PairDistances(values, values, values)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_distances_may_be_of_another_type(blobs, tmp_path, cached):
+    pair = blobs((5, 6), 3, name="left"), blobs((4,), 3, seed=1, name="right")
+    cache_dir = tmp_path if cached else None
+    found, expected = (
+        otdd.class_distances(pair, metric(), cache_dir=cache_dir).full
+        for metric in (InFloat32, Manhattan)
+    )
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("metric", "recipe"),
     [
