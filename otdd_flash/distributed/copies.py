@@ -2,7 +2,7 @@
 
 Orders that change such a tensor change its copies alike, and rank 0 then calls `mark_equal`.
 PyTorch counts changes of a tensor, so that one which was changed otherwise is sent anew. It counts
-none through `.data`, by which nobody but such orders may change these.
+none through `.data` or by libraries that share its memory: content tells of what may be changed so.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import weakref
 
 from torch import Tensor
 
+from otdd_flash.content_mark import Mark, mark_of_tensors
 from otdd_flash.distributed.ranks import Ranks
 
 
@@ -21,11 +22,14 @@ class Copied:
         ranks: that hold them, led by this process.
         tensor: what is copied.
         owner: what changes it; there are copies as long as it lives.
+        given: whether its memory is a user's, who may change it as NumPy does; a failed flow, and
+            with it its copies, lives as long as somebody keeps the exception.
     """
 
-    def __init__(self, ranks: Ranks, tensor: Tensor, owner: object) -> None:
+    def __init__(self, ranks: Ranks, tensor: Tensor, owner: object, *, given: bool = False) -> None:
         self._ranks, self._tensor, self._number = ranks, tensor, ranks.number()
-        self._version: int | None = None
+        self._given = given
+        self._equal: Mark | None = None
         # The tensor is held here, so that no other one is at its place in memory.
         ranks.copied[id(tensor)] = self
         weakref.finalize(owner, _forget, ranks, id(tensor), self._number)
@@ -36,9 +40,15 @@ class Copied:
 
         Tensors made in inference mode count nothing, and no copy of one is known to be equal.
         """
-        tensor, version = self._tensor, self._version
-        equal = version is not None and not tensor.is_inference() and tensor._version == version
+        equal = self._equal is not None and self._equal == self._mark()
         return self._number if equal else None
+
+    def _mark(self) -> Mark | None:
+        """What changes with the tensor; None where nothing does."""
+        tensor = self._tensor
+        if tensor.is_inference():
+            return None
+        return mark_of_tensors(tensor) if self._given else (tensor._version,)
 
     def sent(self) -> int:
         """The same number, after copies are sent where there are no equal ones."""
@@ -49,8 +59,7 @@ class Copied:
 
     def mark_equal(self) -> None:
         """Say that copies have changed as the tensor has."""
-        tensor = self._tensor
-        self._version = None if tensor.is_inference() else tensor._version
+        self._equal = self._mark()
 
 
 def _hold_copy(ranks: Ranks, number: int, tensor: Tensor) -> None:

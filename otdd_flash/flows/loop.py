@@ -79,7 +79,7 @@ class Loop:
             # What stays as it is is sent once.
             for fixed in (setting.source.labels, setting.source.weights):
                 if fixed is not None:
-                    Copied(ranks, fixed, self)
+                    Copied(ranks, fixed, self, given=True)
         self._stepper = Stepper(
             self._variables,
             options.flow.stepping,

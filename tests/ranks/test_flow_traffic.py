@@ -298,6 +298,42 @@ def test_a_tensor_that_was_changed_is_sent_anew() -> None:
     assert left == ([], [0, 0])
 
 
+def failed_flow() -> list[Any]:
+    """Distances of labels changed by NumPy after a flow failed, of the same and new tensors."""
+
+    def work(ranks: Ranks) -> list[Any]:
+        compute = otdd.ComputeOptions("cpu", group=ranks)
+        pair = tuple(
+            otdd.LabeledSamples(side.features[:, :2].clone(), side.labels.clone(), side.class_names)
+            for side in sides()
+        )
+        asked = {"labels": "means", "epsilon": 50.0, "compute": compute}
+        # The exception keeps the flow, and that its copies.
+        with pytest.raises(RuntimeError, match="that is enough") as kept:
+            otdd.gradient_flow(*pair, otdd.Flow(2), callbacks=otdd.Callbacks(_refuse), **asked)
+        draw, held = torch.Generator().manual_seed(0), len(ranks.copied)
+        pair[0].labels.numpy()[:] = pair[0].labels[torch.randperm(COUNT, generator=draw)].numpy()
+        new = tuple(
+            otdd.LabeledSamples(side.features, side.labels.clone(), side.class_names)
+            for side in pair
+        )
+        found = [otdd.dataset_distance(*each, **asked).value for each in (pair, new)]
+        del kept
+        return [held, *found]
+
+    return otdd.led(work)
+
+
+def _refuse(step: Any) -> None:
+    raise RuntimeError("that is enough")
+
+
+def test_labels_that_change_after_a_failed_flow_are_sent_anew() -> None:
+    held, found, expected = pool(2).run(failed_flow)[0]
+    assert held == 2
+    assert found == expected
+
+
 def dealt() -> Any:
     def work(ranks: Ranks) -> list[Any]:
         before = ranks.shared.bytes_moved
