@@ -417,7 +417,7 @@ def _found_norms(points: Points, masses: Tensor, centres: tuple[Tensor, ...]) ->
     for ends, norms in zip(extremes, lengths.square_(), strict=True):
         # Of few points all are found at once.
         lowest, uppermost = ends if len(ends) == 2 else torch.aminmax(torch.stack(ends))
-        highest = (norms * (masses > 0)).max()
+        highest = torch.where(masses > 0, norms, 0.0).max()
         numbers = lowest, uppermost, norms.max(), highest, masses @ norms
         found.append(_Norms(numbers, norms))
     return found

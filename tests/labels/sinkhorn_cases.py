@@ -73,3 +73,14 @@ def true_divergence(one, two, epsilon):
     """S_eps by Newton's method, to about 1e-10."""
     costs = cost_of(one, two), cost_of(one, one), cost_of(two, two)
     return reference.sinkhorn_divergence(costs, one.masses, two.masses, epsilon)
+
+
+def moved(clouds, device):
+    return [
+        ClassCloud(
+            cloud.name,
+            cloud.points.to(device),
+            None if cloud.weights is None else cloud.weights.to(device),
+        )
+        for cloud in clouds
+    ]

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from other_device import OTHER, OtherDevice
-from sinkhorn_cases import make_clouds
+from sinkhorn_cases import make_clouds, moved
 
 import otdd_flash as otdd
 from otdd_flash.labels import by_ranks, kernel_terms, transport_terms
 from otdd_flash.labels.blocks import class_block
-from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.many import measure_all
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.pairs import all_pairs
@@ -30,17 +29,6 @@ METRICS = {
 every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 
 
-def moved(clouds, there=OTHER):
-    return [
-        ClassCloud(
-            cloud.name,
-            cloud.points.to(there),
-            None if cloud.weights is None else cloud.weights.to(there),
-        )
-        for cloud in clouds
-    ]
-
-
 def check(found, expected):
     """Numbers of both devices, which round otherwise."""
     for part, own in zip(found, expected, strict=True):
@@ -53,7 +41,7 @@ def check(found, expected):
 def test_distances_are_where_the_points_are(metric, listed):
     clouds = make_clouds((3, 5, 2, 7, 1, 6), weighted=True)
     with OtherDevice():
-        there = moved(clouds)
+        there = moved(clouds, OTHER)
         found = metric.measure(there, all_pairs(6, OTHER if listed == "there" else "cpu"))
         none = metric.measure(there, all_pairs(1, OTHER))
         assert {part.device for part in (*found, *none)} == {OTHER}
@@ -73,7 +61,7 @@ def test_no_list_of_pairs_goes_between_device_and_host(metric, monkeypatch):
     monkeypatch.setattr(kernel_terms, "solve_in_kernels", solve)
     clouds = make_clouds((4,) * 30)
     with OtherDevice() as device:
-        there, pairs = moved(clouds), all_pairs(30, OTHER)
+        there, pairs = moved(clouds, OTHER), all_pairs(30, OTHER)
         device.sent.clear()
         measure_pairs(there, pairs, metric)
     most = max(device.fetched + device.sent, default=0)
@@ -88,7 +76,7 @@ def test_a_rank_keeps_its_pairs_and_their_numbers_there(metric):
     alone["all_gathered"] = lambda numbers: numbers[None]
     alone["all_gathered_objects"] = lambda said: [said]
     with OtherDevice() as device:
-        ranks = SimpleNamespace(held={0: moved(clouds)}, **alone)
+        ranks = SimpleNamespace(held={0: moved(clouds, OTHER)}, **alone)
         for listed in (None, pairs.to(OTHER)):
             device.fetched.clear()
             numbers, said = by_ranks._measure(ranks, 0, metric, listed)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sinkhorn_cases import make_clouds
+from sinkhorn_cases import make_clouds, moved
 
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.labels import kernel_terms, sinkhorn_pairs, transport_terms
-from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.class_pool import ClassPool
@@ -44,20 +43,9 @@ def in_kernels(monkeypatch):
     return switch
 
 
-def on_device(clouds):
-    return [
-        ClassCloud(
-            cloud.name,
-            cloud.points.to(DEVICE),
-            None if cloud.weights is None else cloud.weights.to(DEVICE),
-        )
-        for cloud in clouds
-    ]
-
-
 def test_kernels_agree_with_float64(in_kernels):
     """Of small classes alone, and between them and larger ones."""
-    clouds = on_device(make_clouds((1, 12, 70, 5), dim=4, weighted=True))
+    clouds = moved(make_clouds((1, 12, 70, 5), dim=4, weighted=True), DEVICE)
     pairs = all_pairs(4)
     in_kernels(True, only_of=len(pairs))
     found = sinkhorn_distances(clouds, pairs, 1.0)
@@ -69,7 +57,7 @@ def test_kernels_agree_with_float64(in_kernels):
 
 
 def test_a_pair_does_not_depend_on_the_others_to_the_last_bit(in_kernels):
-    clouds = on_device(make_clouds((1, 12, 70, 5), dim=4, weighted=True))
+    clouds = moved(make_clouds((1, 12, 70, 5), dim=4, weighted=True), DEVICE)
     pairs = all_pairs(4)
     together = sinkhorn_distances(clouds, pairs, 8.0)
     for chosen in (torch.tensor([4]), torch.tensor([5, 1])):
@@ -79,7 +67,7 @@ def test_a_pair_does_not_depend_on_the_others_to_the_last_bit(in_kernels):
 
 
 def test_what_does_not_fit_the_memory_at_once_is_solved_in_parts(in_kernels, monkeypatch):
-    clouds = on_device(make_clouds((3, 12, 5), dim=4))
+    clouds = moved(make_clouds((3, 12, 5), dim=4), DEVICE)
     together = sinkhorn_distances(clouds, all_pairs(3), 8.0)
     solved = []
     solve = kernel_terms.solve_cross_terms
@@ -98,7 +86,7 @@ def test_what_does_not_fit_the_memory_at_once_is_solved_in_parts(in_kernels, mon
 
 
 def test_memory_counts_all_vectors():
-    clouds = on_device(make_clouds((300, 1, 40), dim=4))
+    clouds = moved(make_clouds((300, 1, 40), dim=4), DEVICE)
     pool = ClassPool([WeightedPoints(cloud.points, cloud.masses) for cloud in clouds])
     rows, columns = torch.tensor([[0, 2, 1], [2, 0, 0]], device=DEVICE)
     segments = KernelSegments(pool, rows, columns, small=False)
@@ -111,7 +99,7 @@ def test_memory_counts_all_vectors():
 
 @pytest.mark.parametrize(("epsilon", "tolerance"), [(2.0, 1e-8), (1e-7, 1e-3)])
 def test_what_float32_cannot_reach_is_solved_in_float64(in_kernels, epsilon, tolerance):
-    clouds = on_device(make_clouds((3, 9, 5), dim=2, spread=0.3))
+    clouds = moved(make_clouds((3, 9, 5), dim=2, spread=0.3), DEVICE)
     found = sinkhorn_distances(clouds, all_pairs(3), epsilon, tolerance)
     in_kernels(False)
     expected = sinkhorn_distances(clouds, all_pairs(3), epsilon, tolerance)
@@ -121,7 +109,7 @@ def test_what_float32_cannot_reach_is_solved_in_float64(in_kernels, epsilon, tol
 
 def test_a_tolerance_near_the_rounding_floor_is_reached():
     """Over-relaxed iterations amplify rounding: they stayed at forty times this tolerance."""
-    clouds = on_device(make_clouds((15, 12), dim=4, seed=3))
+    clouds = moved(make_clouds((15, 12), dim=4, seed=3), DEVICE)
     pool = ClassPool([WeightedPoints(cloud.points, cloud.masses) for cloud in clouds])
     rows, columns = torch.tensor([[1], [0]], device=DEVICE)
     segments = KernelSegments(pool, rows, columns, small=True)
@@ -140,7 +128,7 @@ def test_stopping_early_is_said(in_kernels, monkeypatch):
         "Converged",
         lambda tolerance: options(tolerance=tolerance, max_iterations=3),
     )
-    clouds = on_device(make_clouds((3, 9, 5), dim=4))
+    clouds = moved(make_clouds((3, 9, 5), dim=4), DEVICE)
     with pytest.warns(NotConvergedWarning, match=r"after 3 iterations for .*class \d against"):
         found = sinkhorn_distances(clouds, all_pairs(3), 0.3)
     assert bool((found.lower <= found.upper).all())
@@ -157,7 +145,7 @@ LARGE = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("sizes", "dim", "epsilon", "spread"), LARGE)
 def test_large_problems_agree_with_float64(in_kernels, sizes, dim, epsilon, spread):
-    clouds = on_device(make_clouds(sizes, dim, weighted=True, spread=spread))
+    clouds = moved(make_clouds(sizes, dim, weighted=True, spread=spread), DEVICE)
     pairs = all_pairs(len(sizes))
     in_kernels(True, only_of=len(pairs))
     found = sinkhorn_distances(clouds, pairs, epsilon)
@@ -172,7 +160,7 @@ def test_large_problems_agree_with_float64(in_kernels, sizes, dim, epsilon, spre
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize(("sizes", "dim", "epsilon", "spread"), LARGE)
 def test_large_pairs_do_not_depend_on_the_others(in_kernels, kernels, sizes, dim, epsilon, spread):
-    clouds = on_device(make_clouds(sizes, dim, weighted=True, spread=spread))
+    clouds = moved(make_clouds(sizes, dim, weighted=True, spread=spread), DEVICE)
     pairs = all_pairs(len(sizes))
     in_kernels(kernels, only_of=len(pairs) if kernels else None)
     together = sinkhorn_distances(clouds, pairs, epsilon)
