@@ -6,6 +6,7 @@ import importlib
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from otdd_flash.errors import InputError
 
@@ -42,6 +43,17 @@ def resolve_device(name: str | torch.device) -> torch.device:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """A context in which a device is current: where streams, events and graphs are made."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor.to(device)`; from a GPU to the CPU at the speed of the bus.
+
+    New memory comes page by page when it is first written to. Here all cores write to it before the
+    GPU does, whose driver would take five times as long, in which nothing else is launched.
+    """
+    if not tensor.is_cuda or device.type != "cpu":
+        return tensor.to(device)
+    return torch.empty_like(tensor, device=device).fill_(0).copy_(tensor)
 
 
 def check_one_device(source: torch.device, target: torch.device) -> None:

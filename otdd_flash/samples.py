@@ -16,6 +16,7 @@ from otdd_flash.arguments import values
 from otdd_flash.arguments.datasets import KEEP_CLASSES, LABELED_SAMPLES, TAKE
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.content_mark import Mark, mark_of
+from otdd_flash.devices import moved
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
@@ -170,7 +171,7 @@ class LabeledSamples:
             place = torch.device(device)
         except RuntimeError:
             raise InputError(f"unknown device {str(device)!r}; such as cpu or cuda:0") from None
-        features = self.features.to(place)
+        features = moved(self.features, place)
         if features is self.features:
             return self
         labels = None if self.labels is None else self.labels.to(place)

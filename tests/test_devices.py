@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from otdd_flash.devices import check_one_device, check_triton, resolve_device
+from otdd_flash.devices import check_one_device, check_triton, moved, resolve_device
 from otdd_flash.errors import InputError
 
 
@@ -103,3 +103,20 @@ def test_two_devices_are_named() -> None:
         InputError, match=r"source is on cpu and target on cuda:1; move both .*\.to\(\)"
     ):
         check_one_device(torch.device("cpu"), torch.device("cuda:1"))
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    there = torch.zeros(3)
+    assert moved(there, torch.device("cpu")) is there
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_what_comes_from_a_gpu_is_what_was_there(device: str) -> None:
+    given = torch.randn(40, 30, device="cuda:0", requires_grad=True)
+    for there in (given, given.T, given[::3, 1::2], given[:0]):
+        found = moved(there, torch.device(device))
+        assert found.device == torch.device(device)
+        assert torch.equal(found, there.to(device))
+    (found,) = torch.autograd.grad(moved(given[1:], torch.device(device)).sum(), given)
+    assert torch.equal(found.cpu(), torch.cat((torch.zeros(1, 30), torch.ones(39, 30))))

@@ -15,6 +15,7 @@ from torch import Tensor
 from otdd_flash.arguments.comparisons import BETWEEN, CLASS_DISTANCES
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
+from otdd_flash.devices import moved
 from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.classes import merge_identical, pool
@@ -216,7 +217,7 @@ def measure_all(
     pairs = all_pairs(len(distinct), distinct[0].points.device)
     found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)
     tables = [
-        symmetric_table(values, pairs, len(distinct))[index][:, index].cpu()
+        moved(symmetric_table(values, pairs, len(distinct))[index][:, index], torch.device("cpu"))
         for values in _bounded(found)
     ]
     return _joint(datasets, *tables)

@@ -30,7 +30,8 @@ class CountedNetwork:
 
         def forward(module: nn.Module, items: list[Tensor]) -> Tensor:
             self.calls += 1
-            return module(torch.stack(items).flatten(1))
+            where = next(module.parameters()).device
+            return module(torch.stack(items).flatten(1).to(where))
 
         self.extractor = Network(
             description, layer, frozenset({"image"}), lambda item: as_tensor(item), forward
