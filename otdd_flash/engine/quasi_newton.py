@@ -36,6 +36,9 @@ from otdd_flash.engine.trust import Trust
 # the points of a cloud most of that averages out.
 DUAL_ROUNDING = 0.25
 
+# Numbers that a segment has in `terms`.
+TERMS = 8
+
 # Iterations without progress after which the marginal error is rounding, if it is at most so many
 # times the floor.
 STALLED, STALLED_FLOORS, FALLEN = 20, 10.0, 0.9
@@ -108,7 +111,7 @@ class QuasiNewton:
 
     Attributes:
         active: (S,) bool, which segments are not done.
-        terms: (S, 6) float64, the `SegmentTerms` of each, of when it was active last.
+        terms: (S, 8) float64, what is `run.Told` of each, of when it was active last.
     """
 
     def __init__(self, segments: Problems, goal: Goal, form: Form, start: Start) -> None:
@@ -119,7 +122,7 @@ class QuasiNewton:
         self._progress = Progress.none(iterations)
         self._differences = Differences(iterations, segments.memory)
         self.active = torch.ones_like(iterations, dtype=torch.bool)
-        self.terms = iterations.new_zeros((len(iterations), 6))
+        self.terms = iterations.new_zeros((len(iterations), TERMS))
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next."""
@@ -163,6 +166,8 @@ class QuasiNewton:
             evidence.error,
             hidden,
             self._iterations,
+            2 * found.size if self._form.symmetric else found.row_size + found.size,
+            (~done).double(),
         )
         self.terms = torch.where(active[:, None], torch.stack(terms, 1), self.terms)
         self.active = active & ~done

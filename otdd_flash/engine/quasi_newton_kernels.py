@@ -97,7 +97,7 @@ class QuasiNewtonKernels:
 
     @property
     def terms(self) -> Tensor:
-        """What was seen last of each while it was active (S, 6)."""
+        """What was seen last of each while it was active (S, 8)."""
         return self._state.terms
 
     def step(self) -> None:
