@@ -9,8 +9,8 @@ epsilon or is done, and the move
 to the next candidate. The rules are those of `engine.trust` and `engine.differences`.
 
 Shapes: (S, 2) and (S, 14 + 4 memory) as in `engine.segments.Evaluation`, moves (S, 9 + 2 memory) as
-in `Move`, terms (S, 8) as in `engine.run.Told`, all float64. A segment is at its level of epsilon and at
-`state_width` numbers,
+in `Move`, terms (S, 8) as in `engine.run.Told`, all float64. A segment is at its level of epsilon
+and at `state_width` numbers,
 
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
     top, allowed, error, descended,   slot, R^-1, Y^T Y, D,
