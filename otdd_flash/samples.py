@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -229,6 +230,20 @@ class LabeledSamples:
         )
 
 
+def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
+    """The same samples elsewhere, which are no rows of an original dataset.
+
+    Args:
+        samples: n points.
+        features: (n, d) finite, of the same type and on the same device; nothing is checked.
+    """
+    found = copy(samples)
+    found.__dict__.pop("_fingerprint", None)
+    for name, part in (("features", features), ("subset_hash", None)):
+        object.__setattr__(found, name, part)
+    return found
+
+
 # Of this, sums over a dataset stay finite in float64.
 LARGEST_SQUARE = 1e300
 
@@ -290,9 +305,13 @@ def largest_entry(features: Tensor) -> Tensor:
     return largest.double()
 
 
-def all_finite(values: Tensor) -> bool:
-    """Whether no entry of one or more is NaN or infinite; one read, where `isfinite` takes five."""
-    return math.isfinite(float(largest_entry(values)))
+def all_finite(*values: Tensor) -> bool:
+    """Whether no entry of one or more is NaN or infinite; one read, where `isfinite` takes five.
+
+    Of several on one device, the host waits once.
+    """
+    largest = [largest_entry(each) for each in values]
+    return math.isfinite(float(torch.stack(largest).max() if len(largest) > 1 else largest[0]))
 
 
 def _not_finite(features: Tensor) -> InputError:
