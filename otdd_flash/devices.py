@@ -67,8 +67,8 @@ def sent(device: torch.device, *numbers: Tensor) -> tuple[Tensor, ...]:
     packed = torch.cat([part.reshape(-1) for part in elsewhere])
     if device.type == "cuda" and packed.device.type == "cpu":
         packed = packed.pin_memory()
-    arrived = packed.to(device, non_blocking=True).split([part.numel() for part in elsewhere])
-    there = iter(arrived)
+    arrived = packed.to(device, non_blocking=True)
+    there = iter(torch.split(arrived, [part.numel() for part in elsewhere]))
     return tuple(
         part if part.device == device else next(there).view(part.shape) for part in numbers
     )

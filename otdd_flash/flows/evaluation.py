@@ -256,8 +256,8 @@ class Evaluator:
         if batch is not None:
             masses, velocity = masses[batch.particles], velocity[batch.particles]
             masses = masses / masses.sum()
-        speeds = torch.linalg.vector_norm(velocity, dim=1).double()
-        return (masses @ speeds.square_()).sqrt()
+        speeds: Tensor = torch.linalg.vector_norm(velocity, dim=1)
+        return (masses @ speeds.double().square()).sqrt()
 
     def _batch(self, step: int) -> Batch | None:
         """The rows that a step sees; None for all of them."""
