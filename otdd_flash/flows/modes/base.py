@@ -125,7 +125,8 @@ class Mode(ABC):
             rows = gradient.new_zeros(len(self._setting.source), gradient.shape[1])
             gradient = rows.index_copy_(0, batch.particles, gradient)
             return per_mass(gradient, self._masses(batch))
-        return scaled(gradient, self._inverse_masses)
+        # Nobody else has it, and it is as large as the features.
+        return gradient.mul_(self._inverse_masses.unsqueeze(1))
 
     @cached_property
     def _inverse_masses(self) -> Tensor:
@@ -135,17 +136,12 @@ class Mode(ABC):
 
 def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
     """(1 / a_i) dS / dz_i for rows z_i: steps along it do not depend on n; 0 where a_i is 0."""
-    return scaled(gradient, inverse(masses))
+    return gradient * inverse(masses).to(gradient).reshape(-1, *(1,) * (gradient.ndim - 1))
 
 
 def inverse(masses: Tensor) -> Tensor:
     """1 / a_i, and 0 where a_i is 0."""
     return torch.where(masses > 0, 1 / masses, 0)
-
-
-def scaled(gradient: Tensor, factors: Tensor) -> Tensor:
-    """Rows z_i, each times a factor (n,)."""
-    return gradient * factors.to(gradient).reshape(-1, *(1,) * (gradient.ndim - 1))
 
 
 def require_moments(mode: str, setting: FlowSetting) -> None:
