@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -308,10 +309,11 @@ def largest_entry(features: Tensor) -> Tensor:
 def all_finite(*values: Tensor) -> bool:
     """Whether no entry of one or more is NaN or infinite; one read, where `isfinite` takes five.
 
-    Of several on one device, the host waits once.
+    Of several the host waits once.
     """
-    largest = [largest_entry(each) for each in values]
-    return math.isfinite(float(torch.stack(largest).max() if len(largest) > 1 else largest[0]))
+    first, *others = (largest_entry(each) for each in values)
+    # NaN is larger than all.
+    return math.isfinite(float(reduce(lambda a, b: a.maximum(b.to(a.device)), others, first)))
 
 
 def _not_finite(features: Tensor) -> InputError:

@@ -29,15 +29,13 @@ from otdd_flash.engine.differences import Differences
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels
 from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.run import Told
 from otdd_flash.engine.segments import Costs, Evaluation, Move
 from otdd_flash.engine.trust import Trust
 
 # What a difference of duals may be off by, in units of what a single softmin may be off by: over
 # the points of a cloud most of that averages out.
 DUAL_ROUNDING = 0.25
-
-# Numbers that a segment has in `terms`.
-TERMS = 8
 
 # Iterations without progress after which the marginal error is rounding, if it is at most so many
 # times the floor.
@@ -122,7 +120,7 @@ class QuasiNewton:
         self._progress = Progress.none(iterations)
         self._differences = Differences(iterations, segments.memory)
         self.active = torch.ones_like(iterations, dtype=torch.bool)
-        self.terms = iterations.new_zeros((len(iterations), TERMS))
+        self.terms = iterations.new_zeros((len(iterations), len(Told._fields)))
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next."""

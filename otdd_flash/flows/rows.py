@@ -157,7 +157,7 @@ class Rows:
 
 
 def copied(state: Any, into: Any = None) -> Any:
-    """A nest of containers with CPU copies of its tensors.
+    """A nest of containers with CPU copies of its tensors, which arrive in the order of the stream.
 
     Args:
         state: the nest.

@@ -60,15 +60,18 @@ class ClassBlocks:
         Raises:
             InputError: the block of a self term is not symmetric.
         """
-        return self._cut(term) if term == "xy" else self._symmetric[term]
+        return self._given[term] if term == "xy" else self._symmetric[term]
 
-    def _cut(self, term: str) -> Tensor:
-        return self.table[self.classes[term[0]], self.classes[term[1]]]
+    @cached_property
+    def _given(self) -> dict[str, Tensor]:
+        """Those of all terms, as they were given."""
+        cuts = {term: (self.classes[term[0]], self.classes[term[1]]) for term in ("xy", "xx", "yy")}
+        return {term: self.table[cut] for term, cut in cuts.items()}
 
     @cached_property
     def _symmetric(self) -> dict[str, Tensor]:
         """The blocks of both self terms; not asked for by a cross term alone."""
-        blocks = {term: self._cut(term) for term in ("xx", "yy")}
+        blocks = {term: self._given[term] for term in ("xx", "yy")}
         # A single class is as far from itself both ways.
         several = {term: block for term, block in blocks.items() if len(block) > 1}
         if several:
