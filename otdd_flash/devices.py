@@ -56,6 +56,24 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device).fill_(0).copy_(tensor)
 
 
+def sent(device: torch.device, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Numbers of one type on a device; those of the host go there together.
+
+    Nothing waits for a GPU, as each `.to` of its own would do.
+    """
+    elsewhere = [part for part in numbers if part.device != device]
+    if not elsewhere:
+        return numbers
+    packed = torch.cat([part.reshape(-1) for part in elsewhere])
+    if device.type == "cuda" and packed.device.type == "cpu":
+        packed = packed.pin_memory()
+    arrived = packed.to(device, non_blocking=True)
+    there = iter(torch.split(arrived, [part.numel() for part in elsewhere]))
+    return tuple(
+        part if part.device == device else next(there).view(part.shape) for part in numbers
+    )
+
+
 def check_one_device(source: torch.device, target: torch.device) -> None:
     """Raise an `InputError` unless the source's and the target's device are one."""
     if source != target:

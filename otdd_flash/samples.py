@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -229,6 +231,20 @@ class LabeledSamples:
         )
 
 
+def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
+    """The same samples elsewhere, which are no rows of an original dataset.
+
+    Args:
+        samples: n points.
+        features: (n, d) finite, of the same type and on the same device; nothing is checked.
+    """
+    found = copy(samples)
+    found.__dict__.pop("_fingerprint", None)
+    for name, part in (("features", features), ("subset_hash", None)):
+        object.__setattr__(found, name, part)
+    return found
+
+
 # Of this, sums over a dataset stay finite in float64.
 LARGEST_SQUARE = 1e300
 
@@ -290,9 +306,14 @@ def largest_entry(features: Tensor) -> Tensor:
     return largest.double()
 
 
-def all_finite(values: Tensor) -> bool:
-    """Whether no entry of one or more is NaN or infinite; one read, where `isfinite` takes five."""
-    return math.isfinite(float(largest_entry(values)))
+def all_finite(*values: Tensor) -> bool:
+    """Whether no entry of one or more is NaN or infinite; one read, where `isfinite` takes five.
+
+    Of several the host waits once.
+    """
+    first, *others = (largest_entry(each) for each in values)
+    # NaN is larger than all.
+    return math.isfinite(float(reduce(lambda a, b: a.maximum(b.to(a.device)), others, first)))
 
 
 def _not_finite(features: Tensor) -> InputError:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from otdd_flash.devices import check_one_device, check_triton, moved, resolve_device
+from otdd_flash.devices import check_one_device, check_triton, moved, resolve_device, sent
 from otdd_flash.errors import InputError
 
 
@@ -120,3 +120,19 @@ def test_what_comes_from_a_gpu_is_what_was_there(device: str) -> None:
         assert torch.equal(found, there.to(device))
     (found,) = torch.autograd.grad(moved(given[1:], torch.device(device)).sum(), given)
     assert torch.equal(found.cpu(), torch.cat((torch.zeros(1, 30), torch.ones(39, 30))))
+
+
+@pytest.mark.parametrize("name", ["meta", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_numbers_of_the_host_are_sent_together(name: str) -> None:
+    device = torch.device(name)
+    parts = torch.arange(6.0).view(2, 3), torch.tensor(7.0), torch.ones(2, 1)
+    there = torch.zeros(4, device=device)
+    *found, same = sent(device, *parts, there)
+    assert same is there
+    assert [part.shape for part in found] == [part.shape for part in parts]
+    assert {part.device for part in found} == {device}
+    assert len({part.untyped_storage()._cdata for part in found}) == 1
+    if name != "meta":
+        assert all(torch.equal(one.cpu(), two) for one, two in zip(found, parts, strict=True))
+    # Where they are already nothing moves.
+    assert sent(torch.device("cpu"), *parts) == parts

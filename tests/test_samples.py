@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from otdd_flash.errors import InputError
 from otdd_flash.raw_labels import encode_labels
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, displaced
 
 FEATURES = torch.arange(12, dtype=torch.float32).reshape(6, 2)
 LABELS = torch.tensor([0, 1, 2, 0, 1, 0])
@@ -209,3 +211,17 @@ def test_imaginary_parts_are_not_lost(part):
     }
     with pytest.raises(InputError, match=f"{part} must be real, got .*complex"):
         samples(**{part: imaginary[part]})
+
+
+def test_samples_elsewhere_are_those_made_with_other_features():
+    features, labels = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 1, 0])
+    weights = torch.tensor([1.0, 2.0, 3.0, 0.0])
+    start = LabeledSamples(features, labels, ("a", "b"), weights, name="it", subset_hash="rows")
+    before = start.fingerprint
+    found, made = displaced(start, 2 * features), replace(start, features=2 * features)
+    assert found.subset_hash is None
+    assert (found.name, found.mass, found.fingerprint) == (made.name, made.mass, made.fingerprint)
+    # What is shared is that of both, and the start stays what it was.
+    assert found.labels is start.labels
+    assert (start.fingerprint, start.subset_hash) == (before, "rows")
+    assert start.features is features

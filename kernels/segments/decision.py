@@ -9,8 +9,8 @@ epsilon or is done, and the move
 to the next candidate. The rules are those of `engine.trust` and `engine.differences`.
 
 Shapes: (S, 2) and (S, 14 + 4 memory) as in `engine.segments.Evaluation`, moves (S, 9 + 2 memory) as
-in `Move`, terms (S, 6) as in `engine.run.SegmentTerms`, all float64. A segment is at its
-level of epsilon and at `state_width` numbers,
+in `Move`, terms (S, 8) as in `engine.run.Told`, all float64. A segment is at its level of epsilon
+and at `state_width` numbers,
 
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
     top, allowed, error, descended,   slot, R^-1, Y^T Y, D,
@@ -38,7 +38,7 @@ from otdd_flash.kernels.segments.move import MOVE
 from otdd_flash.kernels.segments.trust import judge
 
 # Numbers of a state before those remembered, and of terms.
-TRUST, TERMS = 14, 6
+TRUST, TERMS = 14, 8
 
 # Segments of a program: one lane takes the time of many on a GPU, and one program that of many in
 # the interpreter.
@@ -69,7 +69,7 @@ class State(NamedTuple):
         active: (S,) bool, which are not done.
         level: (S,) float64, epsilon to evaluate.
         numbers: (S, `state_width`) float64.
-        terms: (S, 6) float64, of the last evaluation of each while it was active.
+        terms: (S, 8) float64, of the last evaluation of each while it was active.
     """
 
     active: Tensor
@@ -247,6 +247,10 @@ def segmented_decision_kernel(
     hidden = tl.where(stalled, error, floor)
     tl.store(p_new_terms + 4, tl.where(now, hidden, tl.load(p_terms + 4)))
     tl.store(p_new_terms + 5, tl.where(now, iterations, tl.load(p_terms + 5)))
+    rows_size, columns_size = tl.load(p_rows + 1), tl.load(p_columns + 1)
+    size = 2 * columns_size if SELF else rows_size + columns_size
+    tl.store(p_new_terms + 6, tl.where(now, size, tl.load(p_terms + 6)))
+    tl.store(p_new_terms + 7, tl.where(now & (done == 0), 1.0, 0.0))
 
     sound, scale, steps, falls_weights = learn_and_direct(
         p_columns + 6, p_columns + NUMBERS, started, epsilon * noise,

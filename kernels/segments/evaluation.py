@@ -53,9 +53,9 @@ class Vectors(NamedTuple):
     @classmethod
     def at(cls, candidate: Tensor, memory: int) -> Vectors:
         """Before the first evaluation."""
-        fresh, kept, residual, level = candidate.new_zeros((4, len(candidate)))
-        remembered = candidate.new_zeros(2 * memory * len(candidate))
-        return cls(candidate, fresh, kept, residual, level, remembered)
+        every = candidate.new_zeros((4 + 2 * memory, len(candidate)))
+        fresh, kept, residual, level = every[:4]
+        return cls(candidate, fresh, kept, residual, level, every[4:].view(-1))
 
     @property
     def vectors(self) -> int:

@@ -29,6 +29,7 @@ from otdd_flash.engine.differences import Differences
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels
 from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.run import Told
 from otdd_flash.engine.segments import Costs, Evaluation, Move
 from otdd_flash.engine.trust import Trust
 
@@ -108,7 +109,7 @@ class QuasiNewton:
 
     Attributes:
         active: (S,) bool, which segments are not done.
-        terms: (S, 6) float64, the `SegmentTerms` of each, of when it was active last.
+        terms: (S, 8) float64, what is `run.Told` of each, of when it was active last.
     """
 
     def __init__(self, segments: Problems, goal: Goal, form: Form, start: Start) -> None:
@@ -119,7 +120,7 @@ class QuasiNewton:
         self._progress = Progress.none(iterations)
         self._differences = Differences(iterations, segments.memory)
         self.active = torch.ones_like(iterations, dtype=torch.bool)
-        self.terms = iterations.new_zeros((len(iterations), 6))
+        self.terms = iterations.new_zeros((len(iterations), len(Told._fields)))
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next."""
@@ -163,6 +164,8 @@ class QuasiNewton:
             evidence.error,
             hidden,
             self._iterations,
+            2 * found.size if self._form.symmetric else found.row_size + found.size,
+            (~done).double(),
         )
         self.terms = torch.where(active[:, None], torch.stack(terms, 1), self.terms)
         self.active = active & ~done

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.devices import sent
 from otdd_flash.engine.evidence.dual import LEAST_MASS, MOST_MASS
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
@@ -78,17 +79,17 @@ class QuasiNewtonKernels:
 
     def __init__(self, segments: KernelProblems, goal: Goal, form: Form, start: Start) -> None:
         self._segments, self._goal, self._form = segments, goal, form
-        self._costs, self._settings = _costs(segments), settings_of(goal, segments)
-        count, device = len(self._costs), segments.device
-        self._state, self._other = (
-            State(
-                torch.ones(count, dtype=torch.bool, device=device),
-                *(self._costs.new_zeros(size) for size in _sizes(count, segments.memory)),
-            )
-            for _ in range(2)
+        # Where problems start is often known on the host.
+        first = _first_level(start, goal.epsilon, goal.max_iterations)
+        self._costs, self._settings, level, known = sent(
+            segments.device, _costs(segments), settings_of(goal, segments), first, _known(start)
         )
-        self._state.numbers[:, 0] = start.iterations
-        self._begin(start, goal.epsilon, goal.max_iterations)
+        # Nothing is remembered yet, and terms are not read before an evaluation.
+        width = state_width(segments.memory)
+        numbers = torch.nn.functional.pad(known, (0, width - TRUST))
+        active = torch.ones_like(level, dtype=torch.bool)
+        self._state = State(active, level, numbers, level.new_empty((len(level), TERMS)))
+        self._other = State(*map(torch.empty_like, self._state))
 
     @property
     def active(self) -> Tensor:
@@ -97,7 +98,7 @@ class QuasiNewtonKernels:
 
     @property
     def terms(self) -> Tensor:
-        """What was seen last of each while it was active (S, 6)."""
+        """What was seen last of each while it was active (S, 8)."""
         return self._state.terms
 
     def step(self) -> None:
@@ -123,13 +124,19 @@ class QuasiNewtonKernels:
     def restart(self, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from another candidate."""
         goal = self._goal = self._goal._replace(aim=aim)
-        # A recorded step reads them where they are.
-        known = _costs(self._segments), settings_of(goal, self._segments)
-        torch._foreach_copy_((self._costs, self._settings), known)
-        taken = self._state.numbers[:, 0].cpu()
-        start = Start(Levels.descending(torch.full_like(taken, goal.epsilon)), taken)
-        self._begin(start, goal.epsilon, goal.max_iterations)
-        self._state.active[:] = True
+        epsilon = torch.full((len(self._costs),), goal.epsilon, dtype=torch.float64)
+        start = Start(Levels.descending(epsilon), torch.zeros_like(epsilon))
+        segments = self._segments
+        self._begin(
+            *sent(
+                segments.device,
+                _costs(segments),
+                settings_of(goal, segments),
+                epsilon,
+                _known(start),
+            )
+        )
+        self._state.active.fill_(True)
 
     def begin(self, settings: Tensor, start: Start) -> None:
         """Begin afresh with other problems, without asking the device anything.
@@ -138,12 +145,12 @@ class QuasiNewtonKernels:
             settings: (7,) float64 on the device, of `settings_of`.
             start: where to, on the device.
         """
-        torch._foreach_copy_((self._costs, self._settings), (_costs(self._segments), settings))
         active, _, numbers, terms = self._state
         active.fill_(True)
         torch._foreach_zero_((numbers, terms))
         numbers[:, 0] = start.iterations
-        self._begin(start, settings[0], settings[3])
+        first = _first_level(start, settings[0], settings[3])
+        self._begin(_costs(self._segments), settings, first, _known(start))
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments."""
@@ -151,29 +158,37 @@ class QuasiNewtonKernels:
         self._state = State(*(part[order] for part in self._state))
         self._other = State(*map(torch.empty_like, self._state))
 
-    def _begin(self, start: Start, epsilon: float | Tensor, max_iterations: int | Tensor) -> None:
-        """Begin at some levels, with the differences that are there."""
-        level, *levels = start.levels
-        known = (*Trust.fresh(level), *Progress.none(level), *levels)
-        first = torch.where(start.iterations + 1 >= max_iterations, epsilon, level)
-        # Where problems start is often known on the host: it is sent at once.
-        numbers = torch.stack((*known, first), 1).to(self._costs.device)
-        self._state.numbers[:, 1:TRUST] = numbers[:, :-1]
-        self._state.level[:] = numbers[:, -1]
+    def _begin(self, costs: Tensor, settings: Tensor, first: Tensor, known: Tensor) -> None:
+        """Begin at some levels, with the iterations and the differences that are there.
+
+        A recorded step reads everything where it is.
+        """
+        state = self._state
+        torch._foreach_copy_(
+            (self._costs, self._settings, state.level, state.numbers[:, 1:TRUST]),
+            (costs, settings, first, known[:, 1:]),
+        )
 
 
-def _sizes(count: int, memory: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a state's level, numbers and terms."""
-    return (count,), (count, state_width(memory)), (count, TERMS)
+def _known(start: Start) -> Tensor:
+    """What is known before the first evaluation (S, TRUST), as the kernel reads it."""
+    level, *levels = start.levels
+    fresh = *Trust.fresh(level), *Progress.none(level)
+    return torch.stack((start.iterations.to(level), *fresh, *levels), 1)
+
+
+def _first_level(start: Start, epsilon: float | Tensor, max_iterations: int | Tensor) -> Tensor:
+    """The epsilon of the first evaluation (S,)."""
+    return start.levels.level.masked_fill(start.iterations + 1 >= max_iterations, epsilon)
 
 
 def _costs(segments: KernelProblems) -> Tensor:
-    """What is known of costs (S, 12), as the kernel reads it."""
+    """What is known of costs (S, 12), as the kernel reads it; maybe on the host."""
     costs = segments.mean_cost, segments.cost_spread, segments.offset, *segments.errors
-    return torch.stack(costs, 1).to(segments.device)
+    return torch.stack(costs, 1)
 
 
 def settings_of(goal: Goal, segments: KernelProblems) -> Tensor:
-    """What is asked for (7,), as the kernel reads it."""
+    """What is asked for (7,), as the kernel reads it; on the host."""
     units = (torch.finfo(dtype).eps / 2 for dtype in (segments.dtype, segments.sum_dtype))
-    return torch.tensor((*goal, *units), dtype=torch.float64).to(segments.device)
+    return torch.tensor((*goal, *units), dtype=torch.float64)

@@ -42,7 +42,7 @@ class Rule(Protocol):
 
     Attributes:
         active: (S,) bool, which are not done.
-        terms: (S, 6) float64, the `SegmentTerms` of each, of when it was active last.
+        terms: (S, 8) float64, what is `Told` of each, of when it was active last.
     """
 
     @property

@@ -19,8 +19,8 @@ from otdd_flash.engine.rule import Rule, Segments
 # finished(count): so many more segments are done.
 Finished = Callable[[int], None]
 
-# watch(value, lower, upper, marginal error, rounding, iterations): of one segment, whether to end.
-Watch = Callable[..., bool]
+# watch(marginal error, iterations): of one segment, whether to end.
+Watch = Callable[[float, int], bool]
 
 
 class SegmentTerms(NamedTuple):
@@ -44,38 +44,49 @@ class SegmentTerms(NamedTuple):
     iterations: Tensor
 
 
+class Told(NamedTuple):
+    """What a `Rule` has in `terms` of a segment: its `SegmentTerms`, and more.
+
+    Attributes:
+        value: as there, and so on.
+        lower: likewise.
+        upper: likewise.
+        marginal_error: likewise.
+        rounding: likewise.
+        iterations: likewise.
+        size: <a, |f|> + <b, |g|> of the potentials, both of which are one in a self term.
+        active: 1 as long as it was not done.
+    """
+
+    value: float
+    lower: float
+    upper: float
+    marginal_error: float
+    rounding: float
+    iterations: float
+    size: float
+    active: float
+
+
 def run(
     segments: Segments,
     rule: Rule,
     finished: Finished | None = None,
-    *,
-    watch: Watch | None = None,
-    wait: bool = False,
 ) -> SegmentTerms:
-    """Iterate until all segments are done; `segments` hold none afterwards, but a single one.
+    """Iterate until all segments are done; `segments` hold none afterwards.
 
     Args:
         segments: the problems.
         rule: of their iterations.
         finished: told how many segments are done.
-        watch: told of the only segment; ends the iterations if it says so.
-        wait: ask the device after every step, as one takes longer than to launch the next.
     """
     results = torch.zeros_like(rule.terms)
     left = torch.arange(len(results), device=results.device)
-    reader: LateReader[None] = LateReader(wait=wait)
+    reader: LateReader[None] = LateReader()
     while len(left):
         segments.repeat(rule.step)
-        if watch is None:
-            numbers = rule.active.sum().reshape(1)
-        else:
-            numbers = torch.cat((rule.active, rule.terms[0]))
-        reading = reader.exchange(numbers, None)
-        if reading is None:
-            continue
-        if watch is not None and watch(*reading.numbers[1:]):
-            break
-        if reading.numbers[0] == len(left):
+        reading = reader.exchange(rule.active.sum().reshape(1), None)
+        if reading is None or reading.numbers[0] == len(left):
             continue
         results[left] = rule.terms
         order = _compacted(rule.active)
@@ -86,10 +97,28 @@ def run(
         if not len(left):
             break
         rule.keep(order)
-        reader = LateReader(wait=wait)
-    if len(left):
-        results[left] = rule.terms
-    return SegmentTerms(*results.unbind(1))
+        reader = LateReader()
+    return SegmentTerms(*results[:, : len(SegmentTerms._fields)].unbind(1))
+
+
+def run_one(segment: Segments, rule: Rule, watch: Watch, *, wait: bool = False) -> Told:
+    """Iterate until the only segment is done, or `watch` ends it; what the host was told last.
+
+    Args:
+        segment: the problem.
+        rule: of its iterations.
+        watch: told of every reading.
+        wait: ask the device after every step, as one takes longer than to launch the next.
+    """
+    reader: LateReader[None] = LateReader(wait=wait)
+    while True:
+        segment.repeat(rule.step)
+        reading = reader.exchange(rule.terms[0], None)
+        if reading is None:
+            continue
+        told = Told(*reading.numbers)
+        if watch(told.marginal_error, int(told.iterations)) or not told.active:
+            return told
 
 
 def _compacted(active: Tensor) -> Tensor:

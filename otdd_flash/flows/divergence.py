@@ -22,7 +22,8 @@ from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import class_indices
 from otdd_flash.operators.labelled_cost import squared_distances, squared_norms, weighted_mean
 from otdd_flash.operators.request import Request
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, displaced
+from otdd_flash.solver.class_blocks import ClassBlocks
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem
@@ -63,21 +64,38 @@ class FlowSetting:
         """What they move towards."""
         return self.request.seen[1]
 
+    def blocks(self, table: Tensor) -> ClassBlocks:
+        """Those of class distances W (V_x + V_y, V_x + V_y) that several evaluations see."""
+        sizes = self.source.class_total, self.target.class_total
+        return ClassBlocks(table, sizes, self.request.device)
+
+    @cached_property
+    def masses(self) -> Tensor:
+        """Those of the particles (n,), float64."""
+        return self.source.masses
+
     def at(self, features: Tensor) -> LabeledSamples:
-        """The particles with features (n, d)."""
-        return replace(self.source, features=features, subset_hash=None)
+        """The particles with features (n, d), which are finite."""
+        start = self.source.features
+        as_before = all(
+            getattr(features, what) == getattr(start, what) for what in ("shape", "dtype", "device")
+        )
+        if not as_before:
+            return replace(self.source, features=features, subset_hash=None)
+        return displaced(self.source, features)
 
     def mean_cost(self, features: Tensor, class_distances: ClassDistances) -> float:
         """sum_ij a_i b_j C_ij of the particles with features (n, d), without any solve.
 
         Around the target's mean c: lambda_x (sum_i a_i ||x_i - c||^2 + sum_j b_j ||y_j - c||^2)
-        and the classes' part.
+        and the classes' part. It is not finite unless all features are.
         """
         (centre, spread), cost = self._target_moments, self.request.cost
-        squares = self.source.masses @ squared_distances(features, centre) + spread
-        own, theirs = (_class_masses(side) for side in (self.source, self.target))
-        classes = own @ class_distances.xy.to(own.device) @ theirs.to(own.device)
-        return float(cost.squared.lambda_x * squares + cost.lambda_y * classes)
+        squares = self.masses @ squared_distances(features, centre)
+        own, theirs = self._class_masses
+        # Both on the host.
+        fixed = cost.squared.lambda_x * spread + cost.lambda_y * (own @ class_distances.xy @ theirs)
+        return float(cost.squared.lambda_x * squares + fixed)
 
     def settings(
         self, points: LabeledSamples, goal: LabeledSamples, table: ClassDistances
@@ -106,10 +124,16 @@ class FlowSetting:
 
     @cached_property
     def _target_moments(self) -> tuple[Tensor, Tensor]:
-        """The target's mean (d,) and mean squared distance from it, float64."""
+        """The target's mean (d,) and mean squared distance from it, float64; that on the host."""
         points, masses = self.request.points(1), self.target.masses.to(self.request.device)
         centre = weighted_mean(points, masses)
-        return centre, masses @ squared_distances(points, centre)
+        return centre, (masses @ squared_distances(points, centre)).cpu()
+
+    @cached_property
+    def _class_masses(self) -> tuple[Tensor, Tensor]:
+        """Of the particles (V_x,) and of the target (V_y,), float64, on the host."""
+        own, theirs = (_class_masses(side).cpu() for side in (self.source, self.target))
+        return own, theirs
 
     @cached_property
     def target_square(self) -> float:
@@ -148,7 +172,7 @@ class TargetDivergence:
     def __call__(
         self,
         particles: LabeledSamples,
-        table: Tensor | None,
+        table: Tensor | ClassBlocks,
         needs: Needs,
         batch: Batch | None = None,
     ) -> tuple[Divergence, Gradient]:
@@ -157,7 +181,7 @@ class TargetDivergence:
         Args:
             particles: n points.
             table: W (V_x + V_y, V_x + V_y), of which only the rows of the particles' classes may
-                change from call to call; None is 0.
+                change from call to call; or its blocks.
             needs: inputs of the divergence, as in `DivergenceGradient`.
             batch: solve between these rows only, from nothing; the gradient then is (b, d).
 

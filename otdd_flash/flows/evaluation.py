@@ -19,7 +19,7 @@ from otdd_flash.flows.functionals import value_and_velocity
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.modes import Evaluation, Mode
 from otdd_flash.flows.stepping import Draw, generator, normal_like
-from otdd_flash.samples import all_finite
+from otdd_flash.samples import all_finite, largest_entry
 from otdd_flash.solver.divergence import Divergence
 
 # A mean cost of this many times that of the start: steps overshoot. A flow on its way down ends at
@@ -29,8 +29,9 @@ DIVERGED = 10.0
 RESOLUTION = 1e-6
 
 
-# What messages call it.
+# What messages call it, and what they say of points that overflowed.
 MEAN_COST = "the mean cost"
+NOT_FINITE = "particles have values that are not finite"
 
 
 class Overshot(InputError):
@@ -89,13 +90,14 @@ class Evaluator:
             InputError: no solve is possible.
         """
         options, mode = self._options, self._mode
-        noise = 0.0 if whole else options.flow.stepping.noise
+        noise, given = 0.0 if whole else options.flow.stepping.noise, points
         if noise > 0:
             points = points + noise * normal_like(points, self._draw(step, Draw.PERTURBATION))
         features = self._space.features(points)
-        if not all_finite(features):
-            raise Overshot("particles have features that are not finite")
         cost = self._setting.mean_cost(features, mode.class_distances)
+        if not math.isfinite(cost):
+            # Of one that overflowed the particles are finite, and far away.
+            self._check_finite(given, features)
         self._check_nearness(cost, *([f"moved by flow.noise={noise:g}"] if noise else []))
         if step > 0 and (whole or self.measured_at(step)):
             mode.measure(features)
@@ -107,10 +109,12 @@ class Evaluator:
             values, extra = self._functionals(points)
             velocity = velocity + (extra if batch is None else batch.only(extra))
         finite = math.isfinite(solved.value + sum(values.values()))
-        if not finite or not all_finite(velocity):
+        # The host waits once for both.
+        largest, norm = torch.stack((largest_entry(velocity), self._norm(velocity, batch))).tolist()
+        if not finite or not math.isfinite(largest):
             raise Overshot("the objective or its gradient is not finite")
         self._check_nearness(solved.value)
-        record = self._record(step, solved, values, velocity, batch, noise)
+        record = self._record(step, solved, values, norm, batch, noise)
         return Found(record, {"points": velocity, **by_variables}, features, solved, batch)
 
     def measured_at(self, step: int) -> bool:
@@ -177,6 +181,12 @@ class Evaluator:
         found = {f"functional {name}": value for name, value in values.items()}
         return {MEAN_COST: self._mean_cost, **found}
 
+    def _check_finite(self, points: Tensor, features: Tensor) -> None:
+        if not all_finite(points):
+            raise Overshot(NOT_FINITE)
+        if features is not points and not all_finite(features):
+            raise Overshot("particles have features that are not finite")
+
     def _mean_cost_of(self, points: Tensor) -> float:
         return self._setting.mean_cost(self._space.features(points), self._mode.class_distances)
 
@@ -189,7 +199,7 @@ class Evaluator:
             raise (Overshot(str(error)) if far else error) from error
 
     def _functionals(self, points: Tensor) -> tuple[dict[str, float], Tensor]:
-        masses, labels = self._setting.source.masses, self._mode.labels()
+        masses, labels = self._setting.masses, self._mode.labels()
         try:
             return value_and_velocity(self._options.functionals, points, labels, masses)
         except UserCodeError:
@@ -214,15 +224,12 @@ class Evaluator:
         step: int,
         solved: Divergence,
         values: dict[str, float],
-        velocity: Tensor,
+        gradient_norm: float,
         batch: Batch | None,
         noise: float,
     ) -> StepRecord:
         whole = batch is None and noise == 0
-        masses = self._setting.source.masses
-        if batch is not None:
-            masses, velocity = masses[batch.particles], velocity[batch.particles]
-        speeds = torch.linalg.vector_norm(velocity, dim=1).double().square()
+        seen = len(self._setting.source) if batch is None else len(batch.particles)
         return StepRecord(
             step=step,
             objective=solved.value + sum(values.values()) if whole else None,
@@ -230,7 +237,7 @@ class Evaluator:
             lower=solved.bounds[0] if whole else None,
             upper=solved.bounds[1] if whole else None,
             functionals=values,
-            gradient_norm=float((masses @ speeds / masses.sum()).sqrt()),
+            gradient_norm=gradient_norm,
             step_size=self._options.flow.stepping.step_size_at(step, self._options.flow.steps),
             iterations=solved.xy.iterations,
             marginal_error=solved.marginal_error,
@@ -239,9 +246,18 @@ class Evaluator:
             stopped_by=solved.stopped_by,
             seconds=0.0,
             estimate=None if whole else solved.value,
-            estimated_on=None if whole else len(masses),
+            estimated_on=None if whole else seen,
             bound_width=solved.bound_width if math.isfinite(solved.bound_width) else None,
         )
+
+    def _norm(self, velocity: Tensor, batch: Batch | None) -> Tensor:
+        """(sum_i a_i |v_i|^2)^1/2 over the particles that a step sees."""
+        masses = self._setting.masses
+        if batch is not None:
+            masses, velocity = masses[batch.particles], velocity[batch.particles]
+            masses = masses / masses.sum()
+        speeds: Tensor = torch.linalg.vector_norm(velocity, dim=1)
+        return (masses @ speeds.double().square()).sqrt()
 
     def _batch(self, step: int) -> Batch | None:
         """The rows that a step sees; None for all of them."""

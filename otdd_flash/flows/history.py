@@ -133,6 +133,9 @@ class Recorder:
         self.rows, self._most = rows, most
         self.every = 1
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        # The rows where points are, and the labels seen last with those of the rows.
+        self._there = rows
+        self._seen: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def wants(self, step: int) -> bool:
         """Whether the particles after `step` steps are to be kept."""
@@ -164,7 +167,11 @@ class Recorder:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave."""
         self.rows, self.every, self._kept = state["rows"], state["every"], dict(state["kept"])
+        self._there, self._seen = self.rows, (None, None)
 
     def _followed(self, points: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        rows = self.rows.to(points.device)
-        return points[rows].cpu(), None if labels is None else labels[rows].cpu()
+        # A GPU waits for what it is sent, and is waited for.
+        rows = self._there = self._there.to(points.device)
+        if labels is not self._seen[0]:
+            self._seen = labels, None if labels is None else labels[rows].cpu()
+        return points[rows].cpu(), self._seen[1]

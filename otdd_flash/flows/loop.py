@@ -17,11 +17,12 @@ from otdd_flash.distributed.copies import Copied
 from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.flows.divergence import FlowSetting
-from otdd_flash.flows.evaluation import MEAN_COST, Evaluator, Found, Overshot
+from otdd_flash.flows.evaluation import MEAN_COST, NOT_FINITE, Evaluator, Found, Overshot
 from otdd_flash.flows.flow import LoopOptions
 from otdd_flash.flows.functionals import noise_temperature
 from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
 from otdd_flash.flows.modes import Mode
+from otdd_flash.flows.space import FeatureSpace
 from otdd_flash.flows.stepper import Stepper
 from otdd_flash.flows.stepping import Draw, generator
 from otdd_flash.samples import all_finite
@@ -73,6 +74,9 @@ class Loop:
         # The step of the checkpoint that was written last.
         self._saved: int | None = None
         self._variables = {"points": self.points, **mode.variables}
+        # Of points that are features themselves an evaluation says whether they are finite.
+        told = isinstance(options.flow.space, FeatureSpace)
+        self._untold = [*mode.variables.values(), *([] if told else [self.points])]
         temperature = noise_temperature(options.functionals)
         ranks = ranks_of(setting.request.compute.group)
         if ranks is not None:
@@ -213,8 +217,8 @@ class Loop:
         return replace(record, step_size=0.0, seconds=time.perf_counter() - started)
 
     def _check_finite(self) -> None:
-        if not all(map(all_finite, self._variables.values())):
-            raise Overshot("particles have values that are not finite")
+        if self._untold and not all_finite(*self._untold):
+            raise Overshot(NOT_FINITE)
 
     @contextmanager
     def _going_back_to(self, good: dict[str, Any] | None) -> Iterator[None]:

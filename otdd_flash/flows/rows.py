@@ -72,6 +72,10 @@ class Rows:
 
     def undo(self) -> None:
         """Go back to before the last step."""
+        for parameter in self._parameters.values():
+            if parameter.is_cuda:
+                # What was copied has arrived.
+                torch.cuda.current_stream(parameter.device).synchronize()
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._good["variables"][name])
         self._optimizer.load_state_dict(self._good["optimizer"])
@@ -153,7 +157,7 @@ class Rows:
 
 
 def copied(state: Any, into: Any = None) -> Any:
-    """A nest of containers with CPU copies of its tensors.
+    """A nest of containers with CPU copies of its tensors, which arrive in the order of the stream.
 
     Args:
         state: the nest.
@@ -168,7 +172,8 @@ def copied(state: Any, into: Any = None) -> Any:
             )
             if not fits:
                 into = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
-            return into.copy_(state.detach())
+            # The step that follows waits for it on the device, where the host need not.
+            return into.copy_(state.detach(), non_blocking=True)
         case dict():
             known = into if isinstance(into, dict) else {}
             return {key: copied(part, known.get(key)) for key, part in state.items()}

@@ -26,6 +26,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from otdd_flash.devices import sent
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
 from otdd_flash.operators.block_sums import ROUNDINGS, errors_of
@@ -55,10 +56,10 @@ class Facts(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The operator of some rows or columns, and the mass of these."""
+    """The operator of some rows or columns, and the mass () of these, float64."""
 
     operator: Operator
-    mass: float
+    mass: Tensor
 
     @property
     def refined(self) -> Part:
@@ -112,12 +113,12 @@ class Parts:
                 labels if own is EVERY else side.labels_of(ranks, labels)
                 for labels, own, side in zip(cost.labels, (rows, columns), sides, strict=True)
             )
-            cut, mass = cost.part(rows, columns, labels=(x, y)), 1.0
+            cut = cost.part(rows, columns, labels=(x, y))
             if 0 in cut.shape:
                 return None
             if rows is not EVERY:
                 cut.a, mass = normalised(cut.a)
-            if columns is not EVERY:
+            else:
                 cut.b, mass = normalised(cut.b)
             return Part(build(cut), mass)
 
@@ -167,9 +168,10 @@ def sides_of(cost: LabelledCost) -> tuple[Owned, Owned]:
     return rows, rows if cost.symmetric else Owned.by_class(y)
 
 
-def normalised(masses: Tensor) -> tuple[Tensor, float]:
-    """Masses over their sum, and the sum; where that is 0 as they are, and 1."""
-    mass = float(masses.sum()) or 1.0
+def normalised(masses: Tensor) -> tuple[Tensor, Tensor]:
+    """Masses over their sum, and the sum (); where that is 0 as they are, and 1."""
+    total = masses.sum()
+    mass = total + (total == 0)
     return masses / mass, mass
 
 
@@ -189,13 +191,14 @@ def facts(ranks: Ranks, number: int) -> Facts:
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
-        of_rows, of_columns, numbers = 0.0, torch.zeros_like(parts.cost.b), (0.0, 0.0)
+        of_columns = torch.zeros_like(parts.cost.b)
+        rounding = of_rows = lacks = of_columns.new_zeros(())
         if parts.rows is not None:
             operator, mass = parts.rows
             (rows, of_columns), rounding = errors_of(cast(BlockOperator, operator))
-            of_rows = mass * float(operator.a @ rows)
-            numbers = rounding, float(operator.execution.over_columns is None)
-        own = torch.cat((of_columns, of_columns.new_tensor([*numbers, of_rows])))
+            of_rows = mass * (operator.a @ rows)
+            lacks = torch.full_like(rounding, operator.execution.over_columns is None)
+        own = torch.cat((of_columns, torch.stack((rounding, lacks, of_rows))))
         every = ranks.all_gathered(own)
         largest = every.amax(0)
         most = parts.cost.b @ largest[:-3]
@@ -274,8 +277,9 @@ def marginals(
         columns, column_errors = part.mass * found.columns, found.column_errors
         numbers = found.cost_rounding, found.relative_error, found.lost
     sums, row_errors = owned.gathered(ranks, rows).unbind(1)
-    total, most_errors = ranks.summed(columns), ranks.all_gathered(column_errors).amax(0)
-    return _together(ranks, (sums, total), (row_errors, most_errors), numbers)
+    told = torch.cat((column_errors, _there(numbers, columns)))
+    total, most = ranks.summed(columns), ranks.all_gathered(told).amax(0)
+    return _together(ranks, (sums, total), (row_errors, most[:-3]), most[-3:])
 
 
 def marginals_self(
@@ -293,19 +297,27 @@ def marginals_self(
         total += each[:, 0]
     found = torch.cat((total[:, None], every[:, :, 1:].amax(0)), 1)
     sums, row_errors, column_errors = owned.gathered(ranks, found).unbind(1)
-    numbers = part.cost_rounding, part.relative_error, part.lost
-    return _together(ranks, (sums, sums), (row_errors, column_errors), numbers)
+    told = _there((part.cost_rounding, part.relative_error, part.lost), sums)
+    most = ranks.all_gathered(told).amax(0)
+    return _together(ranks, (sums, sums), (row_errors, column_errors), most)
+
+
+def _there(numbers: tuple[float, ...], like: Tensor) -> Tensor:
+    """Numbers of the host where a tensor is, float64."""
+    return sent(like.device, torch.tensor(numbers, dtype=torch.float64))[0]
 
 
 def _together(
     ranks: Ranks,
     sums: tuple[Tensor, Tensor],
     errors: tuple[Tensor, Tensor],
-    numbers: tuple[float, float, float],
+    most: Tensor,
 ) -> Marginals:
-    """Sums of all ranks, and the most that any of them may be off."""
-    every = ranks.all_gathered(sums[0].new_tensor(numbers)).amax(0)
-    cost_rounding, relative_error, lost = every.tolist()
+    """Sums of all ranks, and the most that any of them may be off.
+
+    In `most` are that of costs, of sums, and of what is lost (3,).
+    """
+    cost_rounding, relative_error, lost = most.tolist()
     rows = sums[0].contiguous()
     return Marginals(
         rows,

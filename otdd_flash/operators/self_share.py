@@ -124,9 +124,9 @@ class BlockShare:
     def mean_error(self, ranks: Ranks) -> float:
         """See `SelfShare`."""
         of_rows, _ = self._pairs.accurate_errors
-        own = torch.cat((of_rows, of_rows.new_tensor([self._pairs.rounding])))
+        own = torch.cat((of_rows, of_rows.new_full((1,), self._pairs.rounding)))
         every = ranks.all_gathered(own).amax(0)
-        return float(every[-1]) + 2 * float(self._pairs.a @ every[:-1])
+        return float(every[-1] + 2 * (self._pairs.a @ every[:-1]))
 
 
 class FoldedPairs(BlockSums):

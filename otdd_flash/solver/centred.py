@@ -26,16 +26,23 @@ def origin_near(clouds: Iterable[tuple[Points, Tensor]], dtype: torch.dtype) -> 
 
     It is near the points, not their exact mean: what is computed about it does not depend on it.
     """
+    # A cloud that stands on both sides is read once.
     means = [
-        mean_near(points, masses) if isinstance(points, Tensor) else weighted_mean(points, masses)
-        for points, masses in clouds
+        _near(points, masses) if isinstance(points, Tensor) else weighted_mean(points, masses)
+        for points, masses in dict.fromkeys(clouds)
     ]
-    return torch.stack([mean.to(dtype) for mean in means]).mean(0)
+    origin = means[0].to(dtype)
+    return origin if len(means) == 1 else torch.stack([mean.to(dtype) for mean in means]).mean(0)
 
 
 def mean_near(points: Tensor, masses: Tensor) -> Tensor:
     """A point (d,), float64, near the mean of points (n, d) with masses (n,): to their rounding."""
-    return (masses.to(points.dtype) @ points).double()
+    return _near(points, masses).double()
+
+
+def _near(points: Tensor, masses: Tensor) -> Tensor:
+    """The same, in the type of the points."""
+    return masses.to(points.dtype) @ points
 
 
 def conditional_means(

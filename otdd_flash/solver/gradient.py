@@ -110,7 +110,7 @@ class DivergenceGradient:
             if key in self.total:
                 self.total[key].add_(part, alpha=factor)
             else:
-                self.total[key] = part.mul_(factor)
+                self.total[key] = part if factor == 1 else part.mul_(factor)
 
     def _in_table(self, name: str, block: Tensor) -> Tensor:
         """A block of the table, zeros around it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain
 
 import torch
@@ -17,9 +16,8 @@ from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operato
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
 from otdd_flash.operators.pooled_term import BACKEND
 from otdd_flash.operators.request import Pair, Request, check_comparable
-from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples, largest_entry, same_content
-from otdd_flash.solver.class_blocks import symmetrized
+from otdd_flash.solver.class_blocks import ClassBlocks
 from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -49,7 +47,7 @@ class Problem:
         request: two clouds, checked and on the device.
         epsilon: regularisation, in units of the cost.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes, on any device;
-            None is 0.
+            None is 0. Or its blocks, which are not checked again.
 
     Attributes:
         table: W (V_x + V_y, V_x + V_y), float64, on the device.
@@ -60,13 +58,20 @@ class Problem:
             or not finite.
     """
 
-    def __init__(self, request: Request, epsilon: float, class_table: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        epsilon: float,
+        class_table: Tensor | ClassBlocks | None = None,
+    ) -> None:
         self.request, self.epsilon = request, epsilon
         self._check_epsilon()
-        first, second = (side.class_total for side in request.seen)
-        self.table = _checked_table(class_table, (first, second), request.device)
-        self._given = None if class_table is None else self.table
-        self.classes = {"x": slice(0, first), "y": slice(first, first + second)}
+        if not isinstance(class_table, ClassBlocks):
+            x, y = request.seen
+            sizes = x.class_total, y.class_total
+            class_table = ClassBlocks(class_table, sizes, request.device)
+        self._blocks = class_table
+        self.table, self.classes = class_table.table, class_table.classes
 
     @classmethod
     def between(
@@ -154,7 +159,7 @@ class Problem:
         Raises:
             InputError: the block of a self term is not symmetric.
         """
-        return self._self_blocks[term] if term in ("xx", "yy") else self._given_blocks[term]
+        return self._blocks.of(term)
 
     def inputs(self, term: str) -> CostInputs:
         """What the cost of a term is made of, on the device."""
@@ -196,7 +201,7 @@ class Problem:
             if not identical and isinstance(options, Converged) and is_small(request, options):
                 small = solve_small(
                     request,
-                    self._given,
+                    self._blocks.given,
                     self.epsilon,
                     options,
                     debias=debias,
@@ -248,46 +253,6 @@ class Problem:
             value=term.value + value,
             bounds=(low + value - error, high + value + error),
         )
-
-    @cached_property
-    def _self_blocks(self) -> dict[str, Tensor]:
-        """The blocks of both self terms, symmetric; not asked for by a cross term alone."""
-        blocks = {}
-        for term in ("xx", "yy"):
-            given = self._given_blocks[term]
-            blocks[term] = symmetrized(
-                f"the entries [{term[0]}, {term[1]}] of class_table",
-                given,
-                way_out="; squared distances are the same both ways: give W with W == W.T, or set "
-                "debias=False, which reads the block [x, y] alone",
-            )
-        return blocks
-
-    @cached_property
-    def _given_blocks(self) -> dict[str, Tensor]:
-        """Those of all terms, as they were given."""
-        return {term: self.table[self.classes[term[0]], self.classes[term[1]]] for term in SIDES}
-
-
-def _checked_table(table: Tensor | None, sizes: tuple[int, int], device: torch.device) -> Tensor:
-    """The class distances (V_x + V_y, V_x + V_y) on a device, zeros if there are none."""
-    total = sum(sizes)
-    if table is None:
-        return torch.zeros(total, total, dtype=torch.float64, device=device)
-    table = real_tensor("class_table", table)
-    if table.shape != (total, total):
-        raise InputError(
-            f"class_table must have shape {(total, total)} for {sizes[0]} + {sizes[1]} classes, "
-            f"got {tuple(table.shape)}"
-        )
-    bad = ~torch.isfinite(table)
-    if bool(bad.any()):
-        row, column = torch.nonzero(bad)[0].tolist()
-        raise InputError(
-            f"class_table holds {int(bad.sum())} NaN or infinite entries, the first at "
-            f"[{row}, {column}]; measure it with otdd.class_distances, or give finite distances"
-        )
-    return table.to(device, torch.float64)
 
 
 def _as_samples(cloud: Cloud) -> LabeledSamples:

@@ -84,9 +84,7 @@ def self_gradient(
     Arguments as for `cross_gradient`, with one cloud on both sides; "y" and "b" are not inputs.
     """
     plan = _Plan(operator, term, inputs)
-    gradient = plan.from_rows(needs)
-    if "x" in gradient:
-        gradient["x"] *= 2
+    gradient = plan.from_rows(needs, sides=2)
     if "a" in needs:
         gradient["a"] = 2 * plan.row_masses()
     if "classes" in gradient:
@@ -110,8 +108,11 @@ class _Plan:
         self.labels = [class_indices(side).to(operator.a.device) for side in sides]
         self.class_distances = inputs.class_distances
 
-    def from_rows(self, needs: Needs) -> Gradient:
-        """What follows from P applied to the columns' points and classes, in one pass."""
+    def from_rows(self, needs: Needs, sides: int = 1) -> Gradient:
+        """What follows from P applied to the columns' points and classes, in one pass.
+
+        The points of the rows stand on so many sides of the cost.
+        """
         names = self._names(needs)
         if not names:
             return {}
@@ -123,8 +124,9 @@ class _Plan:
                 return parts[0]
             return torch.cat([part / scale for part, scale in zip(parts, scales, strict=True)], 1)
 
-        by_x, squares = Assembled(self.points[0]), self.class_distances.new_zeros(())
-        coupling = torch.zeros_like(self.class_distances)
+        by_x, table = Assembled(self.points[0]), self.class_distances
+        shapes = {"squares": (), "classes": table.shape}
+        sums = {name: table.new_zeros(shapes[name]) for name in names if name in shapes}
         alone = names == ["points"]
         for block, points, (image, r) in self._applied(LessOrigin(self.origin) if alone else make):
             images = self._named(names, image, scales)
@@ -132,22 +134,23 @@ class _Plan:
                 # sum P ||x - y||^2, with the same rounded plan in all three parts.
                 x = less_origin(points, self.origin)
                 products = (x * images["points"]).sum(1).double()
-                squares += r @ x.square().sum(1).double() + images["squares"].double().sum()
-                squares -= 2 * products.sum()
+                squares = r @ x.square().sum(1).double() + images["squares"].double().sum()
+                sums["squares"] += squares
+                sums["squares"] -= 2 * products.sum()
             if "x" in needs:
-                by_x.put(block, self._pull(points, r, images["points"]))
+                by_x.put(block, self._pull(points, r, images["points"], sides))
             if "classes" in images:
                 classes = images["classes"].double()
-                coupling.index_add_(0, self.labels[0][block.rows], classes)
+                sums["classes"].index_add_(0, self.labels[0][block.rows], classes)
         gradient: Gradient = {}
         if "lambda_x" in needs:
-            gradient["lambda_x"] = squares
+            gradient["lambda_x"] = sums["squares"]
         if "x" in needs:
             gradient["x"] = by_x.rows
         if "classes" in needs:
-            gradient["classes"] = self.weights.lambda_y * coupling
+            gradient["classes"] = self.weights.lambda_y * sums["classes"]
         if "lambda_y" in needs:
-            gradient["lambda_y"] = (coupling * self.class_distances).sum()
+            gradient["lambda_y"] = (sums["classes"] * self.class_distances).sum()
         return gradient
 
     def from_columns(self) -> Tensor:
@@ -222,11 +225,11 @@ class _Plan:
         named = zip(names, torch.split(image, widths, 1), scales, strict=True)
         return {name: part * scale for name, part, scale in named}
 
-    def _pull(self, points: Tensor, masses: Tensor, image: Tensor) -> Tensor:
-        """2 lambda_x (r x - P y) of some points (k, d), in their type."""
+    def _pull(self, points: Tensor, masses: Tensor, image: Tensor, sides: int = 1) -> Tensor:
+        """2 lambda_x (r x - P y) of some points (k, d), in their type, once for every side."""
         pulled = less_origin(points, self.origin)
         pulled.mul_(masses.to(pulled.dtype).unsqueeze(1)).sub_(image)
-        return pulled.mul_(2 * self.weights.lambda_x).to(points.dtype)
+        return pulled.mul_(2 * sides * self.weights.lambda_x).to(points.dtype)
 
 
 def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.engine.run import run
+from otdd_flash.engine.run import Told, run, run_one
 
 
 class Countdown:
@@ -23,7 +23,8 @@ class Countdown:
 
     @property
     def terms(self):
-        return torch.stack([self.taken + 100 * self.names] * 6, 1)
+        numbers = self.taken + 100 * self.names
+        return torch.stack([*[numbers] * (len(Told._fields) - 1), self.active.double()], 1)
 
     def step(self):
         self.work += len(self.numbers)
@@ -75,10 +76,16 @@ def test_a_problem_that_is_done_costs_nothing_more():
 def test_who_watches_ends_it_and_what_was_proved_by_then_counts():
     countdown, seen = Countdown([9]), []
 
-    def watch(*terms):
-        seen.append(terms)
+    def watch(*told):
+        seen.append(told)
         return len(seen) == 4
 
-    found = run(countdown, Rule(countdown), watch=watch)
-    assert seen == [(float(k),) * 6 for k in (1, 2, 3, 4)]
-    assert float(found.value) == 4
+    found = run_one(countdown, Rule(countdown), watch)
+    assert seen == [(float(k), k) for k in (1, 2, 3, 4)]
+    assert found == Told(*[4.0] * 7, 1.0)
+
+
+def test_a_single_problem_ends_by_itself():
+    countdown = Countdown([3])
+    assert run_one(countdown, Rule(countdown), lambda *_: False) == Told(*[3.0] * 7, 0.0)
+    assert countdown.work == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 from small_flows import blobs, digits, flow, rough_flow
+from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.modes.feature_driven import FeaturesMode
+from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.solver.term.result import TransportTerm
 
-SOURCE, TARGET = blobs(9), blobs(11, seed=1)
+SOURCE, TARGET, NAN = blobs(9), blobs(11, seed=1), math.nan
 OVERSHOOTS: dict[str, Stepping] = {
     "fifty times too far": Stepping(50.0),
     "adam": Stepping(1e6, "adam"),
@@ -136,6 +139,63 @@ def test_clouds_that_begin_as_one_may_round() -> None:
     source, target = (otdd.LabeledSamples(point.expand(n, -1), None, ()) for n in (7, 50))
     found = otdd.gradient_flow(source, target, otdd.Flow(1), labels="none", epsilon=1e-3)
     assert abs(found.after.divergence) <= 1e-10
+
+
+class Plain:
+    """Particles are features, but nobody knows."""
+
+    key = "plain"
+
+    def features(self, points: Tensor) -> Tensor:
+        return points
+
+    def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Bounded(Plain):
+    """Features are finite wherever particles are."""
+
+    def features(self, points: Tensor) -> Tensor:
+        return points.clamp(-9.0, 9.0).nan_to_num()
+
+
+class Moved(Plain):
+    """Of particles that have moved there are no features."""
+
+    def features(self, points: Tensor) -> Tensor:
+        began = any(torch.equal(points, side.features) for side in (SOURCE, TARGET))
+        return points if began else points.index_fill(0, torch.tensor([8]), NAN)
+
+
+class Pulled(Plain):
+    """One particle has no gradient."""
+
+    def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.index_fill(0, torch.tensor([4]), NAN)
+
+
+FAR = Stepping(1.7e308, "adam", optimizer_options={"eps": 1e-30})
+
+
+@pytest.mark.parametrize(
+    ("space", "stepping", "message"),
+    [
+        (FeatureSpace(), FAR, "after step 0: particles have values that are not finite; lower"),
+        (Plain(), FAR, "after step 0: particles have values that are not finite; lower"),
+        (Bounded(), FAR, "after step 0: particles have values that are not finite; lower"),
+        (
+            Moved(),
+            Stepping(0.1),
+            "after step 0: particles have features that are not finite; lower",
+        ),
+        (Pulled(), Stepping(0.1), "^the objective or its gradient is not finite$"),
+    ],
+    ids=lambda case: type(case).__name__,
+)
+def test_what_is_not_finite_is_named(space: Space, stepping: Stepping, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        rough_flow(SOURCE, TARGET, space=space, stepping=stepping, steps=3)
 
 
 def test_noise_that_is_too_much_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +116,7 @@ class Mode(ABC):
 
     def _masses(self, batch: Batch | None) -> Tensor:
         """The particles' masses (n,) in a solve; those of a batch's rows sum to 1."""
-        masses = self._setting.source.masses
+        masses = self._setting.masses
         return masses if batch is None else masses / masses[batch.particles].sum()
 
     def _feature_velocity(self, gradient: Tensor, batch: Batch | None) -> Tensor:
@@ -123,13 +124,24 @@ class Mode(ABC):
         if batch is not None:
             rows = gradient.new_zeros(len(self._setting.source), gradient.shape[1])
             gradient = rows.index_copy_(0, batch.particles, gradient)
-        return per_mass(gradient, self._masses(batch))
+            return per_mass(gradient, self._masses(batch))
+        # Nobody else has it, and it is as large as the features.
+        return gradient.mul_(self._inverse_masses.unsqueeze(1))
+
+    @cached_property
+    def _inverse_masses(self) -> Tensor:
+        """1 / a_i (n,) of the particles, in the type of their features."""
+        return inverse(self._setting.masses).to(self._setting.source.features.dtype)
 
 
 def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
     """(1 / a_i) dS / dz_i for rows z_i: steps along it do not depend on n; 0 where a_i is 0."""
-    inverse = torch.where(masses > 0, 1 / masses, 0).to(gradient)
-    return gradient * inverse.reshape(-1, *(1,) * (gradient.ndim - 1))
+    return gradient * inverse(masses).to(gradient).reshape(-1, *(1,) * (gradient.ndim - 1))
+
+
+def inverse(masses: Tensor) -> Tensor:
+    """1 / a_i, and 0 where a_i is 0."""
+    return torch.where(masses > 0, 1 / masses, 0)
 
 
 def require_moments(mode: str, setting: FlowSetting) -> None:

@@ -32,6 +32,7 @@ from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.moment_distances import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.term_gradient import Needs
 
 
 class FeaturesMode(Mode):
@@ -40,6 +41,8 @@ class FeaturesMode(Mode):
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
         super().__init__(setting, table)
         self._classes = ClassTable(setting.target, setting.metric)
+        # Checked, and what they are made of.
+        self._blocks, self._blocks_of = setting.blocks(table.full), table
 
     def measure(self, features: Tensor) -> None:
         """Measure the distances between the classes of particles with features (n, d)."""
@@ -48,8 +51,11 @@ class FeaturesMode(Mode):
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence at the class distances last measured."""
-        particles, table = self._setting.at(features), self.class_distances.full
-        solved, gradient = self._divergence(particles, table, frozenset({"x"}), batch)
+        setting, table = self._setting, self.class_distances
+        if table is not self._blocks_of:
+            self._blocks, self._blocks_of = setting.blocks(table.full), table
+        needs: Needs = frozenset({"x"})
+        solved, gradient = self._divergence(setting.at(features), self._blocks, needs, batch)
         return Evaluation(solved, self._feature_velocity(gradient["x"], batch), {})
 
 
@@ -76,7 +82,7 @@ class AttachedMode(Mode):
         if batch is not None:
             # Class distances depend on all particles, but those outside the batch rest.
             through_classes = batch.only(through_classes)
-        return Evaluation(solved, direct + per_mass(through_classes, setting.source.masses), {})
+        return Evaluation(solved, direct + per_mass(through_classes, setting.masses), {})
 
 
 class ClassTable:

@@ -54,6 +54,7 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import free_memory, readable_bytes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.class_blocks import ClassBlocks
 
 # A hundred such shares of a mass together are what float64 does not see of it.
 NO_MASS = 1e-18
@@ -155,13 +156,15 @@ class EuclideanAugmentedMode(AugmentedMode):
         compute = setting.request.compute
         request = Request.prepare((particles, target), cost, compute, resident=True)
         self._divergence = TargetDivergence(setting, request)
+        # No labels, no distances.
+        self._blocks = ClassBlocks(None, (1, 1), request.device)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """The divergence of the vectors, by their parts."""
         points, moving = features.detach().requires_grad_(), self._moving()
         vectors = self._vectors(points, moving)
         particles = self._particles(vectors.detach())
-        solved, gradient = self._divergence(particles, None, frozenset({"x"}), batch)
+        solved, gradient = self._divergence(particles, self._blocks, frozenset({"x"}), batch)
         velocity = self._feature_velocity(gradient["x"], batch)
         by_features, *parts = torch.autograd.grad(vectors, [points, *moving.values()], velocity)
         return Evaluation(solved, by_features, dict(zip(moving, parts, strict=True)))

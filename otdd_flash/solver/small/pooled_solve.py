@@ -189,7 +189,7 @@ class PooledSolve:
             segments, rule = self._segments[min(k, 1)], self._rules[min(k, 1)]
             mine = slice(None) if k == 0 else slice(k - 1, None, 2)
             facts = torch.stack(segments.facts, 1)[mine]
-            found += [rule.terms[mine, 3::2], lost[:, None], facts, evidence.numbers]
+            found += [rule.terms[mine, 3:6:2], lost[:, None], facts, evidence.numbers]
         active = torch.cat([rule.active for rule in self._rules]).any().double()
         self._evidence = [evidence for evidence, _ in (of_cross, *rest)]
         self._found = torch.cat((active[None], torch.cat(found, 1).view(-1)))

@@ -28,7 +28,7 @@ from otdd_flash.engine.evidence.evaluated import CROSS
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels, first_level
 from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.run import run
+from otdd_flash.engine.run import run_one
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.term.iteration import Iteration
@@ -130,10 +130,10 @@ def _of_sample(
     segment: OneSegment = sampled.execution.segment(sampled, nothing, symmetric=False)
     levels = Levels.descending(first_level(level, _scale(sampled)))
     rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
-    terms = run(segment, rule, watch=lambda *_: solve.late(), wait=segment.waits)
+    told = run_one(segment, rule, lambda *_: solve.late(), wait=segment.waits)
     f, part = _extended(operator, sample.columns, segment.updated, level)
     share = len(sample.rows) * len(sample.columns) / (len(operator.a) * len(operator.b))
-    return f, 2 * float(terms.iterations) * share + part - 1
+    return f, 2 * told.iterations * share + part - 1
 
 
 def _extended(

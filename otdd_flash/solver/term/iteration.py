@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
+from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.rule import Rule, Start
-from otdd_flash.engine.run import run
+from otdd_flash.engine.run import run_one
 from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
@@ -151,22 +151,19 @@ class Iteration:
         self.converged, self.budget = False, "max_iterations"
         if self.left() <= 0:
             return
-        error = torch.inf
 
-        def watch(*terms: float) -> bool:
-            nonlocal error
-            error, self.iterations = terms[3], int(terms[5])
+        def watch(error: float, iterations: int) -> bool:
+            self.iterations = iterations
             if self.progress is not None:
-                self.progress(self.name, self.iterations, error)
+                self.progress(self.name, iterations, error)
             return self.left() <= 0
 
-        run(segment, rule, watch=watch, wait=segment.waits)
+        told = run_one(segment, rule, watch, wait=segment.waits)
+        error = told.marginal_error
         if self._timed_out or (self.left() <= 0 and error > LOOSEST_DEFAULT):
             return
         operator = segment.operator
-        f = segment.kept if segment.symmetric else segment.rows
-        size = float(magnitude(operator, f, segment.kept))
-        self.admit(operator, rounding_floor(operator.costs, size, self.epsilon))
+        self.admit(operator, rounding_floor(operator.costs, told.size, self.epsilon))
         self.converged = error <= aim * self.tolerance
         if not self.converged and self.left() > 0:
             self.budget = "rounding"
