@@ -26,6 +26,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
 from otdd_flash.operators.block_sums import ROUNDINGS, errors_of
@@ -189,13 +190,14 @@ def facts(ranks: Ranks, number: int) -> Facts:
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
-        of_rows, of_columns, numbers = 0.0, torch.zeros_like(parts.cost.b), (0.0, 0.0)
+        of_columns, numbers = torch.zeros_like(parts.cost.b), (0.0, 0.0)
+        of_rows = of_columns.new_zeros(1)
         if parts.rows is not None:
             operator, mass = parts.rows
             (rows, of_columns), rounding = errors_of(cast(BlockOperator, operator))
-            of_rows = mass * float(operator.a @ rows)
+            of_rows = mass * (operator.a @ rows).reshape(1)
             numbers = rounding, float(operator.execution.over_columns is None)
-        own = torch.cat((of_columns, of_columns.new_tensor([*numbers, of_rows])))
+        own = torch.cat((of_columns, of_columns.new_tensor(numbers), of_rows))
         every = ranks.all_gathered(own)
         largest = every.amax(0)
         most = parts.cost.b @ largest[:-3]
@@ -265,17 +267,19 @@ def marginals(
     """Row and column sums of the plan of f (n,) and g (m,), of the P_r."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
-    rows = f.new_zeros((0, 2), dtype=torch.float64)
-    columns = column_errors = f.new_zeros(parts.cost.shape[1], dtype=torch.float64)
     numbers = (0.0, 0.0, 0.0)
-    if part is not None:
+    if part is None:
+        of_rows = f.new_zeros((0, 2), dtype=torch.float64)
+        of_columns = f.new_zeros((2, parts.cost.shape[1]), dtype=torch.float64)
+    else:
         found = part.operator.marginals(f[owned.of(ranks)], g, epsilon, accurate=accurate)
-        rows = torch.stack((part.mass * found.rows, found.row_errors), 1)
-        columns, column_errors = part.mass * found.columns, found.column_errors
+        of_rows = torch.stack((part.mass * found.rows, found.row_errors), 1)
+        of_columns = torch.stack((part.mass * found.columns, found.column_errors))
         numbers = found.cost_rounding, found.relative_error, found.lost
-    sums, row_errors = owned.gathered(ranks, rows).unbind(1)
-    total, most_errors = ranks.summed(columns), ranks.all_gathered(column_errors).amax(0)
-    return _together(ranks, (sums, total), (row_errors, most_errors), numbers)
+    rows, row_errors = owned.gathered(ranks, of_rows).unbind(1)
+    every = ranks.all_gathered(of_columns)
+    columns = added(every[:, 0])
+    return Marginals(rows, columns, row_errors, every[:, 1].amax(0), *_largest(ranks, numbers))
 
 
 def marginals_self(
@@ -286,36 +290,17 @@ def marginals_self(
     share, owned = parts.share, parts.sides[0]
     assert share is not None
     part = share.marginals(f, epsilon, accurate=accurate)
-    partial = torch.stack((part.rows, part.row_errors, part.column_errors), 1)
-    every = owned.brought(ranks, partial, 0.0)
-    total = torch.zeros_like(every[0, :, 0])
-    for each in every:
-        total += each[:, 0]
-    found = torch.cat((total[:, None], every[:, :, 1:].amax(0)), 1)
-    sums, row_errors, column_errors = owned.gathered(ranks, found).unbind(1)
+    every = owned.brought(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
+    found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
+    sums, errors = owned.gathered(ranks, found).unbind(1)
     numbers = part.cost_rounding, part.relative_error, part.lost
-    return _together(ranks, (sums, sums), (row_errors, column_errors), numbers)
+    return Marginals(sums, sums, errors, errors, *_largest(ranks, numbers))
 
 
-def _together(
-    ranks: Ranks,
-    sums: tuple[Tensor, Tensor],
-    errors: tuple[Tensor, Tensor],
-    numbers: tuple[float, float, float],
-) -> Marginals:
-    """Sums of all ranks, and the most that any of them may be off."""
-    every = ranks.all_gathered(sums[0].new_tensor(numbers)).amax(0)
-    cost_rounding, relative_error, lost = every.tolist()
-    rows = sums[0].contiguous()
-    return Marginals(
-        rows,
-        rows if sums[1] is sums[0] else sums[1].contiguous(),
-        errors[0].contiguous(),
-        errors[1].contiguous(),
-        cost_rounding,
-        relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT,
-        lost,
-    )
+def _largest(ranks: Ranks, numbers: tuple[float, float, float]) -> tuple[float, float, float]:
+    """The most that sums of any rank may be off, and those over ranks."""
+    cost_rounding, relative_error, lost = ranks.largest(numbers)
+    return cost_rounding, relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT, lost
 
 
 def apply_plan(
