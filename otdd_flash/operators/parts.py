@@ -190,14 +190,15 @@ def facts(ranks: Ranks, number: int) -> Facts:
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
-        of_columns, numbers = torch.zeros_like(parts.cost.b), (0.0, 0.0)
-        of_rows = of_columns.new_zeros(1)
+        # What rounding adds, whether it lacks passes over some columns, and the rows' errors.
+        of_columns = torch.zeros_like(parts.cost.b)
+        numbers = [of_columns.new_zeros(())] * 3
         if parts.rows is not None:
             operator, mass = parts.rows
             (rows, of_columns), rounding = errors_of(cast(BlockOperator, operator))
-            of_rows = mass * (operator.a @ rows).reshape(1)
-            numbers = rounding, float(operator.execution.over_columns is None)
-        own = torch.cat((of_columns, of_columns.new_tensor(numbers), of_rows))
+            lacks = float(operator.execution.over_columns is None)
+            numbers = [rounding, torch.full_like(rounding, lacks), mass * (operator.a @ rows)]
+        own = torch.cat((of_columns, torch.stack(numbers)))
         every = ranks.all_gathered(own)
         largest = every.amax(0)
         most = parts.cost.b @ largest[:-3]
