@@ -318,18 +318,18 @@ def apply_plan(
     """Products with the plan, of all rows or of all columns."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=transposed)
-    own = owned.of(ranks)
+    own, dtype = owned.of(ranks), parts.telling.dtype
     rows: Rows = EVERY if transposed else own
     columns: Rows = own if transposed else EVERY
-    applied = values.new_zeros((0, values.shape[1]), dtype=parts.telling.dtype)
-    masses = f.new_zeros(0, dtype=torch.float64)
-    if part is not None:
+    if part is None:
+        applied = values.new_zeros((0, values.shape[1]), dtype=dtype)
+        masses = f.new_zeros(0, dtype=torch.float64)
+    else:
         factors = None if left is None or right is None else (left[rows], right[columns])
         found = part.operator.apply_plan(
             f[rows], g[columns], epsilon, values, transposed=transposed, factors=factors
         )
-        applied = part.mass * found.values.to(applied.dtype)
-        masses = part.mass * found.masses
+        applied, masses = part.mass * found.values.to(dtype), part.mass * found.masses
     return Applied(owned.gathered(ranks, applied), owned.gathered(ranks, masses))
 
 

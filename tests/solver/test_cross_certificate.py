@@ -64,7 +64,7 @@ def test_bounds_move_by_what_sums_may_be_off() -> None:
     assert found.bounds[0] == pytest.approx(value - rounding, rel=1e-9)
     kappa = 1 / (1 + relative)
     both, scale = torch.cat((a, b)), torch.tensor(kappa, dtype=torch.float64)
-    filling = filling_of(operator, both, both, scale)
+    filling = filling_of(operator, both, both == 0, both, scale)
     paid = kappa * float(a @ f + b @ g + EPSILON * math.log(kappa))
     primal = filled_value(filling._make(map(float, filling)), paid, kappa, EPSILON)
     added = relative * (size + 4 * spread + 2 * EPSILON * (1 - math.log(relative)))

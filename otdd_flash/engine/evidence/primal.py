@@ -45,14 +45,17 @@ class Filling(NamedTuple, Generic[Number]):
 
 
 def filling_of(
-    operator: Certifiable, masses: Tensor, sums: Tensor, scale: Tensor
+    operator: Certifiable, masses: Tensor, absent: Tensor, sums: Tensor, scale: Tensor
 ) -> Filling[Tensor]:
-    """Of a plan whose sums (n + m,), times the scale (), are at most the masses (n + m,)."""
+    """Of a plan whose sums (n + m,), times the scale (), are at most the masses (n + m,).
+
+    These are 0 where a point is `absent` (n + m,).
+    """
     n = operator.a.shape[-1]
     missing = torch.addcmul(masses, sums, scale[..., None], value=-1)
     u, v = missing[..., :n], missing[..., n:].contiguous()
-    # 1 in place of a mass of 0, of which nothing is missing.
-    shares = missing / (masses + (masses == 0))
+    # Over 1 in place of a mass of 0, of which nothing is missing.
+    shares = missing / (masses + absent)
     return Filling(
         u.sum(-1),
         v.sum(-1),
@@ -84,12 +87,12 @@ def filled_value(filling: Filling[float], paid: float, kept: float, epsilon: flo
     return paid + costs + epsilon * entropy
 
 
-def fitting_scale(masses: Tensor, sums: Tensor, relative: float) -> Tensor:
+def fitting_scale(masses: Tensor, absent: Tensor, sums: Tensor, relative: float) -> Tensor:
     """Kappa <= 1, (), by which no row and column of a plan has more than its mass.
 
-    Of its sums (k,), each off by the share `relative` at the most.
+    Of its sums (k,), each off by the share `relative` at the most, and 0 for `absent` points (k,).
     """
-    fullest = (sums / (masses + (masses == 0))).amax(-1)
+    fullest = (sums / (masses + absent)).amax(-1)
     return (fullest * (1 + relative)).clamp_min(1).reciprocal()
 
 
@@ -125,7 +128,7 @@ def sums_without(diagonal: Tensor, rows: Tensor, relative: float, spread: Tensor
     )
 
 
-def balancing(a: Tensor, diagonal: Tensor, sums: RowSums) -> Tensor:
+def balancing(a: Tensor, absent: Tensor, diagonal: Tensor, sums: RowSums) -> Tensor:
     """What it takes to balance a symmetric plan on its diagonal, (), in units of epsilon; no pass.
 
     A symmetric plan P whose row sums without the diagonal are z, in `sums`, gets the marginals a if
@@ -145,10 +148,10 @@ def balancing(a: Tensor, diagonal: Tensor, sums: RowSums) -> Tensor:
 
     Args:
         a: masses (n,).
+        absent: (n,) bool, where they are 0.
         diagonal: log P_ii (n,).
         sums: z.
     """
-    absent = a == 0
     room = torch.sub(a, torch.minimum(diagonal.exp(), a), alpha=0.5)
     ratios = (room + absent) / sums.highest.clamp_min(TINY)
     kappa = ratios.amin(-1, keepdim=True).clamp_max(1)

@@ -81,7 +81,7 @@ def cross_evidence(
     operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon
 ) -> PlanEvidence:
     """Of the plan of a cross term, after a row update of all rows but the lost ones."""
-    sums, masses, (rows, columns) = plan.sums, plan.masses, plan.sides
+    sums, points, (rows, columns) = plan.sums, (plan.masses, plan.absent), plan.sides
     factors, updated_rows = plans.row_update(operator, plan, lost)
     shift = epsilon * factors.log()
     f, g = plan.f + shift, plan.g
@@ -89,14 +89,14 @@ def cross_evidence(
     both = torch.cat((sums.rows, sums.columns), -1)
     held = torch.cat((plan.f, g), -1).masked_fill_(plan.absent, 0)
     paid_before = dot(both, held)
-    held[..., rows] += shift
+    held[..., rows].add_(shift)
     errors = plans.errors_of(operator, plan, f, updated_rows, epsilon)
     growth = _growth(both, errors, lost, held - torch.cat(returned, -1), epsilon)
-    kappa, total = primal.fitting_scale(masses, both, sums.relative_error), sums.rows.sum(-1)
+    kappa, total = primal.fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
     # A sum of which all may be lost is not scaled up.
     total_scaled = total.clamp_min(max(plans.SCALABLE * sums.lost, primal.TINY))
     updated = torch.cat((updated_rows, operator.b), -1)
-    filling = primal.filling_of(operator, masses, both, kappa)
+    filling = primal.filling_of(operator, *points, both, kappa)
     row_swing, column_swing = oscillation.swings(held, plan.absent, rows, columns)
     numbers = CrossNumbers(
         kappa=kappa,
@@ -111,9 +111,9 @@ def cross_evidence(
         row_growth=dot(updated_rows, growth[..., rows]),
         column_growth=dot(sums.columns, growth[..., columns]),
         largest_growth=growth[..., columns].amax(-1),
-        paid=dot(masses, held),
+        paid=dot(plan.masses, held),
         updated=updated_rows.sum(-1),
-        size=dot(masses, held.abs()),
+        size=dot(plan.masses, held.abs()),
         paid_before=paid_before,
         missing_rows=filling.rows,
         missing_columns=filling.columns,
@@ -121,7 +121,7 @@ def cross_evidence(
         filling_entropy=filling.entropy,
         row_swing=row_swing,
         column_swing=column_swing,
-        mean_error=dot(masses, plan.cost_errors),
+        mean_error=dot(plan.masses, plan.cost_errors),
         row_error=plan.cost_errors[..., rows].amax(-1),
         column_error=plan.cost_errors[..., columns].amax(-1),
     )
@@ -150,7 +150,7 @@ def self_evidence(
         paid=dot(a, held),
         size=dot(a, held.abs()),
         swing=swing,
-        balancing=primal.balancing(a, diagonal, outside),
+        balancing=primal.balancing(a, plan.absent, diagonal, outside),
         mean_error=dot(a, plan.cost_errors),
         largest_error=plan.cost_errors.amax(-1),
     )

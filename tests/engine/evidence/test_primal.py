@@ -62,7 +62,7 @@ def filled(
     """The value of a plan with these sums that is not scaled."""
     masses, one = torch.cat((operator.a, operator.b)), torch.ones((), dtype=torch.float64)
     held = torch.where(masses > 0, torch.cat(potentials), 0)
-    filling = filling_of(operator, masses, torch.cat(sums), one)
+    filling = filling_of(operator, masses, masses == 0, torch.cat(sums), one)
     numbers = filling._make(map(float, filling))
     paid, kept = (
         float(dot(torch.cat(sums), held)),
@@ -76,7 +76,7 @@ def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float)
     a = operator.a
     held = torch.where(a > 0, f, 0)
     diagonal = diagonal_of(a, held, operator.own_costs(), epsilon)
-    return 2 * dot(a, held) + epsilon * balancing(a, diagonal, sums)
+    return 2 * dot(a, held) + epsilon * balancing(a, a == 0, diagonal, sums)
 
 
 @pytest.mark.parametrize("epsilon", EPSILONS)
@@ -227,9 +227,9 @@ def test_a_plan_is_scaled_until_its_fullest_row_or_column_just_fits(side: str) -
     fullest, masses = (rows, a) if side == "row" else (columns, b)
     fullest[4] = excess * masses[4]
     both, seen = torch.cat((a, b)), torch.cat((rows, columns)) / (1 + relative)
-    kappa = fitting_scale(both, seen, relative)
+    kappa = fitting_scale(both, both == 0, seen, relative)
     assert_nearly_attained(kappa * fullest[4], masses[4], 1 - 1e-9)
-    assert float(fitting_scale(both, both / 2, relative)) == 1
+    assert float(fitting_scale(both, both == 0, both / 2, relative)) == 1
 
 
 def test_the_slack_of_a_filled_plan() -> None:
