@@ -258,12 +258,12 @@ def plan_marginals(
             if within:
                 # The columns are among the rows, and rows past them are below the diagonal.
                 row_sums, column_sums = launch(x, x, top, right, left, right, left - top)
-                of_rows[top:right] += row_sums
+                of_rows[top:right].add_(row_sums)
             else:
                 y = _packed(columns, digits, left, right)
                 row_sums, column_sums = launch(x, y, top, bottom, left, right, 0)
-                of_rows[top:bottom] += row_sums
-            of_columns[left:right] += column_sums
+                of_rows[top:bottom].add_(row_sums)
+            of_columns[left:right].add_(column_sums)
             left = right
     return of_rows, of_columns
 

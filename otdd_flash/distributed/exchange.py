@@ -202,11 +202,14 @@ class Exchange:
 
     def summed(self, tensor: Tensor) -> Tensor:
         """The sum of a float64 tensor over all ranks, added in their order."""
-        every = self.all_gathered(tensor)
-        total = every[0].clone()
-        for part in every[1:]:
-            total += part
-        return total
+        return added(self.all_gathered(tensor))
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """The largest that any rank has of each of some numbers of the host; waits for no GPU."""
+        said = torch.tensor(numbers, dtype=torch.float64)
+        with others_heard():
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=self._orders)
+        return said.tolist()
 
     def concatenated(self, part: Tensor) -> Tensor:
         """Tensors (n_r, ...) of every rank, one below the other."""
@@ -279,11 +282,8 @@ class Exchange:
         raise AssertionError("one of them has refused")
 
     def _any(self, own: bool) -> bool:
-        """Whether any rank says so: one byte; to gather objects takes seven times as long."""
-        said, largest = torch.tensor([own], dtype=torch.uint8), torch.distributed.ReduceOp.MAX
-        with others_heard():
-            torch.distributed.all_reduce(said, largest, group=self._orders)
-        return bool(said)
+        """Whether any rank says so: to gather objects takes seven times as long."""
+        return self.largest([float(own)])[0] > 0
 
     def check_same(self, what: str, content: Any, advice: str) -> None:
         """Raise an `InputError` on every rank unless all have the same content."""
@@ -315,6 +315,14 @@ class Exchange:
         """A tensor where the group moves it: gloo moves what is in host memory."""
         fast = self._backends.get(tensor.device.type) == "nccl"
         return (tensor if fast else tensor.cpu()).contiguous()
+
+
+def added(every: Tensor) -> Tensor:
+    """The sum (...) of what all ranks have (size, ...), in their order; a new tensor."""
+    total = every[0].clone()
+    for part in every[1:]:
+        total += part
+    return total
 
 
 def _as_said(error: Exception) -> tuple[type[Exception], str]:

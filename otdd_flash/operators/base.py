@@ -31,6 +31,13 @@ def below_zero(value: Number) -> Number:
     return (value - abs(value)) / 2
 
 
+def lesser(one: Number, other: Number) -> Number:
+    """The lesser of two numbers, or of each two of many."""
+    if isinstance(one, Tensor):
+        return torch.minimum(one, other)
+    return min(one, other)
+
+
 class CostRange(NamedTuple):
     """Bounds on the cost over the support of both masses, in units of the cost."""
 
@@ -98,6 +105,9 @@ class Marginals(NamedTuple):
     take `lost` a_i b_j:
 
         |C'_ij - C_ij| <= row_errors_i + column_errors_j + cost_rounding |C_ij|.
+
+    Where the plan is computed as a symmetric one, columns and their errors are those of the rows,
+    the same tensors.
 
     Attributes:
         rows: (n,) row sums, float64.

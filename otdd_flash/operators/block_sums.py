@@ -125,7 +125,7 @@ class BlockSums(ABC):
         of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
         if self.cost.symmetric:
             of_columns = of_rows
-        rounding = self.a.new_zeros(())
+        rounding = of_rows.new_zeros(())
         for tile in self.measured_tiles():
             (rows, columns), rounded = errors_of(tile.operator)
             _raise(of_rows, tile.rows, rows)
@@ -259,7 +259,7 @@ def errors_of(operator: BlockOperator) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """(n,) and (m,), whose sum a cost is off by at the most, and what rounding adds on average."""
     rows, columns = operator.accurate_errors
     known = operator.a @ rows + operator.b @ columns
-    return (rows, columns), (operator.costs.error - known).clamp_min(0)
+    return (rows, columns), (operator.costs.error - known).clamp_min_(0)
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:

@@ -54,10 +54,10 @@ MOST_SCALE = 2.0**100
 
 
 class _Points(NamedTuple):
-    """Of one side (n,): log2 of mass times number, 0 where not `present`, and lambda_x ||x||^2."""
+    """Of one side (n,): log2 of mass times number, 0 where `absent`, and lambda_x ||x||^2."""
 
     log2_masses: Tensor
-    present: Tensor
+    absent: Tensor
     squares: Tensor
 
 
@@ -114,6 +114,11 @@ class FixedPoint:
         return self._costs_errors(self._accurate)
 
     @property
+    def _differing(self) -> int:
+        """How many sides there are that differ."""
+        return 2 - self.cost.symmetric
+
+    @property
     def _accurate(self) -> int:
         return self._kinds[-1]
 
@@ -140,18 +145,21 @@ class FixedPoint:
         """
         cost, digits = self.cost, self._digits(epsilon, accurate)
         symmetric = cost.symmetric and f is g
-        scale, sides = LOG2_E / epsilon, []
+        scale, sides, errors = LOG2_E / epsilon, [], []
         single = cost.class_costs.numel() == 1
         for side, potential in enumerate((f,) if symmetric else (f, g)):
-            logs, present, squares = self._points[side]
+            logs, absent, squares = self._points[side]
             term = (potential.double() - squares).mul_(scale).add_(logs)
             if single:
                 # Half on each side, which may be one.
-                term = term - cost.class_costs[0] * (scale / 2)
+                term.sub_(cost.class_costs[0], alpha=scale / 2)
             layout = self.layouts[side]
-            packed = layout.spread(torch.where(present, term, NO_MASS), NO_MASS)
+            packed = layout.spread(term.masked_fill_(absent, NO_MASS), NO_MASS)
             sides.append(DigitSide(cost.held[side], layout, self._centre, self._scale, packed))
-        rows, columns = plan_marginals(
+            of_costs, of_entries = self._fixed_errors(digits)[side], self._entry_errors[side]
+            known = torch.add(of_costs, of_entries, alpha=epsilon)
+            errors.append(known.add_(potential.abs(), alpha=2 * EXPONENT_ERROR))
+        sums = plan_marginals(
             sides[0],
             sides[-1],
             None if single else cost.class_costs * scale,
@@ -160,19 +168,15 @@ class FixedPoint:
             symmetric=symmetric,
             stripes=stripes,
         )
-        row_errors, column_errors = (
-            torch.add(of_costs, of_entries, alpha=epsilon).add_(
-                potential.abs(), alpha=2 * EXPONENT_ERROR
-            )
-            for of_costs, of_entries, potential in zip(
-                self._fixed_errors(digits), self._entry_errors, (f, g), strict=True
-            )
-        )
+        found = [
+            part[layout.position] / math.prod(cost.shape)
+            for part, layout in zip(sums, self.layouts[: len(sides)], strict=False)
+        ]
         return Marginals(
-            rows[self.layouts[0].position] / math.prod(cost.shape),
-            columns[self.layouts[1].position] / math.prod(cost.shape),
-            row_errors,
-            column_errors,
+            found[0],
+            found[-1],
+            errors[0],
+            errors[-1],
             cost_rounding=0.0,
             relative_error=ADDITION_ERROR,
             lost=LEAST_ENTRY,
@@ -184,9 +188,9 @@ class FixedPoint:
         cost = self.cost
 
         def points(masses: Tensor, squares: Tensor) -> _Points:
-            logs = (masses * len(masses)).log2()
-            present = logs.isfinite()
-            return _Points(torch.where(present, logs, 0), present, cost.lambda_x * squares)
+            absent = masses == 0
+            logs = (masses * len(masses)).log2().masked_fill_(absent, 0)
+            return _Points(logs, absent, cost.lambda_x * squares)
 
         of_x = points(cost.a, self.squares[0])
         return [of_x, of_x if cost.symmetric else points(cost.b, self.squares[1])]
@@ -196,20 +200,20 @@ class FixedPoint:
         """Errors of entries and of logarithms of masses (n,) and (m,), in units of epsilon."""
         found = [
             EXPONENT_ERROR * points.log2_masses.abs() + ENTRY_ERROR / 2
-            for points in self._points[: 2 - self.cost.symmetric]
+            for points in self._points[: self._differing]
         ]
         return found[0], found[-1]
 
     def _fixed_errors(self, digits: int) -> Pair:
         """Errors of costs (n,) and (m,), and of what their parts lose in exponents."""
         if digits not in self._fixed:
-            x, y = (
-                of_costs + 2 * EXPONENT_ERROR * magnitudes
+            found = [
+                torch.add(of_costs, magnitudes, alpha=2 * EXPONENT_ERROR)
                 for of_costs, magnitudes in zip(
-                    self._costs_errors(digits), self._magnitudes, strict=True
+                    self._costs_errors(digits)[: self._differing], self._magnitudes, strict=False
                 )
-            )
-            self._fixed[digits] = x, y
+            ]
+            self._fixed[digits] = found[0], found[-1]
         return self._fixed[digits]
 
     def _digits(self, epsilon: float, accurate: bool) -> int:
@@ -225,12 +229,16 @@ class FixedPoint:
     def _means(self) -> list[float]:
         """Of each of `_kinds`; one tensor, so that the host waits once."""
         x, y = self._all_costs_errors
-        return (x @ self.cost.a + y @ self.cost.b).tolist()
+        of_x = x @ self.cost.a
+        return (of_x + (of_x if self.cost.symmetric else y @ self.cost.b)).tolist()
 
     @cached_property
     def _magnitudes(self) -> Pair:
-        """As `LabelledCost.magnitudes`, about the centre."""
-        return magnitudes_about(self.cost, self.squares)
+        """As `LabelledCost.magnitudes`, about the centre; of a cloud with itself one for both."""
+        x, y = magnitudes_about(self.cost, self.squares)
+        if self.cost.symmetric:
+            x = y = torch.maximum(x, y)
+        return x, y
 
     def _costs_errors(self, digits: int) -> Pair:
         """A (n,) and B (m,): what points in fixed point, and float64, lose of costs."""
@@ -241,20 +249,18 @@ class FixedPoint:
     @cached_property
     def _all_costs_errors(self) -> Pair:
         """Those of each of `_kinds` (k, n) and (k, m)."""
-        cost, symmetric = self.cost, self.cost.symmetric
+        cost = self.cost
         # (k, 2, n) of each side.
-        parts = [self._known(side, "digits", self._missing) for side in (0, 1)[: 2 - symmetric]]
+        parts = [self._known(side, "digits", self._missing) for side in range(self._differing)]
         lost = parts[0][:, 0], parts[-1][:, 0]
         points = product_errors(cost, self.squares, lost)
         found = [
-            errors + cost.lambda_x * (2 * part[:, 1])
-            for errors, part in zip(points, parts, strict=False)
+            errors.add_(part[:, 1], alpha=2 * cost.lambda_x).add_(
+                sizes, alpha=cost.cost_error_share
+            )
+            for errors, part, sizes in zip(points, parts, self._magnitudes, strict=False)
         ]
-        x, y = (
-            errors + cost.cost_error_share * sizes
-            for errors, sizes in zip((found[0], found[-1]), self._magnitudes, strict=True)
-        )
-        return x, y
+        return found[0], found[-1]
 
     def _known(self, side: int, name: str, find: Callable[[int], T]) -> T:
         """What is found of the points of a side; once, of a block that comes in every pass."""
@@ -287,7 +293,7 @@ class FixedPoint:
                 pack_digits(*given, numbers)
         found = found[:, 1:, layout.position] / self._scale**2
         for kind, digits in enumerate(kinds):
-            found[kind, 1] += carry_error(digits, points.shape[1]) / self._scale**2 / 2
+            found[kind, 1].add_(carry_error(digits, points.shape[1]) / self._scale**2 / 2)
         return found
 
 

@@ -300,13 +300,14 @@ def _applied(
         return apply_plan_blocks(*given, packed, factors)
 
     out, sums = apply(f)
-    low, high = ROW_RANGE
-    if not bool(((sums >= low) & (sums <= high)).all()):
+    low, high = torch.stack(sums.aminmax()).tolist()
+    # A NaN is both.
+    if not (low >= ROW_RANGE[0] and high <= ROW_RANGE[1]):
         # Far from any marginal: with the potential that makes row sums 1, and corrected after.
         exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
         out, sums = apply(exact)
         masses = masses * ((f.double() - exact.double()) / epsilon).exp()
-    return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums.double() * masses)
+    return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums * masses)
 
 
 def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoints, PackedPoints]:

@@ -123,7 +123,8 @@ class MatrixKernelOperator:
         """sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs."""
         if self.turned:
             return self._tiles.expected_costs(masses)
-        return matrix_row_facts(self.place, len(self.a), masses.contiguous()).products
+        # A copy: kernels are compiled anew for vectors that begin anywhere.
+        return matrix_row_facts(self.place, len(self.a), masses.clone()).products
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""

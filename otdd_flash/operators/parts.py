@@ -26,7 +26,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from otdd_flash.devices import sent
+from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
 from otdd_flash.operators.block_sums import ROUNDINGS, errors_of
@@ -191,14 +191,15 @@ def facts(ranks: Ranks, number: int) -> Facts:
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
+        # What rounding adds, whether it lacks passes over some columns, and the rows' errors.
         of_columns = torch.zeros_like(parts.cost.b)
-        rounding = of_rows = lacks = of_columns.new_zeros(())
+        numbers = [of_columns.new_zeros(())] * 3
         if parts.rows is not None:
             operator, mass = parts.rows
             (rows, of_columns), rounding = errors_of(cast(BlockOperator, operator))
-            of_rows = mass * (operator.a @ rows)
-            lacks = torch.full_like(rounding, operator.execution.over_columns is None)
-        own = torch.cat((of_columns, torch.stack((rounding, lacks, of_rows))))
+            lacks = float(operator.execution.over_columns is None)
+            numbers = [rounding, torch.full_like(rounding, lacks), mass * (operator.a @ rows)]
+        own = torch.cat((of_columns, torch.stack(numbers)))
         every = ranks.all_gathered(own)
         largest = every.amax(0)
         most = parts.cost.b @ largest[:-3]
@@ -268,18 +269,19 @@ def marginals(
     """Row and column sums of the plan of f (n,) and g (m,), of the P_r."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=False)
-    rows = f.new_zeros((0, 2), dtype=torch.float64)
-    columns = column_errors = f.new_zeros(parts.cost.shape[1], dtype=torch.float64)
     numbers = (0.0, 0.0, 0.0)
-    if part is not None:
+    if part is None:
+        of_rows = f.new_zeros((0, 2), dtype=torch.float64)
+        of_columns = f.new_zeros((2, parts.cost.shape[1]), dtype=torch.float64)
+    else:
         found = part.operator.marginals(f[owned.of(ranks)], g, epsilon, accurate=accurate)
-        rows = torch.stack((part.mass * found.rows, found.row_errors), 1)
-        columns, column_errors = part.mass * found.columns, found.column_errors
+        of_rows = torch.stack((part.mass * found.rows, found.row_errors), 1)
+        of_columns = torch.stack((part.mass * found.columns, found.column_errors))
         numbers = found.cost_rounding, found.relative_error, found.lost
-    sums, row_errors = owned.gathered(ranks, rows).unbind(1)
-    told = torch.cat((column_errors, _there(numbers, columns)))
-    total, most = ranks.summed(columns), ranks.all_gathered(told).amax(0)
-    return _together(ranks, (sums, total), (row_errors, most[:-3]), most[-3:])
+    rows, row_errors = owned.gathered(ranks, of_rows).unbind(1)
+    every = ranks.all_gathered(of_columns)
+    columns = added(every[:, 0])
+    return Marginals(rows, columns, row_errors, every[:, 1].amax(0), *_largest(ranks, numbers))
 
 
 def marginals_self(
@@ -290,44 +292,17 @@ def marginals_self(
     share, owned = parts.share, parts.sides[0]
     assert share is not None
     part = share.marginals(f, epsilon, accurate=accurate)
-    partial = torch.stack((part.rows, part.row_errors, part.column_errors), 1)
-    every = owned.brought(ranks, partial, 0.0)
-    total = torch.zeros_like(every[0, :, 0])
-    for each in every:
-        total += each[:, 0]
-    found = torch.cat((total[:, None], every[:, :, 1:].amax(0)), 1)
-    sums, row_errors, column_errors = owned.gathered(ranks, found).unbind(1)
-    told = _there((part.cost_rounding, part.relative_error, part.lost), sums)
-    most = ranks.all_gathered(told).amax(0)
-    return _together(ranks, (sums, sums), (row_errors, column_errors), most)
+    every = owned.brought(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
+    found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
+    sums, errors = owned.gathered(ranks, found).unbind(1)
+    numbers = part.cost_rounding, part.relative_error, part.lost
+    return Marginals(sums, sums, errors, errors, *_largest(ranks, numbers))
 
 
-def _there(numbers: tuple[float, ...], like: Tensor) -> Tensor:
-    """Numbers of the host where a tensor is, float64."""
-    return sent(like.device, torch.tensor(numbers, dtype=torch.float64))[0]
-
-
-def _together(
-    ranks: Ranks,
-    sums: tuple[Tensor, Tensor],
-    errors: tuple[Tensor, Tensor],
-    most: Tensor,
-) -> Marginals:
-    """Sums of all ranks, and the most that any of them may be off.
-
-    In `most` are that of costs, of sums, and of what is lost (3,).
-    """
-    cost_rounding, relative_error, lost = most.tolist()
-    rows = sums[0].contiguous()
-    return Marginals(
-        rows,
-        rows if sums[1] is sums[0] else sums[1].contiguous(),
-        errors[0].contiguous(),
-        errors[1].contiguous(),
-        cost_rounding,
-        relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT,
-        lost,
-    )
+def _largest(ranks: Ranks, numbers: tuple[float, float, float]) -> tuple[float, float, float]:
+    """The most that sums of any rank may be off, and those over ranks."""
+    cost_rounding, relative_error, lost = ranks.largest(numbers)
+    return cost_rounding, relative_error + (ranks.size + ROUNDINGS) * DOUBLE_UNIT, lost
 
 
 def apply_plan(
@@ -344,18 +319,18 @@ def apply_plan(
     """Products with the plan, of all rows or of all columns."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=transposed)
-    own = owned.of(ranks)
+    own, dtype = owned.of(ranks), parts.telling.dtype
     rows: Rows = EVERY if transposed else own
     columns: Rows = own if transposed else EVERY
-    applied = values.new_zeros((0, values.shape[1]), dtype=parts.telling.dtype)
-    masses = f.new_zeros(0, dtype=torch.float64)
-    if part is not None:
+    if part is None:
+        applied = values.new_zeros((0, values.shape[1]), dtype=dtype)
+        masses = f.new_zeros(0, dtype=torch.float64)
+    else:
         factors = None if left is None or right is None else (left[rows], right[columns])
         found = part.operator.apply_plan(
             f[rows], g[columns], epsilon, values, transposed=transposed, factors=factors
         )
-        applied = part.mass * found.values.to(applied.dtype)
-        masses = part.mass * found.masses
+        applied, masses = part.mass * found.values.to(dtype), part.mass * found.masses
     return Applied(owned.gathered(ranks, applied), owned.gathered(ranks, masses))
 
 

@@ -32,11 +32,12 @@ def product_errors(cost: LabelledCost, squares: Pair, lost: Pair) -> Pair:
         squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) about the centre of the products, float64.
         lost: e_i^2 (..., n) and e_j^2 (..., m), float64, of one or of several points nearby.
     """
-    ratio = _mean(cost, lost) / _mean(cost, squares).clamp_min(TINY)
+    ratio = _total(cost, lost) / _total(cost, squares).clamp_min(TINY)
     theta = ratio.sqrt().clamp_min(TINY)[..., None]
 
     def errors(off: Tensor, norms: Tensor) -> Tensor:
-        return cost.lambda_x * (off / theta + theta * (norms.sqrt() + off.sqrt()).square())
+        lengths = norms.sqrt() + off.sqrt()
+        return torch.addcmul(off / theta, theta, lengths.square_()).mul_(cost.lambda_x)
 
     of_x = errors(lost[0], squares[0])
     return of_x, of_x if cost.symmetric else errors(lost[1], squares[1])
@@ -60,5 +61,7 @@ def magnitudes_about(cost: LabelledCost, squares: Pair) -> Pair:
     return x, y
 
 
-def _mean(cost: LabelledCost, numbers: Pair) -> Tensor:
-    return numbers[0] @ cost.a + numbers[1] @ cost.b
+def _total(cost: LabelledCost, numbers: Pair) -> Tensor:
+    """The mean of numbers of rows, and that of columns if they are others, together."""
+    of_x = numbers[0] @ cost.a
+    return of_x if cost.symmetric else of_x + numbers[1] @ cost.b

@@ -24,19 +24,16 @@ def float16_rounding(cost: LabelledCost) -> float:
     from otdd_flash.kernels.points.packed_points import power_of_two_scale
 
     scale = power_of_two_scale(cost.largest)
-    # Of a side: 1, x_k, x_k^2 without and with xi_k^2, on average.
-    moments = []
+    # Of a side, on average: x_k, x_k^2, and xi_k^2 times 1, x_k and x_k^2.
+    means = []
     for points in cost.points:
         count = points.shape[0]
         rows = torch.arange(0, count, max(1, count // TELLING), device=cost.a.device)
-        centred = (points[rows].double() - cost.centre) * scale
-        lost = (centred.to(torch.float16).double() - centred).square()
-        powers = torch.ones_like(centred), centred, centred.square()
-        means = [[power.mean(0), (power * lost).mean(0)] for power in powers]
-        moments.append(tuple(zip(*means, strict=True)))
-    (x, lost_x), (y, lost_y) = moments
-    products = sum(
-        one[2] * other[0] - 2 * one[1] * other[1] + one[0] * other[2]
-        for one, other in ((x, lost_y), (lost_x, y))
-    )
+        centred = torch.sub(points[rows], cost.centre) * scale
+        squares, lost = centred.square(), (centred.to(torch.float16) - centred).square_()
+        found = torch.stack((centred, squares, lost, centred * lost, squares * lost))
+        means.append(found.mean(1).unbind(0))
+    products = torch.zeros_like(cost.centre)
+    for (one, square, *_), (*_, lost, first, second) in (means, means[::-1]):
+        products += square * lost - 2 * one * first + second
     return 2 * cost.lambda_x / scale**2 * math.sqrt(max(float(products.sum()), 0.0))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.exchange import added
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.block_sums import BlockSums
 from otdd_flash.operators.block_tiles import Build, Tile
@@ -53,9 +54,9 @@ class SelfShare(Protocol):
         ...
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
-        """Sums (n,) over the own pairs of the plan of f and f, rows' and columns' alike.
+        """Sums (n,) over the own pairs of the plan of f and f.
 
-        The plan is the mean of the computed one and its transpose.
+        The plan is the mean of the computed one and its transpose: those of columns are the same.
         """
         ...
 
@@ -87,9 +88,7 @@ def merged(parts: Tensor, epsilon: Epsilon) -> Tensor:
     Where all are +inf, as of points that a part gives no mass, so is the sum.
     """
     lowest = parts.amin(0).clamp_max(torch.finfo(parts.dtype).max)
-    total = torch.zeros_like(lowest)
-    for part in parts:
-        total += ((lowest - part) / epsilon).exp_()
+    total = added((lowest - parts).div_(epsilon).exp_())
     return lowest - epsilon * total.log_()
 
 

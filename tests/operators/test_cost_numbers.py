@@ -18,7 +18,7 @@ from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import solve_divergence
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.plans import SCALABLE, Lost, Plan, row_factors
+from otdd_flash.solver.term.plans import SCALABLE, Lost, Plan, row_update
 
 UNIFORM = torch.full((4,), 0.25, dtype=torch.float64)
 
@@ -105,11 +105,12 @@ def test_sums_are_scaled_up_where_what_is_lost_of_them_is_nothing(
     rows = UNIFORM * sums * 2.0**64 * lost
     none = torch.zeros_like(UNIFORM)
     marginals = Marginals(rows, rows, none, none, 0.0, 0.0, lost)
-    plan = Plan(none, none, marginals, none, none)
-    nowhere = Lost(none > 0, none > 0, none.sum())
-    factors = row_factors(stored(squares()), plan, nowhere)
+    both, errors = torch.cat((UNIFORM, UNIFORM)), torch.cat((none, none))
+    plan = Plan(none, none, marginals, both, both == 0, errors, errors)
+    update = row_update(stored(squares()), plan, Lost(errors > 0, none.sum()))
     expected = UNIFORM / rows if scaled else torch.ones_like(rows)
-    torch.testing.assert_close(factors, expected)
+    torch.testing.assert_close(update.factors, expected)
+    torch.testing.assert_close(update.rows, expected * rows)
     assert SCALABLE == 2.0**64
 
 

@@ -210,6 +210,9 @@ def test_errors_of_costs_are_what_digits_lack(
         )
         of_points = product_errors(cost, fixed.squares, (lost[0], lost[1]))
         sizes = magnitudes_about(cost, fixed.squares)
+        if own:
+            # Rows are columns, and have the larger of both.
+            sizes = torch.maximum(*sizes), torch.maximum(*sizes)
         for side, found in enumerate(fixed._costs_errors(digits)):
             products = cost.lambda_x * (2 * left_out[side] + carries / scale**2)
             expected = of_points[side] + products + cost.cost_error_share * sizes[side]

@@ -82,7 +82,7 @@ def counted(size: int) -> list[Asked]:
 
 
 # Some tenth above what they are; on a GPU a copy less of every piece that is centred.
-MOST = {1: [Asked(1430, 21)], 2: [Asked(1710, 31), Asked(1070, 20)]}
+MOST = {1: [Asked(1100, 21)], 2: [Asked(1350, 31), Asked(950, 20)]}
 
 
 @pytest.mark.slow

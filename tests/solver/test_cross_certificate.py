@@ -9,7 +9,7 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.primal import filled_value
+from otdd_flash.engine.evidence.primal import filled_value, filling_of
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
@@ -63,8 +63,10 @@ def test_bounds_move_by_what_sums_may_be_off() -> None:
     rounding = relative * EPSILON + additions
     assert found.bounds[0] == pytest.approx(value - rounding, rel=1e-9)
     kappa = 1 / (1 + relative)
-    potentials = f + EPSILON * math.log(kappa), g
-    primal = float(filled_value(operator, potentials, (kappa * a, kappa * b), EPSILON))
+    both, scale = torch.cat((a, b)), torch.tensor(kappa, dtype=torch.float64)
+    filling = filling_of(operator, both, both == 0, both, scale)
+    paid = kappa * float(a @ f + b @ g + EPSILON * math.log(kappa))
+    primal = filled_value(filling._make(map(float, filling)), paid, kappa, EPSILON)
     added = relative * (size + 4 * spread + 2 * EPSILON * (1 - math.log(relative)))
     assert found.bounds[1] == pytest.approx(primal + added + rounding, rel=1e-8)
 

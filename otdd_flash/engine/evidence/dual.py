@@ -10,18 +10,21 @@ All arguments and results have shape () or (S,), in units of the cost but for th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Epsilon
+from otdd_flash.operators.base import Epsilon, Number
 
 # The masses of a plan that a float64 tells from 0 and infinity.
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
 
-def dual_value(paid: Tensor, mass: Tensor, epsilon: Epsilon) -> Tensor:
+def dual_value(paid: Number, mass: Number, epsilon: Any) -> Number:
     """D, where `paid` is <a, f> + <b, g>."""
-    return paid + epsilon * (1 - mass)
+    value: Number = paid + epsilon * (1 - mass)
+    return value
 
 
 def gain(mean_residual: Tensor, mass: Tensor, epsilon: Epsilon) -> Tensor:

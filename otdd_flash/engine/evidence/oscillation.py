@@ -26,10 +26,10 @@ from otdd_flash.operators.base import CostFacts, Marginals, Number
 MOST_ERROR = 2.0
 
 
-def swing(potential: Tensor, support: Tensor) -> Tensor:
-    """Max - min of a potential (n,) over the points that carry mass, () float64."""
-    lowest = torch.where(support, potential, torch.inf).amin(-1)
-    return (torch.where(support, potential, -torch.inf).amax(-1) - lowest).double()
+def swings(potentials: Tensor, absent: Tensor, *sides: slice) -> list[Tensor]:
+    """Max - min, () each, of the potentials (k,) of each side over the points that carry mass."""
+    lowest, highest = (potentials.masked_fill(absent, end) for end in (torch.inf, -torch.inf))
+    return [highest[..., side].amax(-1) - lowest[..., side].amin(-1) for side in sides]
 
 
 def perturbed_spread(costs: CostFacts, sums: Marginals, largest: Number) -> Number:
@@ -52,13 +52,20 @@ def slack(relative: float, osc: Number, spread: Number) -> Number:
     return 2 * relative * (osc + 2 * spread)
 
 
-def updated_gap(rows: Tensor, columns: Tensor, factors: Tensor, b: Tensor, k: Tensor) -> Tensor:
-    """Bound on ||P^T s - b||_1 for s in `factors` (n,), which scale the rows r of a plan P.
+def distance(one: Tensor, other: Tensor) -> Tensor:
+    """||x - y||_1 (), over points."""
+    apart: Tensor = torch.linalg.vector_norm(one - other, 1, dim=-1)
+    return apart
 
-    For any number k () it is sum_i r_i |s_i - k| + ||k c - b||_1.
+
+def updated_gap(sums: Tensor, updated: Tensor, total: Tensor) -> Tensor:
+    """Bound on ||P^T s - b||_1 of a plan P with sums (r, c) (n + m,) whose rows are scaled by s.
+
+    With (s r, b) in `updated` it is, for any number t () in `total`,
+
+        ||(r, c) / t - (s r, b)||_1 = sum_i r_i |s_i - 1 / t| + ||c / t - b||_1.
     """
-    k = k[..., None]
-    return (rows * (factors - k).abs()).sum(-1) + (k * columns - b).abs().sum(-1)
+    return distance(sums / total[..., None], updated)
 
 
 def gap_at_mass_one(gap: Tensor, mass: Tensor) -> Tensor:

@@ -52,31 +52,34 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Number
+from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Number, lesser
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
 
 
-def hidden_mass(sums: Tensor, errors: Tensor, epsilon: Epsilon) -> Tensor:
-    """One side of (2), (): of sums r (n,) and A (n,), sum_i r_i expm1(2 A_i / epsilon) / 2."""
-    return torch.where(sums > 0, sums * torch.expm1(2 * errors / epsilon), 0).sum(-1) / 2
+def growth(sums: Tensor, errors: Tensor, epsilon: Epsilon) -> Tensor:
+    """expm1(2 A_i / epsilon) of sums r (k,) and A (k,), and 0 where there is no mass.
+
+    One side of (2) is half of <r, this>.
+    """
+    return (errors / (epsilon / 2)).expm1_().masked_fill_(sums == 0, 0)
 
 
-def hidden_after_update(
-    sums: Marginals, factors: Tensor, errors: Tensor, epsilon: Epsilon
-) -> Tensor:
-    """`hidden_mass` of the columns, B (m,), once rows are scaled by `factors` (n,), ().
+def hidden_after_update(before: Number, largest: Number, factor: Number, moved: Number) -> Number:
+    """What (2) allows columns, (), once rows are scaled by factors s (n,).
 
     No column grows by more than the largest factor, nor all of them by more than the rows do.
+
+    Args:
+        before: what it allows them before.
+        largest: half of their largest `growth`.
+        factor: max s.
+        moved: sum_i r_i |s_i - 1|.
     """
-    before = hidden_mass(sums.columns, errors, epsilon)
-    moved = (sums.rows * (factors - 1).abs()).sum(-1)
-    most = torch.where(sums.columns > 0, torch.expm1(2 * errors / epsilon), 0).amax(-1) / 2
-    return torch.minimum(before * factors.amax(-1), before + moved * most)
+    return lesser(before * factor, before + moved * largest)
 
 
 def share_of_costs(rounding: float, upper: Number, lowest: float) -> Number:

@@ -11,12 +11,12 @@ is at most T'(f), so that columns have at most the masses b, but for a few units
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Number
+from otdd_flash.operators.base import Certifiable, Epsilon, Number
 
 # Keeps quotients and logarithms finite where there is no mass.
 TINY = torch.finfo(torch.float64).tiny
@@ -24,45 +24,76 @@ TINY = torch.finfo(torch.float64).tiny
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
     """<x, y> (), over points."""
-    return (x * y).sum(-1)
+    product: Tensor = torch.linalg.vecdot(x, y)
+    return product
 
 
-def filled_value(
-    operator: Certifiable,
-    potentials: tuple[Tensor, Tensor],
-    marginals: tuple[Tensor, Tensor],
-    epsilon: Epsilon,
-) -> Tensor:
-    """Primal value () of the plan of f (n,), g (m,), which misses some mass, filled with a product.
+class Filling(NamedTuple, Generic[Number]):
+    """What a plan misses, and what a product of that costs, () each.
+
+    Attributes:
+        rows: the mass t that rows miss, the sum of u.
+        columns: that of columns, of v; the same but for rounding.
+        costs: <u, C v>.
+        entropy: sum u log(u / a) + sum v log(v / b).
+    """
+
+    rows: Number
+    columns: Number
+    costs: Number
+    entropy: Number
+
+
+def filling_of(
+    operator: Certifiable, masses: Tensor, absent: Tensor, sums: Tensor, scale: Tensor
+) -> Filling[Tensor]:
+    """Of a plan whose sums (n + m,), times the scale (), are at most the masses (n + m,).
+
+    These are 0 where a point is `absent` (n + m,).
+    """
+    n = operator.a.shape[-1]
+    missing = torch.addcmul(masses, sums, scale[..., None], value=-1)
+    u, v = missing[..., :n], missing[..., n:].contiguous()
+    # Over 1 in place of a mass of 0, of which nothing is missing.
+    shares = missing / (masses + absent)
+    return Filling(
+        u.sum(-1),
+        v.sum(-1),
+        dot(u, operator.expected_costs(v)),
+        torch.xlogy(missing, shares).sum(-1),
+    )
+
+
+def filled_value(filling: Filling[float], paid: float, kept: float, epsilon: float) -> float:
+    """Primal value of the plan of f (n,), g (m,), which misses some mass, filled with a product.
 
     This ends the rounding of Altschuler, Weed & Rigollet 2017, Near-linear time approximation
-    algorithms for optimal transport via Sinkhorn iteration. With `marginals` r <= a and c <= b, and
-    u = a - r and v = b - c missing and t their mass, the plan is P + u v^T / t, a mixture of
+    algorithms for optimal transport via Sinkhorn iteration. With sums r <= a and c <= b, of which
+    u = a - r and v = b - c are missing and t is their mass, the plan is P + u v^T / t, a mixture of
     P / (1 - t) and u v^T / t^2. By convexity its KL is at most
 
         sum P log (P / a b^T) - (1 - t) log(1 - t)
             + sum u log(u / a) + sum v log(v / b) - 2 t log t.
+
+    Args:
+        filling: of u and v.
+        paid: <r, f> + <c, g>.
+        kept: 1 - t.
+        epsilon: in units of the cost.
     """
-    f, g = (potential.double() for potential in potentials)
-    rows, columns = marginals
-    u, v = operator.a - rows, operator.b - columns
-    # Both are the same number, but for rounding.
-    missing = torch.maximum(u.sum(-1), v.sum(-1))
-    kept = torch.minimum(rows.sum(-1), columns.sum(-1))
-    shares = v / v.sum(-1, keepdim=True).clamp_min(TINY)
-    filling = dot(u, operator.expected_costs(shares))
-    entropy = _relative(u, operator.a) + _relative(v, operator.b)
-    entropy = entropy - torch.xlogy(kept, kept) - 2 * torch.xlogy(missing, missing)
-    return _paid(rows, f).sum(-1) + _paid(columns, g).sum(-1) + filling + epsilon * entropy
+    missing = max(filling.rows, filling.columns)
+    entropy = filling.entropy - _x_log_x(kept) - 2 * _x_log_x(missing)
+    costs = filling.costs / filling.columns if filling.columns > 0 else 0.0
+    return paid + costs + epsilon * entropy
 
 
-def fitting_scale(sums: Marginals, a: Tensor, b: Tensor) -> Tensor:
-    """Kappa <= 1, (), by which no row and column of a plan has more than its mass."""
-    ratios = [
-        torch.where(part > 0, masses / part, torch.inf).amin(-1)
-        for part, masses in ((sums.rows, a), (sums.columns, b))
-    ]
-    return (torch.minimum(ratios[0], ratios[1]) / (1 + sums.relative_error)).clamp_max(1)
+def fitting_scale(masses: Tensor, absent: Tensor, sums: Tensor, relative: float) -> Tensor:
+    """Kappa <= 1, (), by which no row and column of a plan has more than its mass.
+
+    Of its sums (k,), each off by the share `relative` at the most, and 0 for `absent` points (k,).
+    """
+    fullest = (sums / (masses + absent)).amax(-1)
+    return (fullest * (1 + relative)).clamp_min(1).reciprocal()
 
 
 def filled_slack(relative: float, size: Number, spread: Number, epsilon: float) -> Number:
@@ -81,8 +112,24 @@ class RowSums(NamedTuple):
     highest: Tensor
 
 
-def balanced_value(operator: Certifiable, f: Tensor, sums: RowSums, epsilon: Epsilon) -> Tensor:
-    """Primal value () of the plan of f (n,) and f, balanced on its diagonal; no pass.
+def diagonal_of(a: Tensor, f: Tensor, costs: Tensor, epsilon: Epsilon) -> Tensor:
+    """Log P_ii (n,) of the plan of f (n,) and f, of costs C_ii (n,); -inf where there is no mass.
+
+    The potential f is finite there, too.
+    """
+    return 2 * a.log() - torch.sub(costs, f, alpha=2) / epsilon
+
+
+def sums_without(diagonal: Tensor, rows: Tensor, relative: float, spread: Tensor) -> RowSums:
+    """Of a plan with row sums r (n,), each off by a share, and log P_ii, off by a spread (n,)."""
+    low, high = (diagonal - spread).exp(), (diagonal + spread).exp()
+    return RowSums(
+        ((1 - relative) * rows - high).clamp_min_(0), ((1 + relative) * rows - low).clamp_min_(0)
+    )
+
+
+def balancing(a: Tensor, absent: Tensor, diagonal: Tensor, sums: RowSums) -> Tensor:
+    """What it takes to balance a symmetric plan on its diagonal, (), in units of epsilon; no pass.
 
     A symmetric plan P whose row sums without the diagonal are z, in `sums`, gets the marginals a if
     its diagonal becomes a - z, where that is not negative. In general kappa P off the diagonal
@@ -90,45 +137,30 @@ def balanced_value(operator: Certifiable, f: Tensor, sums: RowSums, epsilon: Eps
 
         kappa = min(1, min_i (a_i - P_ii / 2) / z_i),    P_ii = a_i^2 exp((2 f_i - C_ii) / epsilon),
 
-    or of a_i, where P_ii is more. The value is
+    or of a_i, where P_ii is more. As C_ii = 2 f_i - epsilon log(P_ii / a_i^2), the value is
 
-        sum_i kappa z_i (2 f_i + epsilon log kappa) + Q_ii (C_ii + epsilon log(Q_ii / a_i^2)),
+        sum_i kappa z_i (2 f_i + epsilon log kappa) + Q_ii (C_ii + epsilon log(Q_ii / a_i^2))
+            = 2 <a, f> + epsilon sum_i kappa z_i log kappa + Q_ii log(Q_ii / P_ii),
 
     with Q_ii = a_i - kappa z_i: convex in every z_i, so the worst is at an end of its interval. It
     differs from the dual's only in the second order of a - r: what moves stays in place, at the
     price that P already pays there.
+
+    Args:
+        a: masses (n,).
+        absent: (n,) bool, where they are 0.
+        diagonal: log P_ii (n,).
+        sums: z.
     """
-    a, costs, support = operator.a, operator.own_costs(), operator.a > 0
-    weights = torch.where(support, 2 * a.log(), 0)
-    diagonal = diagonal_of(operator, f, torch.zeros_like(f), epsilon).lowest
-    room = a - torch.minimum(diagonal, a) / 2
-    ratios = torch.where(sums.highest > 0, room / sums.highest.clamp_min(TINY), 1)
+    room = torch.sub(a, torch.minimum(diagonal.exp(), a), alpha=0.5)
+    ratios = (room + absent) / sums.highest.clamp_min(TINY)
     kappa = ratios.amin(-1, keepdim=True).clamp_max(1)
-
-    def value(moved: Tensor) -> Tensor:
-        kept = kappa * moved
-        own = (a - kept).clamp_min(0)
-        prices = costs + epsilon * (own.clamp_min(TINY).log() - weights)
-        return _paid(kept, 2 * f + epsilon * kappa.log()) + own * prices
-
-    worst = torch.maximum(value(sums.lowest), value(sums.highest))
-    return torch.where(support, worst, 0).sum(-1)
+    kept = kappa * torch.stack(sums)
+    own = (a - kept).clamp_min_(0)
+    ends = torch.xlogy(own, own).addcmul_(own, diagonal, value=-1).addcmul_(kept, kappa.log())
+    return ends.amax(0).masked_fill_(absent, 0).sum(-1)
 
 
-def diagonal_of(operator: Certifiable, f: Tensor, errors: Tensor, epsilon: Epsilon) -> RowSums:
-    """The diagonal (n,) of the plan of f and f, whose costs are off by at most `errors`."""
-    support = operator.a > 0
-    logs = torch.where(support, 2 * operator.a.log(), 0) + (2 * f - operator.own_costs()) / epsilon
-    spread = errors / epsilon
-    low, high = ((logs + sign * spread).exp() for sign in (-1, 1))
-    return RowSums(*(torch.where(support, end, 0) for end in (low, high)))
-
-
-def _paid(sums: Tensor, potential: Tensor) -> Tensor:
-    """What the mass of each point pays (n,); a potential does not count where there is none."""
-    return torch.where(sums > 0, sums * potential, 0)
-
-
-def _relative(part: Tensor, masses: Tensor) -> Tensor:
-    """sum_i p_i log(p_i / a_i) of a part 0 <= p <= a."""
-    return torch.xlogy(part, part / masses.clamp_min(TINY)).sum(-1)
+def _x_log_x(x: float) -> float:
+    """X log x of a mass; 0 where there is none."""
+    return x * math.log(x) if x > 0 else 0.0

@@ -16,7 +16,9 @@ from otdd_flash.operators.base import CostFacts, Number, Operator
 
 def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
     """<a, |f|> + <b, |g|>: a point without mass does not count, however far away it is."""
-    return operator.a @ f.abs().double() + operator.b @ g.abs().double()
+    rows, columns = operator.a * f, operator.b * g
+    size: Tensor = torch.linalg.vector_norm(rows, 1) + torch.linalg.vector_norm(columns, 1)
+    return size
 
 
 def hidden_error(costs: CostFacts, size: Number, epsilon: float) -> Number:

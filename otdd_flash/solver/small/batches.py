@@ -110,7 +110,7 @@ def _solve(
             proved = (apart <= ROUNDING * largest).all(1)
         values = torch.zeros(problems, dtype=torch.float64)
         for read, evidence in zip(reads, found.evidence, strict=True):
-            value, error, holds = hides_little(read.numbers, evidence.sums, UNIT, cross=read.cross)
+            value, error, holds = hides_little(read.numbers, evidence.sums, UNIT, epsilon)
             values += value if read.cross else -value / 2
             proved &= holds & read.within(error)
         fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved
@@ -124,17 +124,17 @@ class _Reached:
     """What rounding makes of the tolerance for the terms (B,) that were read."""
 
     def __init__(self, read: TermRead, options: Converged, epsilon: float, *, cross: bool) -> None:
-        self.cross, self.numbers = cross, torch.stack(read.numbers, 1)
-        least = 2 * rounding_floor(facts_of(read), self.numbers[:, 10 if cross else 6], epsilon)
+        self.cross, self.numbers = cross, read.numbers
+        size = read.numbers.size * (1 if cross else 2)
+        least = 2 * rounding_floor(facts_of(read), size, epsilon)
         asked, gives_way = options.asked_tolerance, options.tolerance is None
         self.tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
         largest = torch.maximum(read.costs.lowest.abs(), read.costs.highest.abs())
         in_range = largest < torch.finfo(torch.float32).max / 4
         within_rounding = least <= (LOOSEST_DEFAULT if gives_way else asked)
         self.hopeless = ~(in_range & within_rounding) | read.error.isnan()
-        self._lost = read.lost
 
     def within(self, error: Tensor) -> Tensor:
         """Whether marginal errors (B,) are small enough."""
-        reached: Tensor = (error <= self.tolerance) & (self._lost == 0) & ~self.hopeless
+        reached: Tensor = (error <= self.tolerance) & ~self.hopeless
         return reached

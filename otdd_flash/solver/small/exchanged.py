@@ -12,6 +12,7 @@ from otdd_flash.kernels.matrix.place import numbers_of
 from otdd_flash.operators.score_pool import Pool, PooledCosts, ScorePool
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.term.plan_evidence import PlanEvidence
+from otdd_flash.solver.term.plan_numbers import CrossNumbers, SelfNumbers
 
 # Terms in the order of everything that follows, and numbers of a goal with two unit roundoffs.
 TERMS, GOAL = ("xy", "xx", "yy"), 7
@@ -168,23 +169,22 @@ class TermRead(NamedTuple):
     Attributes:
         error: the marginal error that iterations ended at.
         iterations: how many there were.
-        lost: mass of which errors may hide all, and for which a self term has to be lowered.
         costs: of `PooledCosts`.
-        numbers: of `PlanEvidence`.
+        numbers: `CrossNumbers` or `SelfNumbers`.
     """
 
     error: Any
     iterations: Any
-    lost: Any
     costs: Any
     numbers: Any
 
     @classmethod
-    def of(cls, values: Sequence[Any]) -> TermRead:
+    def of(cls, values: Sequence[Any], *, cross: bool) -> TermRead:
         """From all of it, in this order."""
-        error, iterations, lost, *rest = values
+        error, iterations, *rest = values
         known = len(PooledCosts._fields)
-        return cls(error, iterations, lost, PooledCosts(*rest[:known]), rest[known:])
+        numbers = (CrossNumbers if cross else SelfNumbers)(*rest[known:])
+        return cls(error, iterations, PooledCosts(*rest[:known]), numbers)
 
 
 class Read(NamedTuple):
@@ -209,8 +209,8 @@ class Read(NamedTuple):
         numbers = self.numbers
         rest = list(numbers.unbind(1)) if problem is None else numbers[problem].tolist()
         reads, first = [], 4
-        for evidence in self.evidence:
-            last = first + 3 + len(PooledCosts._fields) + evidence.numbers.shape[-1]
-            reads.append(TermRead.of(rest[first:last]))
+        for term, evidence in zip(TERMS, self.evidence, strict=False):
+            last = first + 2 + len(PooledCosts._fields) + evidence.numbers.shape[-1]
+            reads.append(TermRead.of(rest[first:last], cross=term == "xy"))
             first = last
         return reads

@@ -184,29 +184,29 @@ class PooledSolve:
             *(partial(self._certify_own, term) for term in self.terms[1:]),
         )
         found = [self.pool.asymmetry]
-        for k, (evidence, lost) in enumerate((of_cross, *rest)):
+        for k, evidence in enumerate((of_cross, *rest)):
             # Self terms of x and y are segments in turn.
             segments, rule = self._segments[min(k, 1)], self._rules[min(k, 1)]
             mine = slice(None) if k == 0 else slice(k - 1, None, 2)
             facts = torch.stack(segments.facts, 1)[mine]
-            found += [rule.terms[mine, 3:6:2], lost[:, None], facts, evidence.numbers]
+            found += [rule.terms[mine, 3:6:2], facts, evidence.numbers]
         active = torch.cat([rule.active for rule in self._rules]).any().double()
-        self._evidence = [evidence for evidence, _ in (of_cross, *rest)]
+        self._evidence = [of_cross, *rest]
         self._found = torch.cat((active[None], torch.cat(found, 1).view(-1)))
         self._potentials = torch.cat(
             [self._evidence[0].f, *(evidence.g for evidence in self._evidence)], 1
         )
 
-    def _certify_cross(self) -> tuple[PlanEvidence, Tensor]:
+    def _certify_cross(self) -> PlanEvidence:
         cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
         known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated(epsilon)
         f, g, updated = (part.view(room.problems, -1) for part in known)
         operator = term_of(self.pool, "xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
-        lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
-        return cross_evidence(operator, plan, lost, epsilon), torch.zeros_like(cross.mean_cost)
+        lost = plans.find_lost(plan, epsilon)
+        return cross_evidence(operator, plan, lost, epsilon)
 
-    def _certify_own(self, term: str) -> tuple[PlanEvidence, Tensor]:
+    def _certify_own(self, term: str) -> PlanEvidence:
         own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room
         side = room.sides[TERMS.index(term) - 1]
         both = own.vectors.columns.kept, own.updated(epsilon)
@@ -214,8 +214,8 @@ class PooledSolve:
         operator = term_of(self.pool, term)
         f = ((kept + updated) / 2).double()
         plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
-        lost = plans.find_lost(plan, (operator.a, operator.a), epsilon)
-        return self_evidence(operator, plan, lost, epsilon), lost.hidden
+        lost = plans.find_lost(plan, epsilon)
+        return self_evidence(operator, plan, lost, epsilon)
 
     def gradient(self, place: int) -> Tensor:
         """Of the divergences by the points of one side, at the potentials that were read.

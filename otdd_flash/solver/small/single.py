@@ -122,11 +122,11 @@ def _concluded(
     if name == "xy" and shows_rounding(costs, numbers, epsilon):
         return None
     certificate = (conclude if name == "xy" else conclude_self)(costs, evidence, numbers, epsilon)
-    size = numbers[10 if name == "xy" else 6]
+    size = numbers.size * (1 if name == "xy" else 2)
     floor = rounding_floor(costs, size, epsilon)
     tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
     exhausted = read.iterations >= options.max_iterations - 1
-    if (certificate.marginal_error > tolerance and not exhausted) or read.lost > 0:
+    if (certificate.marginal_error > tolerance and not exhausted) or numbers.lost > 0:
         return None
     # Of a cross term that had come to its end the last iteration has taken the certificate's.
     settled = name == "xy" and not (exhausted and certificate.marginal_error > tolerance)

@@ -9,7 +9,6 @@ mass 1. A self term's plan is given mass 1 by a constant, and balanced on its di
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from otdd_flash.solver.term.plan_evidence import (
     polished_plan,
     self_evidence,
 )
+from otdd_flash.solver.term.plan_numbers import CrossNumbers, SelfNumbers
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.
 MOST_SCALED, SCALED_UNITS = 0.25, 16.0
@@ -70,50 +70,51 @@ def certify(
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
     plan = lowered_plan(operator, f, g, updated, epsilon, accurate=polished)
-    lost = plans.find_lost(plan, (operator.a, operator.b), epsilon)
+    lost = plans.find_lost(plan, epsilon)
     if not polished:
         evidence = cross_evidence(operator, plan, lost, epsilon)
-        numbers = evidence.numbers.tolist()
+        numbers = CrossNumbers(*evidence.numbers.tolist())
         if not shows_rounding(operator.costs, numbers, epsilon, scaled):
             return conclude(operator.costs, evidence, numbers, epsilon)
     plan = polished_plan(operator, plan, lost, epsilon, accurate=polished)
     evidence = cross_evidence(operator, plan, lost, epsilon)
-    return conclude(operator.costs, evidence, evidence.numbers.tolist(), epsilon)
+    numbers = CrossNumbers(*evidence.numbers.tolist())
+    return conclude(operator.costs, evidence, numbers, epsilon)
 
 
 def hides_little(
-    numbers: Tensor, sums: Marginals, unit: float, *, cross: bool
+    numbers: CrossNumbers | SelfNumbers,
+    sums: Marginals,
+    unit: float,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of B terms, from `PlanEvidence.numbers` (B, .): values, marginal errors, whether they hold.
+    """Of B terms, from numbers (B,): values, marginal errors, whether they hold.
 
     They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
     potentials, shows, or the mass overflows.
     """
-    if cross:
-        kappa, mass, lost, gap, row_gap, noise, value = numbers[:, :7].unbind(1)
-        fine = ~_shows_rounding(kappa, mass, lost, unit)
-        gap = torch.maximum(gap, row_gap)
+    if isinstance(numbers, CrossNumbers):
+        fine = ~_shows_rounding(numbers.kappa, numbers.mass, numbers.lost, unit)
+        gap = torch.maximum(numbers.gap, numbers.row_gap)
     else:
-        gap, mass, noise, value = numbers[:, :4].unbind(1)
-        fine = torch.ones_like(mass, dtype=torch.bool)
-    error = gap + noise + 2 * sums.relative_error
-    return value, error, fine & mass.isfinite() & value.isfinite()
+        fine, gap = numbers.lost == 0, numbers.gap
+    error, value = gap + numbers.noise + 2 * sums.relative_error, numbers.dual(epsilon)
+    return value, error, fine & numbers.mass.isfinite() & value.isfinite()
 
 
 def shows_rounding(
-    costs: CostFacts, numbers: Sequence[float], epsilon: float, scaled: float = 0.0
+    costs: CostFacts, numbers: CrossNumbers, epsilon: float, scaled: float = 0.0
 ) -> bool:
-    """Whether the rounding of the updates shows, by the `PlanEvidence.numbers` of the plan.
+    """Whether the rounding of the updates shows, by the numbers of the plan.
 
     A scaling by up to `scaled` is taken as it is.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    kappa, mass, hidden = numbers[:3]
-    plans.check_mass(costs, mass, epsilon)
+    plans.check_mass(costs, numbers.mass, epsilon)
     unit = torch.finfo(costs.dtype).eps / 2
-    return bool(_shows_rounding(kappa + scaled, mass, hidden, unit))
+    return bool(_shows_rounding(numbers.kappa + scaled, numbers.mass, numbers.lost, unit))
 
 
 def _shows_rounding(kappa: Any, mass: Any, hidden: Any, unit: float) -> Any:
@@ -121,27 +122,31 @@ def _shows_rounding(kappa: Any, mass: Any, hidden: Any, unit: float) -> Any:
 
 
 def conclude(
-    costs: CostFacts, evidence: PlanEvidence, numbers: Sequence[float], epsilon: float
+    costs: CostFacts, evidence: PlanEvidence, numbers: CrossNumbers, epsilon: float
 ) -> Certificate:
     """What the plan of a cross term proves, with what was read of `PlanEvidence.numbers`.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    gap, row_gap, noise, dual, swing, row_swing, filled, size, mean_error, largest = numbers[3:]
+    dual, gap, kappa, size = numbers.dual(epsilon), numbers.gap, numbers.kappa, numbers.size
+    plans.check_mass(costs, numbers.mass, epsilon)
     plans.check_mass(costs, dual, epsilon)
     sums, relative = evidence.sums, evidence.sums.relative_error
-    spread = oscillation.perturbed_spread(costs, sums, largest)
-    upper = filled + primal.filled_slack(relative, size, spread, epsilon)
-    if row_gap == 0:
-        slack = oscillation.slack(relative, swing + row_swing, spread)
-        upper = min(upper, oscillation.bound(dual, gap, swing, spread) + slack)
-    bounds = outwards(costs, sums, (dual, upper), mean_error, size, epsilon)
+    spread = oscillation.perturbed_spread(costs, sums, numbers.row_error + numbers.column_error)
+    paid = kappa * (numbers.paid_before + epsilon * math.log(kappa) * numbers.total)
+    kept = kappa * min(numbers.total, numbers.mass)
+    upper = primal.filled_value(numbers.filling, paid, kept, epsilon)
+    upper += primal.filled_slack(relative, size, spread, epsilon)
+    if numbers.row_gap == 0:
+        slack = oscillation.slack(relative, numbers.row_swing + numbers.column_swing, spread)
+        upper = min(upper, oscillation.bound(dual, gap, numbers.column_swing, spread) + slack)
+    bounds = outwards(costs, sums, (dual, upper), numbers.mean_error, size, epsilon)
     if costs.forbidden:
         # Both upper bounds move mass between any two points.
         bounds = bounds[0], math.inf
-    hidden = noise + 2 * relative
-    error = max(gap, row_gap) + hidden
+    hidden = numbers.noise + 2 * relative
+    error = max(gap, numbers.row_gap) + hidden
     return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)
 
 
@@ -156,32 +161,38 @@ def certify_self(
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    a, plan = operator.a, plans.evaluate_self(operator, f.double(), epsilon, accurate=accurate)
-    lost = plans.find_lost(plan, (a, a), epsilon)
-    if bool(lost.hidden > 0):
-        low = plans.lowered(plan.f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
-        plan = plans.evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
+    plan = plans.evaluate_self(operator, f.double(), epsilon, accurate=accurate)
+    lost = plans.find_lost(plan, epsilon)
     evidence = self_evidence(operator, plan, lost, epsilon)
-    return conclude_self(operator.costs, evidence, evidence.numbers.tolist(), epsilon)
+    numbers = SelfNumbers(*evidence.numbers.tolist())
+    if numbers.lost > 0:
+        low = plans.lowered(plan.f, plan, plan.sides[0], lost, plan.sums.rows, epsilon)
+        plan = plans.evaluate_self(operator, low, epsilon, accurate=accurate)._replace(passes=2)
+        evidence = self_evidence(operator, plan, lost, epsilon)
+        numbers = SelfNumbers(*evidence.numbers.tolist())
+    return conclude_self(operator.costs, evidence, numbers, epsilon)
 
 
 def conclude_self(
-    costs: CostFacts, evidence: PlanEvidence, numbers: Sequence[float], epsilon: float
+    costs: CostFacts, evidence: PlanEvidence, numbers: SelfNumbers, epsilon: float
 ) -> Certificate:
     """What the plan of one potential proves, likewise.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    gap, mass, noise, dual, swing, upper, size, mean_error, largest = numbers
+    dual, gap, swing = numbers.dual(epsilon), numbers.gap, numbers.swing
     plans.check_mass(costs, dual, epsilon)
     sums, relative = evidence.sums, evidence.sums.relative_error
-    spread = oscillation.perturbed_spread(costs, sums, largest)
-    if mass > 0.5:
+    spread = oscillation.perturbed_spread(costs, sums, 2 * numbers.largest_error)
+    # Of the plan that is balanced on its diagonal.
+    upper = 2 * numbers.paid + epsilon * numbers.balancing
+    if numbers.mass > 0.5:
         # Both marginals have mass 1.
         slack = oscillation.slack(relative, 2 * swing, spread)
         upper = min(upper, oscillation.self_bound(dual, gap, swing, spread) + slack)
-    bounds = outwards(costs, sums, (dual, upper), mean_error, size, epsilon)
-    hidden = noise + 2 * relative
+    errors, size = 2 * numbers.mean_error, 2 * numbers.size
+    bounds = outwards(costs, sums, (dual, upper), errors, size, epsilon)
+    hidden = numbers.noise + 2 * relative
     error = gap + hidden
     return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence import oscillation, primal
-from otdd_flash.engine.evidence.dual import dual_value
-from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, hidden_mass
+from otdd_flash.engine.evidence.perturbed_costs import growth as growth_of
 from otdd_flash.engine.evidence.primal import dot
 from otdd_flash.operators.base import Certifiable, Epsilon, Marginals
 from otdd_flash.solver.term import plans
+from otdd_flash.solver.term.plan_numbers import CrossNumbers, SelfNumbers
 
 # By how many units in its last place a column potential is lowered, so that roundings of the
 # softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
@@ -30,7 +30,7 @@ class PlanEvidence(NamedTuple):
     Attributes:
         f: (n,) potential of rows, in the operator's type.
         g: (m,) potential of columns, likewise.
-        numbers: float64, of which `conclude` or `conclude_self` makes a certificate.
+        numbers: float64, `CrossNumbers` or `SelfNumbers`.
         sums: of the plan.
         passes: evaluations of `Operator.marginals`.
     """
@@ -57,7 +57,7 @@ def lowered_plan(
     """
     unit = torch.finfo(operator.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
-    g = (g - MARGIN * unit * g.abs()).double()
+    g = torch.sub(g, g.abs(), alpha=MARGIN * unit).double()
     return plans.evaluate(operator, f.double(), g, epsilon, accurate=accurate)
 
 
@@ -68,10 +68,10 @@ def polished_plan(
 
     Lost points, whose factors are 1, get potentials so low that errors cannot make up for it.
     """
-    a, b = operator.a, operator.b
-    f = plan.f + epsilon * plans.row_factors(operator, plan, lost).log()
-    f = plans.lowered(f, lost.rows, plan.row_errors, plan.sums.rows, a, epsilon)
-    g = plans.lowered(plan.g, lost.columns, plan.column_errors, plan.sums.columns, b, epsilon)
+    b, (rows, columns) = operator.b, plan.sides
+    f = plan.f + epsilon * plans.row_update(operator, plan, lost).factors.log()
+    f = plans.lowered(f, plan, rows, lost, plan.sums.rows, epsilon)
+    g = plans.lowered(plan.g, plan, columns, lost, plan.sums.columns, epsilon)
     plan = plans.evaluate(operator, f, g, epsilon, accurate=accurate)
     g = g - epsilon * plans.excess(plan.sums.columns, b)
     return plans.evaluate(operator, f, g, epsilon, accurate=accurate)._replace(passes=3)
@@ -81,35 +81,49 @@ def cross_evidence(
     operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon
 ) -> PlanEvidence:
     """Of the plan of a cross term, after a row update of all rows but the lost ones."""
-    a, b, sums, g = operator.a, operator.b, plan.sums, plan.g
-    factors = plans.row_factors(operator, plan, lost)
-    f, rows = plan.f + epsilon * factors.log(), sums.rows * factors
+    sums, points, (rows, columns) = plan.sums, (plan.masses, plan.absent), plan.sides
+    factors, updated_rows = plans.row_update(operator, plan, lost)
+    shift = epsilon * factors.log()
+    f, g = plan.f + shift, plan.g
     returned = f.to(operator.dtype), g.to(operator.dtype)
-    of_rows = plans.errors_of_rows(operator, sums, f, rows, epsilon)
-    row_errors = torch.where(lost.rows, 0, of_rows) + (f - returned[0]).abs()
-    column_errors = torch.where(lost.columns, 0, plan.column_errors) + (g - returned[1]).abs()
-    hidden = hidden_mass(rows, row_errors, epsilon) + lost.hidden
-    kappa, total = primal.fitting_scale(sums, a, b), sums.rows.sum(-1)
-    scales = torch.ones_like(total), torch.where(total >= plans.SCALABLE * sums.lost, 1 / total, 1)
-    gaps = [oscillation.updated_gap(sums.rows, sums.columns, factors, b, k) for k in scales]
-    scale = kappa[..., None]
-    scaled = (plan.f + epsilon * scale.log(), g), (scale * sums.rows, scale * sums.columns)
-    held = _where_mass(f, a), _where_mass(g, b)
-    cost_errors = _where_mass(sums.row_errors, a), _where_mass(sums.column_errors, b)
-    numbers = (
-        kappa,
-        sums.columns.sum(-1),
-        lost.hidden,
-        torch.minimum(*gaps),
-        torch.where(factors == 1, (rows - a).abs(), 0).sum(-1),
-        hidden + hidden_after_update(sums, factors, column_errors, epsilon),
-        dual_value(dot(a, held[0]) + dot(b, held[1]), rows.sum(-1), epsilon),
-        oscillation.swing(g, b > 0),
-        oscillation.swing(f, a > 0),
-        primal.filled_value(operator, *scaled, epsilon),
-        dot(a, held[0].abs()) + dot(b, held[1].abs()),
-        dot(a, cost_errors[0]) + dot(b, cost_errors[1]),
-        cost_errors[0].amax(-1) + cost_errors[1].amax(-1),
+    both = torch.cat((sums.rows, sums.columns), -1)
+    held = torch.cat((plan.f, g), -1).masked_fill_(plan.absent, 0)
+    paid_before = dot(both, held)
+    held[..., rows].add_(shift)
+    errors = plans.errors_of(operator, plan, f, updated_rows, epsilon)
+    growth = _growth(both, errors, lost, held - torch.cat(returned, -1), epsilon)
+    kappa, total = primal.fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
+    # A sum of which all may be lost is not scaled up.
+    total_scaled = total.clamp_min(max(plans.SCALABLE * sums.lost, primal.TINY))
+    updated = torch.cat((updated_rows, operator.b), -1)
+    filling = primal.filling_of(operator, *points, both, kappa)
+    row_swing, column_swing = oscillation.swings(held, plan.absent, rows, columns)
+    numbers = CrossNumbers(
+        kappa=kappa,
+        mass=sums.columns.sum(-1),
+        lost=lost.hidden,
+        total=total,
+        moved=oscillation.distance(sums.rows, updated_rows),
+        missed=oscillation.distance(sums.columns, operator.b),
+        scaled_gap=oscillation.updated_gap(both, updated, total_scaled),
+        row_gap=oscillation.distance(updated_rows, operator.a),
+        factor=factors.amax(-1),
+        row_growth=dot(updated_rows, growth[..., rows]),
+        column_growth=dot(sums.columns, growth[..., columns]),
+        largest_growth=growth[..., columns].amax(-1),
+        paid=dot(plan.masses, held),
+        updated=updated_rows.sum(-1),
+        size=dot(plan.masses, held.abs()),
+        paid_before=paid_before,
+        missing_rows=filling.rows,
+        missing_columns=filling.columns,
+        filling_costs=filling.costs,
+        filling_entropy=filling.entropy,
+        row_swing=row_swing,
+        column_swing=column_swing,
+        mean_error=dot(plan.masses, plan.cost_errors),
+        row_error=plan.cost_errors[..., rows].amax(-1),
+        column_error=plan.cost_errors[..., columns].amax(-1),
     )
     return PlanEvidence(*returned, torch.stack(numbers, -1), sums, plan.passes)
 
@@ -118,30 +132,33 @@ def self_evidence(
     operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon
 ) -> PlanEvidence:
     """Of the plan of one potential, of mass 1."""
-    a, sums, f, rows = operator.a, plan.sums, plan.f, plan.sums.rows
-    returned, relative = f.to(operator.dtype), sums.relative_error
-    errors = torch.where(lost.rows, 0, plan.row_errors) + (f - returned).abs()
-    own_errors = 4 * (sums.row_errors + sums.cost_rounding * operator.own_costs().abs())
-    diagonal = primal.diagonal_of(operator, f, own_errors, epsilon)
-    outside = primal.RowSums(
-        ((1 - relative) * rows - diagonal.highest).clamp_min(0),
-        ((1 + relative) * rows - diagonal.lowest).clamp_min(0),
-    )
-    held, cost_errors = _where_mass(f, a), _where_mass(sums.row_errors, a)
-    numbers = (
-        (rows - a).abs().sum(-1),
-        rows.sum(-1),
-        2 * hidden_mass(rows, errors, epsilon) + lost.hidden,
-        dual_value(2 * dot(a, held), rows.sum(-1), epsilon),
-        oscillation.swing(f, a > 0),
-        primal.balanced_value(operator, f, outside, epsilon),
-        2 * dot(a, held.abs()),
-        2 * dot(a, cost_errors),
-        2 * cost_errors.amax(-1),
+    a, sums, rows = operator.a, plan.sums, plan.sums.rows
+    returned, held = plan.f.to(operator.dtype), plan.f.masked_fill(plan.absent, 0)
+    growth = _growth(rows, plan.errors, lost, held - returned, epsilon)
+    costs, errors = operator.own_costs(), plan.cost_errors
+    if sums.cost_rounding:
+        errors = (errors + sums.cost_rounding * costs.abs()).masked_fill_(plan.absent, 0)
+    diagonal = primal.diagonal_of(a, held, costs, epsilon)
+    spread = errors / (epsilon / 4)
+    (swing,) = oscillation.swings(held, plan.absent, *plan.sides)
+    outside = primal.sums_without(diagonal, rows, sums.relative_error, spread)
+    numbers = SelfNumbers(
+        gap=oscillation.distance(rows, a),
+        mass=rows.sum(-1),
+        lost=lost.hidden,
+        growth=dot(rows, growth),
+        paid=dot(a, held),
+        size=dot(a, held.abs()),
+        swing=swing,
+        balancing=primal.balancing(a, plan.absent, diagonal, outside),
+        mean_error=dot(a, plan.cost_errors),
+        largest_error=plan.cost_errors.amax(-1),
     )
     return PlanEvidence(returned, returned, torch.stack(numbers, -1), sums, plan.passes)
 
 
-def _where_mass(values: Tensor, masses: Tensor) -> Tensor:
-    """Values (n,) where there is mass, and 0 elsewhere."""
-    return torch.where(masses > 0, values, 0)
+def _growth(
+    sums: Tensor, errors: Tensor, lost: plans.Lost, rounding: Tensor, epsilon: Epsilon
+) -> Tensor:
+    """`growth` (k,) with the errors that potentials were rounded by; lost points are apart."""
+    return growth_of(sums, errors.masked_fill(lost.points, 0) + rounding.abs(), epsilon)

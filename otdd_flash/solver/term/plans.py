@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.primal import dot
 from otdd_flash.operators.base import Certifiable, CostFacts, Epsilon, Marginals
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
 
@@ -17,14 +16,36 @@ SCALABLE = 2.0**64
 
 
 class Plan(NamedTuple):
-    """Potentials f (n,) and g (m,), float64, their plan's sums, A and B of `perturbed_costs`."""
+    """A plan whose entries were evaluated once.
+
+    What is known of its k points is in one vector (k,): rows and then columns, n + m of a cross
+    term, and the n points of a self term.
+
+    Attributes:
+        f: (n,) potential of rows, float64.
+        g: (m,) potential of columns, float64.
+        sums: of the plan.
+        masses: (k,).
+        absent: (k,) bool, the points without mass.
+        cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
+        errors: (k,) A and B of `perturbed_costs`, likewise.
+        passes: evaluations of `Operator.marginals`.
+    """
 
     f: Tensor
     g: Tensor
     sums: Marginals
-    row_errors: Tensor
-    column_errors: Tensor
+    masses: Tensor
+    absent: Tensor
+    cost_errors: Tensor
+    errors: Tensor
     passes: int = 1
+
+    @property
+    def sides(self) -> list[slice]:
+        """The places of rows, and of columns if they are others, among the points."""
+        n, total = self.f.shape[-1], self.masses.shape[-1]
+        return [slice(n), slice(n, total)][: 1 + (total > n)]
 
 
 def check_mass(costs: CostFacts, mass: float, epsilon: float) -> None:
@@ -47,8 +68,11 @@ def evaluate(
 ) -> Plan:
     """Evaluate the plan of f (n,) and g (m,), float64."""
     sums = operator.marginals(f, g, epsilon, accurate=accurate)
-    row_errors = errors_of_rows(operator, sums, f, sums.rows, epsilon)
-    return Plan(f, g, sums, row_errors, _errors_of_columns(operator, sums, g, epsilon))
+    masses = torch.cat((operator.a, operator.b), -1)
+    absent = masses == 0
+    errors = torch.cat((sums.row_errors, sums.column_errors), -1).masked_fill_(absent, 0)
+    plan = Plan(f, g, sums, masses, absent, errors, errors)
+    return plan._replace(errors=errors_of(operator, plan, f, sums.rows, epsilon))
 
 
 def evaluate_self(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
@@ -56,76 +80,88 @@ def evaluate_self(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurat
 
     It keeps its mass if that is so small that all of it may be lost.
     """
-    plan = evaluate(operator, f, f, epsilon, accurate=accurate)
-    sums = plan.sums
-    rows = (sums.rows + sums.columns) / 2
+    sums = operator.marginals(f, f, epsilon, accurate=accurate)
+    rows, row_errors, column_errors = sums.rows, sums.row_errors, sums.column_errors
+    if sums.columns is not rows:
+        rows = (rows + sums.columns) / 2
     total = rows.sum(-1, keepdim=True)
-    total = torch.where(total >= SCALABLE * sums.lost, total, 1)
+    total.masked_fill_(total < SCALABLE * sums.lost, 1)
     f, rows = f - epsilon / 2 * total.log(), rows / total
-    of_rows = errors_of_rows(operator, sums, f, rows, epsilon)
-    of_columns = _errors_of_columns(operator, sums, f, epsilon)
-    largest = torch.maximum(sums.row_errors, sums.column_errors)
+    largest, absent = _larger(row_errors, column_errors), operator.a == 0
+    cost_errors = errors = largest.masked_fill(absent, 0)
+    if sums.cost_rounding:
+        x, y = (sums.cost_rounding * each for each in _sizes(operator, f, f, rows, epsilon))
+        errors = torch.maximum(row_errors + x, column_errors + y).masked_fill_(absent, 0)
     sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
-    errors = torch.maximum(of_rows, of_columns)
-    return Plan(f, f, sums, errors, errors)
+    return Plan(f, f, sums, operator.a, absent, cost_errors, errors)
 
 
-def errors_of_rows(
-    operator: Certifiable, sums: Marginals, f: Tensor, rows: Tensor, epsilon: Epsilon
+def _larger(one: Tensor, other: Tensor) -> Tensor:
+    return one if one is other else torch.maximum(one, other)
+
+
+def errors_of(
+    operator: Certifiable, plan: Plan, f: Tensor, rows: Tensor, epsilon: Epsilon
 ) -> Tensor:
-    """A (n,) of a plan with row sums `rows` (n,), whose entries are those of f (n,).
+    """A and B (n + m,) of a plan with another f (n,) and row sums (n,)."""
+    if not plan.sums.cost_rounding:
+        return plan.cost_errors
+    sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon), -1)
+    return plan.cost_errors + plan.sums.cost_rounding * sizes.masked_fill_(plan.absent, 0)
+
+
+def _sizes(
+    operator: Certifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
+) -> tuple[Tensor, Tensor]:
+    """Numbers (n,) and (m,) whose sums bound |C_ij| in a plan with these potentials and row sums.
 
     A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
-    log b_j; where it is negative, |e| exp(e) < 1.
+    log b_j; where it is negative, |e| exp(e) < 1. Unspecified where there is no mass.
     """
-    if not sums.cost_rounding:
-        return sums.row_errors
-    above = torch.where(operator.a > 0, (rows / operator.a).log(), 0).clamp_min(0) + 1
-    return sums.row_errors + sums.cost_rounding * (f.abs() + epsilon * above)
-
-
-def _errors_of_columns(
-    operator: Certifiable, sums: Marginals, g: Tensor, epsilon: Epsilon
-) -> Tensor:
-    """B (m,) likewise."""
-    if not sums.cost_rounding:
-        return sums.column_errors
-    below = torch.where(operator.b > 0, -operator.b.log(), 0)
-    return sums.column_errors + sums.cost_rounding * (g.abs() + epsilon * below)
+    above = (rows / operator.a).log().clamp_min(0) + 1
+    return f.abs() + epsilon * above, g.abs() - epsilon * operator.b.log()
 
 
 class Lost(NamedTuple):
-    """Rows (n,) bool and columns (m,) bool with mass of which errors of costs may hide all.
+    """Points (k,) bool with mass of which errors of costs may hide all.
 
     Their masses `hidden` () are what rounding loses, and more than errors may make up for.
     """
 
-    rows: Tensor
-    columns: Tensor
+    points: Tensor
     hidden: Tensor
 
 
-def find_lost(plan: Plan, masses: tuple[Tensor, Tensor], epsilon: Epsilon) -> Lost:
+def find_lost(plan: Plan, epsilon: Epsilon) -> Lost:
     """The points with mass and 2 A_i > epsilon."""
-    rows = (masses[0] > 0) & (plan.row_errors > epsilon / 2)
-    columns = (masses[1] > 0) & (plan.column_errors > epsilon / 2)
-    hidden = dot(masses[0], rows.double()) + dot(masses[1], columns.double())
-    return Lost(rows, columns, hidden)
+    points = plan.errors > epsilon / 2
+    return Lost(points, (plan.masses * points).sum(-1))
 
 
-def row_factors(operator: Certifiable, plan: Plan, lost: Lost) -> Tensor:
-    """Of the row update, a / r (n,), and 1 for lost rows and those of whose sum all may be lost."""
+class RowUpdate(NamedTuple):
+    """What a row update scales the rows (n,) of a plan by, and what they sum to then."""
+
+    factors: Tensor
+    rows: Tensor
+
+
+def row_update(operator: Certifiable, plan: Plan, lost: Lost) -> RowUpdate:
+    """By a / r, to a; lost rows and those of whose sum all may be lost stay as they are."""
     a, rows = operator.a, plan.sums.rows
-    scaled = (a > 0) & (rows >= SCALABLE * plan.sums.lost * a) & ~lost.rows
-    return torch.where(scaled, a / rows, 1)
+    kept = (rows <= SCALABLE * plan.sums.lost * a) | lost.points[..., plan.sides[0]]
+    return RowUpdate((a / rows).masked_fill_(kept, 1), torch.where(kept, rows, a))
 
 
 def lowered(
-    potential: Tensor, lost: Tensor, errors: Tensor, part: Tensor, masses: Tensor, epsilon: Epsilon
+    potential: Tensor, plan: Plan, side: slice, lost: Lost, sums: Tensor, epsilon: Epsilon
 ) -> Tensor:
-    """A potential (n,) with which lost points have at most a_i exp(-2 A_i / epsilon)."""
-    drop = 4 * errors + epsilon * excess(part, masses)
-    return torch.where(lost, potential - drop, potential)
+    """A potential (n,) of a side with which lost points have at most a_i exp(-2 A_i / epsilon).
+
+    Now they have these sums (n,).
+    """
+    errors, masses, points = (each[..., side] for each in (plan.errors, plan.masses, lost.points))
+    drop = 4 * errors + epsilon * excess(sums, masses)
+    return torch.where(points, potential - drop, potential)
 
 
 def excess(part: Tensor, masses: Tensor) -> Tensor:

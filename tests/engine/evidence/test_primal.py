@@ -12,13 +12,16 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence.primal import (
     RowSums,
-    balanced_value,
+    balancing,
     diagonal_of,
+    dot,
     filled_slack,
     filled_value,
+    filling_of,
     fitting_scale,
+    sums_without,
 )
-from otdd_flash.operators.base import Marginals
+from otdd_flash.operators.base import Operator
 from otdd_flash.operators.matrix import MatrixOperator
 
 SIZES = [(1, 1), (1, 7), (7, 1), (33, 20)]
@@ -50,6 +53,32 @@ def assert_has_marginals(plan: Tensor, a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(plan.sum(0), b, rtol=1e-12, atol=1e-15)
 
 
+def filled(
+    operator: Operator,
+    potentials: tuple[Tensor, Tensor],
+    sums: tuple[Tensor, Tensor],
+    epsilon: float,
+) -> float:
+    """The value of a plan with these sums that is not scaled."""
+    masses, one = torch.cat((operator.a, operator.b)), torch.ones((), dtype=torch.float64)
+    held = torch.where(masses > 0, torch.cat(potentials), 0)
+    filling = filling_of(operator, masses, masses == 0, torch.cat(sums), one)
+    numbers = filling._make(map(float, filling))
+    paid, kept = (
+        float(dot(torch.cat(sums), held)),
+        float(torch.stack([*map(torch.sum, sums)]).min()),
+    )
+    return filled_value(numbers, paid, kept, epsilon)
+
+
+def balanced_value(operator: Operator, f: Tensor, sums: RowSums, epsilon: float) -> Tensor:
+    """The value of a balanced plan of f."""
+    a = operator.a
+    held = torch.where(a > 0, f, 0)
+    diagonal = diagonal_of(a, held, operator.own_costs(), epsilon)
+    return 2 * dot(a, held) + epsilon * balancing(a, a == 0, diagonal, sums)
+
+
 @pytest.mark.parametrize("epsilon", EPSILONS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_filled_plan(size: tuple[int, int], epsilon: float) -> None:
@@ -60,14 +89,14 @@ def test_a_filled_plan(size: tuple[int, int], epsilon: float) -> None:
     f = torch.minimum(reference.softmin_rows(cost, b, g, epsilon), f) - 0.01 * epsilon
     plan = reference.plan(cost, a, b, f, g, epsilon)
     rows, columns = plan.sum(1), plan.sum(0)
-    value = filled_value(MatrixOperator(cost, a, b), (f, g), (rows, columns), epsilon)
+    value = filled(MatrixOperator(cost, a, b), (f, g), (rows, columns), epsilon)
 
     missing = 1 - plan.sum()
     filling = (a - rows)[:, None] * (b - columns)[None, :] / missing
     assert_has_marginals(plan + filling, a, b)
     mixing = torch.xlogy(1 - missing, 1 - missing) + torch.xlogy(missing, missing)
     parts = primal_value(cost, a, b, plan, epsilon) + primal_value(cost, a, b, filling, epsilon)
-    torch.testing.assert_close(value, parts - epsilon * mixing)
+    assert value == pytest.approx(float(parts - epsilon * mixing))
     assert value >= primal_value(cost, a, b, plan + filling, epsilon) - 1e-12
 
 
@@ -119,10 +148,13 @@ def test_a_balanced_plan_of_sums_known_to_an_interval(epsilon: float) -> None:
 def test_the_interval_of_a_diagonal() -> None:
     cost, a, _ = draw_cost(9, 9, seed=2)
     f, errors = torch.linspace(-1, 1, 9).double(), torch.linspace(0, 0.1, 9).double()
-    ends = diagonal_of(MatrixOperator(cost, a, a), f, errors, 0.5)
-    for sign, end in zip((1, -1), ends, strict=True):
+    rows = torch.full_like(a, 100.0)
+    diagonal = diagonal_of(a, f, cost.diagonal(), 0.5)
+    ends = sums_without(diagonal, rows, 0.125, errors / 0.5)
+    for sign, end in zip((-1, 1), ends, strict=True):
         moved = cost + torch.diag(sign * errors)
-        torch.testing.assert_close(end, reference.plan(moved, a, a, f, f, 0.5).diagonal())
+        entries = reference.plan(moved, a, a, f, f, 0.5).diagonal()
+        torch.testing.assert_close(end, (1 + sign * 0.125) * rows - entries)
 
 
 def test_a_balanced_plan_is_off_in_the_second_order() -> None:
@@ -157,7 +189,7 @@ def test_a_filled_plan_is_attained_where_the_product_is_optimal(
     p, q, cost, a, b, truth = separable(epsilon)
     f = p + epsilon * math.log(kept)
     operator = MatrixOperator(cost, a, b)
-    found = filled_value(operator, (f, q), (kept * a, kept * b), epsilon)
+    found = filled(operator, (f, q), (kept * a, kept * b), epsilon)
     assert_nearly_attained(truth, found, 1 - 1e-9)
 
 
@@ -186,11 +218,6 @@ def test_a_balanced_plan_is_attained_by_points_far_apart_at_any_potential() -> N
     assert_nearly_attained(a @ (cost.diagonal() - epsilon * a.log()), found, 1 - 1e-9)
 
 
-def marginals(rows: Tensor, columns: Tensor, relative: float) -> Marginals:
-    none = torch.zeros(1, dtype=torch.float64)
-    return Marginals(rows, columns, none, none, 0.0, relative, 0.0)
-
-
 @pytest.mark.parametrize("side", ["row", "column"])
 def test_a_plan_is_scaled_until_its_fullest_row_or_column_just_fits(side: str) -> None:
     """One that has all that the error of sums may hide."""
@@ -199,10 +226,10 @@ def test_a_plan_is_scaled_until_its_fullest_row_or_column_just_fits(side: str) -
     rows, columns = a / 2, b / 2
     fullest, masses = (rows, a) if side == "row" else (columns, b)
     fullest[4] = excess * masses[4]
-    seen = marginals(rows / (1 + relative), columns / (1 + relative), relative)
-    kappa = fitting_scale(seen, a, b)
+    both, seen = torch.cat((a, b)), torch.cat((rows, columns)) / (1 + relative)
+    kappa = fitting_scale(both, both == 0, seen, relative)
     assert_nearly_attained(kappa * fullest[4], masses[4], 1 - 1e-9)
-    assert float(fitting_scale(marginals(a / 2, b / 2, relative), a, b)) == 1
+    assert float(fitting_scale(both, both == 0, both / 2, relative)) == 1
 
 
 def test_the_slack_of_a_filled_plan() -> None:
@@ -213,7 +240,7 @@ def test_the_slack_of_a_filled_plan() -> None:
     operator = MatrixOperator(cost, a, b)
     potentials = torch.full((9,), large).double(), torch.full((6,), 1 - large).double()
     seen, true = (
-        filled_value(operator, potentials, (0.99 * (1 - off) * a, 0.99 * (1 + off) * b), epsilon)
+        filled(operator, potentials, (0.99 * (1 - off) * a, 0.99 * (1 + off) * b), epsilon)
         for off in (relative, 0.0)
     )
     size = a @ potentials[0].abs() + b @ potentials[1].abs()
@@ -234,7 +261,7 @@ def test_the_slack_of_a_filled_plan_holds(epsilon: float) -> None:
             masses * (1 - relative * torch.rand(len(masses), generator=draw).double())
             for masses in (a, b)
         )
-        found = filled_value(operator, (f, g), (rows, columns), epsilon)
+        found = filled(operator, (f, g), (rows, columns), epsilon)
         size = a @ torch.where(a > 0, f, 0).abs() + b @ torch.where(b > 0, g, 0).abs()
         spread = torch.tensor(operator.costs.spread)
         assert abs(float(found) - truth) <= filled_slack(relative, size, spread, epsilon)
