@@ -28,7 +28,7 @@ from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
-from otdd_flash.operators.block_sums import ROUNDINGS, errors_of
+from otdd_flash.operators.block_sums import ROUNDINGS
 from otdd_flash.operators.block_tiles import BlockOperator
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.origins import less_origin
@@ -108,18 +108,19 @@ class Parts:
         sides = sides_of(cost)
 
         def part(rows: Rows, columns: Rows) -> Part | None:
-            x, y = (
-                labels if own is EVERY else side.labels_of(ranks, labels)
-                for labels, own, side in zip(cost.labels, (rows, columns), sides, strict=True)
-            )
-            cut, mass = cost.part(rows, columns, labels=(x, y)), 1.0
-            if 0 in cut.shape:
+            labels, masses, mass = [], [], 1.0
+            for cloud, own, side in zip(cost.clouds, (rows, columns), sides, strict=True):
+                if own is EVERY:
+                    some, of = cloud.masses, cloud.labels
+                else:
+                    some, mass = cloud.share(own, (ranks.rank, ranks.size))
+                    of = side.labels_of(ranks, cloud.labels)
+                labels.append(of)
+                masses.append(some)
+            if 0 in map(len, masses):
                 return None
-            if rows is not EVERY:
-                cut.a, mass = normalised(cut.a)
-            if columns is not EVERY:
-                cut.b, mass = normalised(cut.b)
-            return Part(build(cut), mass)
+            (x, y), (a, b) = labels, masses
+            return Part(build(cost.part(rows, columns, labels=(x, y), masses=(a, b))), mass)
 
         rows, columns = (side.of(ranks) for side in sides)
         if cost.symmetric and share is not None:
@@ -167,12 +168,6 @@ def sides_of(cost: LabelledCost) -> tuple[Owned, Owned]:
     return rows, rows if cost.symmetric else Owned.by_class(y)
 
 
-def normalised(masses: Tensor) -> tuple[Tensor, float]:
-    """Masses over their sum, and the sum; where that is 0 as they are, and 1."""
-    mass = float(masses.sum()) or 1.0
-    return masses / mass, mass
-
-
 def refine(ranks: Ranks, number: int, refined: int) -> None:
     """Hold parts at full accuracy by another number."""
     ranks.held[refined] = ranks.held[number].refined
@@ -189,13 +184,14 @@ def facts(ranks: Ranks, number: int) -> Facts:
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
-        of_rows, of_columns, numbers = 0.0, torch.zeros_like(parts.cost.b), (0.0, 0.0)
         if parts.rows is not None:
-            operator, mass = parts.rows
-            (rows, of_columns), rounding = errors_of(cast(BlockOperator, operator))
-            of_rows = mass * float(operator.a @ rows)
-            numbers = rounding, float(operator.execution.over_columns is None)
-        own = torch.cat((of_columns, of_columns.new_tensor([*numbers, of_rows])))
+            operator, mass = cast(BlockOperator, parts.rows.operator), parts.rows.mass
+            rows, of_columns = operator.accurate_errors
+            numbers = operator.rounding, float(operator.execution.over_columns is None)
+            of_rows = mass * (operator.a @ rows)
+            own = torch.cat((of_columns, of_columns.new_tensor(numbers), of_rows[None]))
+        else:
+            own = parts.cost.b.new_zeros(parts.cost.shape[1] + 3)
         every = ranks.all_gathered(own)
         largest = every.amax(0)
         most = parts.cost.b @ largest[:-3]

@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.labelled_cost import LabelledCost, squared_distances
+from otdd_flash.operators.float64_rows import squared_distances
+from otdd_flash.operators.labelled_cost import LabelledCost
 
 TINY = torch.finfo(torch.float64).tiny
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import otdd_flash as otdd
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.operators import labelled_cost
+from otdd_flash.operators import float64_rows
 
 COUNT, DIM = 40, 7
 # What reads nothing.
@@ -42,7 +42,7 @@ class Reads(TorchDispatchMode):
 
 def reads_of_a_step(pieces: int, monkeypatch: pytest.MonkeyPatch) -> Reads:
     """Of the third step, by when all that is found once is."""
-    monkeypatch.setattr(labelled_cost, "CHUNK_ELEMENTS_CPU", COUNT // pieces * DIM)
+    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", COUNT // pieces * DIM)
     draw, labels, reads = torch.Generator().manual_seed(0), torch.arange(COUNT) % 2, Reads()
     clouds = [
         otdd.LabeledSamples(torch.randn(COUNT, DIM, generator=draw) + k, labels, ("a", "b"))
