@@ -248,11 +248,11 @@ class FixedPoint:
         lost = parts[0][:, 0], parts[-1][:, 0]
         points = product_errors(cost, self.squares, lost)
         found = [
-            errors + cost.lambda_x * (2 * part[:, 1])
+            errors.add_(part[:, 1], alpha=2 * cost.lambda_x)
             for errors, part in zip(points, parts, strict=False)
         ]
         x, y = (
-            errors + cost.cost_error_share * sizes
+            torch.add(errors, sizes, alpha=cost.cost_error_share)
             for errors, sizes in zip((found[0], found[-1]), self._magnitudes, strict=True)
         )
         return x, y
@@ -288,7 +288,7 @@ class FixedPoint:
                 pack_digits(*given, numbers)
         found = found[:, 1:, layout.position] / self._scale**2
         for kind, digits in enumerate(kinds):
-            found[kind, 1] += carry_error(digits, points.shape[1]) / self._scale**2 / 2
+            found[kind, 1].add_(carry_error(digits, points.shape[1]) / self._scale**2 / 2)
         return found
 
 

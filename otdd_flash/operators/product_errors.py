@@ -37,7 +37,8 @@ def product_errors(cost: LabelledCost, squares: Pair, lost: Pair) -> Pair:
     theta = ratio.sqrt().clamp_min(TINY)[..., None]
 
     def errors(off: Tensor, norms: Tensor) -> Tensor:
-        return cost.lambda_x * (off / theta + theta * (norms.sqrt() + off.sqrt()).square())
+        lengths = off.sqrt().add_(norms.sqrt()).square_()
+        return (off / theta).addcmul_(lengths, theta).mul_(cost.lambda_x)
 
     of_x = errors(lost[0], squares[0])
     return of_x, of_x if cost.symmetric else errors(lost[1], squares[1])
