@@ -81,9 +81,10 @@ def _told(cost: LabelledCost) -> Iterator[_Told]:
     yield from (cloud.known["lattice"] for cloud in clouds if "lattice" in cloud.known)
     new = {cloud: cloud.points for cloud in clouds if "lattice" not in cloud.known}
     held = {cloud: points for cloud, points in new.items() if isinstance(points, Tensor)}
-    for cloud, told in zip(held, _asked(held.values()), strict=True):
-        cloud.known["lattice"] = told
-        yield told
+    told = _asked(held.values())
+    for cloud, each in zip(held, told, strict=True):
+        cloud.known["lattice"] = each
+    yield from told
     for points in new.values():
         if not isinstance(points, Tensor):
             # As a rule the first block says that there is no lattice.
