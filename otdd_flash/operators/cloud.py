@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from otdd_flash.operators.float64_rows import Extent, Points, extent, squared_distances
@@ -89,12 +88,12 @@ class Cloud:
         """The masses (k,) of some rows over their sum, and the sum; once by every name."""
 
         def find() -> tuple[Tensor, float]:
-            masses = self.masses[rows]
-            count = len(masses)
-            if self._equal and count > 0:
-                # Nothing that the host would have to wait for.
-                return torch.full_like(masses, 1 / count), count / len(self.masses)
-            return normalised(masses)
+            whole = self.masses
+            if not self._equal:
+                return normalised(whole[rows])
+            # The host need not wait to know the sum.
+            count = len(range(len(whole))[rows] if isinstance(rows, slice) else rows)
+            return whole.new_full((count,), 1 / max(1, count)), count / len(whole)
 
         return self.kept(("share", name), find)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.operators.host_points import PIECE_BYTES, HostPoints, slices
 
 # Points (n, d) on the device, or what streams them there.
@@ -100,9 +101,11 @@ def weighted_mean(points: Points, masses: Tensor) -> Tensor:
 
 
 def extent(points: Points, masses: Tensor) -> Extent:
-    """Where points of masses (n,) lie; those that stream are read once."""
+    """Where points of masses (n,) lie; those that stream, or are in files, are read once."""
     if isinstance(points, HostPoints):
-        return points.recalled("extent", (masses,), partial(_streamed_extent, points, masses))
+        return points.recalled("extent", (masses,), partial(_extent_read, points, masses))
+    if isinstance(points, FileFeatures):
+        return _extent_read(points, masses)
     ends = torch.stack((points.amin(0), points.amax(0))).double()
     return Extent(weighted_sum(points, masses), ends)
 
@@ -115,7 +118,7 @@ def centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _streamed_extent(points: HostPoints, masses: Tensor) -> Extent:
+def _extent_read(points: Points, masses: Tensor) -> Extent:
     total = masses.new_zeros((1, points.shape[1]))
     lowest, highest = torch.full_like(total[0], torch.inf), torch.full_like(total[0], -torch.inf)
     for part, rows in in_float64(points):

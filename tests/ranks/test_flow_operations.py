@@ -82,7 +82,7 @@ def counted(size: int) -> list[Asked]:
 
 
 # Some tenth above what they are; on a GPU a copy less of every piece that is centred.
-MOST = {1: [Asked(1590, 43)], 2: [Asked(1840, 58), Asked(1020, 27)]}
+MOST = {1: [Asked(1300, 40)], 2: [Asked(1540, 49), Asked(775, 19)]}
 
 
 @pytest.mark.slow
