@@ -26,11 +26,11 @@ class Extent(NamedTuple):
 
     Attributes:
         mean: sum_i a_i x_i (d,), float64.
-        ends: (2, d) float64, the lowest and the highest value of every coordinate.
+        ends: the lowest and the highest value of every coordinate, (d,) each.
     """
 
     mean: Tensor
-    ends: Tensor
+    ends: tuple[Tensor, Tensor]
 
 
 def in_float64(points: Points, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
@@ -106,8 +106,7 @@ def extent(points: Points, masses: Tensor) -> Extent:
         return points.recalled("extent", (masses,), partial(_extent_read, points, masses))
     if isinstance(points, FileFeatures):
         return _extent_read(points, masses)
-    ends = torch.stack((points.amin(0), points.amax(0))).double()
-    return Extent(weighted_sum(points, masses), ends)
+    return Extent(weighted_sum(points, masses), (points.amin(0), points.amax(0)))
 
 
 def centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,4 +124,4 @@ def _extent_read(points: Points, masses: Tensor) -> Extent:
         total.addmm_(masses[None, part], rows)
         torch.minimum(lowest, rows.amin(0), out=lowest)
         torch.maximum(highest, rows.amax(0), out=highest)
-    return Extent(total[0], torch.stack((lowest, highest)))
+    return Extent(total[0], (lowest, highest))

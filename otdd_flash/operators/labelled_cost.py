@@ -120,7 +120,7 @@ class LabelledCost:
         (x, y), symmetric = self.clouds, self.symmetric
         mean_x, mean_y = x.extent.mean, y.extent.mean
         centre = mean_x if symmetric else (mean_x + mean_y) / 2
-        ends = x.extent.ends if symmetric else torch.cat((x.extent.ends, y.extent.ends))
+        ends = torch.stack(x.extent.ends if symmetric else (*x.extent.ends, *y.extent.ends))
         from_x = x.distances(centre)
         from_y = from_x if symmetric else y.distances(centre)
         numbers = [*self._class_numbers(), torch.linalg.vector_norm(ends - centre, ord=math.inf)]
