@@ -77,10 +77,10 @@ def _mark(part: Tensor) -> int:
         return 0
     if part.device.type != "cpu":
         return 0 if part.is_inference() else part._version
-    rows = part.detach().unsqueeze(0) if part.ndim == 0 else part.detach()
-    blocks = torch.split(rows, max(1, BLOCK_BYTES * len(rows) // max(1, rows.nbytes)))
-    if len(blocks) == 1:
-        return _checksum(blocks[0])
+    rows = part.detach() if part.requires_grad else part
+    if rows.nbytes <= BLOCK_BYTES:
+        return _checksum(rows)
+    blocks = torch.split(rows, max(1, BLOCK_BYTES * len(rows) // rows.nbytes))
     # Checksums let other threads run.
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         return hash(tuple(threads.map(_checksum, blocks)))
@@ -88,4 +88,5 @@ def _mark(part: Tensor) -> int:
 
 def _checksum(block: Tensor) -> int:
     # As bytes, as NumPy lacks bfloat16.
-    return zlib.crc32(block.contiguous().view(-1).view(torch.uint8).numpy().data)
+    rows = block.contiguous() if block.ndim > 0 else block[None]
+    return zlib.crc32(rows.view(torch.uint8).numpy().data)

@@ -20,7 +20,7 @@ from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.labels import ClassDistances, Given, LabelMetric
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import class_indices
-from otdd_flash.operators.labelled_cost import squared_distances, squared_norms, weighted_mean
+from otdd_flash.operators.float64_rows import squared_distances, squared_norms, weighted_mean
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples, displaced
 from otdd_flash.solver.class_blocks import ClassBlocks

@@ -125,13 +125,13 @@ class BlockSums(ABC):
         of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
         if self.cost.symmetric:
             of_columns = of_rows
-        rounding = of_rows.new_zeros(())
+        rounding = 0.0
         for tile in self.measured_tiles():
-            (rows, columns), rounded = errors_of(tile.operator)
+            rows, columns = tile.operator.accurate_errors
             _raise(of_rows, tile.rows, rows)
             _raise(of_columns, tile.columns, columns)
-            rounding = torch.maximum(rounding, rounded)
-        return (of_rows, of_columns), float(rounding)
+            rounding = max(rounding, tile.operator.rounding)
+        return (of_rows, of_columns), rounding
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
@@ -253,13 +253,6 @@ def applied(
         factors=factors and (factors[0][tile.rows], factors[1][tile.columns]),
     )
     return Applied(tile.mass * found.values, tile.mass * found.masses)
-
-
-def errors_of(operator: BlockOperator) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """(n,) and (m,), whose sum a cost is off by at the most, and what rounding adds on average."""
-    rows, columns = operator.accurate_errors
-    known = operator.a @ rows + operator.b @ columns
-    return (rows, columns), (operator.costs.error - known).clamp_min_(0)
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:

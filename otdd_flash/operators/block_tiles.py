@@ -29,6 +29,11 @@ class BlockOperator(Operator, Protocol):
         ...
 
     @property
+    def rounding(self) -> float:
+        """What they are off by beside that on average, where they are stored."""
+        ...
+
+    @property
     def packing(self) -> Packing | None:
         """How it packs the points of its cost; None where it takes them as they are."""
         ...

@@ -15,11 +15,14 @@ from otdd_flash.checks import check_fields
 from otdd_flash.devices import check_triton, is_amd
 from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import InputError
+from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.cloud import Cloud
+from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.host_points import HostPoints, Streaming
-from otdd_flash.operators.labelled_cost import LabelledCost, Points
+from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import (
     UNASKED,
     budget_in_bytes,
@@ -27,6 +30,7 @@ from otdd_flash.operators.memory import (
     readable_bytes,
     stated_budget,
 )
+from otdd_flash.operators.remembered import remembered
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
@@ -129,18 +133,10 @@ class CostInputs:
     def labelled(self) -> LabelledCost:
         """The cost between them, where they are; what it tells of them is found once."""
         source, target = self.source, self.target
-        x, masses, labels = of_x = _side(source, self.streaming)
-        y, masses_y, labels_y = of_x if source is target else _side(target, self.streaming)
-        return LabelledCost(
-            x,
-            y,
-            masses,
-            masses_y,
-            labels_x=labels,
-            labels_y=labels_y,
-            class_costs=self.cost.lambda_y * self.class_distances.to(masses.device, torch.float64),
-            lambda_x=self.cost.squared.lambda_x,
-        )
+        x = cloud_of(source, self.streaming)
+        y = x if source is target else cloud_of(target, self.streaming)
+        table = self.class_distances.to(x.masses.device, torch.float64)
+        return LabelledCost.between(x, y, self.cost.lambda_y * table, self.cost.squared.lambda_x)
 
 
 def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
@@ -197,11 +193,20 @@ def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device
     return streamed_bytes(size, compute.dtype, device)
 
 
-def _side(samples: LabeledSamples, streaming: Streaming | None) -> tuple[Points, Tensor, Tensor]:
-    """Points, masses and labels of a side."""
-    masses, labels = samples.masses, class_indices(samples)
-    points = points_of(samples, streaming)
-    return points, masses.to(points.device), labels.to(points.device)
+def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
+    """What samples are to costs; the same one as long as they hold what they held."""
+
+    def find() -> Cloud:
+        points, equal = points_of(samples, streaming), samples.weights is None
+        masses, labels = (
+            each.to(points.device) for each in (samples.masses, class_indices(samples))
+        )
+        return Cloud(points, masses, labels, equal=equal)
+
+    if streaming is not None or isinstance(samples.features, FileFeatures):
+        # What is found of points that stream is kept with what streams them.
+        return find()
+    return remembered(samples, "cloud", find)
 
 
 def points_of(samples: LabeledSamples, streaming: Streaming | None) -> Points:

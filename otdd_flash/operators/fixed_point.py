@@ -26,7 +26,8 @@ from otdd_flash.kernels.passes.plan_marginals import DigitSide, plan_marginals
 from otdd_flash.kernels.points.digits import carry_error, longest, pack_digits, padded_dim
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.labelled_cost import LabelledCost, squared_distances
+from otdd_flash.operators.float64_rows import squared_distances
+from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice
 from otdd_flash.operators.product_errors import (
     TINY,

@@ -27,7 +27,8 @@ from torch import Tensor
 from otdd_flash.arguments.transport import GROUND_COST
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import InputError
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, in_float64, squared_norms
+from otdd_flash.operators.float64_rows import in_float64, squared_norms
+from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 from otdd_flash.samples import LabeledSamples
 
 # Of the squared distance between the points seen.

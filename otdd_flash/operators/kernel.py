@@ -45,10 +45,10 @@ from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.packed_blocks import Packing
+from otdd_flash.operators.packed_masses import PackedMasses, packed_masses
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
 from otdd_flash.operators.remembered import remembered
 from otdd_flash.operators.rounding import float16_rounding
-from otdd_flash.operators.tiled import LOG2_ZERO
 from otdd_flash.operators.triton_plans import ExactFusedPlan
 
 PARTS = {"fast": 1, "high": 3}
@@ -87,13 +87,13 @@ class KernelOperator:
             self._lattice = lattice_of(cost)
             self.packed = x, y = _pack_both(cost, self._lattice)
             self._fixed_point = FixedPoint(cost, (x.layout, y.layout), self._lattice)
-            masses = x.layout.spread(cost.a, 0.0)
+            masses = packed_masses(cost.a, x.layout)
             of_x = of_y = _seen(x, masses, cost.lambda_x)
             if not cost.symmetric:
-                of_y = _seen(y, y.layout.spread(cost.b, 0.0), cost.lambda_x)
+                of_y = _seen(y, packed_masses(cost.b, y.layout), cost.lambda_x)
             self._seen = of_x, of_y
             self._costs = cost.class_costs.float().contiguous()
-            self._masses = masses.float() if cost.symmetric else None
+            self._masses = masses.single if cost.symmetric else None
         else:
             self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
             self.packed, self._seen = coarse.packed, coarse._seen
@@ -121,6 +121,11 @@ class KernelOperator:
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
         """(n,) and (m,): what costs of accurate `marginals` are off by."""
         return self._fixed_point.accurate_errors
+
+    @property
+    def rounding(self) -> float:
+        """No cost is stored."""
+        return 0.0
 
     @property
     def packing(self) -> Packing:
@@ -198,7 +203,7 @@ class KernelOperator:
             found = one.softmin(f, level)
             return found, found
         x, y = self.packed
-        masses = (x.layout.spread(self.a, 0.0).float(), y.layout.spread(self.b, 0.0).float())
+        masses = packed_masses(self.a, x.layout).single, packed_masses(self.b, y.layout).single
         near = single(f), single(g)
         sums = pair_sums(self._rows, self._columns, self._scores, masses, near, level)
         rows, columns = (
@@ -343,8 +348,7 @@ def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
     return pack(values, side.points.layout, origin, scale)
 
 
-def _seen(points: PackedPoints, masses: Tensor, lambda_x: float) -> Seen:
-    """A side of masses in its order as products of one part see it, and as those of three do."""
-    log2_masses = masses.log2().clamp_min(LOG2_ZERO).float()
+def _seen(points: PackedPoints, masses: PackedMasses, lambda_x: float) -> Seen:
+    """A side as products of one part see it, and as those of three do."""
     of_one, of_three = points.squares * lambda_x
-    return {1: Side(points, of_one, log2_masses), 3: Side(points, of_three, log2_masses)}
+    return {1: Side(points, of_one, masses.log2), 3: Side(points, of_three, masses.log2)}

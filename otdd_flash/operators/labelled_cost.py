@@ -9,19 +9,19 @@ is unchanged by that and the rounding error shrinks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from copy import copy
-from functools import cached_property, partial, reduce
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import CostRange
-from otdd_flash.operators.host_points import PIECE_BYTES, HostPoints, slices
+from otdd_flash.operators.cloud import Cloud, mass_per_class
+from otdd_flash.operators.float64_rows import Points, centred, in_float64, weighted_sum
+from otdd_flash.operators.host_points import HostPoints
 
-# Points (n, d) on the device, or what streams them there; and some of them.
-Points = Tensor | HostPoints
+# Some of the points of a cloud.
 Cut = slice | Tensor
 
 # Unit roundoff of float64.
@@ -29,11 +29,6 @@ DOUBLE_UNIT = 2.0**-53
 
 # In place of log 0: far below any other, and not infinite times 0 in a product.
 LOG_NOTHING = -1e200
-
-# Coordinates that are in float64 at once: 2 MiB stay near a core's cache. A GPU has room for 32 MiB
-# and takes longer to launch a pass over 16 MiB than to run it.
-CHUNK_ELEMENTS_CPU = 1 << 18
-CHUNK_ELEMENTS_GPU = 1 << 22
 
 
 class Moments(NamedTuple):
@@ -77,6 +72,7 @@ class LabelledCost:
         lambda_x: weight of the squared Euclidean distance.
 
     Attributes:
+        clouds: both, with what they tell of themselves.
         symmetric: whether both sides are one cloud with one set of labels and masses.
         known: what others have found out of it, and need not again.
         packed: both clouds as kernels pack them, where that is done already.
@@ -95,11 +91,24 @@ class LabelledCost:
         class_costs: Tensor,
         lambda_x: float,
     ) -> None:
-        self.points: tuple[Points, Points] = (x, y)
-        self.labels = labels_x, labels_y
-        self.a, self.b = a, b
-        self.class_costs, self.lambda_x = class_costs, lambda_x
         self.symmetric = x is y and labels_x is labels_y and a is b
+        of_x = Cloud(x, a, labels_x)
+        self._begin((of_x, of_x if self.symmetric else Cloud(y, b, labels_y)))
+        self.class_costs, self.lambda_x = class_costs, lambda_x
+
+    @classmethod
+    def between(cls, x: Cloud, y: Cloud, class_costs: Tensor, lambda_x: float) -> LabelledCost:
+        """The cost between clouds that tell of themselves what they have told before."""
+        cost = cls.__new__(cls)
+        cost.symmetric = x is y
+        cost._begin((x, y))
+        cost.class_costs, cost.lambda_x = class_costs, lambda_x
+        return cost
+
+    def _begin(self, clouds: tuple[Cloud, Cloud]) -> None:
+        x, y = self.clouds = clouds
+        self.points: tuple[Points, Points] = (x.points, y.points)
+        self.labels, self.a, self.b = (x.labels, y.labels), x.masses, y.masses
         self._whole: LabelledCost | None = None
         self.known: dict[str, Any] = {}
         self.packed: tuple[Any, Any] = (None, None)
@@ -108,29 +117,33 @@ class LabelledCost:
     @cached_property
     def _measured(self) -> _Measured:
         """What the points tell, once something asks for it."""
-        (x, y), a, b = self.points, self.a, self.b
-        mean_x = weighted_mean(x, a)
-        mean_y = mean_x if self.symmetric else weighted_mean(y, b)
-        centre = mean_x if self.symmetric else (mean_x + mean_y) / 2
-        seen_x = _norms(x, a, centre, mean_x)
-        seen_y = seen_x if self.symmetric else _norms(y, b, centre, mean_y)
-        numbers = [*self._class_numbers(), *seen_x.numbers]
-        if not self.symmetric:
-            numbers += [*seen_y.numbers, (mean_x - centre) @ (mean_y - centre)]
+        (x, y), symmetric = self.clouds, self.symmetric
+        mean_x, mean_y = x.extent.mean, y.extent.mean
+        centre = mean_x if symmetric else (mean_x + mean_y) / 2
+        ends = torch.stack(x.extent.ends if symmetric else (*x.extent.ends, *y.extent.ends))
+        from_x = x.distances(centre)
+        from_y = from_x if symmetric else y.distances(centre)
+        numbers = [*self._class_numbers(), torch.linalg.vector_norm(ends - centre, ord=math.inf)]
+        numbers += from_x.numbers
+        if not symmetric:
+            apart = mean_x - mean_y
+            numbers += (*from_y.numbers, apart @ apart)
         # One tensor, so that the host waits once.
-        low, high, classes, *told = torch.stack(numbers).tolist()
-        count = len(seen_x.numbers)
-        of_x, product = _Told(*told[:count]), 0.0 if self.symmetric else told.pop()
-        of_y = of_x if self.symmetric else _Told(*told[count:])
+        low, high, classes, largest, *told = torch.stack(numbers).tolist()
+        (far_x, high_x, spread_x), (far_y, high_y, spread_y) = told[:3], told[:3]
+        between = 0.0
+        if not symmetric:
+            far_y, high_y, spread_y, between = told[3:]
         # 0 <= ||x - y||^2 <= (max ||x|| + max ||y||)^2.
-        reach = self.lambda_x * (math.sqrt(of_x.highest) + math.sqrt(of_y.highest)) ** 2
+        reach = self.lambda_x * (math.sqrt(high_x) + math.sqrt(high_y)) ** 2
         return _Measured(
             centre,
-            (seen_x.squares, seen_y.squares),
-            max(of_x.largest, of_y.largest),
-            max(of_x.farthest, of_y.farthest),
+            (from_x.squares, from_y.squares),
+            largest,
+            max(far_x, far_y),
             CostRange(low, reach + high),
-            self.lambda_x * (of_x.mean + of_y.mean - 2 * product) + classes,
+            # Both means are as far from the centre, on opposite sides of it.
+            self.lambda_x * (spread_x + spread_y + between / 2) + classes,
         )
 
     def _class_numbers(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,14 +153,19 @@ class LabelledCost:
             # Masses add up to 1.
             one = costs.reshape(())
             return one, one, one
-        class_a = _mass_per_class(self.a, self.labels[0], costs.shape[0])
-        class_b = _mass_per_class(self.b, self.labels[1], costs.shape[1])
-        met = (class_a > 0)[:, None] & (class_b > 0)[None, :]
+        of_x, of_y = self._class_masses
+        never = torch.minimum(of_x[:, None], of_y) <= 0
         return (
-            torch.where(met, costs, math.inf).min(),
-            torch.where(met, costs, -math.inf).max(),
-            class_a @ costs @ class_b,
+            costs.masked_fill(never, math.inf).min(),
+            costs.masked_fill(never, -math.inf).max(),
+            of_x @ (costs @ of_y),
         )
+
+    @property
+    def _class_masses(self) -> tuple[Tensor, Tensor]:
+        """The masses of each class, (V_x,) and (V_y,)."""
+        (x, y), (rows, columns) = self.clouds, self.class_costs.shape
+        return x.class_masses(rows), y.class_masses(columns)
 
     @property
     def centre(self) -> Tensor:
@@ -207,10 +225,11 @@ class LabelledCost:
         v_k of |W_kl| over the columns' masses.
         """
         (labels_x, labels_y), sizes = self.labels, self.class_costs.abs()
-        means = sizes @ _mass_per_class(self.b, labels_y, sizes.shape[1])
+        means = sizes @ self._class_masses[1]
         rest = (sizes - means[:, None]).amax(0).clamp_min(0)
-        x, y = (2 * self.lambda_x * squares for squares in self.squares)
-        return x + means[labels_x], y + rest[labels_y]
+        of_x, of_y = means[labels_x], rest[labels_y]
+        x, y = self.squares
+        return of_x.add_(x, alpha=2 * self.lambda_x), of_y.add_(y, alpha=2 * self.lambda_x)
 
     @property
     def cost_error_share(self) -> float:
@@ -223,10 +242,8 @@ class LabelledCost:
 
     def moments(self, masses: Tensor) -> Moments:
         """Of masses q (m,)."""
-        first = torch.zeros_like(self.centre)
-        for part, rows in in_float64(self.points[1], self.centre):
-            first += masses[part] @ rows
-        classes = _mass_per_class(masses, self.labels[1], self.class_costs.shape[1])
+        first = weighted_sum(self.points[1], masses, self.centre)
+        classes = mass_per_class(masses, self.labels[1], self.class_costs.shape[1])
         return Moments(masses.sum(), first, masses @ self.squares[1], classes)
 
     def costs_of(self, moments: Moments) -> Tensor:
@@ -289,13 +306,14 @@ class LabelledCost:
         points: tuple[Tensor, Tensor] | None = None,
         *,
         labels: tuple[Tensor, Tensor] | None = None,
+        masses: tuple[Tensor, Tensor] | None = None,
         diagonal: bool = False,
     ) -> LabelledCost:
         """Some rows and columns, with their masses, and all else of the whole cost.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.
-        Their `points` and `labels` may be given where they are there; on the `diagonal` both sides
-        are one.
+        Their `points`, `labels` and `masses` may be given where they are there; on the `diagonal`
+        both sides are one.
         """
         found, cuts = copy(self), (rows, columns)
         found._whole, found.known_of = self.whole, (None, None)
@@ -305,13 +323,14 @@ class LabelledCost:
         )
         found.packed = packed_x, packed_y
         x, y = self.points
-        found.points = points or (_some(x, rows), _some(y, columns))
-        found.squares, found.magnitudes = (
-            (pair[0][rows], pair[1][columns]) for pair in (self.squares, self.magnitudes)
-        )
-        of_x, of_y = self.labels
-        found.labels = labels or (of_x[rows], of_y[columns])
-        found.a, found.b = (side[cut] for side, cut in zip((self.a, self.b), cuts, strict=True))
+        found.points = points or (_some_points(x, rows), _some_points(y, columns))
+
+        def some_of(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return _some(pair[0], rows), _some(pair[1], columns)
+
+        found.squares, found.magnitudes = some_of(self.squares), some_of(self.magnitudes)
+        found.labels = labels or some_of(self.labels)
+        found.a, found.b = masses or some_of((self.a, self.b))
         found.symmetric = diagonal and self.symmetric
         return found
 
@@ -320,17 +339,24 @@ class LabelledCost:
         magnitudes, (x, y) = self.magnitudes, self.points
         found = copy(self)
         found.magnitudes, found.points = magnitudes, (x[:0], y[:0])
+        # It tells nothing that it has not told.
+        del found.clouds
         return found
 
     def centred(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Both clouds minus the centre, subtracted in float64 and rounded once."""
-        x = _centred(self.points[0], self.centre, dtype)
-        return x, x if self.symmetric else _centred(self.points[1], self.centre, dtype)
+        x = centred(self.points[0], self.centre, dtype)
+        return x, x if self.symmetric else centred(self.points[1], self.centre, dtype)
 
 
-def _some(points: Points, rows: Cut) -> Points:
+def _some(values: Tensor, rows: Cut) -> Tensor:
+    """Some of what is known point by point; of all points the same tensor."""
+    return values if isinstance(rows, slice) and rows == slice(None) else values[rows]
+
+
+def _some_points(points: Points, rows: Cut) -> Points:
     """Some points; those that stream stay where they are."""
-    return points[rows] if isinstance(points, Tensor) else points.part(rows)
+    return _some(points, rows) if isinstance(points, Tensor) else points.part(rows)
 
 
 def on_host(cost: LabelledCost) -> tuple[HostPoints, HostPoints]:
@@ -345,142 +371,3 @@ def equal_masses(points: Tensor) -> Tensor:
     """The same mass for each of some points, (k,) float64 that add up to 1."""
     count = len(points)
     return torch.full((count,), 1 / count, dtype=torch.float64, device=points.device)
-
-
-def squared_distances(points: Points, centre: Tensor) -> Tensor:
-    """||x_i - c||^2 (n,), float64."""
-    return _squared_norms(points, in_float64(points, centre))
-
-
-def squared_norms(points: Points) -> Tensor:
-    """||x_i||^2 (n,), float64."""
-    return _squared_norms(points, in_float64(points))
-
-
-class _Told(NamedTuple):
-    """What a cloud tells about a centre.
-
-    Attributes:
-        lowest: of all coordinates.
-        uppermost: likewise.
-        farthest: the largest squared norm.
-        highest: that on the support.
-        mean: squared norm.
-    """
-
-    lowest: float
-    uppermost: float
-    farthest: float
-    highest: float
-    mean: float
-
-    @property
-    def largest(self) -> float:
-        """Of all coordinates, in absolute value."""
-        return max(-self.lowest, self.uppermost)
-
-
-class _Norms(NamedTuple):
-    """The numbers of `_Told`, each a tensor of one, and all squared norms (n,)."""
-
-    numbers: tuple[Tensor, ...]
-    squares: Tensor
-
-
-def _norms(points: Points, masses: Tensor, centre: Tensor, mean: Tensor) -> _Norms:
-    """What a cloud tells about a centre.
-
-    Of points that stream also those about their mean, for the cost of the cloud with itself.
-    """
-    if not isinstance(points, HostPoints):
-        return _found_norms(points, masses, (centre,))[0]
-
-    def find() -> _Norms:
-        found = _found_norms(points, masses, (centre, mean))
-        points.recalled("norms", (masses, mean), lambda: found[1])
-        return found[0]
-
-    return points.recalled("norms", (masses, centre), find)
-
-
-def _found_norms(points: Points, masses: Tensor, centres: tuple[Tensor, ...]) -> list[_Norms]:
-    extremes: list[list[Tensor]] = [[] for _ in centres]
-    lengths = masses.new_empty((len(centres), points.shape[0]))
-    # Of one centre rows are centred on their way; of more they are read once.
-    alone = centres[0] if len(centres) == 1 else None
-    for part, rows in in_float64(points, alone):
-        for place, centre in enumerate(centres):
-            centred = rows if alone is not None else rows - centre
-            extremes[place] += torch.aminmax(centred)
-            torch.linalg.vector_norm(centred, dim=1, out=lengths[place, part])
-    found = []
-    for ends, norms in zip(extremes, lengths.square_(), strict=True):
-        # Of few points all are found at once.
-        lowest, uppermost = ends if len(ends) == 2 else torch.aminmax(torch.stack(ends))
-        highest = torch.where(masses > 0, norms, 0.0).max()
-        numbers = lowest, uppermost, norms.max(), highest, masses @ norms
-        found.append(_Norms(numbers, norms))
-    return found
-
-
-def in_float64(points: Points, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """All rows (N, d), less a centre (d,) float64, in one buffer that the caller may change.
-
-    A few at a time. A GPU centres them as it copies them, in one pass; a CPU would make a copy of
-    its own in float64 for that.
-    """
-    count, dim = points.shape
-    elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
-    size = min(count, max(1, elements // dim))
-    buffer = torch.empty((size, dim), dtype=torch.float64, device=points.device)
-    held: Iterable[Tensor]
-    if isinstance(points, HostPoints):
-        # On a GPU few blocks: each has to be waited for.
-        blocks = max(1, PIECE_BYTES // (4 * elements)) if points.is_cuda else 1
-        held = points.stream(slices(count, blocks * size))
-    else:
-        held = [points]
-    first = 0
-    for there in held:
-        for rows in torch.split(there, size):
-            some = buffer[: len(rows)]
-            if centre is None:
-                some.copy_(rows)
-            elif rows.device.type == "cpu":
-                some.copy_(rows).sub_(centre)
-            else:
-                torch.sub(rows, centre, out=some)
-            yield slice(first, first + len(rows)), some
-            first += len(rows)
-
-
-def _squared_norms(points: Points, pieces: Iterable[tuple[slice, Tensor]]) -> Tensor:
-    lengths = torch.empty(points.shape[0], dtype=torch.float64, device=points.device)
-    for part, rows in pieces:
-        torch.linalg.vector_norm(rows, dim=1, out=lengths[part])
-    return lengths.square_()
-
-
-def weighted_mean(points: Points, masses: Tensor) -> Tensor:
-    """sum_i a_i x_i (d,), float64, for masses (n,) on the device."""
-    if isinstance(points, HostPoints):
-        return points.recalled("mean", (masses,), partial(_found_mean, points, masses))
-    return _found_mean(points, masses)
-
-
-def _found_mean(points: Points, masses: Tensor) -> Tensor:
-    return reduce(torch.add, (masses[part] @ rows for part, rows in in_float64(points)))
-
-
-def _centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:
-    """A few rows at a time, so that no float64 copy of all is made."""
-    out = torch.empty(points.shape, dtype=dtype, device=points.device)
-    for part, rows in in_float64(points, centre):
-        out[part] = rows
-    return out
-
-
-def _mass_per_class(masses: Tensor, labels: Tensor, classes: int) -> Tensor:
-    return torch.zeros(classes, dtype=masses.dtype, device=masses.device).index_add_(
-        0, labels, masses
-    )

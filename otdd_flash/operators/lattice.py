@@ -7,7 +7,7 @@ such points lose nothing to it, and one product of their coordinates is as exact
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -52,21 +52,22 @@ def lattice_of(cost: LabelledCost) -> Lattice | None:
     return lattice
 
 
+class _Told(NamedTuple):
+    """Of some points: whether one is beside the lattice of each of `SCALES`, and their ends."""
+
+    beside: tuple[bool, bool]
+    lowest: float
+    highest: float
+
+
 def _found(cost: LabelledCost) -> Lattice | None:
     scales = [scale for scale in SCALES if cost.largest * scale + 1 <= LARGEST_INTEGER]
     lowest, highest = math.inf, -math.inf
-    # Triton is not everywhere.
-    from otdd_flash.kernels.points.lattice_facts import lattice_facts
-
-    for pieces in _pieces(cost) if scales else ():
-        tried = scales[0], scales[-1]
-        facts = torch.cat([lattice_facts(rows, tried, ROUNDING) for rows in pieces])
-        # One tensor, so that the host waits once.
-        *beside, below, above = facts.amax(0).tolist()
-        scales = [scale for scale in scales if not beside[tried.index(scale)]]
+    for told in _told(cost) if scales else ():
+        scales = [scale for scale in scales if not told.beside[SCALES.index(scale)]]
         if not scales:
-            break
-        lowest, highest = min(lowest, -below), max(highest, above)
+            return None
+        lowest, highest = min(lowest, told.lowest), max(highest, told.highest)
     if not scales:
         return None
     scale = scales[0]
@@ -74,14 +75,32 @@ def _found(cost: LabelledCost) -> Lattice | None:
     return Lattice(scale, centre, round(lowest * scale), round(highest * scale))
 
 
-def _pieces(cost: LabelledCost) -> Iterator[list[Tensor]]:
-    """All points that the device holds at once, or the next of those that stream."""
-    sides = list(cost.points[: 1 if cost.symmetric else 2])
-    held = [points for points in sides if isinstance(points, Tensor)]
-    if held:
-        yield held
-    for points in sides:
+def _told(cost: LabelledCost) -> Iterator[_Told]:
+    """Of either cloud, or of the next points of those that stream: first what is known."""
+    clouds = cost.clouds[: 1 if cost.symmetric else 2]
+    yield from (cloud.known["lattice"] for cloud in clouds if "lattice" in cloud.known)
+    new = {cloud: cloud.points for cloud in clouds if "lattice" not in cloud.known}
+    held = {cloud: points for cloud, points in new.items() if isinstance(points, Tensor)}
+    told = _asked(held.values())
+    for cloud, each in zip(held, told, strict=True):
+        cloud.known["lattice"] = each
+    yield from told
+    for points in new.values():
         if not isinstance(points, Tensor):
             # As a rule the first block says that there is no lattice.
             for rows in points.stream(slices(points.shape[0], STREAMED_ROWS)):
-                yield [rows]
+                yield from _asked([rows])
+
+
+def _asked(clouds: Collection[Tensor]) -> list[_Told]:
+    if not clouds:
+        return []
+    # Triton is not everywhere.
+    from otdd_flash.kernels.points.lattice_facts import lattice_facts
+
+    facts = [lattice_facts(points, SCALES, ROUNDING).amax(0) for points in clouds]
+    # One tensor, so that the host waits once.
+    return [
+        _Told((bool(first), bool(last)), -below, above)
+        for first, last, below, above in torch.stack(facts).tolist()
+    ]

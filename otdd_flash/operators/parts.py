@@ -29,7 +29,7 @@ from torch import Tensor
 from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
-from otdd_flash.operators.block_sums import ROUNDINGS, errors_of
+from otdd_flash.operators.block_sums import ROUNDINGS
 from otdd_flash.operators.block_tiles import BlockOperator
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.origins import less_origin
@@ -56,10 +56,10 @@ class Facts(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The operator of some rows or columns, and the mass () of these, float64."""
+    """The operator of some rows or columns, and the mass of these."""
 
     operator: Operator
-    mass: Tensor
+    mass: float
 
     @property
     def refined(self) -> Part:
@@ -109,18 +109,19 @@ class Parts:
         sides = sides_of(cost)
 
         def part(rows: Rows, columns: Rows) -> Part | None:
-            x, y = (
-                labels if own is EVERY else side.labels_of(ranks, labels)
-                for labels, own, side in zip(cost.labels, (rows, columns), sides, strict=True)
-            )
-            cut = cost.part(rows, columns, labels=(x, y))
-            if 0 in cut.shape:
+            labels, masses, mass = [], [], 1.0
+            for cloud, own, side in zip(cost.clouds, (rows, columns), sides, strict=True):
+                if own is EVERY:
+                    some, of = cloud.masses, cloud.labels
+                else:
+                    some, mass = cloud.share(own, (ranks.rank, ranks.size))
+                    of = side.labels_of(ranks, cloud.labels)
+                labels.append(of)
+                masses.append(some)
+            if 0 in map(len, masses):
                 return None
-            if rows is not EVERY:
-                cut.a, mass = normalised(cut.a)
-            else:
-                cut.b, mass = normalised(cut.b)
-            return Part(build(cut), mass)
+            (x, y), (a, b) = labels, masses
+            return Part(build(cost.part(rows, columns, labels=(x, y), masses=(a, b))), mass)
 
         rows, columns = (side.of(ranks) for side in sides)
         if cost.symmetric and share is not None:
@@ -168,13 +169,6 @@ def sides_of(cost: LabelledCost) -> tuple[Owned, Owned]:
     return rows, rows if cost.symmetric else Owned.by_class(y)
 
 
-def normalised(masses: Tensor) -> tuple[Tensor, Tensor]:
-    """Masses over their sum, and the sum (); where that is 0 as they are, and 1."""
-    total = masses.sum()
-    mass = total + (total == 0)
-    return masses / mass, mass
-
-
 def refine(ranks: Ranks, number: int, refined: int) -> None:
     """Hold parts at full accuracy by another number."""
     ranks.held[refined] = ranks.held[number].refined
@@ -191,15 +185,14 @@ def facts(ranks: Ranks, number: int) -> Facts:
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
-        # What rounding adds, whether it lacks passes over some columns, and the rows' errors.
-        of_columns = torch.zeros_like(parts.cost.b)
-        numbers = [of_columns.new_zeros(())] * 3
         if parts.rows is not None:
-            operator, mass = parts.rows
-            (rows, of_columns), rounding = errors_of(cast(BlockOperator, operator))
-            lacks = float(operator.execution.over_columns is None)
-            numbers = [rounding, torch.full_like(rounding, lacks), mass * (operator.a @ rows)]
-        own = torch.cat((of_columns, torch.stack(numbers)))
+            operator, mass = cast(BlockOperator, parts.rows.operator), parts.rows.mass
+            rows, of_columns = operator.accurate_errors
+            numbers = operator.rounding, float(operator.execution.over_columns is None)
+            of_rows = mass * (operator.a @ rows)
+            own = torch.cat((of_columns, of_columns.new_tensor(numbers), of_rows[None]))
+        else:
+            own = parts.cost.b.new_zeros(parts.cost.shape[1] + 3)
         every = ranks.all_gathered(own)
         largest = every.amax(0)
         most = parts.cost.b @ largest[:-3]

@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.labelled_cost import LabelledCost, squared_distances
+from otdd_flash.operators.float64_rows import squared_distances
+from otdd_flash.operators.labelled_cost import LabelledCost
 
 TINY = torch.finfo(torch.float64).tiny
 
@@ -36,8 +37,8 @@ def product_errors(cost: LabelledCost, squares: Pair, lost: Pair) -> Pair:
     theta = ratio.sqrt().clamp_min(TINY)[..., None]
 
     def errors(off: Tensor, norms: Tensor) -> Tensor:
-        lengths = norms.sqrt() + off.sqrt()
-        return torch.addcmul(off / theta, theta, lengths.square_()).mul_(cost.lambda_x)
+        lengths = off.sqrt().add_(norms.sqrt()).square_()
+        return (off / theta).addcmul_(lengths, theta).mul_(cost.lambda_x)
 
     of_x = errors(lost[0], squares[0])
     return of_x, of_x if cost.symmetric else errors(lost[1], squares[1])

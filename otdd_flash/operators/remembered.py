@@ -1,35 +1,38 @@
-"""What is found of a tensor once, and kept as long as that lives and holds what it held.
+"""What is found once of a tensor, or of samples, and kept as long as that lives and stays the same.
 
 Labels stay as they are while points move: their order in blocks, and who owns which, are the same
-at every step of a flow.
+at every step of a flow. So is the target, and particles stand in several costs of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from otdd_flash.content_mark import Mark, mark_of_tensors
+from otdd_flash.samples import LabeledSamples
 
 T = TypeVar("T")
 
-# By tensor and name, with the mark of what it held.
-_KEPT: MutableMapping[Tensor, dict[str, tuple[Mark, Any]]] = WeakTensorKeyDictionary()
+# By what it is of and name, with the mark of what that held.
+_KEPT: MutableMapping[Tensor | LabeledSamples, dict[Hashable, tuple[Mark, Any]]]
+_KEPT = WeakIdKeyDictionary()
 
 
-def remembered(tensor: Tensor, name: str, find: Callable[[], T]) -> T:
-    """What `find` returns, of the last call by this name for the tensor as it is now.
+def remembered(of: Tensor | LabeledSamples, name: Hashable, find: Callable[[], T]) -> T:
+    """What `find` returns, of the last call by this name for what holds the same now.
 
-    What it returns must not hold the tensor, which would then never be freed.
+    What it returns must not hold the tensor, or the samples, which would then never be freed.
     """
-    if tensor.is_inference():
+    parts = (of,) if isinstance(of, Tensor) else (of.features, of.labels, of.weights)
+    if any(part is not None and part.is_inference() for part in parts):
         # Nothing tells whether it has changed.
         return find()
-    kept = _KEPT.setdefault(tensor, {})
-    mark = mark_of_tensors(tensor)
+    kept = _KEPT.setdefault(of, {})
+    mark = mark_of_tensors(*parts)
     if name not in kept or kept[name][0] != mark:
         kept[name] = mark, find()
     found: T = kept[name][1]

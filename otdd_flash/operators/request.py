@@ -21,10 +21,10 @@ from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes, points_of
+from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.footprint import CostSize
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.host_points import Streaming
-from otdd_flash.operators.labelled_cost import Points
 from otdd_flash.operators.memory import (
     UNASKED,
     check_memory,

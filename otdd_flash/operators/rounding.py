@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
+from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.labelled_cost import LabelledCost
 
 # Points of a side that tell it.
 TELLING = 256
+
+# Of the terms of (x - y)^2, in xi^2 and in eta^2.
+SIGNS = 1, -2, 1, 1, -2, 1
 
 
 def float16_rounding(cost: LabelledCost) -> float:
@@ -24,16 +29,24 @@ def float16_rounding(cost: LabelledCost) -> float:
     from otdd_flash.kernels.points.packed_points import power_of_two_scale
 
     scale = power_of_two_scale(cost.largest)
-    # Of a side, on average: x_k, x_k^2, and xi_k^2 times 1, x_k and x_k^2.
-    means = []
-    for points in cost.points:
-        count = points.shape[0]
-        rows = torch.arange(0, count, max(1, count // TELLING), device=cost.a.device)
-        centred = torch.sub(points[rows], cost.centre) * scale
-        squares, lost = centred.square(), (centred.to(torch.float16) - centred).square_()
-        found = torch.stack((centred, squares, lost, centred * lost, squares * lost))
-        means.append(found.mean(1).unbind(0))
-    products = torch.zeros_like(cost.centre)
-    for (one, square, *_), (*_, lost, first, second) in (means, means[::-1]):
-        products += square * lost - 2 * one * first + second
-    return 2 * cost.lambda_x / scale**2 * math.sqrt(max(float(products.sum()), 0.0))
+    x, y = (_telling(points) for points in cost.points)
+    powers = (torch.cat((x, y)) - cost.centre).mul_(scale)
+    lost = (powers - powers.to(torch.float16)).square_()
+    squares = powers.square()
+    means = powers.new_zeros((2, len(powers)))
+    means[0, : len(x)], means[1, len(x) :] = 1 / len(x), 1 / len(y)
+    # On average 1, x_k and x_k^2, without and with xi_k^2: each faces what it is multiplied by.
+    first, second, off = means @ powers, means @ squares, means @ lost
+    of_one, of_two = means @ powers.mul_(lost), means @ squares.mul_(lost)
+    terms = torch.stack((torch.ones_like(off), first, second, off, of_one, of_two))
+    products = (terms[:, 0] * terms[:, 1].flip(0)).sum(1).tolist()
+    total = math.fsum(map(math.prod, zip(SIGNS, products, strict=True)))
+    return 2 * cost.lambda_x / scale**2 * math.sqrt(max(total, 0.0))
+
+
+def _telling(points: Points) -> Tensor:
+    """Some of them (k, d), on the device."""
+    step = max(1, points.shape[0] // TELLING)
+    if isinstance(points, Tensor):
+        return points[::step]
+    return points[torch.arange(0, points.shape[0], step, device=points.device)]

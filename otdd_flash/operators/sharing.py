@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -59,13 +60,7 @@ def shared_operator(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> S
         cost, keep_scores = inputs.labelled, False
         number, found = _share_in_ring(inputs, ranks, cost)
     else:
-        numbers = [_number(ranks, cloud) for cloud in (inputs.source, inputs.target)]
-        number, block, ground = ranks.number(), inputs.class_distances, inputs.cost
-        if streaming is not None:
-            ranks.layout = "streamed"
-            streaming = _of_one_rank(streaming, ranks, compute)
-        given = number, *numbers, block, ground, compute, keep_scores, streaming
-        found = ranks.order(_hold_parts, *given)
+        number, found = _share_clouds(inputs, ranks, keep_scores=keep_scores)
         cost = ranks.held[number].cost
 
     def sampled(sample: LabelledCost) -> Operator:
@@ -156,20 +151,6 @@ def _hold_ring(
     return facts(ranks, number)
 
 
-def _number(ranks: Ranks, cloud: LabeledSamples) -> int:
-    """What ranks call a cloud, which they are given where they do not hold it."""
-
-    def send(number: int) -> None:
-        features = cloud.features
-        there = features.file if isinstance(features, FileFeatures) else _as_sent(ranks, features)
-        labels, weights = (_as_sent(ranks, each) for each in (cloud.labels, cloud.weights))
-        ranks.order(_hold_cloud, number, there, labels, weights, cloud.class_names)
-        # It lives as long as what rank 0 does with it.
-        ranks.held[number] = weakref.ref(cloud)
-
-    return _number_of(ranks, ranks.numbers, cloud, send)
-
-
 def _number_of(
     ranks: Ranks, numbers: Numbers, cloud: LabeledSamples, send: Callable[[int], None]
 ) -> int:
@@ -199,56 +180,112 @@ def _there(ranks: Ranks, sent: Tensor | int | None) -> Tensor | None:
     return ranks.held[sent] if isinstance(sent, int) else sent
 
 
-def _hold_cloud(
+def _share_clouds(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> tuple[int, Facts]:
+    """Have every rank hold both clouds, or files of them, and its parts of the cost.
+
+    By which number, and what ranks say of it. Clouds that they do not hold go with the order.
+    """
+    compute, streaming = inputs.compute.alone, inputs.streaming
+    if streaming is not None:
+        ranks.layout = "streamed"
+        streaming = _of_one_rank(streaming, ranks, compute)
+    new: dict[int, LabeledSamples] = {}
+
+    def number_of(cloud: LabeledSamples) -> int:
+        def send(number: int) -> None:
+            new[number] = cloud
+            # It lives as long as what rank 0 does with it.
+            ranks.held[number] = weakref.ref(cloud)
+
+        return _number_of(ranks, ranks.numbers, cloud, send)
+
+    sides = number_of(inputs.source), number_of(inputs.target)
+    sent = [_Sent(number, cloud.class_names) for number, cloud in new.items()]
+    number = ranks.number()
+    given = number, sides, inputs.class_distances, inputs.cost, compute, keep_scores, streaming
+    try:
+        tensors = [each for cloud in new.values() for each in _described(ranks, cloud)]
+        found = ranks.order(_hold_parts, *given, sent, *tensors)
+    except BaseException:
+        # One of them may have refused it.
+        for cloud in new.values():
+            ranks.numbers.pop(cloud, None)
+        raise
+    return number, found
+
+
+class _Sent(NamedTuple):
+    """A cloud that goes with an order: its number, and the names of its classes."""
+
+    number: int
+    class_names: tuple[str, ...]
+
+
+def _described(ranks: Ranks, cloud: LabeledSamples) -> tuple[Any, Any, Any]:
+    """Features, labels and weights for an order: themselves, their file, or numbers of copies."""
+    features = cloud.features
+    there = features.file if isinstance(features, FileFeatures) else _as_sent(ranks, features)
+    return there, _as_sent(ranks, cloud.labels), _as_sent(ranks, cloud.weights)
+
+
+def _made(
     ranks: Ranks,
-    number: int,
+    class_names: tuple[str, ...],
     features: Tensor | FeatureFile | int,
     labels: Tensor | int | None,
     weights: Tensor | int | None,
-    class_names: tuple[str, ...],
-) -> None:
-    def made() -> LabeledSamples | None:
-        if ranks.rank == 0:
-            return None
-        there: Any
-        if isinstance(features, FeatureFile):
-            there = features_of(features.reopened())
-        else:
-            there = _there(ranks, features)
-        return LabeledSamples(there, _there(ranks, labels), class_names, _there(ranks, weights))
-
-    cloud = ranks.together(made)
-    ranks.held[number] = lambda: cloud
+) -> LabeledSamples:
+    """The cloud that is described so, as this rank has it."""
+    there: Any
+    if isinstance(features, FeatureFile):
+        there = features_of(features.reopened())
+    else:
+        there = _there(ranks, features)
+    return LabeledSamples(there, _there(ranks, labels), class_names, _there(ranks, weights))
 
 
 def _hold_parts(
     ranks: Ranks,
     number: int,
-    source: int,
-    target: int,
+    sides: tuple[int, int],
     block: Tensor,
     cost: Any,
     compute: ComputeOptions,
     keep_scores: bool,
     streaming: Streaming | None,
+    sent: list[_Sent],
+    *tensors: Any,
 ) -> Facts:
-    clouds = ranks.held[source](), ranks.held[target]()
     if streaming is not None and ranks.rank > 0:
         streaming = replace(streaming, device=ranks.device_of(streaming.device))
+    made: dict[int, LabeledSamples] = {}
 
     def parts() -> Parts:
-        whole = CostInputs(*clouds, block, cost, compute, streaming).labelled
-        budget = budget_in_bytes(compute.memory_budget, whole.a.device)
-        each = replace(compute, memory_budget=budget // _holders(ranks, compute, whole))
+        if ranks.rank > 0:
+            described = zip(*[iter(tensors)] * 3, strict=True)
+            for cloud, of in zip(sent, described, strict=True):
+                made[cloud.number] = _made(ranks, cloud.class_names, *of)
+        x, y = (made[side] if side in made else ranks.held[side]() for side in sides)
+        whole = CostInputs(x, y, block, cost, compute, streaming).labelled
+        share, each = _kernel_share, compute
+        if not uses_triton(compute, whole.a.device):
+            budget = budget_in_bytes(compute.memory_budget, whole.a.device)
+            each = replace(compute, memory_budget=budget // _holders(ranks, compute, whole))
+            share = _block_share
 
         def build(part: LabelledCost) -> Operator:
             return operator_alone(part, each, keep_scores=keep_scores)
 
-        share = _kernel_share if uses_triton(compute, whole.a.device) else _block_share
         return Parts.replicated(whole, ranks, build, share if streaming is None else None)
 
     ranks.held[number] = ranks.together(parts)
+    for each, cloud in made.items():
+        ranks.held[each] = partial(_itself, cloud)
     return facts(ranks, number)
+
+
+def _itself(cloud: LabeledSamples) -> LabeledSamples:
+    return cloud
 
 
 def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) -> Streaming:

@@ -128,9 +128,18 @@ class TiledOperator(ABC):
     @cached_property
     def _costs(self) -> CostFacts:
         of_rows, of_columns = self.accurate_errors
-        facts = CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
-        error = self.cost_rounding * facts.magnitude + float(self.a @ of_rows + self.b @ of_columns)
-        return facts._replace(error=error)
+        error = self.rounding + float(self.a @ of_rows + self.b @ of_columns)
+        return self._facts._replace(error=error)
+
+    @cached_property
+    def _facts(self) -> CostFacts:
+        """But for errors."""
+        return CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
+
+    @property
+    def rounding(self) -> float:
+        """What costs are off by on average as they are stored."""
+        return self.cost_rounding * self._facts.magnitude
 
     @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from functools import partial
 from torch import Tensor
 
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.float64_rows import squared_norms
 from otdd_flash.operators.ground import SHARES
-from otdd_flash.operators.labelled_cost import squared_norms
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_gradient import Gradient, Input, Needs, cross_gradient, self_gradient

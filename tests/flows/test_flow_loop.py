@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from small_flows import CPU, DOUBLE, TIGHT, blobs, digits, flow, mode_of, rough_flow, setting_of
-from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
@@ -20,6 +19,7 @@ from otdd_flash.flows.functionals.potentials import Norm
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Stepping
 from otdd_flash.operators import build
+from otdd_flash.operators.cloud import Cloud
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.samples import LabeledSamples
 
@@ -240,9 +240,10 @@ def test_an_evaluation_builds_one_cost_between_both_clouds(
     built: list[tuple[int, int]] = []
 
     class Counted(LabelledCost):
-        def __init__(self, x: Tensor, y: Tensor, *rest: Any, **options: Any) -> None:
-            built.append((len(x), len(y)))
-            super().__init__(x, y, *rest, **options)
+        @classmethod
+        def between(cls, x: Cloud, y: Cloud, *rest: Any) -> LabelledCost:
+            built.append((len(x.masses), len(y.masses)))
+            return LabelledCost.between(x, y, *rest)
 
     monkeypatch.setattr(build, "LabelledCost", Counted)
     rough_flow(SOURCE, TARGET, steps=2, refresh=refresh)

@@ -11,7 +11,7 @@ from live_bytes import LiveBytes
 
 import otdd_flash as otdd
 from otdd_flash.kernels.passes import marginal_tiles, symmetric_step
-from otdd_flash.operators import kernel, labelled_cost, rounding
+from otdd_flash.operators import float64_rows, kernel, rounding
 from otdd_flash.operators.kernel import KernelOperator
 
 # A multiple of the block for 2 and for 8 classes: padding is the same.
@@ -22,8 +22,8 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of stated sizes do not hide what grows."""
-    monkeypatch.setattr(labelled_cost, "CHUNK_ELEMENTS_CPU", 1 << 10)
-    monkeypatch.setattr(labelled_cost, "CHUNK_ELEMENTS_GPU", 1 << 10)
+    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 1 << 10)
+    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_GPU", 1 << 10)
     monkeypatch.setattr(rounding, "TELLING", 16)
     monkeypatch.setattr(marginal_tiles, "CHUNK_COLUMNS", 256)
     monkeypatch.setattr(marginal_tiles, "MOST_ROWS", 256)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import reference
 import torch
@@ -70,6 +72,25 @@ def test_grey_values_and_counts_are_on_a_lattice(points: Tensor, scale: float) -
 def test_others_are_on_none(points: Tensor) -> None:
     assert lattice_of(cost_between(points, grey(40, 1) / 255)) is None
     assert lattice_of(cost_between(grey(40, 1) / 255, points)) is None
+
+
+def test_a_cloud_says_once_that_it_is_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(points: Tensor, *given: Any) -> Tensor:
+        asked.append(len(points))
+        return lattice_facts(points, *given)
+
+    monkeypatch.setattr("otdd_flash.kernels.points.lattice_facts.lattice_facts", counted)
+    beside = cost_between(torch.randn(60, 20), grey(40, 1) / 255)
+    assert lattice_of(beside) is None
+    x, y = beside.clouds
+    other = cost_between(grey(30, 2) / 255, grey(20, 3) / 255).clouds[0]
+    # Of the other nothing more is of use.
+    assert lattice_of(LabelledCost.between(other, x, beside.class_costs, LAMBDA_X)) is None
+    assert asked == [60, 40]
+    assert lattice_of(LabelledCost.between(other, y, beside.class_costs, LAMBDA_X)) is not None
+    assert asked == [60, 40, 30]
 
 
 def test_one_coordinate_beside_it_is_enough() -> None:

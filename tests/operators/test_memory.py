@@ -12,13 +12,13 @@ from live_bytes import peak
 from otdd_flash.errors import InputError
 from otdd_flash.operators import memory
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
-from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.labelled_cost import (
+from otdd_flash.operators.float64_rows import (
     CHUNK_ELEMENTS_CPU,
     CHUNK_ELEMENTS_GPU,
     squared_norms,
 )
+from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import check_memory, free_memory, readable_bytes, shortage
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples

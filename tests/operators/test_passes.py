@@ -9,7 +9,7 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators import labelled_cost, memory, plan, streamed, tiled
+from otdd_flash.operators import float64_rows, memory, plan, streamed, tiled
 from otdd_flash.operators.base import Applied
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.matrix import MatrixOperator
@@ -64,7 +64,7 @@ def case(
     # So small that even these sizes are cut into several blocks and tiles.
     monkeypatch.setattr(streamed, "BLOCK_ELEMENTS_CPU", 900)
     monkeypatch.setattr(tiled, "TILE_ELEMENTS_CPU", 300)
-    monkeypatch.setattr(labelled_cost, "CHUNK_ELEMENTS_CPU", 60)
+    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 60)
     return make_case(*request.param, held, dtype)
 
 
@@ -267,7 +267,7 @@ def test_own_costs(held: str, dtype: torch.dtype, size: int) -> None:
 def test_the_largest_coordinate_is_that_of_either_sign(
     sign: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(labelled_cost, "CHUNK_ELEMENTS_CPU", 60)
+    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 60)
     x = torch.randn(67, 3, generator=torch.Generator().manual_seed(0)).double()
     x[5, 1] = sign * 40.0
     masses, labels = torch.ones(67).double() / 67, torch.zeros(67, dtype=torch.int64)

@@ -28,9 +28,7 @@ class TwoRanks:
 def cross_parts(over_columns: Any = None) -> Any:
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     errors = torch.ones_like(half), torch.tensor([0.0, 4.0], dtype=torch.float64)
-    # What is left of it is rounding.
-    operator = SimpleNamespace(a=half, b=half, accurate_errors=errors)
-    operator.costs = SimpleNamespace(error=3.0 + 0.25)
+    operator = SimpleNamespace(a=half, b=half, accurate_errors=errors, rounding=0.25)
     operator.execution = SimpleNamespace(over_columns=over_columns)
     return SimpleNamespace(
         cost=SimpleNamespace(b=half), share=None, rows=Part(cast(Any, operator), 0.5)

@@ -226,7 +226,7 @@ def test_samples_are_read_once_for_that(
     monkeypatch.setattr(
         samples_module, "largest_entry", lambda part: read.append(part) or largest(part)
     )
-    monkeypatch.setattr("otdd_flash.operators.labelled_cost._norms", fails)
+    monkeypatch.setattr("otdd_flash.operators.cloud.squared_distances", fails)
     with pytest.raises(AssertionError, match="never to be called"):
         READERS[reader](*pair)
     assert [len(part) for part in read] == [40, 33]
