@@ -179,7 +179,8 @@ def _known(start: Start) -> Tensor:
 
 def _first_level(start: Start, epsilon: float | Tensor, max_iterations: int | Tensor) -> Tensor:
     """The epsilon of the first evaluation (S,)."""
-    return start.levels.level.masked_fill(start.iterations + 1 >= max_iterations, epsilon)
+    # Filled with a number of the device, a GPU would be waited for.
+    return torch.where(start.iterations + 1 >= max_iterations, epsilon, start.levels.level)
 
 
 def _costs(segments: KernelProblems) -> Tensor:
