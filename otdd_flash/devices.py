@@ -7,11 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from otdd_flash.errors import InputError
 
 # Ampere, the oldest generation that the kernels are written for.
 LEAST_CAPABILITY = (8, 0)
+
+# Bytes: a tensor that begins at no multiple of them is one of another kind to Triton.
+ALIGNMENT = 16
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
@@ -59,18 +63,23 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def sent(device: torch.device, *numbers: Tensor) -> tuple[Tensor, ...]:
     """Numbers of one type on a device; those of the host go there together.
 
-    Nothing waits for a GPU, as each `.to` of its own would do.
+    Nothing waits for a GPU, as each `.to` of its own would do. Each begins where memory of its own
+    would: Triton compiles kernels apart for tensors that do not.
     """
     elsewhere = [part for part in numbers if part.device != device]
     if not elsewhere:
         return numbers
-    packed = torch.cat([part.reshape(-1) for part in elsewhere])
+    gaps = [-part.numel() % max(1, ALIGNMENT // part.itemsize) for part in elsewhere]
+    padded = [pad(part.reshape(-1), (0, gap)) for part, gap in zip(elsewhere, gaps, strict=True)]
+    packed = torch.cat(padded)
     if device.type == "cuda" and packed.device.type == "cpu":
-        packed = packed.pin_memory()
-    arrived = packed.to(device, non_blocking=True)
-    there = iter(torch.split(arrived, [part.numel() for part in elsewhere]))
+        arrived = packed.pin_memory().to(device, non_blocking=True)
+    else:
+        arrived = packed.to(device)
+    there = iter(torch.split(arrived, [len(part) for part in padded]))
     return tuple(
-        part if part.device == device else next(there).view(part.shape) for part in numbers
+        part if part.device == device else next(there)[: part.numel()].view(part.shape)
+        for part in numbers
     )
 
 

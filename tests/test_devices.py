@@ -132,6 +132,8 @@ def test_numbers_of_the_host_are_sent_together(name: str) -> None:
     assert [part.shape for part in found] == [part.shape for part in parts]
     assert {part.device for part in found} == {device}
     assert len({part.untyped_storage()._cdata for part in found}) == 1
+    # As memory of their own.
+    assert all(part.storage_offset() * part.itemsize % 16 == 0 for part in found)
     if name != "meta":
         assert all(torch.equal(one.cpu(), two) for one, two in zip(found, parts, strict=True))
     # Where they are already nothing moves.

@@ -312,6 +312,24 @@ def test_names_must_differ(make_cloud: Any) -> None:
         value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
 
 
+def test_a_functional_may_change_the_masses_that_it_is_given(make_cloud: Any) -> None:
+    cloud = make_cloud()
+    masses, norm = cloud.masses, Norm()
+
+    def relative(points: Tensor, labels: Tensor | None, a: Tensor) -> Tensor:
+        total = a.sum()
+        a /= a.max()
+        return norm(points, labels, a) * total / a.sum()
+
+    mine, theirs = (WeightedFunctional("norm", 0.7, term) for term in (relative, norm))
+    found, expected = (
+        value_and_velocity((term,), cloud.features, None, masses) for term in (mine, theirs)
+    )
+    assert torch.equal(masses, cloud.masses)
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    torch.testing.assert_close(found[1], expected[1])
+
+
 @pytest.mark.parametrize("name", ["hyperplane_margin", "class_repulsion"])
 def test_labels_are_needed_where_classes_are(make_cloud: Any, name: str) -> None:
     cloud = make_cloud()

@@ -274,12 +274,13 @@ class Asked(TorchDispatchMode):
     """What would wait for the device, or could not be recorded at all."""
 
     waits = frozenset(("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"))
-    # Of numbers that are on the device, which it reads.
-    fills = frozenset(("masked_fill.Tensor", "masked_fill_.Tensor"))
+    fills = frozenset(("masked_fill", "masked_fill_", "index_fill", "index_fill_"))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.__name__.split(".")[0] not in self.waits, func
-        assert func.__name__ not in self.fills, func
+        name = func.__name__.split(".")[0]
+        assert name not in self.waits, func
+        # What is filled in is read, below what is told of here.
+        assert name not in self.fills or not isinstance(args[-1], Tensor), func
         return func(*args, **(kwargs or {}))
 
 

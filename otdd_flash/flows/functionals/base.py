@@ -112,7 +112,8 @@ def _differentiate(
     assert not isinstance(term.function, Entropy)
     with torch.enable_grad():
         with user_code(f"functional {term.name}"):
-            value = term.function(particles, labels, masses)
+            # The flow keeps its masses, and a function may change what it is given.
+            value = term.function(particles, labels, masses.clone())
         _check(term.name, value)
         with user_code(f"the gradient of functional {term.name}"):
             (gradient,) = torch.autograd.grad(value, particles, allow_unused=True)
