@@ -103,7 +103,8 @@ def outwards(
     They move by eta, with <a, A> + <b, B> in `mean_error`, by what errors of sums make of
     potentials, and by rounding of sums over points, whose `size` is <a, |f|> + <b, |g|>.
     """
-    dual, upper = ends[0], max(ends)
+    # Of what is not a number and the dual value `max` gives the first: then nothing is proved.
+    dual, upper = ends[0], max(reversed(ends))
     shares = share_of_costs(sums.cost_rounding, upper, costs.lowest)
     additions = (sums.rows.shape[-1] + sums.columns.shape[-1] + 16) * DOUBLE_UNIT * (size + epsilon)
     rounding = mean_error + shares + sums.relative_error * epsilon + additions

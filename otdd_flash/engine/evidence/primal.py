@@ -18,7 +18,7 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Certifiable, Epsilon, Number
 
-# Keeps quotients and logarithms finite where there is no mass.
+# Keeps quotients finite where there is no mass.
 TINY = torch.finfo(torch.float64).tiny
 
 
@@ -153,7 +153,8 @@ def balancing(a: Tensor, absent: Tensor, diagonal: Tensor, sums: RowSums) -> Ten
         sums: z.
     """
     room = torch.sub(a, torch.minimum(diagonal.exp(), a), alpha=0.5)
-    ratios = (room + absent) / sums.highest.clamp_min(TINY)
+    # Infinite where nothing is off the diagonal; above 0 over 0 where there is no mass.
+    ratios = (room + absent) / sums.highest
     kappa = ratios.amin(-1, keepdim=True).clamp_max(1)
     kept = kappa * torch.stack(sums)
     own = (a - kept).clamp_min_(0)

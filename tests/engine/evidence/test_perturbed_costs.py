@@ -147,3 +147,11 @@ def test_ends_move_by_shares_of_the_upper_one_and_by_sums_over_points() -> None:
     # Twelve points: as many roundings of the largest partial sum, and sixteen more.
     assert 1 - low >= 28 * 2.0**-53 * 2.0**30
     assert high - 2 == pytest.approx(1 - low)
+
+
+def test_no_bound_is_proved_by_an_upper_one_that_is_not_a_number() -> None:
+    cost, a, b = drawn()
+    plan = reference.plan(cost, a, b, torch.zeros(7), torch.zeros(5), EPSILON)
+    costs = MatrixOperator(cost, a, b).costs
+    found = outwards(costs, sums_of(plan), (1.0, math.nan), 0.0, 1.0, EPSILON)
+    assert math.isnan(found[1])

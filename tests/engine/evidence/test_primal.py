@@ -218,6 +218,15 @@ def test_a_balanced_plan_is_attained_by_points_far_apart_at_any_potential() -> N
     assert_nearly_attained(a @ (cost.diagonal() - epsilon * a.log()), found, 1 - 1e-9)
 
 
+@pytest.mark.parametrize("outside", [0.0, 1e-320])
+def test_a_balanced_plan_is_not_scaled_for_a_point_of_the_least_mass(outside: float) -> None:
+    """It keeps half of what it has, which is less than any normal number."""
+    a = torch.tensor([0.5, 0.5, 3e-308], dtype=torch.float64)
+    diagonal = torch.tensor([0.25, 0.25, 1.0], dtype=torch.float64).log()
+    z = torch.tensor([0.25, 0.25, outside], dtype=torch.float64)
+    assert abs(float(balancing(a, a == 0, diagonal, RowSums(z, z)))) < 1e-300
+
+
 @pytest.mark.parametrize("side", ["row", "column"])
 def test_a_plan_is_scaled_until_its_fullest_row_or_column_just_fits(side: str) -> None:
     """One that has all that the error of sums may hide."""
