@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.content_mark import mark_of
+from otdd_flash.content_mark import mark_of, mark_of_tensors
 from otdd_flash.errors import InputError
 
 KINDS = np.arange(30) % 3
@@ -107,6 +107,16 @@ def test_marks_do_not_ask_how_points_lie_in_memory() -> None:
     x = torch.from_numpy(points())
     by_columns = otdd.LabeledSamples(x.T.contiguous().T, None, ())
     assert mark_of(by_columns) == mark_of(otdd.LabeledSamples(x, None, ()))
+
+
+def test_one_column_of_a_matrix_has_a_mark() -> None:
+    """Its bytes could not be read: it is contiguous, and its strides are those of the matrix."""
+    x = torch.from_numpy(np.asfortranarray(points()))[:, 1:2]
+    assert x.is_contiguous()
+    assert x.stride() == (1, 30)
+    assert mark_of_tensors(x) == mark_of_tensors(x.clone().view(30, 1))
+    # So it is with one number of many.
+    assert mark_of_tensors(x[::30, 0]) == mark_of_tensors(x[0].clone())
 
 
 @pytest.mark.gpu

@@ -30,13 +30,16 @@ from otdd_flash.operators.memory import (
     readable_bytes,
     stated_budget,
 )
-from otdd_flash.operators.remembered import remembered
+from otdd_flash.operators.remembered import forget, remembered
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# What costs keep of samples by this name.
+CLOUD = "cloud"
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,12 @@ def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
     if streaming is not None or isinstance(samples.features, FileFeatures):
         # What is found of points that stream is kept with what streams them.
         return find()
-    return remembered(samples, "cloud", find)
+    return remembered(samples, CLOUD, find)
+
+
+def forget_cloud(samples: LabeledSamples) -> None:
+    """Ask samples anew what they are, in a call to which they may come changed."""
+    forget(samples, CLOUD)
 
 
 def points_of(samples: LabeledSamples, streaming: Streaming | None) -> Points:

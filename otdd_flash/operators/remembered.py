@@ -37,3 +37,13 @@ def remembered(of: Tensor | LabeledSamples, name: Hashable, find: Callable[[], T
         kept[name] = mark, find()
     found: T = kept[name][1]
     return found
+
+
+def forget(of: LabeledSamples, name: Hashable) -> None:
+    """Have what was found by this name found again, where not every change can be told.
+
+    On a GPU torch counts its own changes, and neither those through `x.data`, of fused optimisers
+    and of replayed CUDA graphs, nor those of other libraries. On a CPU the content is marked.
+    """
+    if of.features.device.type != "cpu":
+        _KEPT.get(of, {}).pop(name, None)

@@ -20,7 +20,13 @@ from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import FileFeatures
-from otdd_flash.operators.build import ComputeOptions, CostInputs, operator_bytes, points_of
+from otdd_flash.operators.build import (
+    ComputeOptions,
+    CostInputs,
+    forget_cloud,
+    operator_bytes,
+    points_of,
+)
 from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.footprint import CostSize
 from otdd_flash.operators.ground import GroundCost
@@ -107,6 +113,8 @@ class Request:
             # A dataset that stands at several places stays one.
             given = {side: side.to(device) for side in dict.fromkeys(datasets)}
             points = {side: one if seen else cost.seen(one) for side, one in given.items()}
+            for cloud in points.values():
+                forget_cloud(cloud)
             moved = tuple(given[side] for side in datasets)
             return cls(moved, tuple(points[side] for side in datasets), cost, compute, needed)
 

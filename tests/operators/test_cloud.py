@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from other_device import OTHER, OtherDevice
 from torch import Tensor
 
 from otdd_flash.operators import cloud as cloud_module
+from otdd_flash.operators import request as request_module
 from otdd_flash.operators.build import ComputeOptions, CostInputs, cloud_of
 from otdd_flash.operators.cloud import Cloud
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 
 COUNT, DIM = 30, 4
@@ -90,6 +93,33 @@ def test_a_cloud_that_was_changed_in_place_is_asked_again(
     expected = mean_cost(x, y)
     assert abs(expected / before - 1) > 1e-6
     assert cost_of(x, y).mean_cost == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_call_sees_what_a_gpu_has_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused optimisers and replayed graphs change points of which no count says so."""
+    monkeypatch.setattr(request_module, "resolve_device", lambda _: OTHER)
+    options = GroundCost(), ComputeOptions("cpu", "torch")
+    drawn = samples(0), samples(1)
+    with OtherDevice():
+        x, y = (
+            LabeledSamples(of.features.to(OTHER), torch.arange(COUNT) % 3, of.class_names)
+            for of in drawn
+        )
+
+        def asked() -> float:
+            table = torch.zeros((3, 3), dtype=torch.float64).to(OTHER)
+            request = Request.prepare((x, y), *options)
+            costs = [request.inputs((0, 1), table).labelled for _ in range(2)]
+            assert costs[0].clouds[0] is costs[1].clouds[0]
+            return costs[0].largest
+
+        assert asked() == cost_of(*drawn).largest
+        held: Any = x.features
+        version = held._version
+        for there in (held.held, drawn[0].features):
+            there.mul_(2)
+        assert held._version == version
+        assert asked() == cost_of(*drawn).largest
 
 
 def test_a_cloud_goes_with_its_samples() -> None:
