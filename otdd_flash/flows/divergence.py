@@ -20,6 +20,7 @@ from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.labels import ClassDistances, Given, LabelMetric
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import class_indices
+from otdd_flash.operators.cloud import mass_per_class
 from otdd_flash.operators.float64_rows import squared_distances, squared_norms, weighted_mean
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples, displaced
@@ -241,5 +242,4 @@ class TargetDivergence:
 
 def _class_masses(samples: LabeledSamples) -> Tensor:
     """(V,) float64; unlabelled samples are one class."""
-    masses = samples.masses
-    return masses.new_zeros(samples.class_total).index_add_(0, class_indices(samples), masses)
+    return mass_per_class(samples.masses, class_indices(samples), samples.class_total)
