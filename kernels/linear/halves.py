@@ -23,7 +23,11 @@ from otdd_flash.kernels.points.packed_points import Layout
 LARGEST = tl.constexpr(2.0**14)
 # The smallest number whose logarithm is taken, a float32.
 TINY = tl.constexpr(2.0**-126)
+# Numbers of a tile.
 BLOCK = 4096
+# From so many columns on a program takes several that are adjacent in memory. Eight float32 are a
+# sector, the least that memory moves. With fewer columns there would be too few programs.
+MANY_COLUMNS, ADJACENT = 256, 8
 
 
 @triton.jit
@@ -105,6 +109,28 @@ def load_parts(p_found, part_stride, mask, PARTS: tl.constexpr):
     return found
 
 
+@triton.jit
+def load_weighted(
+    p_values,  # (COLUMNS,) pointers to the first row
+    weights_ptr,
+    origin_ptr,
+    filled_ptr,
+    o_row,
+    is_given,  # (1, COLUMNS)
+    n,
+    row_stride,
+    WEIGHTS: tl.constexpr,
+):
+    """Some packed rows of some columns, weighted, float64; 0 for padding."""
+    filled = tl.load(filled_ptr + o_row, mask=o_row < n, other=0) != 0
+    origin = tl.load(origin_ptr + o_row, mask=filled, other=0)
+    p_row = p_values[None, :] + origin[:, None] * row_stride
+    values = tl.load(p_row, mask=filled[:, None] & is_given, other=0.0).to(tl.float64)
+    if WEIGHTS:
+        values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)[:, None]
+    return values
+
+
 @on_its_device
 @triton.jit
 def to_halves_kernel(
@@ -121,29 +147,28 @@ def to_halves_kernel(
     column_stride,
     WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """One program per column, of which those from `given` on are 0."""
-    i = tl.program_id(0).to(tl.int64)
-    values_ptr += i * column_stride
-    largest = tl.zeros((BLOCK,), tl.float64)
+    """One program per COLUMNS columns, of which those from `given` on are 0."""
+    o_column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    is_given, p_values = (o_column < given)[None, :], values_ptr + o_column * column_stride
+    largest = tl.zeros((BLOCK, COLUMNS), tl.float64)
     for first in range(0, n, BLOCK):
-        o = first + tl.arange(0, BLOCK)
-        filled = (tl.load(filled_ptr + o, mask=o < n, other=0) != 0) & (i < given)
-        origin = tl.load(origin_ptr + o, mask=filled, other=0)
-        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0).to(tl.float64)
-        if WEIGHTS:
-            values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)
+        o_row = first + tl.arange(0, BLOCK)
+        values = load_weighted(
+            p_values, weights_ptr, origin_ptr, filled_ptr, o_row, is_given, n, row_stride, WEIGHTS
+        )  # (BLOCK, COLUMNS)
         largest = tl.maximum(largest, tl.abs(values))
-    scale = scale_below(tl.max(largest, 0))
-    tl.store(scales_ptr + i, scale, mask=i < given)
+    scales = scale_below(tl.max(largest, 0))  # (COLUMNS,)
+    tl.store(scales_ptr + o_column, scales, mask=o_column < given)
     for first in range(0, n, BLOCK):
-        o = first + tl.arange(0, BLOCK)
-        filled = (tl.load(filled_ptr + o, mask=o < n, other=0) != 0) & (i < given)
-        origin = tl.load(origin_ptr + o, mask=filled, other=0)
-        values = tl.load(values_ptr + origin * row_stride, mask=filled, other=0.0).to(tl.float64)
-        if WEIGHTS:
-            values *= tl.load(weights_ptr + origin, mask=filled, other=0.0)
-        store_halves(out_ptr + o.to(tl.int64) * 2 * s + i, values * scale, s, o < n)
+        o_row = first + tl.arange(0, BLOCK)
+        values = load_weighted(
+            p_values, weights_ptr, origin_ptr, filled_ptr, o_row, is_given, n, row_stride, WEIGHTS
+        )  # (BLOCK, COLUMNS)
+        p_out = out_ptr + o_row.to(tl.int64)[:, None] * 2 * s + o_column[None, :]
+        mask = (o_row < n)[:, None] & (o_column < s)[None, :]
+        store_halves(p_out, values * scales[None, :], s, mask)
 
 
 @on_its_device
@@ -190,7 +215,8 @@ def to_halves(
     width = triton.cdiv(count, multiple) * multiple
     packed = torch.empty((layout.size, 2, width), dtype=torch.float16, device=values.device)
     scales = torch.empty(count, dtype=torch.float64, device=values.device)
-    to_halves_kernel[(width,)](
+    columns = ADJACENT if count >= MANY_COLUMNS and values.stride(1) == 1 else 1
+    to_halves_kernel[(triton.cdiv(width, columns),)](
         values,
         values if weights is None else weights,
         layout.origin,
@@ -202,7 +228,8 @@ def to_halves(
         count,
         *values.stride(),
         WEIGHTS=weights is not None,
-        BLOCK=BLOCK,
+        BLOCK=BLOCK // columns,
+        COLUMNS=columns,
         num_warps=16,
     )
     return packed, scales

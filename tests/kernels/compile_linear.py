@@ -30,7 +30,8 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
     moving = cg_step.Vectors(*vectors[3:])
     stepping = cg_step.Numbers(*numbers[3:6], counts[1], flags[2], numbers[6], counts[2])
     runs = {
-        "to halves": (halves, "to_halves", partial(halves.to_halves, vectors[0], layout, masses))
+        f"to halves{of}": (halves, "to_halves", partial(halves.to_halves, values, layout, masses))
+        for of, values in (("", vectors[0]), (" adjacent", torch.zeros(m, halves.MANY_COLUMNS)))
     }
     points, squares = torch.zeros(m, 64), torch.zeros(2, layout.size)
     side = Side(PackedPoints(layout, points.half(), squares, 1.0), squares[0], squares[1])

@@ -270,18 +270,22 @@ def test_sums_are_in_range_where_there_is_mass(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_numbers_as_two_halves(weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_as_two_halves(
+    weighted: bool, adjacent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Columns of any size, and one of zeros, keep 22 bits; classes lie apart, padding is 0."""
     monkeypatch.setattr(halves, "BLOCK", 64)
+    monkeypatch.setattr(halves, "MANY_COLUMNS", 1)
+    monkeypatch.setattr(halves, "ADJACENT", 2)
     draw = torch.Generator().manual_seed(0)
     values = torch.randn(150, 3, generator=draw, dtype=torch.float64).to(DEVICE)
     values *= torch.tensor([1e-30, 1e25, 0.0], device=DEVICE)
     weights = torch.rand(150, generator=draw, dtype=torch.float64).to(DEVICE)
     layout = arrange(torch.arange(150, device=DEVICE) % 3, 3)
-    packed, scales = halves.to_halves(
-        values.T.contiguous().T, layout, weights if weighted else None, multiple=8
-    )
+    strided = values if adjacent else values.T.contiguous().T
+    packed, scales = halves.to_halves(strided, layout, weights if weighted else None, multiple=8)
     assert packed.shape[2] == 8
     assert bool((packed[..., 3:] == 0).all())
     packed = packed[..., :3]
