@@ -271,7 +271,7 @@ def plan_marginals(
 def _packed(side: DigitSide, digits: int, first: int, end: int) -> Tensor:
     """Digits of packed rows [first, end), (digits, end - first, DIM)."""
     points, layout, centre, scale, _ = side
-    return pack_digits(points, layout, centre, scale, digits, first, end - first).values
+    return pack_digits(points, layout, centre, scale, digits, first, end - first)
 
 
 class _Launch:

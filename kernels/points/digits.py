@@ -14,18 +14,17 @@ Schwarz
 
     |<X_s, Y_t>| <= (||X_s||^2 + ||Y_t||^2) / 2,
 
-so each point's share of it is measured when it is packed, `omitted`. And levels s + t are added
+so each point's share of it is measured, `omitted`. And levels s + t are added
 from the finest: a level k >= 2 is rounded to a multiple of B^-(k - 1) before it joins the next one,
 `carry_error`, but where four digits of few coordinates keep levels 2 and 3 as a number of their own
 (`keeps_fractions`). Levels 1 and 0 are added exactly. One digit is exact for points whose v are
 integers.
 
-What the digits themselves leave of v is `lost`, for the caller to account for.
+What the digits themselves leave of v is `lost`, for the caller to account for. `digit_losses` finds
+both.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -43,6 +42,16 @@ FEW_COORDINATES = 128
 ALIGNMENT = 64
 
 
+@triton.jit
+def next_digit(rest, FIRST: tl.constexpr, BASE: tl.constexpr):
+    """The digit in front of the point, of numbers that are scaled to have it there."""
+    # All digits after one are between -B / 2 / (B - 1) and (B / 2 - 1) / (B - 1) of its unit.
+    ABOVE: tl.constexpr = BASE / 2 / (BASE - 1)
+    LOWEST: tl.constexpr = -128.0 if FIRST else -BASE / 2
+    HIGHEST: tl.constexpr = 127.0 if FIRST else BASE / 2 - 1
+    return tl.minimum(tl.maximum(tl.floor(rest + ABOVE), LOWEST), HIGHEST)
+
+
 @on_its_device
 @triton.jit
 def pack_digits_kernel(
@@ -51,9 +60,6 @@ def pack_digits_kernel(
     origin_ptr,  # (rows,) int64
     filled_ptr,  # (rows,) int8
     out_ptr,  # (DIGITS rows, DIM) int8
-    squares_ptr,  # (rows,) float64
-    lost_ptr,  # (rows,) float64
-    omitted_ptr,  # (rows,) float64
     rows,
     d,
     row_stride,
@@ -65,64 +71,24 @@ def pack_digits_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program per BLOCK_M packed rows: their digits, and sums of v^2 and of what is missing."""
+    """One program per BLOCK_M packed rows."""
     o_row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     origin = tl.load(origin_ptr + o_row) * row_stride
     filled = tl.load(filled_ptr + o_row) != 0
-    squares = tl.zeros((BLOCK_M,), tl.float64)
-    lost = tl.zeros((BLOCK_M,), tl.float64)
-    omitted = tl.zeros((BLOCK_M,), tl.float64)
-    # All digits after one are between -B / 2 / (B - 1) and (B / 2 - 1) / (B - 1) of its unit.
-    ABOVE: tl.constexpr = BASE / 2 / (BASE - 1)
     for k in range(0, DIM, BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K)
         rest = load_scaled(
             points_ptr, centre_ptr, origin, filled, o_k, d, column_stride, scale
         )  # (BLOCK_M, BLOCK_K)
-        squares += tl.sum(rest * rest, 1)  # (BLOCK_M,)
-        unit = 1.0
         p_out = out_ptr + o_row[:, None] * DIM + o_k[None, :]
         for digit in tl.static_range(DIGITS):
             # Exact from here on: a difference of neighbours, and products by powers of two.
-            if digit == 0:
-                whole = tl.minimum(tl.maximum(tl.floor(rest + ABOVE), -128.0), 127.0)
-            else:
+            if digit > 0:
                 rest *= BASE
-                unit /= BASE
-                whole = tl.minimum(tl.maximum(tl.floor(rest + ABOVE), -BASE / 2), BASE / 2 - 1)
-                # Its pairs that are left out are those with the digits from DIGITS - digit on.
-                share = 0.0
-                for other in tl.static_range(DIGITS):
-                    if other >= DIGITS - digit:
-                        share += 0.5 / BASE ** (digit + other)
-                omitted += share * tl.sum(whole * whole, 1)  # (BLOCK_M,)
+            whole = next_digit(rest, digit == 0, BASE)
             rest -= whole
             tl.store(p_out, whole.to(tl.int8), mask=o_k[None, :] < DIM)
             p_out += rows.to(tl.int64) * DIM
-        rest *= unit
-        lost += tl.sum(rest * rest, 1)  # (BLOCK_M,)
-    tl.store(squares_ptr + o_row, squares / scale / scale)
-    # Above what the additions of the sum may have rounded off.
-    tl.store(lost_ptr + o_row, lost * (1 + 1e-12))
-    tl.store(omitted_ptr + o_row, omitted * (1 + 1e-12))
-
-
-class Digits(NamedTuple):
-    """Some packed rows of a cloud in fixed point.
-
-    Attributes:
-        values: (digits, rows, DIM) int8; DIM is d padded by zeros to a multiple of 64.
-        squares: (rows,) float64, |x - centre|^2 of the points themselves, in their unit.
-        lost: (rows,) float64, upper bounds on |v - sum_s X_s B^-s|^2, in units of v^2, for a v that
-            differs from the exact one by 2^-52 |v| at most.
-        omitted: (rows,) float64: the pairs that a score leaves out are at most omitted_i +
-            omitted_j, in units of v^2.
-    """
-
-    values: Tensor
-    squares: Tensor
-    lost: Tensor
-    omitted: Tensor
 
 
 def base_of(dim: int) -> int:
@@ -148,9 +114,10 @@ def pack_digits(
     digits: int,
     first: int,
     rows: int,
-    numbers: Tensor | None = None,
-) -> Digits:
-    """Cut packed rows [first, first + rows) of a cloud into digits; rows of padding are 0.
+) -> Tensor:
+    """Packed rows [first, first + rows) of a cloud in digits, (digits, rows, DIM) int8.
+
+    DIM is d padded by zeros to a multiple of 64; rows of padding are 0.
 
     Args:
         points: (N, d) of any real type and strides.
@@ -160,14 +127,9 @@ def pack_digits(
         digits: 1, 3 or 4.
         first: a multiple of 128.
         rows: a multiple of 128.
-        numbers: (3, rows) float64 that is to hold `squares`, `lost` and `omitted`, each of these
-            without gaps; new memory for None.
     """
     dim, device = padded_dim(points.shape[1]), points.device
     values = torch.empty((digits, rows, dim), dtype=torch.int8, device=device)
-    if numbers is None:
-        numbers = torch.empty((3, rows), dtype=torch.float64, device=device)
-    squares, lost, omitted = numbers.unbind()
     block_m, block_k = (8, 128) if points.is_cuda else (128, triton.next_power_of_2(dim))
     pack_digits_kernel[(rows // block_m,)](
         points,
@@ -175,9 +137,6 @@ def pack_digits(
         layout.origin[first : first + rows],
         layout.filled[first : first + rows].view(torch.int8),
         values,
-        squares,
-        lost,
-        omitted,
         rows,
         points.shape[1],
         *points.stride(),
@@ -189,7 +148,7 @@ def pack_digits(
         BLOCK_K=block_k,
         num_warps=4,
     )
-    return Digits(values, squares, lost, omitted)
+    return values
 
 
 def keeps_fractions(digits: int, dim: int) -> bool:

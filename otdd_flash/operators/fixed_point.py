@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes
 from otdd_flash.kernels.passes.plan_entries import (
     ADDITION_ERROR,
     ENTRY_ERROR,
@@ -23,7 +22,8 @@ from otdd_flash.kernels.passes.plan_entries import (
     LEAST_ENTRY,
 )
 from otdd_flash.kernels.passes.plan_marginals import DigitSide, plan_marginals
-from otdd_flash.kernels.points.digits import carry_error, longest, pack_digits, padded_dim
+from otdd_flash.kernels.points.digit_losses import digit_losses
+from otdd_flash.kernels.points.digits import carry_error, longest
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.float64_rows import squared_distances
@@ -277,22 +277,14 @@ class FixedPoint:
         return squared_distances(self.cost.points[side], self._centre)
 
     def _missing(self, side: int) -> Tensor:
-        """Of one side, in the order of the points, float64: what digits lack of a point and pairs.
+        """Of the points of one side, float64: what digits lack of a point and of its pairs.
 
         (k, 2, n): by each of `_kinds`, ||x_i - x'_i||^2 and shares of the products that scores
         leave out, half of what carries lose of these included.
         """
-        points, layout, kinds = self.cost.held[side], self.layouts[side], self._kinds
-        shape = len(kinds), 3, layout.size
-        found = torch.empty(shape, dtype=torch.float64, device=points.device)
-        for kind, digits in enumerate(kinds):
-            height, _ = chunk_sizes(padded_dim(points.shape[1]) * digits)
-            for first in range(0, layout.size, height):
-                rows = min(height, layout.size - first)
-                numbers = found[kind, :, first : first + rows]
-                given = points, layout, self._centre, self._scale, digits, first, rows
-                pack_digits(*given, numbers)
-        found = found[:, 1:, layout.position] / self._scale**2
+        points, kinds = self.cost.held[side], self._kinds
+        given = points, self._centre, self._scale
+        found = torch.stack([digit_losses(*given, digits) for digits in kinds]).div_(self._scale**2)
         for kind, digits in enumerate(kinds):
             found[kind, 1].add_(carry_error(digits, points.shape[1]) / self._scale**2 / 2)
         return found

@@ -16,6 +16,7 @@ from otdd_flash.kernels.passes.marginal_tiles import CHUNK_BYTES, chunk_sizes
 from otdd_flash.kernels.passes.plan_entries import LEAST_ENTRY, SUM_ERROR
 from otdd_flash.kernels.passes.plan_marginals import DigitSide, plan_marginals
 from otdd_flash.kernels.points import digits as fixed_point
+from otdd_flash.kernels.points.digit_losses import digit_losses
 from otdd_flash.kernels.points.digits import base_of, carry_error, pack_digits
 from otdd_flash.kernels.points.packed_points import arrange
 
@@ -86,8 +87,7 @@ def side_of(n, d, classes, digits, seed):
 def dense(rows, columns, costs, product_scale, digits):
     """The sums (n,), (m,) of the decoded points, and the largest size of an exponent's terms."""
     x, y = (
-        decoded(pack_digits(*side[:4], digits, 0, side.layout.size).values)
-        for side in (rows, columns)
+        decoded(pack_digits(*side[:4], digits, 0, side.layout.size)) for side in (rows, columns)
     )
     products = product_scale * (x @ y.T)
     exponents = products + rows.term[:, None] + columns.term[None, :]
@@ -100,8 +100,8 @@ def dense(rows, columns, costs, product_scale, digits):
 
 def product_error(rows, columns, digits):
     """The documented error of a score."""
-    x, y = (pack_digits(*side[:4], digits, 0, side.layout.size) for side in (rows, columns))
-    left_out = float(x.omitted.max() + y.omitted.max())
+    sides = ((side.points, side.centre, side.scale) for side in (rows, columns))
+    left_out = sum(float(digit_losses(*side, digits)[1].max()) for side in sides)
     return left_out + carry_error(digits, rows.points.shape[1])
 
 
@@ -242,8 +242,9 @@ def test_scores_are_within_the_documented_error(make, d, digits, base):
     layout = arrange(torch.zeros(70, dtype=torch.int64, device=DEVICE), 1)
     centre = torch.zeros(d, dtype=torch.float64, device=DEVICE)
     packed = pack_digits(points, layout, centre, 1.0, digits, 0, layout.size)
-    x = decoded(packed.values)[:70]
-    bound = 2 * float(packed.omitted.max()) + carry_error(digits, d)
+    x = decoded(packed)[:70]
+    _, omitted = digit_losses(points, centre, 1.0, digits)
+    bound = 2 * float(omitted.max()) + carry_error(digits, d)
     one = arrange(torch.zeros(1, dtype=torch.int64, device=DEVICE), 1)
     for j in (0, 1):
         term = layout.spread(-(x @ x[j]) / bound, NOTHING)
@@ -302,34 +303,34 @@ def test_exponents_at_the_ends_of_the_range(e):
 def test_digits_stand_for_the_points(n, d, classes, digits, base):
     side = side_of(n, d, classes, digits, 4)
     layout = side.layout
-    got = pack_digits(*side[:4], digits, 0, layout.size)
+    values = pack_digits(*side[:4], digits, 0, layout.size)
+    lost, omitted = digit_losses(side.points, side.centre, side.scale, digits)
     v = (side.points.double() - side.centre) * side.scale
-    v = torch.where(layout.filled[:, None], v[layout.origin], 0.0)
-    difference = (decoded(got.values)[:, :d] - v).square().sum(1)
+    difference = (decoded(values)[layout.position, :d] - v).square().sum(1)
     rounded = 2.0**-51 * v.square().sum(1).sqrt()
-    assert bool((difference.sqrt() <= got.lost.sqrt() + rounded).all())
+    assert bool((difference.sqrt() <= lost.sqrt() + rounded).all())
     largest = base ** -(digits - 1.0) * base / 2 / (base - 1)
-    assert float(got.lost.max()) <= d * largest**2 * (1 + 1e-9)
-    assert not bool(got.values[:, :, d:].any())
-    assert not bool(got.values[:, ~layout.filled].any())
-    later = got.values[1:].int()
+    assert float(lost.max()) <= d * largest**2 * (1 + 1e-9)
+    assert not bool(values[:, :, d:].any())
+    assert not bool(values[:, ~layout.filled].any())
+    later = values[1:].int()
     assert bool(((later >= -base // 2) & (later < base // 2)).all())
     pairs = ((s, t) for s in range(digits) for t in range(digits) if s + t >= digits)
-    omitted = sum(
+    shares = sum(
         later[s - 1].double().square().sum(1) / 2 * float(base) ** -(s + t) for s, t in pairs
     )
-    torch.testing.assert_close(got.omitted, got.omitted * 0 + omitted, rtol=1e-9, atol=0)
-    squares = v.square().sum(1) / side.scale**2
-    torch.testing.assert_close(got.squares, squares, rtol=1e-13, atol=0)
+    expected = omitted * 0 if digits == 1 else shares[layout.position]
+    torch.testing.assert_close(omitted, expected, rtol=1e-9, atol=0)
 
 
 def test_what_does_not_fit_is_counted_as_lost():
     layout = arrange(torch.zeros(2, dtype=torch.int64, device=DEVICE), 1)
     points = torch.tensor([[130.0, 0.0], [-140.0, 5.0]], dtype=torch.float64, device=DEVICE)
     centre = torch.zeros(2, dtype=torch.float64, device=DEVICE)
-    got = pack_digits(points, layout, centre, 1.0, 3, 0, layout.size)
-    expected = (decoded(got.values)[:2, :2] - points).square().sum(1)
-    torch.testing.assert_close(got.lost[:2], expected, rtol=1e-9, atol=0)
+    values = pack_digits(points, layout, centre, 1.0, 3, 0, layout.size)
+    lost, _ = digit_losses(points, centre, 1.0, 3)
+    expected = (decoded(values)[:2, :2] - points).square().sum(1)
+    torch.testing.assert_close(lost, expected, rtol=1e-9, atol=0)
 
 
 def test_points_of_any_type_strides_and_rows():
@@ -341,10 +342,11 @@ def test_points_of_any_type_strides_and_rows():
     whole = pack_digits(points, layout, centre, 20.0, 3, 0, layout.size)
     wide = torch.zeros(10, 800, dtype=torch.float64, device=DEVICE)
     wide[:, ::2] = points.T.double()
-    part = pack_digits(wide[:, ::2].T, layout, centre, 20.0, 3, 128, 256)
-    for all_rows, some in zip(whole, part, strict=True):
-        axis = 1 if all_rows.dim() == 3 else 0
-        assert torch.equal(all_rows.narrow(axis, 128, 256), some)
+    strided = wide[:, ::2].T
+    part = pack_digits(strided, layout, centre, 20.0, 3, 128, 256)
+    assert torch.equal(whole[:, 128:384], part)
+    losses = [digit_losses(each, centre, 20.0, 3) for each in (points, strided)]
+    assert torch.equal(*losses)
 
 
 def test_a_wrong_number_of_digits_is_refused():

@@ -10,7 +10,8 @@ import torch
 from operation_counts import OperationCounts
 from torch import Tensor
 
-from otdd_flash.kernels.points.digits import carry_error, pack_digits
+from otdd_flash.kernels.points.digit_losses import digit_losses
+from otdd_flash.kernels.points.digits import carry_error
 from otdd_flash.operators import fixed_point
 from otdd_flash.operators.base import CostRange, Marginals, Operator
 from otdd_flash.operators.kernel import KernelOperator
@@ -195,19 +196,11 @@ def test_errors_of_costs_are_what_digits_lack(
     dim, scale = cost.points[0].shape[1], fixed._scale
     monkeypatch.setattr(fixed, "_kinds", (1, 3, 4))
     for digits in fixed._kinds:
-        parts = [
-            pack_digits(points, layout, fixed._centre, scale, digits, 0, layout.size)
-            for points, layout in zip(cost.points, fixed.layouts, strict=True)
+        losses = [
+            digit_losses(points, fixed._centre, scale, digits) / scale**2 for points in cost.points
         ]
         carries = carry_error(digits, dim)
-        places = [layout.position for layout in fixed.layouts]
-        lost, left_out = (
-            [
-                getattr(part, name)[place] / scale**2
-                for part, place in zip(parts, places, strict=True)
-            ]
-            for name in ("lost", "omitted")
-        )
+        lost, left_out = zip(*losses, strict=True)
         of_points = product_errors(cost, fixed.squares, (lost[0], lost[1]))
         sizes = magnitudes_about(cost, fixed.squares)
         if own:
@@ -279,27 +272,14 @@ def test_errors_of_rows_and_of_columns_count_alike() -> None:
     assert found == pytest.approx([0.125 + 1.75e-3 + 3.3e-3] * 2)
 
 
-def test_a_piece_that_tells_what_digits_lose_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = {}
-    for height in (256, 128):
-        monkeypatch.setattr(fixed_point, "chunk_sizes", lambda _, height=height: (height, 128))
-        fixed = KernelOperator(cost_of("random", own=True), "fast")._fixed_point
-        with OperationCounts(monkeypatch) as counts:
-            fixed._missing(0)
-        counted[height] = counts.launches["pack_digits_kernel"], counts.operations
-    (few, asked), (many, again) = counted.values()
-    assert many == 2 * few
-    assert asked == again
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_what_all_digits_lose_is_read_once(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = KernelOperator(cost_of("random", own=own), "fast")._fixed_point
     with OperationCounts(monkeypatch) as counts:
         means = fixed.cost_error, fixed._mean(3)
     assert counts.reads == 1
-    # Both sides of a cloud with itself are one, and its points are packed once.
-    assert counts.launches["pack_digits_kernel"] == (2 if own else 4)
+    # Both sides of a cloud with itself are one, and its points are read once.
+    assert counts.launches["digit_losses_kernel"] == (2 if own else 4)
     for digits, mean in zip((4, 3), means, strict=True):
         x, y = fixed._costs_errors(digits)
         assert mean == pytest.approx(float(fixed.cost.a @ x + fixed.cost.b @ y), rel=1e-12)
