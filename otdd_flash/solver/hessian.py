@@ -98,7 +98,9 @@ def sinkhorn_hessian(
             options, debias=debias, start=start, solved=gradient, pulled=gradient.pulled
         )
     report_convergence(divergence, options)
-    by_x = gradient.total["x"].to(x)
+    by_x = gradient.total["x"].to(x.device)
+    # In a type of integers the gradient would be truncated.
+    by_x = by_x.to(x.dtype) if x.is_floating_point() else by_x
     return SinkhornHessian(problem, divergence, by_x, options, cg)
 
 
@@ -133,7 +135,8 @@ class SinkhornHessian:
 
     Attributes:
         divergence: the solved terms.
-        gradient: (n, d) by x, in its type and where it is.
+        gradient: (n, d) by x, where it is and in its type; of integers in float32, or float64 where
+            they need it.
     """
 
     def __init__(
@@ -157,8 +160,8 @@ class SinkhornHessian:
         """T v for a direction v (n, d), or for each of v (s, n, d), which share all passes.
 
         Raises:
-            InputError: v is no tensor of such a shape, of another type or device than x, or not
-                finite; an input was changed in place since; or memory is short.
+            InputError: v is no dense tensor of such a shape, of another type or device than the
+                gradient, or not finite; an input was changed in place since; or memory is short.
             ConvergenceError: `options.require_convergence` is set and a linear system was not
                 solved to the tolerance.
 
@@ -185,9 +188,12 @@ class SinkhornHessian:
             raise InputError(f"{accepted}, got {shown(v)}")
         if len(v) == 0:
             raise InputError(f"{accepted}, got none")
+        if v.layout != torch.strided:
+            raise InputError(f"v must be dense, got {v.layout}; give it as .to_dense()")
         if v.dtype != like.dtype or v.device != like.device:
             raise InputError(
-                f"v must be {like.dtype} on {like.device} as x, got {v.dtype} on {v.device}"
+                f"v must be {like.dtype} on {like.device} as the gradient, got {v.dtype} on "
+                f"{v.device}"
             )
         if not all_finite(v):
             raise InputError("v holds NaN or infinite values")
@@ -278,4 +284,4 @@ def report_residual(found: Along, options: Schedule) -> None:
     )
     if options.require_convergence:
         raise ConvergenceError(message)
-    warnings.warn(message, NotConvergedWarning, stacklevel=4)
+    warnings.warn(message, NotConvergedWarning, stacklevel=3)

@@ -213,9 +213,18 @@ def test_half_types_stay_what_they_are() -> None:
     exact = hessian(x.double(), y.double()).product(v.double()).values
     torch.testing.assert_close(values.double(), exact, rtol=2e-3, atol=2e-3)
     with pytest.raises(
-        InputError, match=r"^v must be torch.float16 on cpu as x, got torch.float32"
+        InputError, match=r"^v must be torch.float16 on cpu as the gradient, got torch.float32"
     ):
         found.product(v.float())
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8])
+def test_integer_points_have_real_derivatives(kind: torch.dtype) -> None:
+    x, y, v = (3 * cloud(12, 0)).abs().to(kind), cloud(9, 1).float(), cloud(12, 2).float()
+    found = hessian(x, y, options=None, cg=CGOptions())
+    exact = hessian(x.float(), y, options=None, cg=CGOptions())
+    assert torch.equal(found.gradient, exact.gradient)
+    assert torch.equal(found.product(v).values, exact.product(v).values)
 
 
 def test_the_first_pass_of_autograd_solves_no_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +318,11 @@ def test_a_curvature_without_debiasing_is_a_lower_bound(most: int) -> None:
     x, y, v = cloud(40, 0), cloud(30, 1), cloud(40, 2)
     exact = hessian(x, y, debias=False).product(v).curvature
     early = hessian(x, y, debias=False, cg=CGOptions(1e-12, max_iterations=most))
-    with pytest.warns(NotConvergedWarning, match="raise cg.tolerance or cg.max_iterations"):
+    with pytest.warns(
+        NotConvergedWarning, match="raise cg.tolerance or cg.max_iterations"
+    ) as caught:
         found = early.product(v)
+    assert caught[0].filename == __file__
     assert not bool(found.converged)
     assert int(found.iterations) == most
     assert float(found.curvature) <= float(exact) + 1e-12
@@ -459,7 +471,11 @@ REFUSED = {
     "none": (lambda: torch.zeros(0, 12, 3).double(), SHAPES + "got none$"),
     "another type": (
         lambda: cloud(12, 2).float(),
-        r"^v must be torch.float64 on cpu as x, got torch.float32 on cpu$",
+        r"^v must be torch.float64 on cpu as the gradient, got torch.float32 on cpu$",
+    ),
+    "sparse": (
+        lambda: cloud(12, 2).to_sparse(),
+        r"^v must be dense, got torch.sparse_coo; give it as .to_dense\(\)$",
     ),
     "not finite": (lambda: cloud(12, 2) / 0, r"^v holds NaN or infinite values$"),
 }
