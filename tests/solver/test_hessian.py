@@ -312,6 +312,27 @@ def test_damping_goes_to_nothing() -> None:
     assert errors[0] > 5 * errors[1] > 25 * errors[2] > 0
 
 
+@pytest.mark.parametrize("debias", [False, True])
+def test_damped_products_are_symmetric_too(debias: bool) -> None:
+    """Of both clouds moving; and what constants are taken to does not change."""
+    x, y, a = cloud(12, 0), cloud(9, 1), masses(12, 0)
+    found = hessian(x, y, a, debias=debias, cg=CGOptions(1e-12, damping=0.1))
+    v, w = (torch.stack([cloud(n, seed) + 1 for seed in (2, 3, 4)]) for n in (12, 9))
+    v[2], w[2] = 1, 1
+    alone = found.product(v)
+    matrix = torch.einsum("kni,lni->kl", v, alone.values)
+    torch.testing.assert_close(matrix, matrix.T, rtol=0, atol=1e-11)
+    torch.testing.assert_close(matrix.diagonal(), alone.curvature, rtol=0, atol=1e-11)
+    expected = a[:, None].expand(12, 3)
+    torch.testing.assert_close(alone.values[2], expected, rtol=0, atol=1e-13)
+    joint = DivergenceCurvature(found._problem, found.divergence, found._curvature._cg).along(v, w)
+    assert joint.y is not None
+    matrix = torch.einsum("kni,lni->kl", v, joint.x) + torch.einsum("kni,lni->kl", w, joint.y)
+    torch.testing.assert_close(matrix, matrix.T, rtol=0, atol=1e-11)
+    torch.testing.assert_close(matrix.diagonal(), joint.curvature, rtol=0, atol=1e-11)
+    assert float(joint.x[2].abs().max()) + float(joint.y[2].abs().max()) <= 1e-13
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 4])
 def test_a_curvature_without_debiasing_is_a_lower_bound(most: int) -> None:
     """However early the linear system is left."""
