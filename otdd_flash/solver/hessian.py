@@ -12,7 +12,7 @@ from torch import Tensor
 from otdd_flash.arguments.transport import SINKHORN_HESSIAN
 from otdd_flash.checks import shown, takes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
-from otdd_flash.operators.build import Compute, CostInputs
+from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
@@ -173,7 +173,8 @@ class SinkhornHessian:
         with torch.no_grad():
             directions = directions.to(request.device)
             found = request.within_memory(lambda: self._curvature.along(directions, None))
-        report_residual(found, self._options)
+        way_out = f"raise cg.tolerance or cg.max_iterations{or_in_double(request.compute)}"
+        report_residual(found, self._options, way_out)
         values = found.x.to(v)
         facts = found.curvature, found.iterations, found.residual, found.converged
         return HessianProduct(
@@ -268,8 +269,13 @@ def _with(found: Along, own: Along) -> Along:
     )
 
 
-def report_residual(found: Along, options: Schedule) -> None:
+def report_residual(found: Along, options: Schedule, way_out: str) -> None:
     """Warn, or raise if convergence is required, where a linear system was not solved.
+
+    Args:
+        found: what is known of the systems.
+        options: whether convergence is required.
+        way_out: what would solve them.
 
     Raises:
         ConvergenceError: as said.
@@ -279,9 +285,13 @@ def report_residual(found: Along, options: Schedule) -> None:
     missed = int((~found.converged).sum())
     message = (
         f"conjugate gradients left a relative residual of {float(found.residual.max()):.1e} in "
-        f"{missed} of {len(found.converged)} directions; raise cg.tolerance or "
-        "cg.max_iterations, or set precision=double"
+        f"{missed} of {len(found.converged)} directions; {way_out}"
     )
     if options.require_convergence:
         raise ConvergenceError(message)
     warnings.warn(message, NotConvergedWarning, stacklevel=3)
+
+
+def or_in_double(compute: ComputeOptions) -> str:
+    """Another way out of rounding, at the end of a message; none where there is no better type."""
+    return "" if compute.precision == "double" else ", or set precision=double"

@@ -18,7 +18,7 @@ from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import kernel_plans, memory
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver import curvature, plan_points
+from otdd_flash.solver import curvature, plan_points, second_derivatives
 from otdd_flash.solver.hessian import DivergenceCurvature
 from otdd_flash.solver.schur import Solver
 
@@ -340,7 +340,7 @@ def test_a_curvature_without_debiasing_is_a_lower_bound(most: int) -> None:
     exact = hessian(x, y, debias=False).product(v).curvature
     early = hessian(x, y, debias=False, cg=CGOptions(1e-12, max_iterations=most))
     with pytest.warns(
-        NotConvergedWarning, match="raise cg.tolerance or cg.max_iterations"
+        NotConvergedWarning, match=r"; raise cg.tolerance or cg.max_iterations$"
     ) as caught:
         found = early.product(v)
     assert caught[0].filename == __file__
@@ -378,6 +378,16 @@ def test_a_curvature_is_off_by_the_square_of_what_solutions_are(
         assert debias or errors[-1] > 0
         assert float((found.x - exact.x).norm()) > 1e-3 * size
     assert 90 < errors[0] / errors[1] < 110
+
+
+def test_what_autograds_second_pass_did_not_solve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a way out that those who call for a loss have, which takes no `cg`."""
+    monkeypatch.setattr(second_derivatives, "TIGHT", 1e-100)
+    x = cloud(20, 0).requires_grad_()
+    loss = otdd.sinkhorn_loss(x, cloud(15, 1), epsilon=EPSILON, options=EXACT)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.warns(NotConvergedWarning, match=r"; otdd.sinkhorn_hessian takes a larger cg"):
+        torch.autograd.grad(gradient, x, cloud(20, 2))
 
 
 def test_convergence_may_be_required() -> None:
