@@ -113,7 +113,7 @@ class CrossCurvature:
         a = at.directions(given)
         e = a.dots(at.images).mul_(self._by_row).neg_()
         right = self._right(a, e)
-        solved = self._solve(right)
+        solved = self._solve(right, e)
         w2 = at.here(solved.values.T)
         columns, of_w2 = at.columns_change_beside(w2, w2)
         t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
@@ -136,7 +136,7 @@ class CrossCurvature:
         e = self._row_sums(a, b, v, by_x)
         right = c * v - b.dots(at.transposed_images)
         right += self._right(a, e, by_y)
-        solved = self._solve(right)
+        solved = self._solve(right, e)
         w2, left = at.here(solved.values.T), at.here(_off(solved, self._system, self._damping))
         t2 = w2 - factor * v
         columns, of_w2 = at.columns_change_beside(t2, w2)
@@ -190,8 +190,16 @@ class CrossCurvature:
                 out[part.at] = part.points
         return found
 
-    def _solve(self, right: Tensor) -> Solution:
-        return self._solver.solve((self._at.factor * right.double()).T)
+    def _solve(self, right: Tensor, e: Tensor) -> Solution:
+        """For right-hand sides (s, m) over 2 L; one that is but the rounding of its terms is 0.
+
+        Those of a plan that matches points one to one are: then no system could be solved for them.
+        P^T e is one of their terms, of no larger size than e.
+        """
+        given = right.double().T
+        size = (e.double().square() @ self._at.r.double()).sqrt_()
+        told = self._system.metric.size(given) > self._at.plan.precision * size
+        return self._solver.solve(torch.where(told, self._at.factor * given, 0))
 
 
 class SelfCurvature:

@@ -413,6 +413,23 @@ def test_groups_that_are_far_apart(debias: bool) -> None:
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", [False, True])
+def test_points_that_are_matched_one_to_one(
+    kind: torch.dtype, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix is 0 but for rounding, and so is what it is to be solved for: that is no miss."""
+    if not kept:
+        monkeypatch.setattr(StoredOperator, "_prepared_plan", lambda *_: None)
+    x, v = cloud(30, 0, d=50).to(kind), cloud(30, 2, d=50).to(kind)
+    y = x + 1e-3 * cloud(30, 1, d=50).to(kind)
+    found = otdd.sinkhorn_hessian(x, y, epsilon=0.5, debias=False)
+    product = found.product(torch.stack((v, torch.ones_like(v))))
+    assert bool(product.converged.all())
+    # Every point keeps its match: only the gradient's own 2 L r x moves.
+    assert float((product.values[0] - v / 30).norm() / (v / 30).norm()) <= 1e-4
+
+
 @pytest.mark.parametrize("debias", [False, True])
 def test_points_in_float32(debias: bool) -> None:
     x, y, v = (points.float() for points in (cloud(200, 0), cloud(150, 1), cloud(200, 2)))
