@@ -114,7 +114,8 @@ class HessianProduct:
             rounding, however early the linear system was left; with it an estimate.
         iterations: of conjugate gradients, those of both terms, (s,) int64; 0 where systems
             were decomposed.
-        residual: of the linear system over its right-hand side, the larger of both terms', (s,).
+        residual: of the linear system over its right-hand side, the larger of both terms', (s,);
+            0 where the right-hand side is only rounding.
         converged: whether residuals are within the tolerance, (s,) bool.
     """
 

@@ -16,7 +16,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.term_gradient import Input
 
-# Of linear systems between points in float64.
+# The tolerance of linear systems where a cloud is float64; others have that of `CGOptions`.
 TIGHT = 1e-10
 
 # What the inputs are called where they are given.
