@@ -35,6 +35,9 @@ A system is solved to a residual, s - S w2 or s - (diag(r) + P) w, by which colu
 epsilon dP are off. As for a plan whose sums move, residual o y joins epsilon dP^T x, and residual o
 x that of a self term. With <w2, residual> / epsilon the curvature <(A, B), T (A, B)> then is off by
 the square of the residual only, and the system's share of it at most the exact one.
+
+A damped solution leaves delta c o w2, or delta r o w, beside its residual. Both join, and what all
+rows of T_x share by it is taken off: T stays symmetric, and constants keep their image.
 """
 
 from __future__ import annotations
@@ -90,6 +93,7 @@ class CrossCurvature:
         quick, system = at.plan.quick, SchurSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SchurSystem(quick, cg.damping)
         self._solver, self._system = Solver(system, rounded, cg), system
+        self._damping = cg.damping
 
     @cached_property
     def _by_row(self) -> Tensor:
@@ -109,7 +113,7 @@ class CrossCurvature:
         a = at.directions(given)
         e = a.dots(at.images).mul_(self._by_row).neg_()
         right = self._right(a, e)
-        solved = self._solve(right)
+        solved = self._solve(right, e)
         w2 = at.here(solved.values.T)
         columns, of_w2 = at.columns_change_beside(w2, w2)
         t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
@@ -120,6 +124,7 @@ class CrossCurvature:
             changed, own = part.points.mul_(-factor / at.epsilon), factor * r[part.rows, None]
             by_x[part.at] = found = changed.addcmul_(given[part.at], own)
             curvature[part.which].add_(inner(a.at(*part.at), found))
+        self._less_shared(a.total, a.mean, by_x)
         return _along(by_x, None, curvature, solved, at.epsilon)
 
     def _along_both(self, given_a: Tensor, given_b: Tensor) -> Along:
@@ -131,8 +136,8 @@ class CrossCurvature:
         e = self._row_sums(a, b, v, by_x)
         right = c * v - b.dots(at.transposed_images)
         right += self._right(a, e, by_y)
-        solved = self._solve(right)
-        w2, left = at.here(solved.values.T), at.here(solved.left.T)
+        solved = self._solve(right, e)
+        w2, left = at.here(solved.values.T), at.here(_off(solved, self._system, self._damping))
         t2 = w2 - factor * v
         columns, of_w2 = at.columns_change_beside(t2, w2)
         t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
@@ -149,7 +154,22 @@ class CrossCurvature:
             rest = c[part.rows, None] * (own - shift[part.which]) - by_y[part.at]
             by_y[part.at] = found = factor * (rest - moved / at.epsilon)
             curvature[part.which].add_(inner(own, found))
+        self._less_shared(a.total, shift, by_x, by_y)
         return _along(by_x, by_y, curvature, solved, at.epsilon)
+
+    def _less_shared(
+        self, total: Tensor, shift: Tensor, by_x: Tensor, by_y: Tensor | None = None
+    ) -> None:
+        """Take off in place what a damped system adds to the sums of derivatives (s, n, d).
+
+        They are those of the shift (s, 1, d) of all x against all y, of so much mass in total.
+        """
+        if self._damping == 0:
+            return
+        shared = torch.sub(by_x.sum(1, keepdim=True) / total, shift, alpha=self._at.factor)
+        by_x.addcmul_(self._at.r[:, None], shared, value=-1)
+        if by_y is not None:
+            by_y.addcmul_(self._at.c[:, None], shared)
 
     def _row_sums(self, a: Directions, b: Directions, v: Tensor, out: Tensor) -> Tensor:
         """The numbers e (s, n); P B is written to `out`."""
@@ -170,8 +190,16 @@ class CrossCurvature:
                 out[part.at] = part.points
         return found
 
-    def _solve(self, right: Tensor) -> Solution:
-        return self._solver.solve((self._at.factor * right.double()).T)
+    def _solve(self, right: Tensor, e: Tensor) -> Solution:
+        """For right-hand sides (s, m) over 2 L; one that is but the rounding of its terms is 0.
+
+        Those of a plan that matches points one to one are: then no system could be solved for them.
+        P^T e is one of their terms, of no larger size than e.
+        """
+        given = right.double().T
+        size = (e.double().square() @ self._at.r.double()).sqrt_()
+        told = self._system.metric.size(given) > self._at.plan.precision * size
+        return self._solver.solve(torch.where(told, self._at.factor * given, 0))
 
 
 class SelfCurvature:
@@ -181,7 +209,8 @@ class SelfCurvature:
         self._at = at = plan_points(inputs, (term.f, term.f), term.epsilon)
         quick, system = at.plan.quick, SelfSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SelfSystem(quick, cg.damping)
-        self._solver = Solver(system, rounded, cg)
+        self._solver, self._system = Solver(system, rounded, cg), system
+        self._damping = cg.damping
 
     def less_half(self, given: Tensor, out: Tensor) -> Along:
         """Along A (s, n, d), of whose derivatives half is taken off `out` (s, n, d).
@@ -203,13 +232,21 @@ class SelfCurvature:
             del part, own, of_a, rest
         solved = self._solver.solve((factor * right.double()).T)
         t = torch.sub(at.here(solved.values.T), u, alpha=factor)
-        left, columns = at.here(solved.left.T), at.columns_change(t)
+        left = at.here(_off(solved, self._system, self._damping))
+        columns = at.columns_change(t)
         for part in at.changed(a, a, t, columns):
             moved = part.points.addcmul_(left[part.at][..., None], x[part.rows]).div_(at.epsilon)
             curvature[part.which].sub_(inner(a.at(*part.at), moved))
             part.add(out, moved, factor)
         # Both potentials, so twice.
         return _along(out, None, 2 * factor * curvature, solved, at.epsilon / 2)
+
+
+def _off(solved: Solution, system: SchurSystem | SelfSystem, damping: float) -> Tensor:
+    """By how much column sums of epsilon dP are off (s, m)."""
+    if damping == 0:
+        return solved.left.T
+    return torch.addcmul(solved.left, system.metric.masses, solved.values, value=damping).T
 
 
 def _along(

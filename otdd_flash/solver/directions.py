@@ -14,7 +14,8 @@ Which = slice
 Rows = slice | Tensor
 ALL = slice(None)
 
-# Coordinates that are read at once where all are only looked at, or kept beside those given.
+# Coordinates up to which directions less their means are kept beside those given; of more, so many
+# are computed at a time.
 LOOKED_AT = 1 << 22
 
 

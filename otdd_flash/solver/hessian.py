@@ -12,7 +12,7 @@ from torch import Tensor
 from otdd_flash.arguments.transport import SINKHORN_HESSIAN
 from otdd_flash.checks import shown, takes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
-from otdd_flash.operators.build import Compute, CostInputs
+from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
@@ -98,7 +98,9 @@ def sinkhorn_hessian(
             options, debias=debias, start=start, solved=gradient, pulled=gradient.pulled
         )
     report_convergence(divergence, options)
-    by_x = gradient.total["x"].to(x)
+    by_x = gradient.total["x"].to(x.device)
+    # In a type of integers the gradient would be truncated.
+    by_x = by_x.to(x.dtype) if x.is_floating_point() else by_x
     return SinkhornHessian(problem, divergence, by_x, options, cg)
 
 
@@ -112,7 +114,8 @@ class HessianProduct:
             rounding, however early the linear system was left; with it an estimate.
         iterations: of conjugate gradients, those of both terms, (s,) int64; 0 where systems
             were decomposed.
-        residual: of the linear system over its right-hand side, the larger of both terms', (s,).
+        residual: of the linear system over its right-hand side, the larger of both terms', (s,);
+            0 where the right-hand side is only rounding.
         converged: whether residuals are within the tolerance, (s,) bool.
     """
 
@@ -133,7 +136,8 @@ class SinkhornHessian:
 
     Attributes:
         divergence: the solved terms.
-        gradient: (n, d) by x, in its type and where it is.
+        gradient: (n, d) by x, where it is and in its type; of integers in float32, or float64 where
+            they need it.
     """
 
     def __init__(
@@ -157,8 +161,8 @@ class SinkhornHessian:
         """T v for a direction v (n, d), or for each of v (s, n, d), which share all passes.
 
         Raises:
-            InputError: v is no tensor of such a shape, of another type or device than x, or not
-                finite; an input was changed in place since; or memory is short.
+            InputError: v is no dense tensor of such a shape, of another type or device than the
+                gradient, or not finite; an input was changed in place since; or memory is short.
             ConvergenceError: `options.require_convergence` is set and a linear system was not
                 solved to the tolerance.
 
@@ -170,7 +174,8 @@ class SinkhornHessian:
         with torch.no_grad():
             directions = directions.to(request.device)
             found = request.within_memory(lambda: self._curvature.along(directions, None))
-        report_residual(found, self._options)
+        way_out = f"raise cg.tolerance or cg.max_iterations{or_in_double(request.compute)}"
+        report_residual(found, self._options, way_out)
         values = found.x.to(v)
         facts = found.curvature, found.iterations, found.residual, found.converged
         return HessianProduct(
@@ -185,9 +190,12 @@ class SinkhornHessian:
             raise InputError(f"{accepted}, got {shown(v)}")
         if len(v) == 0:
             raise InputError(f"{accepted}, got none")
+        if v.layout != torch.strided:
+            raise InputError(f"v must be dense, got {v.layout}; give it as .to_dense()")
         if v.dtype != like.dtype or v.device != like.device:
             raise InputError(
-                f"v must be {like.dtype} on {like.device} as x, got {v.dtype} on {v.device}"
+                f"v must be {like.dtype} on {like.device} as the gradient, got {v.dtype} on "
+                f"{v.device}"
             )
         if not all_finite(v):
             raise InputError("v holds NaN or infinite values")
@@ -262,8 +270,13 @@ def _with(found: Along, own: Along) -> Along:
     )
 
 
-def report_residual(found: Along, options: Schedule) -> None:
+def report_residual(found: Along, options: Schedule, way_out: str) -> None:
     """Warn, or raise if convergence is required, where a linear system was not solved.
+
+    Args:
+        found: what is known of the systems.
+        options: whether convergence is required.
+        way_out: what would solve them.
 
     Raises:
         ConvergenceError: as said.
@@ -273,9 +286,13 @@ def report_residual(found: Along, options: Schedule) -> None:
     missed = int((~found.converged).sum())
     message = (
         f"conjugate gradients left a relative residual of {float(found.residual.max()):.1e} in "
-        f"{missed} of {len(found.converged)} directions; raise cg.tolerance or "
-        "cg.max_iterations, or set precision=double"
+        f"{missed} of {len(found.converged)} directions; {way_out}"
     )
     if options.require_convergence:
         raise ConvergenceError(message)
-    warnings.warn(message, NotConvergedWarning, stacklevel=4)
+    warnings.warn(message, NotConvergedWarning, stacklevel=3)
+
+
+def or_in_double(compute: ComputeOptions) -> str:
+    """Another way out of rounding, at the end of a message; none where there is no better type."""
+    return "" if compute.precision == "double" else ", or set precision=double"

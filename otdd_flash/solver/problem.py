@@ -111,7 +111,9 @@ class Problem:
                 epsilon,
             )
         if epsilon < torch.finfo(compute.dtype).tiny:
-            in_double = epsilon > WITHIN_DOUBLE * self._largest_cost()
+            in_double = (
+                compute.dtype != torch.float64 and epsilon > WITHIN_DOUBLE * self._largest_cost()
+            )
             raise EpsilonOutOfRange(
                 f"{{given}} underflows in precision={compute.precision}; raise "
                 f"{{name}}{', scale' if in_double else ' or scale'} the features up"

@@ -255,13 +255,13 @@ class Solution(NamedTuple):
 class Solver:
     """Solves with one matrix for one set of right-hand sides after another.
 
-    A matrix that could be decomposed solves all of them, up to the first that it leaves a residual
-    above the tolerance of. Then, and for others, conjugate gradients do. Right-hand sides are taken
-    in units of their `largest` entries.
+    A matrix that is decomposed solves them until it leaves one of them a residual above the
+    tolerance. From then on, and where nothing is decomposed, conjugate gradients solve. Right-hand
+    sides are taken in units of their `largest` entries.
 
-    Where the recomputed residual no longer halves from one correction to the next, the matrix near
-    it is too far away and iterations go on with the matrix itself; then rounding makes it seem to
-    have no positive direction left, and the direction is given up.
+    Where the recomputed residual no longer halves from one correction to the next, the rounded
+    matrix is too far away, and iterations go on with the matrix itself. Where its corrections no
+    longer halve the residual either, only rounding is left, and the direction is given up.
 
     Args:
         system: the matrix.
@@ -288,10 +288,11 @@ class Solver:
         if direct is None:
             return None
         unit = largest(right, dim=0)
-        right = metric.less_constants(right / unit)
+        given = right / unit
+        right = metric.less_constants(given)
         values = direct.solve(right)
         left = right - self._system.times(values)
-        residual = metric.size(left) / metric.size(right).clamp_min(torch.finfo(right.dtype).tiny)
+        residual = metric.size(left) / metric.size(given).clamp_min(torch.finfo(right.dtype).tiny)
         converged = residual <= self._limits.tolerance
         # The host waits once, for all that can go wrong.
         if not bool(converged.all() & direct.sound):

@@ -10,13 +10,13 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import POINTS
-from otdd_flash.solver.hessian import DivergenceCurvature, report_residual
+from otdd_flash.solver.hessian import DivergenceCurvature, or_in_double, report_residual
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.term_gradient import Input
 
-# Of linear systems between points in float64.
+# The tolerance of linear systems where a cloud is float64; others have that of `CGOptions`.
 TIGHT = 1e-10
 
 # What the inputs are called where they are given.
@@ -77,6 +77,8 @@ class SecondDerivatives:
         cg = CGOptions(tolerance=TIGHT) if tight else DEFAULTS
         curvature = DivergenceCurvature(self._problem, self._divergence, cg)
         found = self._problem.request.within_memory(lambda: curvature.along(a, b))
-        report_residual(found, self._options)
+        way_out = "otdd.sinkhorn_hessian takes a larger cg.tolerance"
+        way_out += or_in_double(self._problem.request.compute)
+        report_residual(found, self._options, way_out)
         changes = {"x": found.x} if found.y is None else {"x": found.x, "y": found.y}
         return [changes[key][0] for key in self._keys]

@@ -89,7 +89,9 @@ def _samples(
     weights = None if masses is None else masses.detach()
     if isinstance(points, FileFeatures):
         points.check()
-    points = points.detach().contiguous()
+    points = points.detach()
+    # Others are refused.
+    points = points.contiguous() if points.layout == torch.strided else points
     try:
         samples = LabeledSamples(points, labels, names, weights, name=called[0])
     except InputError as error:

@@ -215,6 +215,15 @@ def test_a_tensor_with_nan_is_refused_by_the_loss(
         otdd.sinkhorn_loss(x.requires_grad_(), y, epsilon=0.5)
 
 
+@pytest.mark.parametrize("function", [otdd.sinkhorn_loss, otdd.sinkhorn_hessian])
+def test_a_sparse_tensor_is_refused(
+    pair: tuple[LabeledSamples, LabeledSamples], function: Callable[..., object]
+) -> None:
+    x, y = (side.features for side in pair)
+    with pytest.raises(InputError, match=r"^y: features must be dense, .* as \.to_dense\(\)$"):
+        function(x, y.to_sparse(), epsilon=0.5)
+
+
 @pytest.mark.parametrize(
     "reader", ["sinkhorn", "sinkhorn_divergence", "dataset_distance", "pairwise_distances"]
 )

@@ -18,7 +18,7 @@ from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import kernel_plans, memory
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver import curvature, plan_points
+from otdd_flash.solver import curvature, plan_points, second_derivatives
 from otdd_flash.solver.hessian import DivergenceCurvature
 from otdd_flash.solver.schur import Solver
 
@@ -213,9 +213,18 @@ def test_half_types_stay_what_they_are() -> None:
     exact = hessian(x.double(), y.double()).product(v.double()).values
     torch.testing.assert_close(values.double(), exact, rtol=2e-3, atol=2e-3)
     with pytest.raises(
-        InputError, match=r"^v must be torch.float16 on cpu as x, got torch.float32"
+        InputError, match=r"^v must be torch.float16 on cpu as the gradient, got torch.float32"
     ):
         found.product(v.float())
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8])
+def test_integer_points_have_real_derivatives(kind: torch.dtype) -> None:
+    x, y, v = (3 * cloud(12, 0)).abs().to(kind), cloud(9, 1).float(), cloud(12, 2).float()
+    found = hessian(x, y, options=None, cg=CGOptions())
+    exact = hessian(x.float(), y, options=None, cg=CGOptions())
+    assert torch.equal(found.gradient, exact.gradient)
+    assert torch.equal(found.product(v).values, exact.product(v).values)
 
 
 def test_the_first_pass_of_autograd_solves_no_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,14 +312,38 @@ def test_damping_goes_to_nothing() -> None:
     assert errors[0] > 5 * errors[1] > 25 * errors[2] > 0
 
 
+@pytest.mark.parametrize("debias", [False, True])
+def test_damped_products_are_symmetric_too(debias: bool) -> None:
+    """Of both clouds moving; and what constants are taken to does not change."""
+    x, y, a = cloud(12, 0), cloud(9, 1), masses(12, 0)
+    found = hessian(x, y, a, debias=debias, cg=CGOptions(1e-12, damping=0.1))
+    v, w = (torch.stack([cloud(n, seed) + 1 for seed in (2, 3, 4)]) for n in (12, 9))
+    v[2], w[2] = 1, 1
+    alone = found.product(v)
+    matrix = torch.einsum("kni,lni->kl", v, alone.values)
+    torch.testing.assert_close(matrix, matrix.T, rtol=0, atol=1e-11)
+    torch.testing.assert_close(matrix.diagonal(), alone.curvature, rtol=0, atol=1e-11)
+    expected = a[:, None].expand(12, 3)
+    torch.testing.assert_close(alone.values[2], expected, rtol=0, atol=1e-13)
+    joint = DivergenceCurvature(found._problem, found.divergence, found._curvature._cg).along(v, w)
+    assert joint.y is not None
+    matrix = torch.einsum("kni,lni->kl", v, joint.x) + torch.einsum("kni,lni->kl", w, joint.y)
+    torch.testing.assert_close(matrix, matrix.T, rtol=0, atol=1e-11)
+    torch.testing.assert_close(matrix.diagonal(), joint.curvature, rtol=0, atol=1e-11)
+    assert float(joint.x[2].abs().max()) + float(joint.y[2].abs().max()) <= 1e-13
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 4])
 def test_a_curvature_without_debiasing_is_a_lower_bound(most: int) -> None:
     """However early the linear system is left."""
     x, y, v = cloud(40, 0), cloud(30, 1), cloud(40, 2)
     exact = hessian(x, y, debias=False).product(v).curvature
     early = hessian(x, y, debias=False, cg=CGOptions(1e-12, max_iterations=most))
-    with pytest.warns(NotConvergedWarning, match="raise cg.tolerance or cg.max_iterations"):
+    with pytest.warns(
+        NotConvergedWarning, match=r"; raise cg.tolerance or cg.max_iterations$"
+    ) as caught:
         found = early.product(v)
+    assert caught[0].filename == __file__
     assert not bool(found.converged)
     assert int(found.iterations) == most
     assert float(found.curvature) <= float(exact) + 1e-12
@@ -347,6 +380,16 @@ def test_a_curvature_is_off_by_the_square_of_what_solutions_are(
     assert 90 < errors[0] / errors[1] < 110
 
 
+def test_what_autograds_second_pass_did_not_solve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a way out that those who call for a loss have, which takes no `cg`."""
+    monkeypatch.setattr(second_derivatives, "TIGHT", 1e-100)
+    x = cloud(20, 0).requires_grad_()
+    loss = otdd.sinkhorn_loss(x, cloud(15, 1), epsilon=EPSILON, options=EXACT)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.warns(NotConvergedWarning, match=r"; otdd.sinkhorn_hessian takes a larger cg"):
+        torch.autograd.grad(gradient, x, cloud(20, 2))
+
+
 def test_convergence_may_be_required() -> None:
     options = Converged(1e-9, require_convergence=True)
     found = hessian(cloud(40, 0), cloud(30, 1), options=options, cg=CGOptions(1e-12, 1))
@@ -368,6 +411,23 @@ def test_groups_that_are_far_apart(debias: bool) -> None:
         values = found.product(v).values
     expected, _ = dense(plans, x, y, v, None, 0.5)
     torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kept", [False, True])
+def test_points_that_are_matched_one_to_one(
+    kind: torch.dtype, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix is 0 but for rounding, and so is what it is to be solved for: that is no miss."""
+    if not kept:
+        monkeypatch.setattr(StoredOperator, "_prepared_plan", lambda *_: None)
+    x, v = cloud(30, 0, d=50).to(kind), cloud(30, 2, d=50).to(kind)
+    y = x + 1e-3 * cloud(30, 1, d=50).to(kind)
+    found = otdd.sinkhorn_hessian(x, y, epsilon=0.5, debias=False)
+    product = found.product(torch.stack((v, torch.ones_like(v))))
+    assert bool(product.converged.all())
+    # Every point keeps its match: only the gradient's own 2 L r x moves.
+    assert float((product.values[0] - v / 30).norm() / (v / 30).norm()) <= 1e-4
 
 
 @pytest.mark.parametrize("debias", [False, True])
@@ -459,7 +519,11 @@ REFUSED = {
     "none": (lambda: torch.zeros(0, 12, 3).double(), SHAPES + "got none$"),
     "another type": (
         lambda: cloud(12, 2).float(),
-        r"^v must be torch.float64 on cpu as x, got torch.float32 on cpu$",
+        r"^v must be torch.float64 on cpu as the gradient, got torch.float32 on cpu$",
+    ),
+    "sparse": (
+        lambda: cloud(12, 2).to_sparse(),
+        r"^v must be dense, got torch.sparse_coo; give it as .to_dense\(\)$",
     ),
     "not finite": (lambda: cloud(12, 2) / 0, r"^v holds NaN or infinite values$"),
 }

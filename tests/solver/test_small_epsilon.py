@@ -143,6 +143,13 @@ def test_scales_out_of_the_range_of_float32_are_refused(scale: float, message: s
     assert otdd.sinkhorn(x, y, epsilon=epsilon, compute=double).converged
 
 
+def test_double_precision_is_no_way_out_of_double_precision() -> None:
+    x, y = 1e-150 * torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0)).double()
+    message = r"^epsilon=1e-312 underflows in precision=double; raise epsilon or scale the .* up$"
+    with pytest.raises(InputError, match=message):
+        otdd.sinkhorn_loss(x, y, epsilon=1e-312, lambda_x=1e-12)
+
+
 @pytest.mark.parametrize(
     ("precision", "given", "message"),
     [
