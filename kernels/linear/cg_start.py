@@ -31,7 +31,7 @@ class Kept(NamedTuple):
         right: right-hand sides in the system's range, (m, s) float64.
         values: the best solutions, (m, s) float64.
         left: their residuals, (m, s) float64.
-        size: of the right-hand sides as they were given, (s,) float64.
+        size: of the right-hand sides, (s,) float64.
         now: of the residuals, (s,) float64.
         target: the size of a residual that is small enough, (s,) float64.
         iterations: of all corrections, (s,) int64.
@@ -173,13 +173,9 @@ def cg_start_kernel(
             tl.store(kept_ptr + o, tl.zeros((BLOCK,), tl.float64), mask=mask)
             # What nothing is found for is corrected by nothing.
             tl.store(values_ptr + o, tl.zeros((BLOCK,), tl.float64), mask=mask)
-        # As it was given: constants are orthogonal to the rest.
-        right_size = found
-        if CONSTANTS:
-            right_size = tl.sqrt(found * found + share * share * tl.load(total_ptr))
-        tl.store(right_size_ptr + i, right_size)
+        tl.store(right_size_ptr + i, found)
         tl.store(now_ptr + i, found)
-        target = tolerance * right_size
+        target = tolerance * found
         tl.store(target_ptr + i, target)
         missed = (found > target) & (taken < max_iterations)
         pending = missed

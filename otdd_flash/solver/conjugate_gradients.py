@@ -158,8 +158,7 @@ class Iterates:
     Attributes:
         values: the best solutions so far.
         left: their residuals.
-        size: of the right-hand sides as they were given, scaled. What of them is outside the range
-            is rounding, and as small a rest is no more.
+        size: of the right-hand sides, scaled.
         now: of the residuals.
         taken: iterations so far, int64.
         pending: whether a correction is wanted, bool.
@@ -181,7 +180,7 @@ class Iterates:
         """Iterate from right-hand sides (m, s) on."""
         self._right = self.left = self._metric.in_range(right)
         self.values = torch.zeros_like(right)
-        self.size, self.now = self._metric.size(right), self._metric.size(self.left)
+        self.size = self.now = self._metric.size(self.left)
         self.target = self._limits.tolerance * self.size
         self.taken = torch.zeros_like(self.size, dtype=torch.int64)
         self.resume(near)

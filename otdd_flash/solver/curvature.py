@@ -193,13 +193,15 @@ class CrossCurvature:
     def _solve(self, right: Tensor, e: Tensor) -> Solution:
         """For right-hand sides (s, m) over 2 L; one that is but the rounding of its terms is 0.
 
-        Those of a plan that matches points one to one are: then no system could be solved for them.
-        P^T e is one of their terms, of no larger size than e.
+        Where a plan matches points one to one, or all points of a side are equal, nothing else is
+        left of it in the range, and no system could be solved for that.
         """
-        given = right.double().T
-        size = (e.double().square() @ self._at.r.double()).sqrt_()
-        told = self._system.metric.size(given) > self._at.plan.precision * size
-        return self._solver.solve(torch.where(told, self._at.factor * given, 0))
+        metric, given, e = self._system.metric, right.double().T, e.double()
+        in_range = metric.in_range(given)
+        # P^T e is one of the terms, of no larger size than e.
+        terms = torch.maximum(metric.size(given), (e.square() @ self._at.r.double()).sqrt_())
+        told = metric.size(in_range) > self._at.plan.precision * terms
+        return self._solver.solve(torch.where(told, self._at.factor * in_range, 0))
 
 
 class SelfCurvature:

@@ -288,11 +288,10 @@ class Solver:
         if direct is None:
             return None
         unit = largest(right, dim=0)
-        given = right / unit
-        right = metric.less_constants(given)
+        right = metric.less_constants(right / unit)
         values = direct.solve(right)
         left = right - self._system.times(values)
-        residual = metric.size(left) / metric.size(given).clamp_min(torch.finfo(right.dtype).tiny)
+        residual = metric.size(left) / metric.size(right).clamp_min(torch.finfo(right.dtype).tiny)
         converged = residual <= self._limits.tolerance
         # The host waits once, for all that can go wrong.
         if not bool(converged.all() & direct.sound):

@@ -18,7 +18,7 @@ from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import kernel_plans, memory
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver import curvature, plan_points, second_derivatives
+from otdd_flash.solver import curvature, direct, plan_points, second_derivatives
 from otdd_flash.solver.hessian import DivergenceCurvature
 from otdd_flash.solver.schur import Solver
 
@@ -428,6 +428,17 @@ def test_points_that_are_matched_one_to_one(
     assert bool(product.converged.all())
     # Every point keeps its match: only the gradient's own 2 L r x moves.
     assert float((product.values[0] - v / 30).norm() / (v / 30).norm()) <= 1e-4
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_all_points_of_a_side_are_equal(decomposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only constants are asked of the system, and rounding of what is left of them."""
+    monkeypatch.setattr(direct, "MOST_POINTS", 100 if decomposed else 0)
+    draw = torch.Generator().manual_seed(20)
+    x, y, v = torch.randn(20, 3, generator=draw), torch.full((19, 3), 0.3), cloud(20, 2).float()
+    product = otdd.sinkhorn_hessian(x, y, epsilon=0.5, debias=False).product(v)
+    assert bool(product.converged.all())
+    torch.testing.assert_close(product.values, v / 20, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("debias", [False, True])

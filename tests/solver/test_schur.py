@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.plan import KeptPlan
-from otdd_flash.solver import direct, schur
+from otdd_flash.solver import schur
 from otdd_flash.solver.conjugate_gradients import Iterates, Limits, Metric, Near, System
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, solve
 
@@ -211,19 +211,3 @@ def test_constants_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system.metric, "constants", False)
     assert not bool(solve(system, system, right, CGOptions(1e-10)).converged.any())
     assert CGOptions() == schur.DEFAULTS
-
-
-@pytest.mark.parametrize("decomposed", [False, True])
-def test_right_sides_of_rounding_are_solved_by_nothing(
-    decomposed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of points that are all equal, whose system is asked for nothing but constants."""
-    monkeypatch.setattr(direct, "MOST_POINTS", 30 if decomposed else 0)
-    entries = plan(24, 1).expand(24, 19) / 19
-    system = SchurSystem(KeptPlan(entries))
-    right = system.metric.masses * torch.rand(50, generator=torch.Generator().manual_seed(1))
-    assert float(system.metric.less_constants(right).abs().max()) > 0
-    found = solve(system, system, right, CGOptions())
-    assert bool(found.converged.all())
-    assert int(found.iterations.max()) == 0
-    assert float(found.residual.max()) <= 1e-15
