@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from otdd_flash.distributed.shared import Shared
+from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Exchange:
                 members, PATIENCE, backend="gloo", use_local_synchronization=True
             )
         self.seconds: float | None = None
-        self.layout, self._moved = "replicated", 0
+        self.layout, self._moved = ALONE.layout, 0
 
     @property
     def shared(self) -> Shared:

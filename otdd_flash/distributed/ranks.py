@@ -315,6 +315,14 @@ def ranks_of(group: ProcessGroup | Ranks | str | None) -> Ranks | None:
     return Ranks(None if isinstance(group, str) else group)
 
 
+def sharing_from_here(group: ProcessGroup | Ranks | str | None) -> Shared:
+    """How work was shared by a group so far; what its layout is from here on is told anew."""
+    if not isinstance(group, Ranks):
+        return ALONE
+    before, group.layout = group.shared, ALONE.layout
+    return before
+
+
 def shared_since(before: Shared, group: ProcessGroup | Ranks | str | None) -> Shared:
     """How work was shared by a group after it had been shared so far."""
     if not isinstance(group, Ranks):
