@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from otdd_flash.distributed.interrupts import Interrupts
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 
@@ -71,6 +72,9 @@ class Exchange:
             )
         self.seconds: float | None = None
         self.layout, self._moved = ALONE.layout, 0
+        self._interrupts = Interrupts()
+        # What all ranks raised together last.
+        self._raised_by_all: BaseException | None = None
 
     @property
     def shared(self) -> Shared:
@@ -258,18 +262,28 @@ class Exchange:
             InputError: on every rank, with the sentence of the first one that refused its input;
                 it says which one that is, unless all say the same.
             ConvergenceError: likewise, where convergence is required and was not reached.
-            LeaderError: on all ranks but 0, where that ended with any other error.
+            LeaderError: on all ranks but 0, where that ended with any other error, or by Ctrl-C.
         """
-        refusal: Exception | None = None
+        refusal: BaseException | None = None
         try:
-            result = work()
-        except Exception as error:
+            with self._interrupts.heard():
+                result = work()
+        except BaseException as error:
             # Of others rank 0 learns by their end.
             if self.rank > 0 and not isinstance(error, InputError | ConvergenceError):
                 raise
             refusal = error
         if not self._any(refusal is not None):
             return result
+        try:
+            self._raise_together(refusal)
+        except BaseException as error:
+            self._raised_by_all = error
+            raise
+        raise AssertionError("one of them has refused")
+
+    def _raise_together(self, refusal: BaseException | None) -> None:
+        """Raise what `together` does, where some rank has refused."""
         said = self.all_gathered_objects(None if refusal is None else _as_said(refusal))
         for rank, refused in enumerate(said):
             if refused is not None:
@@ -279,7 +293,11 @@ class Exchange:
                 alike = kind is LeaderError or all(other == refused for other in said)
                 own_error = refusal if rank == self.rank or alike else None
                 raise kind(sentence if alike else f"rank {rank}: {sentence}") from own_error
-        raise AssertionError("one of them has refused")
+
+    def _is_raised_by_all(self, error: BaseException) -> bool:
+        """Whether it is what all ranks raised together last, which is forgotten with its memory."""
+        last, self._raised_by_all = self._raised_by_all, None
+        return error is last
 
     def _any(self, own: bool) -> bool:
         """Whether any rank says so: to gather objects takes seven times as long."""
@@ -325,7 +343,7 @@ def added(every: Tensor) -> Tensor:
     return total
 
 
-def _as_said(error: Exception) -> tuple[type[Exception], str]:
+def _as_said(error: BaseException) -> tuple[type[Exception], str]:
     """What other ranks raise in place of an error."""
     for kind in (InputError, ConvergenceError):
         if isinstance(error, kind):

@@ -91,6 +91,8 @@ class Ranks(Exchange):
         self._numbers = count()
         self._dropped: list[int] = []
         self._dismissed = False
+        # Whether rank 0 has left an order in which the others still are.
+        self._apart = False
 
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.size})"
@@ -117,9 +119,14 @@ class Ranks(Exchange):
         return result
 
     def dismiss(self, result: Any) -> None:
-        """End the service of the others, with something to return, or to raise."""
-        self._send(None, (saved(result),))
+        """End the service of the others, with something to return, or to raise.
+
+        Where rank 0 has left them in the middle of an order, they end when its process does.
+        """
         self._dismissed = True
+        with self._interrupts.held():
+            if not self._apart:
+                self._send(None, (saved(result),))
         self.held.clear()
 
     def serve(self) -> Any:
@@ -135,9 +142,10 @@ class Ranks(Exchange):
                 break
             try:
                 function(self, *arguments)
-            except (InputError, ConvergenceError, LeaderError):
-                # It was raised by `together`: rank 0 has it too, and decides.
-                continue
+            except (InputError, ConvergenceError, LeaderError) as error:
+                # Of what all have raised rank 0 decides.
+                if not self._is_raised_by_all(error):
+                    raise
         self.held.clear()
         result = restored(arguments[0])
         if isinstance(result, Exception):
@@ -147,6 +155,9 @@ class Ranks(Exchange):
     def order(self, function: Callable[..., T], *arguments: Any) -> T:
         """Have every rank call function(ranks, *arguments); return what it returns here.
 
+        Ctrl-C comes when all have done so, or within what they do `together`. What else is raised
+        here alone leaves the others waiting, who can be given no other order.
+
         Args:
             function: of a module, which others find by its name.
             *arguments: tensors, moved to where each rank keeps what is there; tensors that are
@@ -154,18 +165,31 @@ class Ranks(Exchange):
 
         Raises:
             InputError: the others have been dismissed.
+            LostRankError: they wait in an order that ended here with an error.
         """
         if self._dismissed:
             raise InputError(
                 "the processes of compute.group have been dismissed; what needs them belongs into "
                 "the work that otdd.led calls"
             )
-        self._send(function, arguments)
-        own = (
-            each.tensor[self.share(len(each.tensor))] if isinstance(each, Dealt) else each
-            for each in arguments
-        )
-        return function(self, *own)
+        if self._apart:
+            raise LostRankError(
+                "rank 0 has left the other ranks in the middle of what they do together"
+            )
+        with self._interrupts.held():
+            self._apart = True
+            try:
+                self._send(function, arguments)
+                own = (
+                    each.tensor[self.share(len(each.tensor))] if isinstance(each, Dealt) else each
+                    for each in arguments
+                )
+                found = function(self, *own)
+            except BaseException as error:
+                self._apart = not self._is_raised_by_all(error)
+                raise
+            self._apart = False
+        return found
 
     def report_to(self, progress: Progress | None, total: int) -> None:
         """Have progress(done, total) called in orders to come, as if all ranks were as far."""

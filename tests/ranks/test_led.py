@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from typing import Any
 
@@ -445,6 +446,78 @@ def test_a_process_that_ends_is_missed() -> None:
         own.close()
     assert isinstance(answer, LostRankError)
     assert "another process of compute.group has ended" in str(answer)
+
+
+def stumbling() -> list[str]:
+    """What rank 0 hears of an order that it leaves, and of the next one."""
+
+    def work(ranks: Ranks) -> list[str]:
+        said = []
+        for order in (_stumble, _sum):
+            try:
+                ranks.order(order)
+            except (LostRankError, MemoryError) as error:
+                said.append(str(error))
+        return said
+
+    return otdd.led(work)
+
+
+def _stumble(ranks: Ranks) -> torch.Tensor:
+    if ranks.rank == 0:
+        raise MemoryError("rank 0 is short of it")
+    return _sum(ranks)
+
+
+def _sum(ranks: Ranks) -> torch.Tensor:
+    return ranks.summed(torch.ones(1, dtype=torch.float64))
+
+
+@pytest.mark.slow
+def test_ranks_that_are_left_in_an_order_are_given_no_other() -> None:
+    own = RankPool(2)
+    try:
+        answer = own.answer_of(0, stumbling)
+    finally:
+        own.close()
+    assert answer == [
+        "rank 0 is short of it",
+        "rank 0 has left the other ranks in the middle of what they do together",
+    ]
+
+
+def interrupted(together: bool) -> tuple[list[str], float]:
+    """What rank 0 hears where Ctrl-C is pressed in an order, and what the next order finds."""
+
+    def work(ranks: Ranks) -> tuple[list[str], float]:
+        said = []
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            ranks.order(_press, together)
+        except KeyboardInterrupt:
+            said.append("interrupted")
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return said, float(ranks.order(_sum))
+
+    return otdd.led(work)
+
+
+def _press(ranks: Ranks, together: bool) -> None:
+    def press() -> None:
+        if ranks.rank == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    if together:
+        ranks.together(press)
+        raise AssertionError("all have heard of it")
+    press()
+    _sum(ranks)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_interrupt_in_an_order_leaves_nobody_there(together: bool) -> None:
+    assert pool(2).run(interrupted, together) == [(["interrupted"], 2.0)] * 2
 
 
 def of_another_version() -> Any:
