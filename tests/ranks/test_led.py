@@ -15,10 +15,12 @@ import otdd_flash as otdd
 from otdd_flash.distributed import ranks
 from otdd_flash.distributed.ranks import Ranks, balanced
 from otdd_flash.errors import InputError, LostRankError
+from otdd_flash.flows.history import StepRecord
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.classes import pool as pool_classes
 from otdd_flash.labels.metrics import Sinkhorn
 from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -484,6 +486,39 @@ def test_ranks_that_are_left_in_an_order_are_given_no_other() -> None:
         "rank 0 is short of it",
         "rank 0 has left the other ranks in the middle of what they do together",
     ]
+
+
+def short_in_a_flow() -> Any:
+    """A flow of which rank 0 has no memory for a pass of the second step."""
+
+    def fall_short(record: StepRecord) -> None:
+        def short(*args: Any) -> torch.Tensor:
+            raise RuntimeError("can't allocate memory: you tried to allocate 1048576 bytes")
+
+        patched.setattr(StoredOperator, "softmin_rows", short)
+
+    def work(ranks: Ranks) -> None:
+        otdd.gradient_flow(
+            *sides(),
+            otdd.Flow(3),
+            epsilon=EPSILON,
+            compute=otdd.ComputeOptions("cpu", group=ranks),
+            callbacks=otdd.Callbacks(progress=fall_short),
+        )
+
+    with pytest.MonkeyPatch.context() as patched:
+        return otdd.led(work)
+
+
+@pytest.mark.slow
+def test_a_flow_says_what_rank_0_lacked_in_a_pass() -> None:
+    own = RankPool(2)
+    try:
+        answer = own.answer_of(0, short_in_a_flow)
+    finally:
+        own.close()
+    assert isinstance(answer, InputError)
+    assert "the flow cannot go on after step 1: out of memory on cpu" in str(answer)
 
 
 def interrupted(together: bool) -> tuple[list[str], float]:
