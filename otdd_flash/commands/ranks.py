@@ -143,6 +143,9 @@ def _dismiss(ranks: Ranks, code: int) -> None:
     from otdd_flash.errors import LostRankError
 
     _end_as_meant()
+    if ranks.apart and code != exit_codes.DEFECT and _heartbeat is not None:
+        # They may work for long on what this rank has left.
+        _heartbeat.end_others(code)
     try:
         ranks.dismiss(code)
     except LostRankError:

@@ -262,13 +262,14 @@ class Exchange:
             InputError: on every rank, with the sentence of the first one that refused its input;
                 it says which one that is, unless all say the same.
             ConvergenceError: likewise, where convergence is required and was not reached.
-            LeaderError: on all ranks but 0, where that ended with any other error, or by Ctrl-C.
+            LeaderError: on all ranks but 0, where that ended with any other error.
         """
-        refusal: BaseException | None = None
+        refusal: Exception | None = None
         try:
+            # Ctrl-C goes on at once: others may work for long.
             with self._interrupts.heard():
                 result = work()
-        except BaseException as error:
+        except Exception as error:
             # Of others rank 0 learns by their end.
             if self.rank > 0 and not isinstance(error, InputError | ConvergenceError):
                 raise
@@ -282,7 +283,7 @@ class Exchange:
             raise
         raise AssertionError("one of them has refused")
 
-    def _raise_together(self, refusal: BaseException | None) -> None:
+    def _raise_together(self, refusal: Exception | None) -> None:
         """Raise what `together` does, where some rank has refused."""
         said = self.all_gathered_objects(None if refusal is None else _as_said(refusal))
         for rank, refused in enumerate(said):
@@ -343,7 +344,7 @@ def added(every: Tensor) -> Tensor:
     return total
 
 
-def _as_said(error: BaseException) -> tuple[type[Exception], str]:
+def _as_said(error: Exception) -> tuple[type[Exception], str]:
     """What other ranks raise in place of an error."""
     for kind in (InputError, ConvergenceError):
         if isinstance(error, kind):

@@ -73,6 +73,7 @@ class Ranks(Exchange):
         copied: the leader's, tensors that change with their copies (`copies.Copied`), by `id`.
         room: the leader's, by device: its bytes free for points when ranks said last how many they
             have, and the least of these.
+        apart: whether rank 0 has left an order in which the others still are.
         progress: called as progress(done, total) with what is done of this rank's own part of an
             order; the leader's alone.
 
@@ -91,8 +92,7 @@ class Ranks(Exchange):
         self._numbers = count()
         self._dropped: list[int] = []
         self._dismissed = False
-        # Whether rank 0 has left an order in which the others still are.
-        self._apart = False
+        self.apart = False
 
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.size})"
@@ -125,7 +125,7 @@ class Ranks(Exchange):
         """
         self._dismissed = True
         with self._interrupts.held():
-            if not self._apart:
+            if not self.apart:
                 self._send(None, (saved(result),))
         self.held.clear()
 
@@ -155,7 +155,7 @@ class Ranks(Exchange):
     def order(self, function: Callable[..., T], *arguments: Any) -> T:
         """Have every rank call function(ranks, *arguments); return what it returns here.
 
-        Ctrl-C comes when all have done so, or within what they do `together`. What else is raised
+        Ctrl-C comes when all have done so, or at once in what they do `together`. What is raised
         here alone leaves the others waiting, who can be given no other order.
 
         Args:
@@ -172,12 +172,12 @@ class Ranks(Exchange):
                 "the processes of compute.group have been dismissed; what needs them belongs into "
                 "the work that otdd.led calls"
             )
-        if self._apart:
+        if self.apart:
             raise LostRankError(
                 "rank 0 has left the other ranks in the middle of what they do together"
             )
         with self._interrupts.held():
-            self._apart = True
+            self.apart = True
             try:
                 self._send(function, arguments)
                 own = (
@@ -186,9 +186,9 @@ class Ranks(Exchange):
                 )
                 found = function(self, *own)
             except BaseException as error:
-                self._apart = not self._is_raised_by_all(error)
+                self.apart = not self._is_raised_by_all(error)
                 raise
-            self._apart = False
+            self.apart = False
         return found
 
     def report_to(self, progress: Progress | None, total: int) -> None:

@@ -521,14 +521,14 @@ def test_a_flow_says_what_rank_0_lacked_in_a_pass() -> None:
     assert "the flow cannot go on after step 1: out of memory on cpu" in str(answer)
 
 
-def interrupted(together: bool) -> tuple[list[str], float]:
+def interrupted() -> tuple[list[str], float]:
     """What rank 0 hears where Ctrl-C is pressed in an order, and what the next order finds."""
 
     def work(ranks: Ranks) -> tuple[list[str], float]:
         said = []
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            ranks.order(_press, together)
+            ranks.order(_press)
         except KeyboardInterrupt:
             said.append("interrupted")
         finally:
@@ -538,21 +538,45 @@ def interrupted(together: bool) -> tuple[list[str], float]:
     return otdd.led(work)
 
 
-def _press(ranks: Ranks, together: bool) -> None:
+def _press(ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        signal.raise_signal(signal.SIGINT)
+    _sum(ranks)
+
+
+def test_an_interrupt_comes_when_an_order_is_done() -> None:
+    assert pool(2).run(interrupted) == [(["interrupted"], 2.0)] * 2
+
+
+def interrupted_in_their_midst() -> bool:
+    """Whether Ctrl-C in what ranks do together has rank 0 leave the others there."""
+
+    def work(ranks: Ranks) -> bool:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            ranks.order(_press_together)
+        except KeyboardInterrupt:
+            return ranks.apart
+        return False
+
+    return otdd.led(work)
+
+
+def _press_together(ranks: Ranks) -> None:
     def press() -> None:
         if ranks.rank == 0:
             signal.raise_signal(signal.SIGINT)
 
-    if together:
-        ranks.together(press)
-        raise AssertionError("all have heard of it")
-    press()
-    _sum(ranks)
+    ranks.together(press)
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_an_interrupt_in_an_order_leaves_nobody_there(together: bool) -> None:
-    assert pool(2).run(interrupted, together) == [(["interrupted"], 2.0)] * 2
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_what_others_do_for_long() -> None:
+    own = RankPool(2)
+    try:
+        assert own.answer_of(0, interrupted_in_their_midst) is True
+    finally:
+        own.close()
 
 
 def of_another_version() -> Any:
