@@ -16,8 +16,7 @@ from dataclasses import replace
 from otdd_flash.arguments.comparisons import DATASET_DISTANCE
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
-from otdd_flash.distributed.ranks import shared_since
-from otdd_flash.distributed.shared import ALONE
+from otdd_flash.distributed.ranks import shared_since, sharing_from_here
 from otdd_flash.labels import (
     ClassDistances,
     Given,
@@ -118,7 +117,7 @@ def dataset_distance(
     pairs = terms_of(debias=debias)
     request = Request.prepare((source, target), cost, compute, pairs=pairs)
 
-    before, started = shared_since(ALONE, compute.group), time.perf_counter()
+    before, started = sharing_from_here(compute.group), time.perf_counter()
     if class_statistics is not None:
         one, other = class_statistics
         class_statistics = request.see(one), request.see(other)

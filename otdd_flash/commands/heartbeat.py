@@ -6,6 +6,9 @@ store. Rank 0 watches all keys and the others that of rank 0; whoever misses a r
 torchrun the rest. A call of a store whose machine is gone does not return for long, so a second
 thread watches the first.
 
+Where rank 0 ends in the middle of what all do, by Ctrl-C or for want of memory, the threads of the
+others hear of it there, and end them.
+
 The limit is long, because the thread needs Python's interpreter: a rank that computes lets it go,
 but one call of a library may keep it for many seconds. A watcher measures the limit in beats of its
 own, so that a computer that slept misses nobody.
@@ -35,6 +38,8 @@ GOING = 1.0
 # Seconds that a store which answers may take.
 ANSWER = 5.0
 
+# By which code the ranks beside rank 0 are to end, and how many are about to.
+END, ENDING = "end", "ending"
 # In place of a count: the process has ended as meant.
 LEFT = "left"
 # Letters of Linux for processes that have ended, and none for those that nobody waits for.
@@ -57,6 +62,7 @@ class Heartbeat(threading.Thread):
     def __init__(self, store: Store, rank: int, size: int, interval: float, limit: float) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._store, self._rank, self._interval, self._limit = store, rank, interval, limit
+        self._size = size
         self._watched = range(1, size) if rank == 0 else range(1)
         # What was heard of a rank, and for how many beats it has been that.
         self._heard: dict[int, str] = {}
@@ -81,6 +87,12 @@ class Heartbeat(threading.Thread):
         self.join()
         # Nobody hears of it where the store does not answer.
         self._beats.join(ANSWER)
+
+    def end_others(self, code: int) -> None:
+        """Have the processes of all other ranks end with a code, whatever they do; rank 0 alone."""
+        with suppress(RuntimeError):
+            self._store.set(END, str(code))
+            self._met(2 * self._interval + GOING)
 
     def gone(self) -> int | None:
         """A rank whose process has ended, of those on this machine; None if none has."""
@@ -111,8 +123,19 @@ class Heartbeat(threading.Thread):
                 beat = f"{count} {os.getpid()} {os.environ.get('GROUP_RANK')}"
                 self._store.set(_key(self._rank), beat)
                 self._listen()
+                if self._rank > 0 and self._store.check([END]):
+                    self._store.add(ENDING, 1)
+                    # Together, as torchrun ends those that are left when the first is gone.
+                    self._met(self._interval)
+                    os._exit(int(self._store.get(END)))
                 self._unheard = 0
             self._store.set(_key(self._rank), LEFT)
+
+    def _met(self, seconds: float) -> None:
+        """Wait until all other ranks are about to end, so many seconds at the most."""
+        until = time.monotonic() + seconds
+        while self._store.add(ENDING, 0) < self._size - 1 and time.monotonic() < until:
+            time.sleep(GOING / 20)
 
     def _listen(self) -> None:
         for rank in self._watched:

@@ -54,9 +54,15 @@ def together() -> Iterator[None]:
     """Lead the other processes through a command; or be one of them, and leave when it is done."""
     global _leading
     _end_where_refused_before()
-    if int(os.environ["RANK"]) > 0:
-        sys.exit(_follow())
-    ranks, code = _joined(), exit_codes.DEFECT
+    first = os.environ["RANK"] == "0"
+    try:
+        if not first:
+            sys.exit(_follow())
+        ranks, code = _joined(), exit_codes.DEFECT
+    except KeyboardInterrupt:
+        if first:
+            print("interrupted before anything was done", file=sys.stderr)
+        sys.exit(exit_codes.INTERRUPTED)
     _leading = ranks
     _go_on_after_restart()
     with _alive(ranks):
@@ -137,6 +143,9 @@ def _dismiss(ranks: Ranks, code: int) -> None:
     from otdd_flash.errors import LostRankError
 
     _end_as_meant()
+    if ranks.apart and code != exit_codes.DEFECT and _heartbeat is not None:
+        # They may work for long on what this rank has left.
+        _heartbeat.end_others(code)
     try:
         ranks.dismiss(code)
     except LostRankError:
@@ -147,14 +156,14 @@ def _dismiss(ranks: Ranks, code: int) -> None:
 
 def _follow() -> int:
     """Serve until rank 0 is done; return its exit code, or one of this process."""
-    # Rank 0 hears Ctrl-C, and decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     from otdd_flash.commands.messages import messages, say_error
     from otdd_flash.errors import InputError
 
     rank = os.environ["RANK"]
     try:
         ranks = _joined()
+        # From here on rank 0 hears Ctrl-C, and decides.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         with _alive(ranks) as heartbeat:
             return _served(ranks, heartbeat)
     except InputError as error:
@@ -187,7 +196,8 @@ def _served(ranks: Ranks, heartbeat: Heartbeat) -> int:
 
 def _end_as_meant() -> None:
     """Keep this process's exit code where torchrun ends it, as another was a moment faster."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _is_shortage(error: Exception) -> bool:

@@ -1,6 +1,6 @@
 """Processes of a `torch.distributed` group that work on one problem.
 
 `exchange` is what they send each other, in the order of their ranks; in `ranks` the first of them
-leads, and the others do what it orders. `copies` are of its tensors that change. `shared` says how
-work was shared.
+leads, and the others do what it orders. `interrupts` has Ctrl-C wait until they have done so.
+`copies` are of its tensors that change. `shared` says how work was shared.
 """

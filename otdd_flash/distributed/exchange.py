@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from otdd_flash.distributed.shared import Shared
+from otdd_flash.distributed.interrupts import Interrupts
+from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
 
 if TYPE_CHECKING:
@@ -70,7 +71,10 @@ class Exchange:
                 members, PATIENCE, backend="gloo", use_local_synchronization=True
             )
         self.seconds: float | None = None
-        self.layout, self._moved = "replicated", 0
+        self.layout, self._moved = ALONE.layout, 0
+        self._interrupts = Interrupts()
+        # What all ranks raised together last.
+        self._raised_by_all: BaseException | None = None
 
     @property
     def shared(self) -> Shared:
@@ -262,7 +266,9 @@ class Exchange:
         """
         refusal: Exception | None = None
         try:
-            result = work()
+            # Ctrl-C goes on at once: others may work for long.
+            with self._interrupts.heard():
+                result = work()
         except Exception as error:
             # Of others rank 0 learns by their end.
             if self.rank > 0 and not isinstance(error, InputError | ConvergenceError):
@@ -270,6 +276,15 @@ class Exchange:
             refusal = error
         if not self._any(refusal is not None):
             return result
+        try:
+            self._raise_together(refusal)
+        except BaseException as error:
+            self._raised_by_all = error
+            raise
+        raise AssertionError("one of them has refused")
+
+    def _raise_together(self, refusal: Exception | None) -> None:
+        """Raise what `together` does, where some rank has refused."""
         said = self.all_gathered_objects(None if refusal is None else _as_said(refusal))
         for rank, refused in enumerate(said):
             if refused is not None:
@@ -279,7 +294,11 @@ class Exchange:
                 alike = kind is LeaderError or all(other == refused for other in said)
                 own_error = refusal if rank == self.rank or alike else None
                 raise kind(sentence if alike else f"rank {rank}: {sentence}") from own_error
-        raise AssertionError("one of them has refused")
+
+    def _is_raised_by_all(self, error: BaseException) -> bool:
+        """Whether it is what all ranks raised together last, which is forgotten with its memory."""
+        last, self._raised_by_all = self._raised_by_all, None
+        return error is last
 
     def _any(self, own: bool) -> bool:
         """Whether any rank says so: to gather objects takes seven times as long."""

@@ -73,6 +73,7 @@ class Ranks(Exchange):
         copied: the leader's, tensors that change with their copies (`copies.Copied`), by `id`.
         room: the leader's, by device: its bytes free for points when ranks said last how many they
             have, and the least of these.
+        apart: whether rank 0 has left an order in which the others still are.
         progress: called as progress(done, total) with what is done of this rank's own part of an
             order; the leader's alone.
 
@@ -91,6 +92,7 @@ class Ranks(Exchange):
         self._numbers = count()
         self._dropped: list[int] = []
         self._dismissed = False
+        self.apart = False
 
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.size})"
@@ -117,9 +119,14 @@ class Ranks(Exchange):
         return result
 
     def dismiss(self, result: Any) -> None:
-        """End the service of the others, with something to return, or to raise."""
-        self._send(None, (saved(result),))
+        """End the service of the others, with something to return, or to raise.
+
+        Where rank 0 has left them in the middle of an order, they end when its process does.
+        """
         self._dismissed = True
+        with self._interrupts.held():
+            if not self.apart:
+                self._send(None, (saved(result),))
         self.held.clear()
 
     def serve(self) -> Any:
@@ -135,9 +142,10 @@ class Ranks(Exchange):
                 break
             try:
                 function(self, *arguments)
-            except (InputError, ConvergenceError, LeaderError):
-                # It was raised by `together`: rank 0 has it too, and decides.
-                continue
+            except (InputError, ConvergenceError, LeaderError) as error:
+                # Of what all have raised rank 0 decides.
+                if not self._is_raised_by_all(error):
+                    raise
         self.held.clear()
         result = restored(arguments[0])
         if isinstance(result, Exception):
@@ -147,6 +155,9 @@ class Ranks(Exchange):
     def order(self, function: Callable[..., T], *arguments: Any) -> T:
         """Have every rank call function(ranks, *arguments); return what it returns here.
 
+        Ctrl-C comes when all have done so, or at once in what they do `together`. What is raised
+        here alone leaves the others waiting, who can be given no other order.
+
         Args:
             function: of a module, which others find by its name.
             *arguments: tensors, moved to where each rank keeps what is there; tensors that are
@@ -154,18 +165,31 @@ class Ranks(Exchange):
 
         Raises:
             InputError: the others have been dismissed.
+            LostRankError: they wait in an order that ended here with an error.
         """
         if self._dismissed:
             raise InputError(
                 "the processes of compute.group have been dismissed; what needs them belongs into "
                 "the work that otdd.led calls"
             )
-        self._send(function, arguments)
-        own = (
-            each.tensor[self.share(len(each.tensor))] if isinstance(each, Dealt) else each
-            for each in arguments
-        )
-        return function(self, *own)
+        if self.apart:
+            raise LostRankError(
+                "rank 0 has left the other ranks in the middle of what they do together"
+            )
+        with self._interrupts.held():
+            self.apart = True
+            try:
+                self._send(function, arguments)
+                own = (
+                    each.tensor[self.share(len(each.tensor))] if isinstance(each, Dealt) else each
+                    for each in arguments
+                )
+                found = function(self, *own)
+            except BaseException as error:
+                self.apart = not self._is_raised_by_all(error)
+                raise
+            self.apart = False
+        return found
 
     def report_to(self, progress: Progress | None, total: int) -> None:
         """Have progress(done, total) called in orders to come, as if all ranks were as far."""
@@ -313,6 +337,14 @@ def ranks_of(group: ProcessGroup | Ranks | str | None) -> Ranks | None:
     if group is None or isinstance(group, Ranks):
         return group
     return Ranks(None if isinstance(group, str) else group)
+
+
+def sharing_from_here(group: ProcessGroup | Ranks | str | None) -> Shared:
+    """How work was shared by a group so far; what its layout is from here on is told anew."""
+    if not isinstance(group, Ranks):
+        return ALONE
+    before, group.layout = group.shared, ALONE.layout
+    return before
 
 
 def shared_since(before: Shared, group: ProcessGroup | Ranks | str | None) -> Shared:

@@ -141,10 +141,15 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
     compared, features = ranks.together(own)
     # As where one process has all: the first block says of what shape and type the others are.
     said = [each for each in ranks.all_gathered_objects((shapes[:1], features.dtype)) if each[0]]
-    for (shape,), _ in said:
-        ways.check(said[0][0][0], shape)
-    if isinstance(extractor, ImportedFunction):
-        _check_alike(ranks.all_gathered_objects(compared), extractor)
+    firsts = ranks.all_gathered_objects(compared)
+
+    def check() -> None:
+        for (shape,), _ in said:
+            ways.check(said[0][0][0], shape)
+        if isinstance(extractor, ImportedFunction):
+            _check_alike(firsts, extractor)
+
+    ranks.together(check)
     return ranks.gathered_at_leader(features.to(said[0][1]) if len(features) else features)
 
 

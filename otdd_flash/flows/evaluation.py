@@ -195,8 +195,9 @@ class Evaluator:
             return self._mode.evaluate(features, batch)
         except InputError as error:
             # What cannot be solved because particles are far away is for the steps to mend.
-            far = not cost <= self._far
-            raise (Overshot(str(error)) if far else error) from error
+            if not cost <= self._far:
+                raise Overshot(str(error)) from error
+            raise
 
     def _functionals(self, points: Tensor) -> tuple[dict[str, float], Tensor]:
         masses, labels = self._setting.masses, self._mode.labels()

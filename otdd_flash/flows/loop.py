@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from otdd_flash.distributed.copies import Copied
 from otdd_flash.distributed.ranks import ranks_of
-from otdd_flash.errors import InputError, prefixed
+from otdd_flash.errors import InputError, LostRankError, prefixed
 from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.evaluation import MEAN_COST, NOT_FINITE, Evaluator, Found, Overshot
 from otdd_flash.flows.flow import LoopOptions
@@ -228,10 +228,12 @@ class Loop:
         except InputError as error:
             if good is None:
                 raise
-            # Rows are where they were before the step that led here.
-            self._stepper.undo()
-            self._restore(good)
-            self._save(good, may_change=("flow.step_size",))
+            # Ranks that were left in a pass can be asked for nothing: the last checkpoint stays.
+            with suppress(LostRankError):
+                # Rows are where they were before the step that led here.
+                self._stepper.undo()
+                self._restore(good)
+                self._save(good, may_change=("flow.step_size",))
             where = f"the flow cannot go on after step {self.step}"
             if isinstance(error, Overshot):
                 raise InputError(f"{where}: {error}; {self._options.what_to_lower}") from error

@@ -158,7 +158,8 @@ def ring_parts(
         build: makes operators of pairs of blocks.
     """
     sides = sides_of(cost)
-    beginning = build(cost.part(slice(0, 1), slice(0, 1), first))
+    # One that cannot be built is refused by all.
+    beginning = ranks.together(lambda: build(cost.part(slice(0, 1), slice(0, 1), first)))
     cuts = 2 if cost.symmetric and ranks.size % 2 == 0 else 1
     blocks: list[RingBlocks] = []
     for side in (0,) if cost.symmetric else (0, 1):

@@ -196,6 +196,14 @@ def test_a_solve_that_stops_early_is_reported_or_refused() -> None:
         flow(SOURCE, TARGET, epsilon=0.05, solver=replace(hasty, require_convergence=True))
 
 
+def test_a_solve_that_is_refused_says_so_with_an_end_to_its_causes() -> None:
+    tight = otdd.Converged(tolerance=1e-12)
+    with pytest.raises(InputError, match=r"tolerance=1e-12 is too tight") as refused:
+        flow(SOURCE, TARGET, solver=tight, compute=otdd.ComputeOptions("cpu"))
+    # A command follows causes to that of a user's function.
+    assert refused.value.__cause__ is not refused.value
+
+
 def test_a_relative_epsilon_is_that_share_of_the_mean_cost() -> None:
     result = rough_flow(SOURCE, TARGET, epsilon_relative=0.2, steps=1)
     table = otdd.class_distances([SOURCE, TARGET]).between(0, 1)

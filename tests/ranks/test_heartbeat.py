@@ -206,6 +206,22 @@ def test_one_process_speaks_for_all() -> None:
     assert [Watched(store, rank, 3).first() for rank in range(3)] == [True, False, False]
 
 
+def test_rank_0_ends_the_others_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+
+    def leave(code: int) -> None:
+        left.append(code)
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(heartbeat.os, "_exit", leave)
+    store = HashStore()
+    first, second, third = (Watched(store, rank, 3) for rank in range(3))
+    with beating(first, second, third):
+        first.end_others(130)
+        assert waited(lambda: len(left) == 2)
+    assert left == [130, 130]
+
+
 SHORT = """
 from otdd_flash.commands import heartbeat
 heartbeat.INTERVAL, heartbeat.LIMIT = 0.2, 3.0

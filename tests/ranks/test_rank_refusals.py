@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -41,6 +42,21 @@ def test_more_processes_than_gpus_are_told_once(
     assert (expected in " ".join(said.split())) == (rank == "0")
     # A restart does not try again.
     assert store.check([ranks.REFUSED]) == (rank == "0")
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ctrl_c_before_ranks_have_met_ends_each(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def meet() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ranks, "_joined", meet)
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as end, ranks.together():
+        raise AssertionError("they have not met")
+    assert end.value.code == exit_codes.INTERRUPTED
+    assert ("interrupted" in capfd.readouterr().err) == (rank == "0")
 
 
 @pytest.mark.parametrize("earlier", [b"of another run", None])

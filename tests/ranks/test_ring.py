@@ -271,3 +271,17 @@ def test_room_is_asked_for_where_it_may_not_be_ample(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("budget", "layout"), [("auto", "ring"), ("1GiB", "replicated")])
 def test_the_shortest_rank_decides(budget: str, layout: str) -> None:
     assert pool(2).run(budgets, budget) == [layout, layout]
+
+
+def layouts(ranks: Ranks) -> list[str]:
+    """Of two distances, the first of which has no memory for all points."""
+    found = []
+    for budget in (0, "1GiB"):
+        compute = otdd.ComputeOptions("cpu", memory_budget=budget, group=ranks)
+        result = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute)
+        found.append(result.shared.layout)
+    return found
+
+
+def test_a_result_tells_its_own_layout() -> None:
+    assert pool(2).run(in_a_ring, layouts)[0] == ["ring", "replicated"]
