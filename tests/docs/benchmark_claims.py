@@ -217,20 +217,15 @@ def curvature() -> Iterator[Claim]:
     def of(n: int, *methods: str, d: int = 64, machine: str = "cuda") -> list[float]:
         return [row(f"bench_hvp_{machine}", n=n, d=d, method=name)["ms"] for name in methods]
 
-    three = "product", "again", "flash_sinkhorn"
-    size = "10,000 × 10,000, d = 64"
-    first, again, theirs = of(10000, *three, machine="h100")
-    yield f"one product, {size}, the first / another", [first, again, theirs, theirs / first]
-    ours, theirs = of(10000, "end_to_end_biased", "flash_sinkhorn_end_to_end", machine="h100")
-    certified = "solved to 1e-3 and certified"
-    yield f"clouds to product, {certified}, {size}", [ours, theirs, theirs / ours]
-    debiased = of(10000, "end_to_end", machine="h100")
-    yield f"clouds to debiased product, {certified}, {size}", debiased
-    size = "50,000 × 50,000, d = 64"
-    first, again, theirs = of(50000, *three)
-    yield f"one product, {size}, the first / another", [first, again, theirs, theirs / first]
-    for start, method in [("product", "end_to_end_biased"), ("debiased product", "end_to_end")]:
-        yield f"clouds to {start}, {certified}, {size}", of(50000, method, machine="h100")
+    for count, points in [("10,000", 10000), ("50,000", 50000)]:
+        size, certified = f"{count} × {count}, d = 64", "solved to 1e-3 and certified"
+        first, again, theirs = of(points, "product", "again", "flash_sinkhorn", machine="h100")
+        one = f"one product, {size}, the first / another"
+        yield one, [first, again, theirs, theirs / first]
+        ways = "end_to_end_biased", "flash_sinkhorn_end_to_end", "end_to_end"
+        ours, theirs, debiased = of(points, *ways, machine="h100")
+        yield f"clouds to product, {certified}, {size}", [ours, theirs, theirs / ours]
+        yield f"clouds to debiased product, {certified}, {size}", [debiased]
     yield "25 directions at once, 40,000 × 40,000, d = 5", of(40000, "directions", d=5)
 
 
