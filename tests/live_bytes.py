@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,17 @@ class LiveBytes(TorchDispatchMode):
         self.highest = self._held = 0
         self._known: set[int] = set()
 
+    def __enter__(self) -> LiveBytes:
+        # What is there already need not be looked through at every new peak.
+        gc.collect()
+        gc.freeze()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        gc.unfreeze()
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -60,7 +72,10 @@ class LiveBytes(TorchDispatchMode):
             return
         self._known.add(key)
         self._held += size
-        self.highest = max(self.highest, self._held)
+        if self._held > self.highest:
+            # What only the interpreter's cycles of references keep is gone on a GPU.
+            gc.collect()
+            self.highest = max(self.highest, self._held)
 
         def gone() -> None:
             self._known.discard(key)

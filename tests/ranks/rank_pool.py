@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Seconds after which ranks that wait for each other are given up.
-TIMEOUT = 30
+# Seconds after which ranks that wait for each other are given up; a busy machine takes them a third of it.
+TIMEOUT = 90
 
 
 class RankPool:
