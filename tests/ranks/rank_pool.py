@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Seconds after which ranks that wait for each other are given up; a busy machine takes them a third of it.
+# Seconds after which ranks that wait for each other are given up. A busy machine takes a third.
 TIMEOUT = 90
 
 
