@@ -1,1 +1,1 @@
-"""What kernels read of points: packed by class and rounded, in digits, on lattices, with biases."""
+"""What kernels read of points: rounded, in digits and their losses, on lattices, with biases."""

@@ -14,14 +14,14 @@ Schwarz
 
     |<X_s, Y_t>| <= (||X_s||^2 + ||Y_t||^2) / 2,
 
-so each point's share of it is measured, `omitted`. And levels s + t are added
-from the finest: a level k >= 2 is rounded to a multiple of B^-(k - 1) before it joins the next one,
-`carry_error`, but where four digits of few coordinates keep levels 2 and 3 as a number of their own
+so each point's share of it is measured, `omitted`. And levels s + t are added from the finest: a
+level k >= 2 is rounded to a multiple of B^-(k - 1) before it joins the next one, `carry_error`, but
+where four digits of few coordinates keep levels 2 and 3 as a number of their own
 (`keeps_fractions`). Levels 1 and 0 are added exactly. One digit is exact for points whose v are
 integers.
 
-What the digits themselves leave of v is `lost`, for the caller to account for. `digit_losses` finds
-both.
+What the digits themselves leave of v is `lost`, for the caller to account for. `digit_losses`
+computes `omitted` and `lost`.
 """
 
 from __future__ import annotations

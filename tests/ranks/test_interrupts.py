@@ -1,0 +1,150 @@
+"""Orders that rank 0 leaves, by an error of its own or by Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool, pool
+
+import otdd_flash as otdd
+from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.errors import InputError, LostRankError
+from otdd_flash.flows.history import StepRecord
+from otdd_flash.operators.stored import StoredOperator
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def stumbling() -> list[str]:
+    """What rank 0 hears of an order that it leaves, and of the next one."""
+
+    def work(ranks: Ranks) -> list[str]:
+        said = []
+        for order in (_stumble, _sum):
+            try:
+                ranks.order(order)
+            except (LostRankError, MemoryError) as error:
+                said.append(str(error))
+        return said
+
+    return otdd.led(work)
+
+
+def _stumble(ranks: Ranks) -> torch.Tensor:
+    if ranks.rank == 0:
+        raise MemoryError("rank 0 is short of it")
+    return _sum(ranks)
+
+
+def _sum(ranks: Ranks) -> torch.Tensor:
+    return ranks.summed(torch.ones(1, dtype=torch.float64))
+
+
+@pytest.mark.slow
+def test_ranks_that_are_left_in_an_order_are_given_no_other() -> None:
+    own = RankPool(2)
+    try:
+        answer = own.answer_of(0, stumbling)
+    finally:
+        own.close()
+    assert answer == [
+        "rank 0 is short of it",
+        "rank 0 has left the other ranks in the middle of what they do together",
+    ]
+
+
+def short_in_a_flow() -> Any:
+    """A flow of which rank 0 has no memory for a pass of the second step."""
+    draw = torch.Generator().manual_seed(4)
+    clouds = [torch.randn(count, 3, generator=draw) for count in (37, 29)]
+
+    def fall_short(record: StepRecord) -> None:
+        def short(*args: Any) -> torch.Tensor:
+            raise RuntimeError("can't allocate memory: you tried to allocate 1048576 bytes")
+
+        patched.setattr(StoredOperator, "softmin_rows", short)
+
+    def work(ranks: Ranks) -> None:
+        otdd.gradient_flow(
+            *clouds,
+            otdd.Flow(3),
+            epsilon=0.3,
+            labels="none",
+            compute=otdd.ComputeOptions("cpu", group=ranks),
+            callbacks=otdd.Callbacks(progress=fall_short),
+        )
+
+    with pytest.MonkeyPatch.context() as patched:
+        return otdd.led(work)
+
+
+@pytest.mark.slow
+def test_a_flow_says_what_rank_0_lacked_in_a_pass() -> None:
+    own = RankPool(2)
+    try:
+        answer = own.answer_of(0, short_in_a_flow)
+    finally:
+        own.close()
+    assert isinstance(answer, InputError)
+    assert "the flow cannot go on after step 1: out of memory on cpu" in str(answer)
+
+
+def interrupted() -> tuple[list[str], float]:
+    """What rank 0 hears where Ctrl-C is pressed in an order, and what the next order finds."""
+
+    def work(ranks: Ranks) -> tuple[list[str], float]:
+        said = []
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            ranks.order(_press)
+        except KeyboardInterrupt:
+            said.append("interrupted")
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return said, float(ranks.order(_sum))
+
+    return otdd.led(work)
+
+
+def _press(ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        signal.raise_signal(signal.SIGINT)
+    _sum(ranks)
+
+
+def test_an_interrupt_comes_when_an_order_is_done() -> None:
+    assert pool(2).run(interrupted) == [(["interrupted"], 2.0)] * 2
+
+
+def interrupted_in_their_midst() -> bool:
+    """Whether Ctrl-C in what ranks do together has rank 0 leave the others there."""
+
+    def work(ranks: Ranks) -> bool:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            ranks.order(_press_together)
+        except KeyboardInterrupt:
+            return ranks.apart
+        return False
+
+    return otdd.led(work)
+
+
+def _press_together(ranks: Ranks) -> None:
+    def press() -> None:
+        if ranks.rank == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    ranks.together(press)
+
+
+@pytest.mark.slow
+def test_an_interrupt_does_not_wait_for_what_others_do_for_long() -> None:
+    own = RankPool(2)
+    try:
+        assert own.answer_of(0, interrupted_in_their_midst) is True
+    finally:
+        own.close()
