@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 
 from otdd_flash.commands.interrupts import interrupts_noted
+from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import (
     ComparisonSettings,
@@ -207,9 +207,9 @@ def _write(
         **result.seconds,
     }
     more = {"seconds": seconds, "seed": settings.seed, "config": asdict(settings)}
-    summary, console, content = result.summary(**more), Console(), settings.report.content
+    summary, console, content = result.summary(**more), Terminal(), settings.report.content
     if content == "none":
-        console.print(interval(summary["value"], *summary["bounds"]), highlight=False)
+        console.print(interval(summary["value"], *summary["bounds"]))
     else:
         console.print(flow_table(summary))
     remove_result(directory)
@@ -223,14 +223,13 @@ def _write(
             result, directory, image_shape=image_shape, seed=settings.seed, content=content
         )
     if content != "none":
-        console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+        console.print(f"written to {directory}", soft_wrap=True)
     return report
 
 
 def _say_how_to_go_on(result: FlowResult, directory: Path) -> None:
-    Console().print(
+    Terminal().print(
         f"ended after {result.history[-1].step} steps; the same command with flow.resume=true "
         f"hydra.run.dir={directory} goes on",
-        highlight=False,
         soft_wrap=True,
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 
+from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.sampling import check_request, check_sampling, measure_sampling
 from otdd_flash.commands.settings import (
@@ -169,10 +169,10 @@ def _write(
     contributions = result.contributions() if settings.contributions else None
     if contributions is not None:
         more["contributions_through_classes"] = contributions.through_classes
-    summary, console = result.summary(**more), Console()
+    summary, console = result.summary(**more), Terminal()
     content = settings.report.content
     if content == "none":
-        console.print(interval(result.value, *result.bounds), highlight=False)
+        console.print(interval(result.value, *result.bounds))
     else:
         console.print(summary_table(summary))
         if result.method != "none":
@@ -191,7 +191,7 @@ def _write(
                 result.source, contributions.values, directory, image_shape, content=content
             )
     if content != "none":
-        console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+        console.print(f"written to {directory}", soft_wrap=True)
     return report
 
 

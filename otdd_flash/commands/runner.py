@@ -64,7 +64,7 @@ def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
 def _failed(directory: Path, error: Exception, exit_code: int) -> int:
     say_error(error)
     if trace := user_traceback(error):
-        messages.print(trace, markup=False, highlight=False, soft_wrap=True)
+        messages.print(trace, soft_wrap=True)
     record = {"error": str(error), "type": type(error).__name__, "exit_code": exit_code}
     if exit_code == exit_codes.DEFECT:
         record["traceback"] = "".join(traceback.format_exception(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,10 @@ from typing import TYPE_CHECKING
 from otdd_flash.commands.settings import RuntimeSettings
 from otdd_flash.integrations.tracking import TrackedRun, finite, folder_of, track
 from otdd_flash.report.figures.drawing import Report, write_each
+from otdd_flash.shown import display
+
+# Trackers take names of some 250 characters.
+LONGEST_LABEL = 80
 
 if TYPE_CHECKING:
     from otdd_flash.flows.result import FlowResult
@@ -25,7 +30,7 @@ def track_distance(result: DistanceResult, settings: RuntimeSettings, directory:
         **{"converged": float(result.converged), **errors},
         **{f"seconds/{phase}": spent for phase, spent in result.seconds.items()},
     }
-    name = f"{result.source.name} to {result.target.name}"
+    name = f"{_label(result.source.name)} to {_label(result.target.name)}"
     return _track(settings, TrackedRun(name, directory, asdict(settings), finite(numbers)))
 
 
@@ -45,7 +50,7 @@ def track_flow(result: FlowResult, settings: RuntimeSettings, directory: Path) -
         ]
         for name in ("objective", "divergence", "lower", "upper", "estimate", "gradient_norm")
     }
-    name = f"{result.source.name} to {result.target.name}"
+    name = f"{_label(result.source.name)} to {_label(result.target.name)}"
     run = TrackedRun(
         name,
         directory,
@@ -60,13 +65,18 @@ def track_study(result: StudyResult, settings: RuntimeSettings, directory: Path)
     """What every measure says of every pair, with bounds, and how it follows what was gained."""
     numbers: dict[str, float | None] = {}
     for pair in result.pairs():
-        key = f"{pair.measure}/{pair.source} to {pair.target}"
+        key = f"{pair.measure}/{_label(pair.source)} to {_label(pair.target)}"
         numbers |= {key: pair.value, f"{key}/lower": pair.lower, f"{key}/upper": pair.upper}
     for found in result.correlations():
         key = f"{found.measure}/{found.statistic}"
         numbers |= {key: found.value, f"{key}/lower": found.lower, f"{key}/upper": found.upper}
     run = TrackedRun("study", directory, asdict(settings), finite(numbers))
     return _track(settings, run)
+
+
+def _label(name: str) -> str:
+    """A name as part of the name of a run or a metric, in which slashes would make groups."""
+    return re.sub(r"[/\\]", "_", display(name, LONGEST_LABEL))
 
 
 def _track(settings: RuntimeSettings, run: TrackedRun) -> Report:
