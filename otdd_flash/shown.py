@@ -9,6 +9,7 @@ more for all that a command prints. Files of results (JSON, safetensors) keep na
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import unicodedata
@@ -82,10 +83,7 @@ def display(text: object, limit: int | None = LONGEST_NAME) -> str:
     if limit is not None and size > 2 * limit:
         # Of a megabyte, only what may be shown is looked at.
         given = given[:limit] + given[-limit:]
-    for value, shown in _concealed.items():
-        given = given.replace(value, shown)
-    if "://" in given or "=" in given:
-        given = SECRET.sub(rf"\g<1>{HIDDEN}", USER.sub(f"{HIDDEN}@", given))
+    given = hidden(given)
     if not (given.isascii() and given.isprintable()):
         given = "".join(map(_seen, given))
     if limit is None or (len(given) <= limit and size <= 2 * limit):
@@ -133,12 +131,22 @@ def html_text(text: object, limit: int | None = LONGEST_NAME) -> str:
     return escape(display(text, limit))
 
 
-def conceal(value: str, shown: str) -> None:
-    """Have `display` show something else in the place of a value from now on, in this process.
+def hidden(text: str) -> str:
+    """Text without passwords in addresses, and without values that `conceal` was told of."""
+    for value, shown in _concealed.items():
+        text = text.replace(value, shown)
+    if "://" in text or "=" in text:
+        text = SECRET.sub(rf"\g<1>{HIDDEN}", USER.sub(f"{HIDDEN}@", text))
+    return text
 
-    A value of fewer than 8 characters stays: it would hide parts of other words.
+
+def conceal(value: str, shown: str) -> None:
+    """Have `hidden` put something else in the place of a value from now on, in this process.
+
+    A value of fewer than 6 characters stays, as it would hide parts of other words; so does a
+    folder that exists, which is a place and no secret.
     """
-    if len(value) >= 8:
+    if len(value) >= 6 and not os.path.isdir(value):
         _concealed[value] = shown
 
 

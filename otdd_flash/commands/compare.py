@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from otdd_flash.commands.settings import (
     ReportSettings,
     SamplingSettings,
     parse,
+    recorded,
 )
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.commands.tracked import track_distance
@@ -53,6 +54,7 @@ class DistanceSettings(ComparisonSettings, SamplingSettings, DatasetPairSettings
 def compare(config: DictConfig, directory: Path) -> None:
     """Compute one distance and write everything about it into `directory`."""
     settings = parse(config, DistanceSettings)
+    kept = recorded(settings, config)
     # Built before anything is read: a bad setting should not cost the time of loading.
     settings.check()
     solver = settings.solver.deferred()
@@ -103,8 +105,8 @@ def compare(config: DictConfig, directory: Path) -> None:
             solver=replace(solver, bound_width=None) if isinstance(solver, Converged) else solver,
         )
     more = {"seconds": _seconds(phases, result), **sampling}
-    report = _write(result, settings, more, directory, sides.image_shape)
-    report += track_distance(result, settings, directory)
+    report = _write(result, settings, kept, more, directory, sides.image_shape)
+    report += track_distance(result, settings.log, kept, directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(
             f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
@@ -158,12 +160,13 @@ def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
 def _write(
     result: DistanceResult,
     settings: DistanceSettings,
+    kept: dict[str, Any],
     more: dict[str, Any],
     directory: Path,
     image_shape: tuple[int, int, int] | None,
 ) -> Report:
     """Print the tables, write result.json, and only then what can be drawn again."""
-    more = {**more, "seed": settings.seed, "config": asdict(settings)}
+    more = {**more, "seed": settings.seed, "config": kept}
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
     contributions = result.contributions() if settings.contributions else None

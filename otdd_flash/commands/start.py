@@ -30,6 +30,7 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     # Part of default directories. Kept with the configuration, so that jobs that a launcher runs in
     # other processes agree on it.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("oc.env", concealed_variable, replace=True)
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         from otdd_flash.commands.help import show_help
 
@@ -45,6 +46,18 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
     with _errors_handed_on():
         entry(job)()
+
+
+def concealed_variable(name: str, *default: str | None) -> str | None:
+    """What `${oc.env:NAME}` stands for: its value, which nothing prints or keeps from now on."""
+    from omegaconf.resolvers import oc
+
+    from otdd_flash.shown import conceal
+
+    value: str | None = oc.env(name, *default)
+    if value is not None and name in os.environ:
+        conceal(value, f"${{oc.env:{name}}}")
+    return value
 
 
 def run_command(main: Callable[[], None]) -> None:

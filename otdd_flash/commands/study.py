@@ -17,7 +17,13 @@ from otdd_flash.commands.interrupts import interrupts_noted
 from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
-from otdd_flash.commands.settings import ComparisonSettings, ReportSettings, SamplingSettings, parse
+from otdd_flash.commands.settings import (
+    ComparisonSettings,
+    ReportSettings,
+    SamplingSettings,
+    parse,
+    recorded,
+)
 from otdd_flash.commands.tasks import LoadedTasks, StudyInputs, TaskSettings, load_tasks
 from otdd_flash.commands.tracked import track_study
 from otdd_flash.errors import ConvergenceError, InputError
@@ -82,6 +88,7 @@ def study(config: DictConfig, directory: Path) -> None:
         ConvergenceError: a solve stopped early and convergence is required; likewise.
     """
     settings = parse(config, StudySettings)
+    kept = recorded(settings, config)
     _check(settings, directory)
     node = settings.study
     fraction = None if settings.transfer is None else settings.transfer.test_fraction
@@ -102,7 +109,7 @@ def study(config: DictConfig, directory: Path) -> None:
             )
         with phases.phase("report", "drawing"):
             report = write_study_report(result, directory, content=settings.report.content)
-            report += track_study(result, settings, directory)
+            report += track_study(result, settings.log, kept, directory)
     console = Terminal()
     if settings.report.content != "none":
         console.print(study_table(result))

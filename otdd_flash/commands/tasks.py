@@ -21,6 +21,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import reduce_pca, standardize
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import hidden
 
 # Sources whose training split has a test split beside it.
 SPLIT = ("digits", "blobs", "mnist", "fashion_mnist", "usps", "torchvision", "huggingface")
@@ -127,7 +128,7 @@ def _named(nodes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                 f"study.tasks[{place}] must be a mapping with the keys of a dataset such as "
                 "{name: mnist}, got " + repr(node)
             )
-    names = [str(node.get("as") or node["name"]) for node in nodes]
+    names = [hidden(str(node.get("as") or node["name"])) for node in nodes]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise InputError(f"two tasks are called {twice[0]}; give one of them as: NAME")
