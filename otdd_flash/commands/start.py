@@ -37,6 +37,7 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
         show_help(config_name, sys.argv[1:])
         return
     from otdd_flash.commands.choices import refused_choice
+    from otdd_flash.commands.trusted import trusted_configurations
 
     if (refusal := refused_choice(sys.argv[1:])) is not None:
         from otdd_flash.commands.messages import say_error
@@ -44,7 +45,7 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
         say_error(refusal)
         sys.exit(exit_codes.BAD_INPUT)
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
-    with _errors_handed_on():
+    with _errors_handed_on(), trusted_configurations():
         entry(job)()
 
 
