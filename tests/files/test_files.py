@@ -12,6 +12,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing
 from otdd_flash.files.json_file import write_json
 from otdd_flash.report.csv_tables import SUMMARY_COLUMNS, summary_csv, write_matrix_csv
+from otdd_flash.shown import csv_cell
 
 NASTY = ["a,b", 'say "hi"', "two\nlines", "", " =1+1", "naïve 猫", "T-shirt/top"]
 
@@ -99,8 +100,8 @@ def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path: Path) -> No
     matrix[0, 0], matrix[1, 1] = 1e-300, 123456789.123456789
     write_matrix_csv(tmp_path / "m.csv", matrix, rows, columns, corner="class")
     header, *body = read_rows(tmp_path / "m.csv")
-    assert header == ["class", *columns]
-    assert [row[0] for row in body] == rows
+    assert header == ["class", *map(csv_cell, columns)]
+    assert [row[0] for row in body] == [*map(csv_cell, rows)]
     assert [[float(cell) for cell in row[1:]] for row in body] == matrix.tolist()
 
 
