@@ -30,10 +30,12 @@ import sys
 
 # The folder in which `python -m otdd_flash.distance` was started, as that names it in sys.path.
 _started_in: str | None = None
-if sys.argv[:1] == ["-m"] and sys.path[0] and not sys.flags.safe_path:
-    # `-m` is what stands there while Python looks for the command that it is to run. It has put the
-    # working directory before all else: a file called torch.py beside the data would be imported in
-    # the place of torch. Only a checkout that is run from its own folder needs it, last.
+# `-m` stands in sys.argv while Python looks for the module that it is to run, the next argument.
+_run = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) :][:1] if sys.argv[:1] == ["-m"] else []
+if _run and _run[0].removeprefix("-m").startswith("otdd_flash.") and not sys.flags.safe_path:
+    # Python has put the working directory before all else: a file called torch.py beside the data
+    # would be imported in the place of torch. Only a checkout that is run from its own folder needs
+    # it, last.
     _started_in = sys.path.pop(0)
     _package = os.path.dirname(os.path.realpath(__file__))
     if os.path.realpath(_started_in) == os.path.dirname(_package):

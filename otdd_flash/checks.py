@@ -86,8 +86,8 @@ def refused(name: str, accepted: str, value: object) -> InputError:
 def shown(value: object) -> str:
     """A value as messages show it: in full where it is short, else what it is."""
     if value is None or isinstance(value, bool | numbers.Number | str | os.PathLike):
-        text = repr(value) if isinstance(value, str) else str(value)
-        return display(text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}...")
+        text = display(repr(value) if isinstance(value, str) else str(value), None)
+        return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
     kind = type(value).__qualname__
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):

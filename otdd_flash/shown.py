@@ -30,7 +30,8 @@ UNSEEN = re.compile(
 # In an address, who asks and with which secret.
 USER = re.compile(r"(?<=://)[^/?#\s]+@")
 SECRET = re.compile(
-    r"([?&;][\w.-]*(?:token|key|secret|signature|sig|password|passwd|credential)=)[^&;#\s]+", re.I
+    r"([?&;][\w.-]{0,40}(?:token|key|secret|signature|sig|password|passwd|credential)=)[^&;#\s]+",
+    re.IGNORECASE,
 )
 HIDDEN = "***"
 
@@ -78,12 +79,12 @@ def display(text: object, limit: int | None = LONGEST_NAME) -> str:
         text: a name, a path or a sentence; any other object as its `str`.
         limit: the most characters; what is longer ends with an ellipsis and its length. None: any.
     """
-    given = str(text)
+    # Before anything is cut: half a password is shown by no name.
+    given = hidden(str(text))
     size = len(given)
     if limit is not None and size > 2 * limit:
-        # Of a megabyte, only what may be shown is looked at.
+        # Of a megabyte, only what may be shown is looked at character by character.
         given = given[:limit] + given[-limit:]
-    given = hidden(given)
     if not (given.isascii() and given.isprintable()):
         given = "".join(map(_seen, given))
     if limit is None or (len(given) <= limit and size <= 2 * limit):
@@ -111,7 +112,7 @@ def listing(names: Iterable[object], most: int = 50) -> str:
 
 def shorten(name: str, length: int) -> str:
     """`name` on one line in at most `length` characters, cut with an ellipsis."""
-    line = display(" ".join(name[: 8 * length].split()), None)
+    line = display(" ".join(hidden(name).split())[: 8 * length], None)
     return line if len(line) <= length else line[: length - 1].rstrip() + "…"
 
 
@@ -133,7 +134,8 @@ def html_text(text: object, limit: int | None = LONGEST_NAME) -> str:
 
 def hidden(text: str) -> str:
     """Text without passwords in addresses, and without values that `conceal` was told of."""
-    for value, shown in _concealed.items():
+    # The longest first: one may be the beginning of another.
+    for value, shown in sorted(_concealed.items(), key=lambda item: -len(item[0])):
         text = text.replace(value, shown)
     if "://" in text or "=" in text:
         text = SECRET.sub(rf"\g<1>{HIDDEN}", USER.sub(f"{HIDDEN}@", text))

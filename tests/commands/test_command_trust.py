@@ -29,16 +29,18 @@ MARK = "open('imported', 'a').write(__name__)\n"
 CODE = "import pathlib\n\ndef embed(batch):\n    import helper\n    return helper.TWICE * batch\n"
 
 
-def _started(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python -m otdd_flash.distance` with the package found as an installed one is."""
+def _started(
+    folder: Path, *arguments: str, module: str = "otdd_flash.distance", path: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE` with the package found as an installed one is."""
     package = str(Path(otdd_flash.__file__).parents[1])
     return subprocess.run(
-        [sys.executable, "-m", "otdd_flash.distance", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": package, **environment},
+        env={**os.environ, "PYTHONPATH": package if path is None else path},
     )
 
 
@@ -70,28 +72,30 @@ def test_a_function_of_the_working_directory_is_found_when_it_is_named(folder: P
     assert "no module named 'nowhere'" in missing.stderr
 
 
+def test_a_program_of_others_keeps_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import otdd_flash\n")
+    (tmp_path / "theirs" / "run.py").write_text("import helper\nprint(helper.TWICE)\n")
+    (tmp_path / "helper.py").write_text("TWICE = 2.0\n")
+    ended = _started(tmp_path, module="theirs.run")
+    assert ended.stdout == "2.0\n", ended.stderr
+
+
 @pytest.mark.slow
 def test_a_checkout_runs_from_its_own_folder(tmp_path: Path) -> None:
     root = Path(otdd_flash.__file__).parents[1]
     (tmp_path / "otdd_flash").symlink_to(root / "otdd_flash")
     (tmp_path / "torch.py").write_text(MARK)
-    ended = _started(tmp_path, "--version", PYTHONPATH="")
+    ended = _started(tmp_path, "--version", path="")
     assert ended.returncode == 0, ended.stderr
     assert not (tmp_path / "imported").exists()
 
 
-CALLBACK = (
-    "hydra:\n  callbacks:\n    evil:\n      _target_: os.system\n      command: touch imported\n"
-)
-LOG_CLASS = (
-    "hydra:\n  hydra_logging:\n    handlers:\n      x:\n        (): os.system\n        command: x\n"
-)
-LOG_FILE = (
-    "hydra:\n  job_logging:\n    version: 1\n    handlers:\n      x:\n"
-    "        class: logging.FileHandler\n        filename: imported\n"
-)
-ENVIRONMENT = "hydra:\n  job:\n    env_set:\n      LD_PRELOAD: evil.so\n"
-FUNCTION = "extractor:\n  name: callable\n  path: os:system\n"
+CALLBACK = "callbacks: {evil: {_target_: os.system, command: touch imported}}"
+LOG_CLASS = 'hydra_logging: {handlers: {x: {"()": os.system, command: touch imported}}}'
+LOG_FILE = "job_logging: {handlers: {x: {class: logging.FileHandler, filename: imported}}}"
+ENVIRONMENT = "job: {env_set: {LD_PRELOAD: evil.so}}"
+FUNCTION = "extractor: {name: callable, path: os:system}"
 
 
 @pytest.mark.parametrize(
@@ -104,14 +108,14 @@ FUNCTION = "extractor:\n  name: callable\n  path: os:system\n"
         (FUNCTION, "extractor.path=os:system"),
     ],
 )
-@pytest.mark.parametrize("way", ["--config-dir", "hydra.searchpath"])
 def test_a_folder_of_configurations_names_no_code(
-    ended: Callable, folder: Path, content: str, key: str, way: str
+    ended: Callable, folder: Path, content: str, key: str
 ) -> None:
     (folder / "theirs" / "solver").mkdir(parents=True)
-    (folder / "theirs" / "solver" / "evil.yaml").write_text(f"# @package _global_\n{content}")
-    given = f"hydra.searchpath=[file://{folder}/theirs]"
-    where = ("--config-dir", "theirs") if way == "--config-dir" else (given,)
+    text = content if content is FUNCTION else f"hydra: {{{content}}}"
+    (folder / "theirs" / "solver" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
+    searched = f"hydra.searchpath=[file://{folder}/theirs]"
+    where = (searched,) if content is FUNCTION else ("--config-dir", "theirs")
     said = ended(distance, *where, *SMALL, "+solver@_global_=evil")
     assert said.code == 2
     assert said.error.startswith(f"{key} names code")
