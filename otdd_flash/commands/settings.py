@@ -15,7 +15,7 @@ from otdd_flash.arguments.comparisons import COMPARING
 from otdd_flash.commands.hydra_errors import unknown_key
 from otdd_flash.commands.mistyped import mistyped
 from otdd_flash.commands.ranks import leading
-from otdd_flash.commands.start import concealed_variable
+from otdd_flash.commands.start import conceal_environment
 from otdd_flash.errors import DataNotice, InputError, choose
 from otdd_flash.labels import METRICS, LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
@@ -242,7 +242,7 @@ def _from_environment(config: DictConfig) -> list[tuple[tuple[Any, ...], str]]:
     try:
         after = [_resolved(config, path) for path, _ in written]
     finally:
-        OmegaConf.register_new_resolver("oc.env", concealed_variable, replace=True)
+        conceal_environment()
     return [one for one, then, now in zip(written, before, after, strict=True) if then != now]
 
 
@@ -270,6 +270,8 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     Raises:
         InputError: a value has another type than its key takes, or is missing.
     """
+    # Once more: a launcher may run this job in a process of its own.
+    conceal_environment()
     try:
         # First as written: a bad value is reported under its own key, not one that refers to it.
         OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config))

@@ -30,7 +30,7 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     # Part of default directories. Kept with the configuration, so that jobs that a launcher runs in
     # other processes agree on it.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("oc.env", concealed_variable, replace=True)
+    conceal_environment()
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         from otdd_flash.commands.help import show_help
 
@@ -47,6 +47,13 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
     with _errors_handed_on(), trusted_configurations():
         entry(job)()
+
+
+def conceal_environment() -> None:
+    """Have what `${oc.env:NAME}` gives printed and kept by nothing in this process."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("oc.env", concealed_variable, replace=True)
 
 
 def concealed_variable(name: str, *default: str | None) -> str | None:

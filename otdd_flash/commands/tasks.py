@@ -116,7 +116,8 @@ def load_tasks(
         name: (embedded[first], None if more is None else embedded[first + more])
         for name, first, more in places
     }
-    families = {name: str(node["family"]) for name, node in nodes.items() if node.get("family")}
+    named = {name: node["family"] for name, node in nodes.items() if node.get("family")}
+    families = {name: hidden(str(family)) for name, family in named.items()}
     return LoadedTasks(samples, families, shape if as_they_are else None)
 
 
