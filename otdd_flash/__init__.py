@@ -25,10 +25,27 @@ before its first use, and so torch is not with the package (PEP 562).
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import os
+import sys
 
-from otdd_flash.version import __version__
+# The folder in which `python -m otdd_flash.distance` was started, as that names it in sys.path.
+_started_in: str | None = None
+# `-m` stands in sys.argv while Python looks for the module that it is to run, the next argument.
+_run = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) :][:1] if sys.argv[:1] == ["-m"] else []
+if _run and _run[0].removeprefix("-m").startswith("otdd_flash.") and not sys.flags.safe_path:
+    # Python has put the working directory before all else: a file called torch.py beside the data
+    # would be imported in the place of torch. Only a checkout that is run from its own folder needs
+    # it, last.
+    _started_in = sys.path.pop(0)
+    _package = os.path.dirname(os.path.realpath(__file__))
+    if os.path.realpath(_started_in) == os.path.dirname(_package):
+        sys.path.append(_started_in)
+
+# Imported after that, for the same reason.
+from importlib import import_module  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from otdd_flash.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from otdd_flash import extractors, labels

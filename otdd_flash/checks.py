@@ -19,6 +19,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from otdd_flash.errors import InputError, choose
+from otdd_flash.shown import display
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,7 +86,7 @@ def refused(name: str, accepted: str, value: object) -> InputError:
 def shown(value: object) -> str:
     """A value as messages show it: in full where it is short, else what it is."""
     if value is None or isinstance(value, bool | numbers.Number | str | os.PathLike):
-        text = repr(value) if isinstance(value, str) else str(value)
+        text = display(repr(value) if isinstance(value, str) else str(value), None)
         return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
     kind = type(value).__qualname__
     shape = getattr(value, "shape", None)

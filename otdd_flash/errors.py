@@ -7,9 +7,17 @@ Any other exception is a defect of this package.
 
 from __future__ import annotations
 
+from otdd_flash.shown import display, sentence
+
 
 class InputError(ValueError):
-    """A request that cannot be met; the message names the value and what to do about it."""
+    """A request that cannot be met; the message names the value and what to do about it.
+
+    Messages hold values and names that others wrote: they are made safe to print here, once.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(sentence(message))
 
 
 class UserCodeError(InputError):
@@ -38,20 +46,25 @@ class IncompleteError(RuntimeError):
     """The result was computed and written, but not every file beside it."""
 
 
-class NotConvergedWarning(UserWarning):
+class _Notice(UserWarning):
+    def __init__(self, message: object = "") -> None:
+        super().__init__(sentence(message))
+
+
+class NotConvergedWarning(_Notice):
     """The solver stopped before the tolerance; the result's bounds still hold."""
 
 
-class DataNotice(UserWarning):
+class DataNotice(_Notice):
     """The data were changed or taken differently from what was asked, as the message says."""
 
 
-class MissingFileNotice(UserWarning):
+class MissingFileNotice(_Notice):
     """A picture or table beside a result could not be written, as the message says."""
 
 
 def choose(kind: str, name: str, known: tuple[str, ...]) -> str:
     """Return `name` if it is one of `known`, else raise an `InputError` that lists them."""
     if name not in known:
-        raise InputError(f"unknown {kind} {name!r}; choose one of: {', '.join(known)}")
+        raise InputError(f"unknown {kind} {display(repr(name))}; choose one of: {', '.join(known)}")
     return name

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.machinery import PathFinder
 from types import TracebackType
 from typing import Any
 
+import otdd_flash
 from otdd_flash.errors import InputError, UserCodeError
 
 FORM = "package.module:function or package.module.function"
@@ -93,9 +96,23 @@ def _in_one_line(error: BaseException) -> str:
     return f"{kind}: {words}" if words else kind
 
 
+def _find_in_working_directory(name: str) -> None:
+    """Let a user's module be found where the command was started, after all other places.
+
+    The commands take that folder out of sys.path (`otdd_flash/__init__.py`). A user who names a
+    module of it wants it, and what that imports from there.
+    """
+    folder = otdd_flash._started_in
+    if folder is None or folder in sys.path:
+        return
+    if PathFinder.find_spec(name.partition(".")[0], [folder]) is not None:
+        sys.path.append(folder)
+
+
 def _import_module(name: str, request: str) -> Any:
     with user_code(f"{request} does not import:", doing="it raised"):
         try:
+            _find_in_working_directory(name)
             return import_module(name)
         except ModuleNotFoundError as error:
             if f"{name}.".startswith(f"{error.name}."):

@@ -34,6 +34,7 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.pairwise_result import PairwiseResult, gather
 from otdd_flash.samples import Samples
+from otdd_flash.shown import display
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
@@ -218,7 +219,7 @@ class _Solves:
         return joint_shortfall(found, self.options, self._named, found[late[0]].xy.f.dtype)
 
     def _named(self, pairs: Sequence[tuple[int, int]]) -> str:
-        names = self.table.datasets
+        names = [display(name) for name in self.table.datasets]
         shown = [f"{names[i]} and {names[j] if i < j else 'itself'}" for i, j in pairs[:5]]
         more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
         return f"{'; '.join(shown)}{more}"

@@ -22,7 +22,7 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import convergence_text
+from otdd_flash.shown import convergence_text, listing
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term.result import largest_tolerance
 
@@ -84,7 +84,7 @@ class PairwiseResult:
         """How many datasets, at which epsilon; `pairs()` lists distances."""
         converged = convergence_text(bool(self.converged.all()))
         return (
-            f"PairwiseResult({len(self.names)} datasets: {', '.join(self.names)}; "
+            f"PairwiseResult({len(self.names)} datasets: {listing(self.names, 12)}; "
             f"epsilon={self.epsilon:.6g}, {converged})"
         )
 

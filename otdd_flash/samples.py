@@ -24,6 +24,7 @@ from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
 from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
 from otdd_flash.real_numbers import in_floating_point, real_tensor
+from otdd_flash.shown import display
 
 # Between them a `mass` is known.
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
@@ -77,7 +78,7 @@ class LabeledSamples:
         """Its name and sizes; tensors are asked for by name."""
         rows, columns = self.features.shape
         classes = "no labels" if self.labels is None else f"{len(self.class_names)} classes"
-        return f"LabeledSamples({self.name!r}, {rows} x {columns}, {classes})"
+        return f"LabeledSamples({display(repr(self.name))}, {rows} x {columns}, {classes})"
 
     @classmethod
     def of(cls, given: Samples, name: str = "samples") -> LabeledSamples:

@@ -94,7 +94,7 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
     ranks.together(check)
     class_names: Any = shard.class_names
     if len(class_names) > MOST_NAMES:
-        digest = sha256("\0".join(class_names).encode()).hexdigest()
+        digest = sha256("\0".join(class_names).encode("utf-8", "surrogatepass")).hexdigest()
         class_names = f"{len(class_names)} of digest {digest[:16]}"
     for what, content in (
         ("the number of features", shard.dim),

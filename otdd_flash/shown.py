@@ -1,10 +1,46 @@
-"""How results show themselves where a session prints them: a line of numbers, no tensors."""
+"""Numbers and foreign text as people see them: on a terminal, in csv, in HTML and in pictures.
+
+Names of classes, columns, files and datasets are what others wrote. Every place that shows one
+calls `display`, or a form of it: `csv_cell`, `html_text`, or `shorten` for a narrow place. Errors
+and warnings do so themselves when they are made (`errors`), and `commands.messages.Terminal` once
+more for all that a command prints. Files of results (JSON, safetensors) keep names as they are.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
+import unicodedata
+from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
+from html import escape
+
+# Characters of a name in a sentence, of a sentence with its names, and of a cell of a csv file.
+LONGEST_NAME, LONGEST_MESSAGE, LONGEST_CELL = 200, 4000, 1000
+# Beyond this length, what is left out is the middle: sentences end with the way out.
+KEEPS_ITS_END = 1000
+
+# Letters and marks that show nothing, although Unicode counts them as printable.
+UNSEEN = re.compile(
+    "[\\u034f\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u2800\\u3164\\ufe00-\\ufe0d\\uffa0"
+    "\\U000e0100-\\U000e01ef]"
+)
+# In an address, who asks and with which secret.
+USER = re.compile(r"(?<=://)[^/?#\s]+@")
+SECRET = re.compile(
+    r"([?&;][\w.-]{0,40}(?:token|key|secret|signature|sig|password|passwd|credential)=)[^&;#\s]+",
+    re.IGNORECASE,
+)
+HIDDEN = "***"
+
+# What spreadsheets compute, also in their full-width forms, behind spaces that they leave out.
+FORMULA = re.compile(r"\s*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20']")
+PLAIN_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+# Values that came from the environment, by what to show in their place; see `conceal`.
+_concealed: dict[str, str] = {}
 
 
 def interval(value: float, lower: float, upper: float) -> str:
@@ -30,6 +66,101 @@ def interval(value: float, lower: float, upper: float) -> str:
         rounded = Decimal(repr(float(number))).quantize(digit, rounding)
         texts.append("0" if rounded == 0 else f"{rounded:{'f' if plain else 'e'}}")
     return f"{texts[0]} [{texts[1]}, {texts[2]}]"
+
+
+def display(text: object, limit: int | None = LONGEST_NAME) -> str:
+    r"""One line of text that is safe to print: no control, invisible or undecodable characters.
+
+    Those become the escapes that Python writes for them (`\x1b`, `\n`, `\u202e`). Passwords in
+    addresses and values from the environment (`conceal`) are hidden. Text that was displayed before
+    comes out as it is.
+
+    Args:
+        text: a name, a path or a sentence; any other object as its `str`.
+        limit: the most characters; what is longer ends with an ellipsis and its length. None: any.
+    """
+    # Before anything is cut: half a password is shown by no name.
+    given = hidden(str(text))
+    size = len(given)
+    if limit is not None and size > 2 * limit:
+        # Of a megabyte, only what may be shown is looked at character by character.
+        given = given[:limit] + given[-limit:]
+    if not (given.isascii() and given.isprintable()):
+        given = "".join(map(_seen, given))
+    if limit is None or (len(given) <= limit and size <= 2 * limit):
+        return given
+    mark = f"… ({size:,} characters)"
+    room = max(limit - len(mark), 1)
+    if limit < KEEPS_ITS_END:
+        return given[:room].rstrip() + mark
+    head = 3 * room // 4
+    return f"{given[:head]}{mark}{given[head - room :]}"
+
+
+def sentence(text: object) -> str:
+    """A message in one line, lines of it joined; of a very long one the beginning and the end."""
+    given = str(text)
+    return display(" ".join(given.splitlines()) if "\n" in given else given, LONGEST_MESSAGE)
+
+
+def listing(names: Iterable[object], most: int = 50) -> str:
+    """Names in a sentence, each displayed, and how many there are beyond the first `most`."""
+    given = [*names]
+    shown = ", ".join(display(name) for name in given[:most])
+    return shown if len(given) <= most else f"{shown}, ... {len(given) - most:,} more"
+
+
+def shorten(name: str, length: int) -> str:
+    """`name` on one line in at most `length` characters, cut with an ellipsis."""
+    line = display(" ".join(hidden(name).split())[: 8 * length], None)
+    return line if len(line) <= length else line[: length - 1].rstrip() + "…"
+
+
+def csv_cell(text: str) -> str:
+    """Text as a cell of a csv file, which no spreadsheet takes for a formula.
+
+    What begins like one (`=`, `+`, `-`, `@`, maybe behind spaces) gets an apostrophe in front, and
+    so does what begins with an apostrophe: readers take one away. Plain numbers stay as they are.
+    """
+    cell = display(text, LONGEST_CELL)
+    formula = FORMULA.match(cell) and not PLAIN_NUMBER.fullmatch(cell)
+    return f"'{cell}" if formula else cell
+
+
+def html_text(text: object, limit: int | None = LONGEST_NAME) -> str:
+    """Text for HTML, between tags or in a quoted attribute."""
+    return escape(display(text, limit))
+
+
+def hidden(text: str) -> str:
+    """Text without passwords in addresses, and without values that `conceal` was told of."""
+    # The longest first: one may be the beginning of another.
+    for value, shown in sorted(_concealed.items(), key=lambda item: -len(item[0])):
+        text = text.replace(value, shown)
+    if "://" in text or "=" in text:
+        text = SECRET.sub(rf"\g<1>{HIDDEN}", USER.sub(f"{HIDDEN}@", text))
+    return text
+
+
+def conceal(value: str, shown: str) -> None:
+    """Have `hidden` put something else in the place of a value from now on, in this process.
+
+    A value of fewer than 6 characters stays, as it would hide parts of other words; so does a
+    folder that exists, which is a place and no secret.
+    """
+    if len(value) >= 6 and not os.path.isdir(value):
+        _concealed[value] = shown
+
+
+def _seen(character: str) -> str:
+    """A character as it is if it can be seen, spaces of all widths included; else its escape."""
+    if character.isprintable() or unicodedata.category(character) == "Zs":
+        return UNSEEN.sub(_escaped, character)
+    return character.encode("unicode_escape").decode()
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 def convergence_text(converged: bool) -> str:

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.shown import interval
+from otdd_flash.shown import (
+    LONGEST_MESSAGE,
+    csv_cell,
+    display,
+    html_text,
+    interval,
+    listing,
+    sentence,
+    shorten,
+)
 
 
 def _blobs() -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
@@ -53,3 +62,80 @@ def test_pairs_and_flows_show_one_line() -> None:
     start = f"FlowResult({flow.before.divergence:.7g} to {flow.after.divergence:.7g}, mode=features"
     assert repr(flow).startswith(start + ", 2 steps")
     assert "tensor" not in repr(flow)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain 'é' 漢字 ❤️ a\u3000b", "plain 'é' 漢字 ❤️ a\u3000b"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("\x1b]8;;http://x\x07", "\\x1b]8;;http://x\\x07"),
+        ("c1 \x9b del \x7f", "c1 \\x9b del \\x7f"),
+        ("a\nb\tc\rd", "a\\nb\\tc\\rd"),
+        ("\u202eabc\u2066\u200f", "\\u202eabc\\u2066\\u200f"),
+        ("zero\u200bwidth\ufeff", "zero\\u200bwidth\\ufeff"),
+        ("lines\u2028and\u2029", "lines\\u2028and\\u2029"),
+        ("no letters \u3164\U000e0101", "no letters \\u3164\\U000e0101"),
+        ("\udcff alone", "\\udcff alone"),
+        ("[red]markup[/]", "[red]markup[/]"),
+        ("x" * 1_000_000, "x" * 176 + "… (1,000,000 characters)"),
+    ],
+)
+def test_foreign_text_is_displayed_in_one_harmless_line(text: str, shown: str) -> None:
+    assert display(text) == shown
+    # Displayed once more, as a part of a sentence is.
+    assert display(shown) == shown
+    assert sentence(display(text)) == shown
+
+
+def test_a_long_message_keeps_its_way_out() -> None:
+    error = otdd.InputError("\x1b" + "no " * 1_000_000 + "\nuse another")
+    assert len(str(error)) == LONGEST_MESSAGE
+    assert str(error).startswith("\\x1bno no")
+    assert str(error).endswith("no  use another")
+    assert "… (3,000,013 characters)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        ("=1+1", "'=1+1"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("+1-800", "'+1-800"),
+        ("-2+3", "'-2+3"),
+        ("  =1", "'  =1"),
+        ("\u00a0=1", "'\u00a0=1"),
+        ("\uff1d1", "'\uff1d1"),
+        ("\t=1", "\\t=1"),
+        ("\r=1", "\\r=1"),
+        ("'tis", "''tis"),
+        ("-1.5", "-1.5"),
+        ("+2e-3", "+2e-3"),
+        ("a=1", "a=1"),
+        ("", ""),
+    ],
+)
+def test_cells_of_csv_files_are_no_formulas(name: str, cell: str) -> None:
+    assert csv_cell(name) == cell
+
+
+def test_html_has_no_tags_of_others() -> None:
+    assert html_text("<b>&\"'\x1b") == "&lt;b&gt;&amp;&quot;&#x27;\\x1b"
+
+
+def test_narrow_places_and_lists() -> None:
+    assert shorten("a\n  b \x1b" + "c" * 1_000_000, 12) == "a b \\x1bccc…"
+    assert listing(["a", "\x07", "c"], 2) == "a, \\x07, ... 1 more"
+
+
+def test_what_a_session_shows_holds_no_control() -> None:
+    source, target = _blobs()
+    hostile = otdd.LabeledSamples(
+        source.features, source.labels, ("a", "b", "c"), name="\x1b[2J\u202e"
+    )
+    shown = [repr(hostile), repr(otdd.dataset_distance(hostile, target, epsilon=0.5))]
+    shown.append(repr(otdd.pairwise_distances([hostile, target], epsilon=0.5)))
+    with pytest.raises(otdd.InputError) as refused:
+        otdd.dataset_distance(hostile, otdd.LabeledSamples(torch.zeros(3, 5), None, ()))
+    shown.append(str(refused.value))
+    assert all(text.isprintable() for text in shown)

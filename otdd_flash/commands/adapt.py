@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 
 from otdd_flash.commands.interrupts import interrupts_noted
+from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import (
     ComparisonSettings,
@@ -19,6 +19,7 @@ from otdd_flash.commands.settings import (
     FlowNode,
     ReportSettings,
     parse,
+    recorded,
 )
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.commands.tracked import track_flow
@@ -63,6 +64,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
         ConvergenceError: a solve stopped early and convergence is required; likewise.
     """
     settings = parse(config, FlowSettings)
+    kept = recorded(settings, config)
     flow = settings.flow
     # Built before anything is read: a bad setting should not cost the time of loading.
     choose("flow.space", flow.space, SPACES)
@@ -105,8 +107,8 @@ def adapt(config: DictConfig, directory: Path) -> None:
                 cache_dir=settings.cache_dir,
                 callbacks=Callbacks(progress, solver_progress, class_progress, interrupted),
             )
-    report = _write(result, settings, sides.image_shape, phases, directory)
-    report += track_flow(result, settings, directory)
+    report = _write(result, settings, kept, sides.image_shape, phases, directory)
+    report += track_flow(result, settings.log, kept, directory)
     if result.stopped_by == "interrupted":
         _say_how_to_go_on(result, directory)
         raise KeyboardInterrupt
@@ -196,6 +198,7 @@ def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
 def _write(
     result: FlowResult,
     settings: FlowSettings,
+    kept: dict[str, Any],
     image_shape: ImageShape | None,
     phases: Phases,
     directory: Path,
@@ -206,10 +209,10 @@ def _write(
         "extract": phases.seconds["extract"],
         **result.seconds,
     }
-    more = {"seconds": seconds, "seed": settings.seed, "config": asdict(settings)}
-    summary, console, content = result.summary(**more), Console(), settings.report.content
+    more = {"seconds": seconds, "seed": settings.seed, "config": kept}
+    summary, console, content = result.summary(**more), Terminal(), settings.report.content
     if content == "none":
-        console.print(interval(summary["value"], *summary["bounds"]), highlight=False)
+        console.print(interval(summary["value"], *summary["bounds"]))
     else:
         console.print(flow_table(summary))
     remove_result(directory)
@@ -223,14 +226,13 @@ def _write(
             result, directory, image_shape=image_shape, seed=settings.seed, content=content
         )
     if content != "none":
-        console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+        console.print(f"written to {directory}", soft_wrap=True)
     return report
 
 
 def _say_how_to_go_on(result: FlowResult, directory: Path) -> None:
-    Console().print(
+    Terminal().print(
         f"ended after {result.history[-1].step} steps; the same command with flow.resume=true "
         f"hydra.run.dir={directory} goes on",
-        highlight=False,
         soft_wrap=True,
     )

@@ -8,6 +8,9 @@ from importlib import resources
 
 GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report")
 
+# An option of Hydra's, which may be abbreviated down to three characters.
+RERUN = "--experimental-rerun"
+
 # What Hydra reads as something else than a name, and ends on with a traceback.
 NO_NAME = re.compile(r"(null|true|false|nan|inf|[-+]?[\d.].*|'.*'|\".*\"|)", re.IGNORECASE)
 
@@ -15,6 +18,11 @@ NO_NAME = re.compile(r"(null|true|false|nan|inf|[-+]?[\d.].*|'.*'|\".*\"|)", re.
 def refused_choice(arguments: Iterable[str]) -> str | None:
     """Why an argument such as source=null or source=3 is none, or None where all are."""
     for argument in arguments:
+        if len(argument) > 2 and RERUN.startswith(argument.partition("=")[0]):
+            return (
+                f"{RERUN} unpickles a file, which may run any code; give the arguments in the "
+                "run's .hydra/overrides.yaml again"
+            )
         group, equals, value = argument.partition("=")
         if not equals or group not in GROUPS:
             continue

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 
+from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.sampling import check_request, check_sampling, measure_sampling
 from otdd_flash.commands.settings import (
@@ -19,6 +19,7 @@ from otdd_flash.commands.settings import (
     ReportSettings,
     SamplingSettings,
     parse,
+    recorded,
 )
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.commands.tracked import track_distance
@@ -53,6 +54,7 @@ class DistanceSettings(ComparisonSettings, SamplingSettings, DatasetPairSettings
 def compare(config: DictConfig, directory: Path) -> None:
     """Compute one distance and write everything about it into `directory`."""
     settings = parse(config, DistanceSettings)
+    kept = recorded(settings, config)
     # Built before anything is read: a bad setting should not cost the time of loading.
     settings.check()
     solver = settings.solver.deferred()
@@ -103,8 +105,8 @@ def compare(config: DictConfig, directory: Path) -> None:
             solver=replace(solver, bound_width=None) if isinstance(solver, Converged) else solver,
         )
     more = {"seconds": _seconds(phases, result), **sampling}
-    report = _write(result, settings, more, directory, sides.image_shape)
-    report += track_distance(result, settings, directory)
+    report = _write(result, settings, kept, more, directory, sides.image_shape)
+    report += track_distance(result, settings.log, kept, directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(
             f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
@@ -158,21 +160,22 @@ def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
 def _write(
     result: DistanceResult,
     settings: DistanceSettings,
+    kept: dict[str, Any],
     more: dict[str, Any],
     directory: Path,
     image_shape: tuple[int, int, int] | None,
 ) -> Report:
     """Print the tables, write result.json, and only then what can be drawn again."""
-    more = {**more, "seed": settings.seed, "config": asdict(settings)}
+    more = {**more, "seed": settings.seed, "config": kept}
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
     contributions = result.contributions() if settings.contributions else None
     if contributions is not None:
         more["contributions_through_classes"] = contributions.through_classes
-    summary, console = result.summary(**more), Console()
+    summary, console = result.summary(**more), Terminal()
     content = settings.report.content
     if content == "none":
-        console.print(interval(result.value, *result.bounds), highlight=False)
+        console.print(interval(result.value, *result.bounds))
     else:
         console.print(summary_table(summary))
         if result.method != "none":
@@ -191,7 +194,7 @@ def _write(
                 result.source, contributions.values, directory, image_shape, content=content
             )
     if content != "none":
-        console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+        console.print(f"written to {directory}", soft_wrap=True)
     return report
 
 

@@ -7,13 +7,37 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
 from otdd_flash.errors import DataNotice, InputError, MissingFileNotice, NotConvergedWarning
+from otdd_flash.shown import display, sentence
+
+
+class Terminal(Console):
+    """A console on which no text is a command: neither markup, nor escapes, nor hidden letters."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Parts of what is printed, whose text is safe to print."""
+        for part in super().render(renderable, options):
+            yield part if part.control else part._replace(text=_safe(part.text))
+
+
+def _safe(text: str) -> str:
+    """Text with its line ends, but no other control."""
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    return "\n".join(display(line, None) for line in text.split("\n"))
+
 
 # Messages go to stderr, so that stdout holds the result only.
-messages = Console(stderr=True)
+messages = Terminal(stderr=True)
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 STYLES = {"debug": "dim", "info": "dim", "warning": "yellow"}
@@ -21,7 +45,8 @@ STYLES = {"debug": "dim", "info": "dim", "warning": "yellow"}
 
 def say(label: str, text: object, style: str) -> None:
     """Print one message, in one line however long: paths stay whole and can be searched for."""
-    messages.print(f"[{style}]{label}:[/] {escape(str(text))}", highlight=False, soft_wrap=True)
+    line = Text.assemble((f"{label}:", style), f" {sentence(text)}")
+    messages.print(line, soft_wrap=True)
 
 
 def say_error(text: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from otdd_flash.checks import LONGEST_SHOWN
 from otdd_flash.errors import InputError
+from otdd_flash.shown import display
 
 WORDS = {
     bool: "true or false",
@@ -30,7 +31,7 @@ def mistyped(schema: type, key: str, value: Any) -> InputError | None:
     accepted = _accepted(schema, key)
     if accepted is None:
         return None
-    return InputError(f"{key} must be {accepted}, got {_written(value)[:LONGEST_SHOWN]}")
+    return InputError(f"{key} must be {accepted}, got {display(_written(value), LONGEST_SHOWN)}")
 
 
 def _written(value: Any) -> str:

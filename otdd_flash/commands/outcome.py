@@ -78,8 +78,6 @@ class Outcome(Callback):
         messages.print(
             f"{len(rows)} jobs, {failed} failed; summary written to "
             f"{(sweep / SUMMARY_FILE).absolute()}",
-            highlight=False,
-            markup=False,
             soft_wrap=True,
         )
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from otdd_flash.commands.messages import messages, say
 from otdd_flash.flows.history import StepRecord
+from otdd_flash.shown import display
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -30,9 +31,9 @@ class Phases:
         self._started = self._last_line = time.perf_counter()
         self._bars = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
             console=messages,
             transient=True,
@@ -49,7 +50,7 @@ class Phases:
     @contextmanager
     def phase(self, name: str, title: str) -> Iterator[Callable[[int, int], None]]:
         """Run a phase, which reports (done, total); phases of one name add up their seconds."""
-        task = self._bars.add_task(title, total=None, note="")
+        task = self._bars.add_task(display(title), total=None, note="")
         started = time.perf_counter()
         try:
             yield lambda done, total: self._update(

@@ -173,7 +173,7 @@ def _follow() -> int:
         memory = _is_shortage(error)
         say_error(f"rank {rank}: {str(error).splitlines()[0] if str(error) else type(error)}")
         if not memory:
-            messages.print("".join(traceback.format_exception(error)), markup=False)
+            messages.print("".join(traceback.format_exception(error)))
         return exit_codes.BAD_INPUT if memory else exit_codes.DEFECT
 
 

@@ -17,6 +17,7 @@ from otdd_flash.commands.ranks import named
 from otdd_flash.errors import ConvergenceError, IncompleteError, InputError, LostRankError
 from otdd_flash.files.json_file import write_json
 from otdd_flash.importing import user_traceback
+from otdd_flash.shown import hidden
 
 Work = Callable[[DictConfig, Path], None]
 
@@ -64,10 +65,10 @@ def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
 def _failed(directory: Path, error: Exception, exit_code: int) -> int:
     say_error(error)
     if trace := user_traceback(error):
-        messages.print(trace, markup=False, highlight=False, soft_wrap=True)
-    record = {"error": str(error), "type": type(error).__name__, "exit_code": exit_code}
+        messages.print(trace, soft_wrap=True)
+    record = {"error": hidden(str(error)), "type": type(error).__name__, "exit_code": exit_code}
     if exit_code == exit_codes.DEFECT:
-        record["traceback"] = "".join(traceback.format_exception(error))
+        record["traceback"] = hidden("".join(traceback.format_exception(error)))
     try:
         write_json(directory / ERROR_FILE, record)
     except InputError as unwritable:

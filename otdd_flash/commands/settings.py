@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
@@ -13,12 +15,14 @@ from otdd_flash.arguments.comparisons import COMPARING
 from otdd_flash.commands.hydra_errors import unknown_key
 from otdd_flash.commands.mistyped import mistyped
 from otdd_flash.commands.ranks import leading
+from otdd_flash.commands.start import conceal_environment
 from otdd_flash.errors import DataNotice, InputError, choose
 from otdd_flash.labels import METRICS, LabelMetric, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.class_order import ORDERS
 from otdd_flash.report.figures.drawing import CONTENTS
+from otdd_flash.shown import hidden
 from otdd_flash.solver.schedules import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
 
@@ -201,12 +205,73 @@ class DatasetPairSettings(RuntimeSettings):
     extractor: dict[str, Any]
 
 
+def recorded(settings: Any, config: DictConfig) -> dict[str, Any]:
+    """Settings as results and trackers keep them: a value from the environment as it was asked for.
+
+    A key that depends on `${oc.env:NAME}`, maybe through other keys, keeps that text: the variable
+    may hold a secret. Passwords in addresses are left out.
+
+    Args:
+        settings: what `parse` made of the configuration, a dataclass.
+        config: the configuration.
+    """
+    plain: dict[str, Any] = _without_passwords(asdict(settings))
+    for path, text in _from_environment(config):
+        *parents, last = path
+        node: Any = plain
+        for key in parents:
+            node = node[key]
+        node[last] = text
+    return plain
+
+
+def _without_passwords(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _without_passwords(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_without_passwords(value) for value in node]
+    return hidden(node) if isinstance(node, str) else node
+
+
+def _from_environment(config: DictConfig) -> list[tuple[tuple[Any, ...], str]]:
+    """Where the environment decides, and what is written there: paths of keys, and their texts."""
+    written = [*_interpolations(OmegaConf.to_container(config))]
+    before = [_resolved(config, path) for path, _ in written]
+    # The same once more, every variable of the environment being another.
+    OmegaConf.register_new_resolver("oc.env", lambda *_: secrets.token_hex(8), replace=True)
+    try:
+        after = [_resolved(config, path) for path, _ in written]
+    finally:
+        conceal_environment()
+    return [one for one, then, now in zip(written, before, after, strict=True) if then != now]
+
+
+def _interpolations(node: Any, *path: Any) -> Iterator[tuple[tuple[Any, ...], str]]:
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _interpolations(value, *path, key)
+    elif isinstance(node, str) and "${" in node:
+        yield path, node
+
+
+def _resolved(config: DictConfig, path: tuple[Any, ...]) -> Any:
+    node: Any = config
+    try:
+        for key in path:
+            node = node[key]
+        return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    except OmegaConfBaseException:
+        return None
+
+
 def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     """Check a composed configuration against a dataclass and build it.
 
     Raises:
         InputError: a value has another type than its key takes, or is missing.
     """
+    # Once more: a launcher may run this job in a process of its own.
+    conceal_environment()
     try:
         # First as written: a bad value is reported under its own key, not one that refers to it.
         OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config))

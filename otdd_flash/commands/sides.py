@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardiz
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.pixel_values import PixelValues
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import hidden
 
 # Keys of an extractor's configuration that are arguments of `embed`.
 EMBEDDING = ("batch_size", "mixed_precision", "num_workers")
@@ -94,6 +95,8 @@ def build(node: dict[str, Any]) -> tuple[Extractor, bool]:
 def _load(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
     with phases.phase("load", f"loading {node['name']}"), blamed(side):
         dataset = load(**without_clustering(node))
+        # Named after its file, whose name may come from the environment.
+        dataset = replace(dataset, name=hidden(dataset.name))
     classes = "no labels" if dataset.labels is None else f"{len(dataset.class_names)} classes"
     logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), classes)
     return dataset

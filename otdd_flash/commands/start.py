@@ -30,12 +30,14 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     # Part of default directories. Kept with the configuration, so that jobs that a launcher runs in
     # other processes agree on it.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
+    conceal_environment()
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         from otdd_flash.commands.help import show_help
 
         show_help(config_name, sys.argv[1:])
         return
     from otdd_flash.commands.choices import refused_choice
+    from otdd_flash.commands.trusted import trusted_configurations
 
     if (refusal := refused_choice(sys.argv[1:])) is not None:
         from otdd_flash.commands.messages import say_error
@@ -43,8 +45,27 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
         say_error(refusal)
         sys.exit(exit_codes.BAD_INPUT)
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
-    with _errors_handed_on():
+    with _errors_handed_on(), trusted_configurations():
         entry(job)()
+
+
+def conceal_environment() -> None:
+    """Have what `${oc.env:NAME}` gives printed and kept by nothing in this process."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("oc.env", concealed_variable, replace=True)
+
+
+def concealed_variable(name: str, *default: str | None) -> str | None:
+    """What `${oc.env:NAME}` stands for: its value, which nothing prints or keeps from now on."""
+    from omegaconf.resolvers import oc
+
+    from otdd_flash.shown import conceal
+
+    value: str | None = oc.env(name, *default)
+    if value is not None and name in os.environ:
+        conceal(value, f"${{oc.env:{name}}}")
+    return value
 
 
 def run_command(main: Callable[[], None]) -> None:

@@ -9,15 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 
 from otdd_flash.arguments.values import count
 from otdd_flash.checks import optional
 from otdd_flash.commands.exit_codes import BAD_INPUT, DEFECT, NOT_CONVERGED
 from otdd_flash.commands.interrupts import interrupts_noted
+from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
-from otdd_flash.commands.settings import ComparisonSettings, ReportSettings, SamplingSettings, parse
+from otdd_flash.commands.settings import (
+    ComparisonSettings,
+    ReportSettings,
+    SamplingSettings,
+    parse,
+    recorded,
+)
 from otdd_flash.commands.tasks import LoadedTasks, StudyInputs, TaskSettings, load_tasks
 from otdd_flash.commands.tracked import track_study
 from otdd_flash.errors import ConvergenceError, InputError
@@ -82,6 +88,7 @@ def study(config: DictConfig, directory: Path) -> None:
         ConvergenceError: a solve stopped early and convergence is required; likewise.
     """
     settings = parse(config, StudySettings)
+    kept = recorded(settings, config)
     _check(settings, directory)
     node = settings.study
     fraction = None if settings.transfer is None else settings.transfer.test_fraction
@@ -102,13 +109,13 @@ def study(config: DictConfig, directory: Path) -> None:
             )
         with phases.phase("report", "drawing"):
             report = write_study_report(result, directory, content=settings.report.content)
-            report += track_study(result, settings, directory)
-    console = Console()
+            report += track_study(result, settings.log, kept, directory)
+    console = Terminal()
     if settings.report.content != "none":
         console.print(study_table(result))
         for note in result.notes():
-            console.print(note, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"written to {directory}", highlight=False, soft_wrap=True)
+            console.print(note, soft_wrap=True)
+    console.print(f"written to {directory}", soft_wrap=True)
     if interrupted():
         raise KeyboardInterrupt
     _raise_worst(result)

@@ -21,6 +21,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import reduce_pca, standardize
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import hidden
 
 # Sources whose training split has a test split beside it.
 SPLIT = ("digits", "blobs", "mnist", "fashion_mnist", "usps", "torchvision", "huggingface")
@@ -115,7 +116,8 @@ def load_tasks(
         name: (embedded[first], None if more is None else embedded[first + more])
         for name, first, more in places
     }
-    families = {name: str(node["family"]) for name, node in nodes.items() if node.get("family")}
+    named = {name: node["family"] for name, node in nodes.items() if node.get("family")}
+    families = {name: hidden(str(family)) for name, family in named.items()}
     return LoadedTasks(samples, families, shape if as_they_are else None)
 
 
@@ -127,7 +129,7 @@ def _named(nodes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                 f"study.tasks[{place}] must be a mapping with the keys of a dataset such as "
                 "{name: mnist}, got " + repr(node)
             )
-    names = [str(node.get("as") or node["name"]) for node in nodes]
+    names = [hidden(str(node.get("as") or node["name"])) for node in nodes]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise InputError(f"two tasks are called {twice[0]}; give one of them as: NAME")

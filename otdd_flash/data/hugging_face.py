@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,10 +95,29 @@ def _open(request: Request, path: str, config: str | None) -> Any:
         if saved:
             return datasets.load_from_disk(str(found))
         if not found.is_file():
+            _check_inside(found, config)
             return datasets.load_dataset(str(found), config)
         if suffix not in FILE_FORMATS:
             raise InputError(f"{found} must end in one of: {', '.join(FILE_FORMATS)}")
         return datasets.load_dataset(FILE_FORMATS[suffix], data_files=str(found))
+
+
+def _check_inside(folder: Path, config: str | None) -> None:
+    """Refuse a folder whose README names data files elsewhere, such as ../../secret.csv.
+
+    Links inside the folder lead where they lead: what the hub caches consists of them.
+    """
+    import datasets
+
+    named = datasets.load_dataset_builder(str(folder), config).config.data_files or {}
+    # The library resolves the folder itself, and nothing in it.
+    inside = tuple(os.path.join(kind(folder), "") for kind in (os.path.abspath, os.path.realpath))
+    for file in (str(file) for files in named.values() for file in files):
+        if not os.path.abspath(file).startswith(inside):
+            raise InputError(
+                f"{folder} names a data file outside of it, {file}; give that file as path, if it "
+                "is meant"
+            )
 
 
 def _from_hub(request: Request, path: str, config: str | None) -> Any:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.samples import HOW_TO_LABEL
+from otdd_flash.shown import display, listing
 
 
 def subset(
@@ -113,7 +114,7 @@ def _keep_classes(
     names = tuple(dataset.class_names[index] for index in keep)
     rows = np.flatnonzero(labels >= 0)
     if rows.size == 0:
-        raise InputError(f"{dataset.name} is empty: no rows are of the classes {', '.join(names)}")
+        raise InputError(f"{dataset.name} is empty: no rows are of the classes {listing(names)}")
     return replace(dataset.take(rows), labels=labels[rows], class_names=names)
 
 
@@ -123,9 +124,9 @@ def _class_index(entry: Any, dataset: LabeledDataset) -> int:
         return names.index(str(entry))
     if isinstance(entry, int | np.integer) and 0 <= entry < len(names):
         return int(entry)
-    shown = ", ".join(names[:50]) + (", ..." if len(names) > 50 else "")
     raise InputError(
-        f"unknown class {entry!r} of {dataset.name}; choose names or indices of: {shown}"
+        f"unknown class {display(repr(entry))} of {display(dataset.name)}; choose names or indices "
+        f"of: {listing(names)}"
     )
 
 
@@ -137,10 +138,9 @@ def _without_empty_classes(dataset: LabeledDataset) -> LabeledDataset:
     if len(present) == len(dataset.class_names):
         return dataset
     absent = [name for c, name in enumerate(dataset.class_names) if c not in set(present.tolist())]
-    shown = ", ".join(absent[:10]) + (", ..." if len(absent) > 10 else "")
     warnings.warn(
         f"{dataset.name}: {len(absent)} of {len(dataset.class_names)} classes have no rows and are "
-        f"left out: {shown}",
+        f"left out: {listing(absent, 10)}",
         DataNotice,
         stacklevel=5,
     )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.request import reading
 from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.shown import listing
 
 # What pandas calls a first column without a name, which its own `to_csv` writes for the row index.
 NAMELESS = "Unnamed: 0"
@@ -118,7 +119,7 @@ def find_label(columns: Sequence[str], text: Sequence[str], where: str) -> str |
     candidates = named or list(text)
     if len(candidates) > 1:
         raise InputError(
-            f"{where}: the labels could be any of {', '.join(candidates)}; choose with "
+            f"{where}: the labels could be any of {listing(candidates)}; choose with "
             f"label=COLUMN; {listed(columns)}"
         )
     if not candidates:
@@ -144,7 +145,7 @@ def find_weights(columns: Sequence[str], weights: str | None, where: str) -> str
         return None
     raise InputError(
         f"{where} has no weights {weights!r}: name a column, a key or a .npy file; "
-        f"there are: {', '.join(columns)}"
+        f"there are: {listing(columns)}"
     )
 
 
@@ -158,5 +159,4 @@ def _label_values(column: Any) -> NDArray[Any]:
 
 def listed(columns: Sequence[str]) -> str:
     """The columns, for a message."""
-    shown = ", ".join(columns[:40]) + (", ..." if len(columns) > 40 else "")
-    return f"its columns are: {shown}"
+    return f"its columns are: {listing(columns, 40)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
 from otdd_flash.files.cache import TensorCache
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.samples import LabeledSamples
+
+logger = logging.getLogger(__name__)
 
 # Batches that each of several processes extracts before what they found is written to a file.
 BATCHES_OF_A_ROUND = 64
@@ -87,9 +90,9 @@ def embed(
     cache = TensorCache(cache_dir if extractor.cacheable and features_path is None else None)
     kept = cache.active or features_path is not None
     key = _cache_key(dataset, extractor, where, autocast) if kept else ""
-    stored = cache.get(key)
+    stored = _sound(cache.get(key), dataset)
     if stored is not None:
-        features = stored["features"]
+        features = stored
         if progress is not None:
             progress(len(dataset), len(dataset))
     else:
@@ -192,6 +195,22 @@ def _autocast_type(wanted: bool | str, device: torch.device) -> torch.dtype | No
     if not wanted:
         return None
     return torch.bfloat16 if device.type == "cpu" else torch.float16
+
+
+def _sound(entry: dict[str, Tensor] | None, dataset: LabeledDataset) -> Tensor | None:
+    """The features (n, d) that an entry of the cache holds, if they can be those of the dataset."""
+    features = None if entry is None else entry.get("features")
+    if features is None:
+        return None
+    fits = features.ndim == 2 and len(features) == len(dataset) and features.is_floating_point()
+    if fits and bool(torch.isfinite(features).all()):
+        return features
+    logger.warning(
+        "the cache holds something else than features of %s, which are extracted again; delete "
+        "what others may have put into cache_dir",
+        dataset.name,
+    )
+    return None
 
 
 def _cache_key(

@@ -187,6 +187,11 @@ class FeatureStore:
             # An earlier one would vouch for rows that are not there.
             self._note_file.unlink(missing_ok=True)
         unnoted = 0
+        if self._partial.is_symlink():
+            raise InputError(
+                f"{self._partial} is a link, and would be written elsewhere; delete it, or choose "
+                "another features_path"
+            )
         with self._partial.open("wb" if note is None else "ab", buffering=0) as file:
             done = 0 if note is None else note.rows
             for block in blocks(done) if done < self._count else ():

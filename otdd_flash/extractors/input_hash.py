@@ -28,7 +28,7 @@ def inputs_hash(dataset: LabeledDataset) -> str:
         for path in paths:
             status = os.stat(path)
             changed = f"{status.st_mtime_ns}\0{status.st_ctime_ns}"
-            digest.update(f"{path}\0{status.st_size}\0{changed}\0".encode())
+            digest.update(f"{path}\0{status.st_size}\0{changed}\0".encode("utf-8", "surrogatepass"))
     else:
         for row in range(len(inputs)):
             digest.update(_content(inputs[row]))
@@ -38,7 +38,7 @@ def inputs_hash(dataset: LabeledDataset) -> str:
 def _content(item: Any) -> bytes:
     """The item with its length or shape, so that neighbours cannot run into each other."""
     if isinstance(item, str):
-        text = item.encode()
+        text = item.encode("utf-8", "surrogatepass")
         return f"{len(text)}\0".encode() + text
     header = ""
     if isinstance(item, Image.Image):

@@ -60,6 +60,9 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
         if not path.exists() and old.exists():
             os.replace(old, path)
         for left in (partial, old):
+            if left.is_symlink():
+                # What was a link to a folder elsewhere, which stays as it is.
+                left.unlink()
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -2,8 +2,13 @@
 
 Each entry is one safetensors file, named after the hash of its key. It is written under a temporary
 name and renamed, so a reader never sees half an entry and two writers cannot mix theirs. A checksum
-over the content is stored with it: a damaged entry is deleted and counts as missing. A cache that
-cannot be written warns once and steps aside; it never stops a run.
+over the content and the key is stored with it: an entry that was damaged, or exchanged for another,
+is deleted and counts as missing. A cache that cannot be written warns once and steps aside; it
+never stops a run.
+
+Checksums find accidents. Who can write a folder can also write entries with checksums, so that a
+folder is made for its owner alone, and one that everybody may write is not used. A folder that was
+given by name may be shared by a group; the usual one may not. Entries are data and never code.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +24,9 @@ from pathlib import Path
 from torch import Tensor
 
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
+
+# Where commands keep entries unless they are told where.
+USUAL_FOLDER = "~/.cache/otdd_flash"
 
 # Part of every file name: entries of another layout are never read.
 ENTRY_FORMAT = 2
@@ -46,6 +55,7 @@ class TensorCache:
             return None
         path = self._folder / _file_name(key)
         try:
+            check_owner(path)
             return _read(path, key)
         except FileNotFoundError:
             return None
@@ -65,8 +75,10 @@ class TensorCache:
         path = self._folder / _file_name(key)
         partial = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.partial")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
+            check_owner(path)
             save_tensors(partial, tensors, {**(metadata or {}), "key": key})
+            share_as_folder(partial)
             os.replace(partial, path)
         except OSError as error:
             self._step_aside("write", error)
@@ -75,13 +87,63 @@ class TensorCache:
 
     def _step_aside(self, action: str, error: OSError) -> None:
         logger.warning(
-            "cannot %s the cache in %s (%s); going on without it. Free space there, or choose "
+            "cannot %s the cache in %s (%s); going on without it. Mend that, or choose "
             "another folder with cache_dir=DIR (cache_dir=null turns the cache off)",
             action,
             self._folder,
             error,
         )
         self._folder = None
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a cache for its owner alone, unless it exists.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def share_as_folder(path: Path) -> None:
+    """Let a new file be read and written by those who may do so in its folder, and by no others.
+
+    Raises:
+        OSError: the file's mode cannot be changed.
+    """
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def check_owner(path: Path) -> None:
+    """Refuse entries that may be anybody's: that everybody may write, or that are links.
+
+    In `USUAL_FOLDER` also those that a group may write, or that belong to another user.
+
+    Args:
+        path: an entry, which need not exist, in the folder of a cache.
+
+    Raises:
+        PermissionError: what is wrong, and what to do about it.
+    """
+    if not hasattr(os, "getuid"):
+        return
+    usual = path.parent == Path(USUAL_FOLDER).expanduser()
+    if path.is_symlink():
+        raise PermissionError(f"{path.name} is a link to elsewhere; delete it")
+    for place in (path.parent, path):
+        try:
+            state = place.stat()
+        except FileNotFoundError:
+            continue
+        if state.st_mode & (0o022 if usual else 0o002):
+            mode = stat.S_IMODE(state.st_mode)
+            raise PermissionError(
+                f"other users may write {place}, mode {mode:o}: chmod go-w it, after deleting what "
+                "they may have put there"
+            )
+        if usual and state.st_uid != os.getuid():
+            raise PermissionError(f"{place} belongs to another user")
 
 
 def _file_name(key: str) -> str:

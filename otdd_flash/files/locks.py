@@ -7,6 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
 
 def lock(path: Path) -> int | None:
     """Lock a file, made if it does not exist, for this process.
@@ -18,7 +20,8 @@ def lock(path: Path) -> int | None:
         OSError: the file cannot be opened.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # Not through a link, which would make a file elsewhere.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o644)
         if not _taken(descriptor):
             os.close(descriptor)
             return None

@@ -226,7 +226,10 @@ class Checkpoints:
     def _put_in_place(self, manifest: dict[str, Any]) -> None:
         content = {**manifest, "checksum": _checksum(manifest)}
         coming = self.folder / NEXT
-        coming.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        coming.unlink(missing_ok=True)
+        # A new file, and none that a link leads to.
+        with coming.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
         reach_disk(coming)
         os.replace(coming, self.folder / MANIFEST)
         reach_disk(self.folder)

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.files.cache import check_owner, make_folder, share_as_folder
 from otdd_flash.labels.pair_database import (
     BUSY_SECONDS,
     FAILURES,
@@ -152,7 +153,7 @@ class PairCache:
     def _step_aside(self, action: str, error: Exception) -> None:
         reason = f"held by another process for {BUSY_SECONDS:g} s" if is_busy(error) else error
         logger.warning(
-            "cannot %s the class distances in %s (%s); going on without them. Free space there, or "
+            "cannot %s the class distances in %s (%s); going on without them. Mend that, or "
             "choose another folder with cache_dir=DIR (cache_dir=null turns the cache off)",
             action,
             self._path,
@@ -167,6 +168,7 @@ def _read(path: Path, recipe: str, classes: Sequence[bytes]) -> list[Rows]:
     Raises:
         DamagedRowError: a row does not match its checksum.
     """
+    check_owner(path)
     if not path.exists():
         return []
     with opened(path) as database:
@@ -192,6 +194,8 @@ def _rows(
         ends, numbers = (np.stack([rows[name] for name in part], 1) for part in (PLACES, NUMBERS))
         if (rows["checksum"] != checksums(recipe, classes, ends, numbers)).any():
             raise DamagedRowError("a checksum does not match")
+        if not (np.isfinite(numbers).all() and (numbers[:, 1] <= numbers[:, 2]).all()):
+            raise DamagedRowError("it holds what was never measured")
         yield ends, numbers
 
 
@@ -202,7 +206,12 @@ def _write(
     pairs: NDArray[Any],
     numbers: NDArray[Any],
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
+    check_owner(path)
+    if not path.exists():
+        # An empty file is an empty database. SQLite would give it the mode of any new file.
+        path.touch(mode=0o600)
+        share_as_folder(path)
     with opened(path) as database:
         patiently(database, path, "BEGIN IMMEDIATE")
         for statement in SCHEMA:

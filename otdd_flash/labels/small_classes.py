@@ -10,6 +10,7 @@ import torch
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.labels.metrics import LabelMetric
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import display
 
 # How many classes a notice names.
 SHOWN = 8
@@ -30,7 +31,11 @@ def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetri
         weighed = samples.labels[samples.masses > 0]
         counted = torch.bincount(weighed, minlength=len(samples.class_names)).tolist()
         names = zip(samples.class_names, counted, strict=True)
-        single += [f"{name!r} of {samples.name}" for name, count in names if count == 1]
+        single += [
+            f"{display(repr(name))} of {display(samples.name)}"
+            for name, count in names
+            if count == 1
+        ]
     if single:
         shown = ", ".join(single[:SHOWN]) + f" and {len(single) - SHOWN} more" * (
             len(single) > SHOWN
@@ -62,7 +67,7 @@ def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledS
     counted = torch.bincount(samples.labels[samples.masses > 0], minlength=count).tolist()
     keep = [c for c in range(count) if counted[c] >= needed]
     dropped = [c for c in range(count) if present[c] > 0 and counted[c] < needed]
-    listing = ", ".join(f"{samples.class_names[c]} ({counted[c]})" for c in dropped)
+    listing = ", ".join(f"{display(samples.class_names[c])} ({counted[c]})" for c in dropped)
     if not keep:
         raise InputError(
             f"min_class_size={needed} leaves no class of {samples.name}: all have fewer samples of "

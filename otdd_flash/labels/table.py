@@ -17,6 +17,7 @@ from otdd_flash.checks import check_fields, takes
 from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.real_numbers import real_tensor
+from otdd_flash.shown import listing
 from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
 
 # Distances between classes that coincide are rounding alone and have no larger entry to compare
@@ -150,14 +151,14 @@ class ClassDistances:
             if size != len(wanted):
                 raise InputError(
                     f"the given class distances are about {size} {side} classes"
-                    f"{'' if own is None else f' ({_listing(own)})'}, but the {side} has "
-                    f"{len(wanted)} ({_listing(wanted)}); give a table for these datasets, or "
+                    f"{'' if own is None else f' ({listing(own, 12)})'}, but the {side} has "
+                    f"{len(wanted)} ({listing(wanted, 12)}); give a table for these datasets, or "
                     f"choose classes with {side}.classes"
                 )
             if own is not None and own != wanted:
                 raise InputError(
-                    f"the given class distances name the {side} classes {_listing(own)}, but the "
-                    f"{side} has {_listing(wanted)}; give a table for these datasets, with rows "
+                    f"the given class distances name the {side} classes {listing(own, 12)}, but "
+                    f"the {side} has {listing(wanted, 12)}; give a table for these, with rows "
                     "and columns in this order, or one without names"
                 )
         return replace(self, names_x=tuple(names_x), names_y=tuple(names_y))
@@ -248,14 +249,9 @@ def _as_names(key: str, names: Sequence[str] | None, size: int) -> tuple[str, ..
     if names is None:
         return None
     if len(names) != size:
-        raise InputError(f"{key} has {len(names)} names ({_listing(names)}) for {size} classes")
+        raise InputError(f"{key} has {len(names)} names ({listing(names, 12)}) for {size} classes")
     return tuple(names)
 
 
 def _rounding(block: Tensor) -> float:
     return ROUNDING * float(block.abs().max()) + ABSOLUTE_ROUNDING
-
-
-def _listing(names: Sequence[str], most: int = 12) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown}, ... {len(names) - most} more"

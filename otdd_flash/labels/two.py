@@ -10,6 +10,7 @@ from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels
 from otdd_flash.labels.pairs import Progress
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
+from otdd_flash.shown import listing
 
 
 def measure_classes(
@@ -67,6 +68,6 @@ def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
     if missing:
         raise InputError(
             f"class statistics come from {whole.name}, which has no class {', '.join(missing)} of "
-            f"{samples.name} (it has: {', '.join(whole.class_names)})"
+            f"{samples.name} (it has: {listing(whole.class_names)})"
         )
     return whole.keep_classes([whole.class_names.index(name) for name in samples.class_names])

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from otdd_flash.files.atomic import write_text
+from otdd_flash.shown import csv_cell
 
 SUMMARY_COLUMNS = (
     "job",
@@ -37,8 +38,8 @@ def write_matrix_csv(
 ) -> None:
     """Write a matrix (R, C) with a header row and a header column, at full precision.
 
-    Numbers are the shortest text that reads back as the same float64; names with commas, quotes or
-    line ends are quoted.
+    Numbers are the shortest text that reads back as the same float64; names are written as
+    `csv_cell` makes them, those with commas or quotes in quotes.
 
     Args:
         path: the csv file.
@@ -69,7 +70,7 @@ def write_table_csv(
     Raises:
         InputError: the file cannot be written.
     """
-    write_text(path, _csv_text([columns, *([_cell(value) for value in row] for row in rows)]))
+    write_text(path, _csv_text([columns, *rows]))
 
 
 def summary_csv(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
@@ -89,17 +90,17 @@ def summary_csv(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """None as an empty cell, yes and no as JSON writes them, a list as words."""
+    """None as an empty cell, yes and no as JSON writes them, a list as words, text as csv_cell."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
-        return " ".join(str(item) for item in value)
-    return value
+        value = " ".join(str(item) for item in value)
+    return csv_cell(value) if isinstance(value, str) else value
 
 
 def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
     sink = io.StringIO()
-    csv.writer(sink, lineterminator="\n").writerows(rows)
+    csv.writer(sink, lineterminator="\n").writerows([_cell(value) for value in row] for row in rows)
     return sink.getvalue()

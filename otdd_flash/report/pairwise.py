@@ -12,8 +12,8 @@ from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
 from otdd_flash.report.distance.heat_maps import heat_map
 from otdd_flash.report.figures.drawing import Report, Writers, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
-from otdd_flash.report.figures.page import INK, shorten
-from otdd_flash.shown import interval
+from otdd_flash.report.figures.page import INK
+from otdd_flash.shown import interval, shorten
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,14 +25,14 @@ LONGEST_NAME = 32
 
 def pairwise_table(result: PairwiseResult) -> Table:
     """The distances with their bounds, the nearest pair first; red where not converged."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     title = f"distances between {len(result.names)} datasets, epsilon {result.epsilon:.6g}"
     table = Table("", "", "distance", "marginal error", title=title, title_justify="left")
     for pair in result.pairs():
         table.add_row(
-            *(escape(shorten(name, LONGEST_NAME)) for name in (pair.source, pair.target)),
+            *(Text(shorten(name, LONGEST_NAME)) for name in (pair.source, pair.target)),
             interval(pair.value, pair.lower, pair.upper),
             f"{pair.marginal_error:.1e}" + ("" if pair.converged else " NOT CONVERGED"),
             style="" if pair.converged else "bold red",

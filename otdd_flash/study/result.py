@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.shown import display, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.setup import Setup
@@ -183,7 +184,7 @@ class StudyResult:
 
     def notes(self) -> tuple[str, ...]:
         """What was left out, and why."""
-        names, said = self.names, []
+        names, said = [display(name) for name in self.names], []
         for (i, j), count in self.setup.shared.items():
             said.append(
                 f"{names[i]} and {names[j]} share {count} rows: nothing is transferred between them"
@@ -195,7 +196,9 @@ class StudyResult:
                         f"{names[j]} alone is learnt with {runs.mean():g} errors, fewer than "
                         f"{FEWEST_ERRORS}: pairs with this target have no gain"
                     )
-        said += [f"{failure['unit']} failed: {failure['error']}" for failure in self.failures]
+        said += [
+            sentence(f"{failure['unit']} failed: {failure['error']}") for failure in self.failures
+        ]
         if not self.complete:
             said.append(f"{self.done} of {self.total} units are done")
         return tuple(said)

@@ -15,6 +15,7 @@ from otdd_flash.arguments.values import samples
 from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.labels import drop_small_classes
 from otdd_flash.samples import LabeledSamples, Samples
+from otdd_flash.shown import listing
 
 Given = Samples | tuple[LabeledSamples, LabeledSamples | None]
 
@@ -88,7 +89,7 @@ def as_tasks(
     tasks = [_task(name, one, min_class_size, transfer) for name, one in given.items()]
     unknown = [name for name in families or {} if name not in given]
     if unknown:
-        raise InputError(f"families names {unknown[0]!r}, which is no task: {', '.join(given)}")
+        raise InputError(f"families names {unknown[0]!r}, which is no task: {listing(given)}")
     return with_families(tasks, families or {})
 
 
@@ -166,7 +167,7 @@ def _tested(name: str, train: LabeledSamples, test: LabeledSamples) -> LabeledSa
     if missing:
         raise InputError(
             f"task {name} has no class {missing[0]} among its test rows, whose classes are "
-            f"{', '.join(test.class_names[:12])}; name the classes of both alike"
+            f"{listing(test.class_names, 12)}; name the classes of both alike"
         )
     order = [test.class_names.index(label) for label in train.class_names]
     kept = test if order == list(range(len(test.class_names))) else test.keep_classes(order)

@@ -232,3 +232,20 @@ def test_doubles_stay_doubles(tmp_path: Path, listed: bool) -> None:
     table.save_to_disk(tmp_path / "t")
     found = load("huggingface", path=str(tmp_path / "t"), input="t", label="label")
     assert found.inputs[:, 0].tolist() == seconds
+
+
+@pytest.mark.parametrize("named", ["../secret.csv", "{root}/secret.csv"])
+def test_a_folder_names_no_data_files_outside_of_it(tmp_path: Path, named: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "folder")
+    for place in (tmp_path / "secret.csv", tmp_path / "folder" / "own.csv"):
+        place.write_text("text,label\na,x\nb,y\n")
+    readme = tmp_path / "folder" / "README.md"
+    text = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
+    readme.write_text(text.format(named.format(root=tmp_path)))
+    with pytest.raises(InputError, match="names a data file outside of it"):
+        load("huggingface", path=str(tmp_path / "folder"))
+    readme.write_text(text.format("own.csv"))
+    # Links are followed: what the hub caches consists of them.
+    for place in ("folder", "linked"):
+        assert len(load("huggingface", path=str(tmp_path / place))) == 2

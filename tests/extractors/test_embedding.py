@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import embed, from_callable, identity, pixels
 from otdd_flash.extractors.network import Network
+from otdd_flash.files.tensor_file import read_tensors, save_tensors
 
 
 class CountedNetwork:
@@ -268,3 +269,25 @@ def test_gpu_matches_cpu(make_dataset: Any, images: np.ndarray) -> None:
     assert on_gpu.device.type == "cpu"
     assert next(network.module.parameters()).device.type == "cpu"
     assert 0 < (on_gpu - on_cpu).abs().max() < 0.01 * on_cpu.abs().max()
+
+
+@pytest.mark.parametrize(
+    "features",
+    [torch.zeros(2, 3), torch.zeros(7), torch.full((7, 3), torch.nan), torch.zeros(7, 3).int()],
+)
+def test_an_entry_that_cannot_be_these_features_is_not_used(
+    features: Tensor,
+    make_dataset: Any,
+    images: np.ndarray,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whoever can write a cache can also compute checksums."""
+    fresh = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
+    (path,) = tmp_path.iterdir()
+    texts = read_tensors(path).texts
+    path.unlink()
+    save_tensors(path, {"features": features}, texts)
+    again = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
+    assert torch.equal(again.features, fresh.features)
+    assert "something else than features" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from otdd_flash.files.cache import TensorCache
+from otdd_flash.files.cache import USUAL_FOLDER, TensorCache
 from otdd_flash.files.tensor_file import content_hash
 
 ENTRY = {
@@ -182,3 +183,68 @@ def test_hash_sees_names_shapes_types_and_values() -> None:
     ]
     assert len({content_hash(variant) for variant in variants}) == len(variants)
     assert content_hash({"a": x, "b": x + 1}) == content_hash({"b": x + 1, "a": x})
+
+
+def test_a_new_folder_and_its_entries_are_their_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "cache"
+    TensorCache(folder).put("key", ENTRY)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(only_file(folder).stat().st_mode) == 0o600
+
+
+def test_a_group_may_share_a_folder_that_it_is_given(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    TensorCache(tmp_path).put("key", ENTRY)
+    assert stat.S_IMODE(only_file(tmp_path).stat().st_mode) == 0o660
+    assert TensorCache(tmp_path).get("key") is not None
+
+
+def _everyone(folder: Path) -> None:
+    folder.chmod(0o777)
+
+
+def _everyone_the_entry(folder: Path) -> None:
+    only_file(folder).chmod(0o666)
+
+
+def _a_link(folder: Path) -> None:
+    entry = only_file(folder)
+    os.replace(entry, folder.with_name("elsewhere"))
+    entry.symlink_to(folder.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (_everyone, "other users may write"),
+        (_everyone_the_entry, "other users may write"),
+        (_a_link, "is a link to elsewhere"),
+    ],
+)
+def test_an_entry_that_may_be_anybodys_is_neither_read_nor_replaced(
+    harm: Callable[[Path], None], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache"
+    TensorCache(folder).put("key", ENTRY)
+    harm(folder)
+    content = only_file(folder).read_bytes()
+    assert TensorCache(folder).get("key") is None
+    TensorCache(folder).put("key", {"x": torch.ones(1)})
+    assert only_file(folder).read_bytes() == content
+    assert caplog.text.count(why) == 2
+
+
+@pytest.mark.parametrize("harm", ["group", "owner"])
+def test_the_usual_folder_is_shared_with_nobody(
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = Path(USUAL_FOLDER).expanduser()
+    TensorCache(USUAL_FOLDER).put("key", ENTRY)
+    assert TensorCache(USUAL_FOLDER).get("key") is not None
+    if harm == "group":
+        folder.chmod(0o770)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert TensorCache(USUAL_FOLDER).get("key") is None
+    assert caplog.text.count("cannot read the cache") == 1

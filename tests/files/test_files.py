@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.files.atomic import replacing
+from otdd_flash.files.atomic import replacing, replacing_folder
 from otdd_flash.files.json_file import write_json
+from otdd_flash.files.locks import lock
 from otdd_flash.report.csv_tables import SUMMARY_COLUMNS, summary_csv, write_matrix_csv
+from otdd_flash.shown import csv_cell
 
 NASTY = ["a,b", 'say "hi"', "two\nlines", "", " =1+1", "naïve 猫", "T-shirt/top"]
 
@@ -99,8 +101,8 @@ def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path: Path) -> No
     matrix[0, 0], matrix[1, 1] = 1e-300, 123456789.123456789
     write_matrix_csv(tmp_path / "m.csv", matrix, rows, columns, corner="class")
     header, *body = read_rows(tmp_path / "m.csv")
-    assert header == ["class", *columns]
-    assert [row[0] for row in body] == rows
+    assert header == ["class", *map(csv_cell, columns)]
+    assert [row[0] for row in body] == [*map(csv_cell, rows)]
     assert [[float(cell) for cell in row[1:]] for row in body] == matrix.tolist()
 
 
@@ -126,3 +128,22 @@ def test_summary_has_one_line_per_job_failed_ones_too(tmp_path: Path) -> None:
     assert first["overrides"] == "source=mnist target=usps"
     assert (float(first["value"]), first["converged"], first["error"]) == (1 / 3, "true", "")
     assert (second["error"], second["value"], second["n"]) == (jobs[1]["error"], "", "5")
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("as it was")
+    for name in ("result.json", "lock"):
+        (tmp_path / name).symlink_to(precious)
+    (tmp_path / "adapted").symlink_to(tmp_path / "folder")
+    write_json(tmp_path / "result.json", {"value": 1})
+    with pytest.raises(OSError, match="symbolic link"):
+        lock(tmp_path / "lock")
+    with replacing_folder(tmp_path / "adapted") as partial:
+        (partial / "file").write_text("new")
+    assert precious.read_text() == (tmp_path / "folder" / "file").read_text() == "as it was"
+    assert not (tmp_path / "result.json").is_symlink()
+    assert (tmp_path / "adapted" / "file").read_text() == "new"
+    assert not [*tmp_path.glob(".*")]

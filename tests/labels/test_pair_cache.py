@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import textwrap
@@ -418,3 +419,38 @@ def test_a_database_that_may_only_be_read_is_read(
     assert len(caplog.records) == 1
     assert "cannot write" in caplog.text
     assert "readonly" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (lambda folder: folder.chmod(0o777), "other users may write"),
+        (lambda folder: (folder / FILE).chmod(0o666), "other users may write"),
+        (lambda folder: link(folder / FILE, folder.with_name("theirs")), "a link to elsewhere"),
+    ],
+)
+def test_a_database_that_may_be_anybodys_is_not_used(harm, why, datasets, tmp_path, caplog):
+    folder = tmp_path / "cache"
+    class_distances(datasets, cache_dir=folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / FILE).stat().st_mode) == 0o600
+    harm(folder)
+    before = (folder / FILE).read_bytes()
+    table = class_distances(datasets, cache_dir=folder)
+    assert torch.equal(table.full, class_distances(datasets).full)
+    assert (folder / FILE).read_bytes() == before
+    assert caplog.text.count(why) == 1
+
+
+def link(path, elsewhere):
+    os.replace(path, elsewhere)
+    path.symlink_to(elsewhere)
+
+
+def test_an_entry_that_was_never_measured_is_not_believed(tmp_path, caplog):
+    """Whoever can write the database can also compute checksums."""
+    cache, pairs = PairCache(tmp_path), all_pairs(2)
+    upside_down = PairDistances(*torch.tensor([[1.0], [2.0], [0.0]], dtype=torch.float64))
+    cache.keep("recipe", classes(2), pairs, upside_down)
+    assert not len(PairCache(tmp_path).find("recipe", classes(2), pairs)[0])
+    assert "damaged" in caplog.text

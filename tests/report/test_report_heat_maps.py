@@ -26,7 +26,8 @@ from otdd_flash.report.figures.cell_numbers import (
     relative_luminance,
     with_unit,
 )
-from otdd_flash.report.figures.page import DPI, fit, measure, new_figure, shorten
+from otdd_flash.report.figures.page import DPI, fit, measure, new_figure
+from otdd_flash.shown import shorten
 
 WORDS = ("T-shirt/top", "0", "price in $ and $", "a class name that goes on and on", "two\nlines")
 
@@ -217,6 +218,6 @@ def test_numbers_have_three_digits_and_a_named_unit(
 def test_long_names_end_in_an_ellipsis() -> None:
     assert shorten("Ankle boot", 10) == "Ankle boot"
     assert shorten("Ankle boots", 7) == "Ankle…"
-    assert shorten(" two\nlines\x00 ", 18) == "two lines"
+    assert shorten(" two\nlines\x00 ", 18) == "two lines\\x00"
     assert fit("abcdef", 3, len) == "ab…"
     assert fit("abcdef", 0, len) == "…"

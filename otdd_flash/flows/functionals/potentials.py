@@ -13,6 +13,7 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.flows.functionals.arrays import as_number, as_tensor
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import listing
 
 
 class Potential(ABC):
@@ -198,7 +199,7 @@ def _signs(given: Any, start: LabeledSamples) -> Tensor:
         if str(name) not in start.class_names:
             raise InputError(
                 f"signs names an unknown class {str(name)!r}; the classes are: "
-                f"{', '.join(start.class_names)}"
+                f"{listing(start.class_names)}"
             )
         if sign not in (1, -1):
             raise InputError(f"the sign of class {name} must be 1 or -1, got {sign!r}")

@@ -20,6 +20,7 @@ from otdd_flash.files.tensor_file import (
 from otdd_flash.flows.maps.base import check_dimension, check_same_particles, class_indices
 from otdd_flash.flows.maps.training import Examples, build_network, draw_weights, train
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import listing
 
 # Points that go through the network together.
 ROWS_AT_ONCE = 16384
@@ -175,7 +176,7 @@ class ResidualMap:
         if samples.labels is None:
             raise InputError(
                 f"{samples.name} has no labels, but this map was trained with the classes "
-                f"{', '.join(self.class_names)}; label the samples, or fit a map to particles "
+                f"{listing(self.class_names)}; label the samples, or fit a map to particles "
                 "without labels"
             )
         labels = class_indices(samples, self.class_names).to(centred.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.shown import interval
+from otdd_flash.shown import display, interval
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,10 +19,11 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
             they are there; `tolerance` is what the marginal error is compared with, None where the
             width of the bounds was the goal.
     """
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(show_header=False, title=escape(_title(summary)), title_justify="left")
+    title = Text(_title(summary), style="table.title")
+    table = Table(show_header=False, title=title, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("distance", interval(summary["value"], *summary["bounds"]))
@@ -33,16 +34,16 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         trust = "only the bounds can be trusted"
         if summary.get("schedule") == "geomloss":
             trust = "the value is geomloss's, the bounds hold the converged one"
-        table.add_row("NOT CONVERGED", f"{escape(reason)}; {trust}", style="bold red")
+        table.add_row("NOT CONVERGED", Text(f"{reason}; {trust}"), style="bold red")
     for name, text in _details(summary):
-        table.add_row(name, escape(text))
+        table.add_row(name, Text(text))
     return table
 
 
 def _title(summary: Mapping[str, Any]) -> str:
     names = (summary.get("source"), summary.get("target"))
     if all(isinstance(name, str) for name in names):
-        return f"{names[0]} → {names[1]}"
+        return f"{display(names[0])} → {display(names[1])}"
     return "dataset distance"
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from otdd_flash.report.csv_tables import write_table_csv
 from otdd_flash.report.figures.drawing import Report, Writers, wanted, write_each
-from otdd_flash.report.figures.page import INK, name_style, new_figure, save_picture, shorten
+from otdd_flash.report.figures.page import INK, name_style, new_figure, save_picture
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

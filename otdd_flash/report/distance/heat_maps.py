@@ -14,6 +14,7 @@ from otdd_flash.report.figures.axis_names import AxisNames, lay_out_names
 from otdd_flash.report.figures.brackets import BRACKET_DEPTH, COLORS, Groups, draw_brackets
 from otdd_flash.report.figures.cell_numbers import cell_texts, ink_on, power_of_ten, with_unit
 from otdd_flash.report.figures.page import INK, fit, measure, name_style, new_figure, save_picture
+from otdd_flash.shown import display
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,6 +85,7 @@ def heat_map(
     )
     left = MARGIN + BRACKET_DEPTH + rows.depth + TICK_GAP
     bottom = MARGIN + columns.depth + TICK_GAP
+    title = display(title)
     title_width, _ = measure(figure, title, TITLE_POINTS)
     page_width = max(
         left + width + BAR_GAP + BAR_WIDTH + BAR_LABELS,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from otdd_flash.labels.table import NearestClass
 from otdd_flash.report.csv_tables import write_table_csv
-from otdd_flash.report.figures.page import shorten
+from otdd_flash.shown import shorten
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,8 +31,8 @@ def write_nearest_csv(rows: Sequence[NearestClass], path: str | Path) -> None:
 
 def nearest_table(rows: Sequence[NearestClass]) -> Table:
     """Source classes with their nearest target classes on the left, the reverse on the right."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title="nearest classes, by squared distance W", title_justify="left")
     for side, other in (("source", "target"), ("target", "source")):
@@ -41,10 +41,10 @@ def nearest_table(rows: Sequence[NearestClass]) -> Table:
         table.add_column("W", justify="right", no_wrap=True)
     sides = [[row for row in rows if row.side == side] for side in ("source", "target")]
     for pair in zip_longest(*(side[:MOST_ROWS] for side in sides)):
-        cells: list[str] = []
+        cells: list[str | Text] = []
         for row in pair:
             names = ("", "") if row is None else (row.name, row.nearest)
-            cells += [escape(shorten(name, LONGEST_NAME)) for name in names]
+            cells += [Text(shorten(name, LONGEST_NAME)) for name in names]
             cells.append("" if row is None else f"{row.distance:.4g}")
         table.add_row(*cells)
     left = sum(max(0, len(side) - MOST_ROWS) for side in sides)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.report.distance.class_moves import WORTH_SHOWING, Move, strongest_moves
-from otdd_flash.report.figures.page import INK, SOURCE_COLOR, TARGET_COLOR, save_picture, shorten
+from otdd_flash.report.figures.page import INK, SOURCE_COLOR, TARGET_COLOR, save_picture
 from otdd_flash.report.figures.plane_frame import (
     axis_name,
     name_axes,
@@ -23,6 +23,7 @@ from otdd_flash.report.figures.point_names import PointName, draw_names
 from otdd_flash.report.figures.principal_plane import fit_plane
 from otdd_flash.report.figures.projection_sides import ProjectedSide, rows_with_mass, side_of
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from otdd_flash.report.figures.page import measure, shorten
+from otdd_flash.report.figures.page import measure
+from otdd_flash.shown import shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,6 +7,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from otdd_flash.report.figures.page import SOURCE_COLOR, TARGET_COLOR, fit, measure, name_style
+from otdd_flash.shown import display
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -96,6 +97,7 @@ def place_names(
         return measure(figure, text, POINTS, fontweight="bold")[0]
 
     room = length - GAP * (len(names) - 1)
+    names = [display(name) for name in names]
     wanted = [width_of(name) for name in names]
     if sum(wanted) > room:
         share = room / len(names)

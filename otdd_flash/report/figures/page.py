@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from otdd_flash.files.atomic import replacing
 from otdd_flash.report.figures.fonts import families, without_glyph_warnings
+from otdd_flash.shown import LONGEST_NAME, display, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,15 +50,9 @@ def measure(figure: Figure, text: str, points: float, **style: Any) -> tuple[flo
     return box.width / figure.dpi, box.height / figure.dpi
 
 
-def shorten(name: str, length: int) -> str:
-    """`name` on one line in at most `length` characters, cut with an ellipsis."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in name).split())
-    return line if len(line) <= length else line[: length - 1].rstrip() + "…"
-
-
 def fit(name: str, width: float, width_of: Callable[[str], float]) -> str:
     """The longest shortening of `name`, at least one character, that is at most `width` wide."""
-    for length in range(len(name), 0, -1):
+    for length in range(min(len(display(name)), LONGEST_NAME), 0, -1):
         text = shorten(name, length)
         if width_of(text) <= width:
             return text

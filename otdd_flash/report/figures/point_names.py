@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash.report.figures.label_placement import Box, place_labels
-from otdd_flash.report.figures.page import DPI, measure, name_style, shorten
+from otdd_flash.report.figures.page import DPI, measure, name_style
+from otdd_flash.shown import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.shown import interval
+from otdd_flash.shown import display, interval
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,11 +17,11 @@ def flow_table(summary: Mapping[str, Any]) -> Table:
     Args:
         summary: the content of result.json.
     """
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    title = f"{summary['source']} → {summary['target']}"
-    table = Table(show_header=False, title=escape(title), title_justify="left")
+    title = f"{display(summary['source'])} → {display(summary['target'])}"
+    table = Table(show_header=False, title=Text(title, style="table.title"), title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     start = summary["start"]
@@ -32,7 +32,7 @@ def flow_table(summary: Mapping[str, Any]) -> Table:
             "NOT CONVERGED", "in every step; only the bounds can be trusted", style="bold red"
         )
     for name, text in _details(summary):
-        table.add_row(name, escape(text))
+        table.add_row(name, Text(text))
     return table
 
 

@@ -22,10 +22,10 @@ from otdd_flash.report.figures.page import (
     name_style,
     new_figure,
     save_picture,
-    shorten,
 )
 from otdd_flash.report.flow.particles import evenly, evenly_over_classes
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

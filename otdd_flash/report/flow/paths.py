@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from otdd_flash.flows.history import Trajectory
-from otdd_flash.report.figures.page import INK, save_picture, shorten
+from otdd_flash.report.figures.page import INK, save_picture
 from otdd_flash.report.figures.plane_frame import (
     axis_name,
     name_axes,
@@ -30,6 +30,7 @@ from otdd_flash.report.flow.class_paths import (
 )
 from otdd_flash.report.flow.particles import evenly
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from otdd_flash.report.figures.page import shorten
-from otdd_flash.shown import interval
+from otdd_flash.shown import interval, shorten
 from otdd_flash.study.result import StudyResult
 from otdd_flash.study.statistics.findings import Finding
 
@@ -45,8 +44,8 @@ def _statistics(result: StudyResult) -> Table:
 
 
 def _pairs(result: StudyResult) -> Table:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=f"{len(result.names)} tasks", title_justify="left")
     for column in ("measure", "source", "target", "value"):
@@ -56,7 +55,7 @@ def _pairs(result: StudyResult) -> Table:
     for row in rows[:MOST_ROWS]:
         bounds = row.lower is not None and row.upper is not None
         value = interval(row.value, row.lower, row.upper) if bounds else f"{row.value:.6g}"  # type: ignore[arg-type]
-        names = (escape(shorten(name, LONGEST_NAME)) for name in (row.source, row.target))
+        names = (Text(shorten(name, LONGEST_NAME)) for name in (row.source, row.target))
         late = "" if row.converged else " NOT CONVERGED"
         table.add_row(row.measure, *names, value + late, style="" if row.converged else "bold red")
     if len(rows) > MOST_ROWS:
@@ -69,4 +68,4 @@ def _cell(row: Finding | None) -> str:
         return ""
     if row.lower is None or row.upper is None:
         return f"{row.value:.2f}"
-    return f"{row.value:.2f} \\[{row.lower:.2f}, {row.upper:.2f}]"
+    return f"{row.value:.2f} [{row.lower:.2f}, {row.upper:.2f}]"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 
 from otdd_flash.files.atomic import write_text
 from otdd_flash.report.study.sentences import findings_sentences
+from otdd_flash.shown import LONGEST_MESSAGE, LONGEST_NAME, html_text, listing
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import StudyResult, TransferredPair
 
@@ -61,7 +61,7 @@ def write_page(result: StudyResult, pictures: Mapping[str, Path], path: Path) ->
         _pairs(result),
         _about(result),
     ]
-    title = f"Study of {escape(', '.join(result.names))}"
+    title = html_text(f"Study of {listing(result.names)}", LONGEST_MESSAGE)
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{title}</title><style>{STYLE}</style></head><body>\n"
@@ -72,13 +72,14 @@ def write_page(result: StudyResult, pictures: Mapping[str, Path], path: Path) ->
 
 
 def _list(sentences: Iterable[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
+    items = (f"<li>{html_text(sentence, LONGEST_MESSAGE)}</li>" for sentence in sentences)
+    return f"<ul>{''.join(items)}</ul>"
 
 
 def _picture(caption: str, file: Path) -> str:
     content = b64encode(file.read_bytes()).decode()
     return (
-        f'<h2>{escape(caption)}</h2><img alt="{escape(caption)}" '
+        f'<h2>{html_text(caption)}</h2><img alt="{html_text(caption)}" '
         f'src="data:image/png;base64,{content}">'
     )
 
@@ -126,25 +127,26 @@ def _nearest(result: StudyResult) -> str:
                 ((-sign * reading.value, i) for (i, k), reading in found.items() if k == j)
             )
             if near:
-                sources = ", ".join(result.names[i] for _, i in near[:NEAREST])
+                sources = listing(result.names[i] for _, i in near[:NEAREST])
                 title = MEASURES[measure].title
-                rows.append([_name(target), _name(title), _name(sources)])
+                rows.append([_name(target), _name(title), _name(sources, LONGEST_MESSAGE)])
     return _table("Nearest sources", ("target", "by", "sources, the nearest first"), rows)
 
 
 def _about(result: StudyResult) -> str:
-    settings = json.dumps(result.setup.summary(), indent=1, ensure_ascii=False)
+    lines = json.dumps(result.setup.summary(), indent=1, ensure_ascii=False).split("\n")
+    settings = "\n".join(html_text(line, LONGEST_MESSAGE) for line in lines)
     return (
-        f"<h2>Settings and versions</h2><pre>{escape(settings)}</pre>"
+        f"<h2>Settings and versions</h2><pre>{settings}</pre>"
         f"<p>{result.done} of {result.total} units; {result.seconds:.1f} s in the last run.</p>"
     )
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th data-sorts="">{escape(one)}</th>' for one in heads)
+    head = "".join(f'<th data-sorts="">{html_text(one)}</th>' for one in heads)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return (
-        f"<h2>{escape(title)}</h2><table><thead><tr>{head}</tr></thead>"
+        f"<h2>{html_text(title)}</h2><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table>"
     )
 
@@ -152,9 +154,9 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> s
 def _cell(value: object, late: str = "") -> str:
     if isinstance(value, float):
         return f'<td data-key="{value!r}"{late}>{value:.4g}</td>'
-    text = "" if value is None else escape(str(value))
+    text = "" if value is None else html_text(value)
     return f'<td{late} data-key="{text}">{text}</td>'
 
 
-def _name(text: str) -> str:
-    return f'<td class="name">{escape(text)}</td>'
+def _name(text: str, limit: int = LONGEST_NAME) -> str:
+    return f'<td class="name">{html_text(text, limit)}</td>'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from otdd_flash.shown import interval
+from otdd_flash.shown import display, interval
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import FEWEST_TASKS, StudyResult
 from otdd_flash.study.statistics.findings import Finding
@@ -126,8 +126,8 @@ def _nearest(result: StudyResult) -> Iterable[str]:
         if lower is not None and upper is not None:
             value = interval(reading.value, lower, upper)
         yield (
-            f"{MEASURES[name].title}: of all pairs {result.names[i]} and {result.names[j]} are "
-            f"nearest, {value}."
+            f"{MEASURES[name].title}: of all pairs {display(result.names[i])} and "
+            f"{display(result.names[j])} are nearest, {value}."
         )
 
 

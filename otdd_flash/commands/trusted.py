@@ -1,0 +1,109 @@
+"""What of a configuration runs code, and where it may come from.
+
+A folder of configurations (`--config-dir`, `hydra.searchpath`) may have come with the data, from
+others. Its values are settings, but Hydra builds callbacks, launchers and loggers from it, and some
+settings name functions. Those are the user's to name: on the command line, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from otdd_flash.commands.choices import GROUPS
+
+# Classes that `_target_` may name anywhere: of this package, of Hydra, and of plugins of Hydra.
+BUILT = (
+    "otdd_flash.commands.outcome.Outcome",
+    "hydra._internal.core_plugins.",
+    "hydra.experimental.callbacks.",
+    "hydra_plugins.",
+    "optuna.samplers.",
+)
+LOGGERS = ("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", "colorlog.")
+STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+LOGGING = ("hydra.hydra_logging.", "hydra.job_logging.")
+OUTPUT = "${hydra.runtime.output_dir}/"
+ENVIRONMENT = "hydra.job.env_set."
+# Settings that name a function to be imported.
+FUNCTIONS = ("extractor.path", "transfer.network.path", "flow.functionals")
+
+
+@contextmanager
+def trusted_configurations() -> Iterator[None]:
+    """Check every configuration that Hydra composes before it builds anything from it.
+
+    Raises:
+        ConfigCompositionException: something that runs code is not from the command line.
+    """
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.errors import ConfigCompositionException
+
+    load = ConfigLoaderImpl.load_configuration
+
+    def checked(*args: Any, **kwargs: Any) -> DictConfig:
+        config = load(*args, **kwargs)
+        if (why := untrusted(config)) is not None:
+            raise ConfigCompositionException(why)
+        return config
+
+    ConfigLoaderImpl.load_configuration = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
+
+
+def untrusted(config: DictConfig) -> str | None:
+    """Why a configuration with Hydra's part is refused; None where it is not."""
+    given = [*config.hydra.overrides.hydra, *config.hydra.overrides.task]
+    named = {override.lstrip("+~").partition("=")[0] for override in given} - {*GROUPS}
+    for key, value in _leaves(OmegaConf.to_container(config), ""):
+        if _runs_code(key, value) and not _is_named(key, named):
+            return (
+                f"{key}={value} names code or a place for a log, and comes from a folder of "
+                "configurations; give it on the command line if you trust it, or leave that "
+                "folder out"
+            )
+    return None
+
+
+def _is_named(key: str, named: Set[str]) -> bool:
+    """Whether the command line gives a key, or a mapping or list that it is part of."""
+    return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in named)
+
+
+def _runs_code(key: str, value: Any) -> bool:
+    last = key.rpartition(".")[2]
+    if not key.startswith("hydra."):
+        functional = key.startswith(FUNCTIONS[2]) and last == "path"
+        return value not in (None, "???") and (key in FUNCTIONS or functional)
+    if last == "_target_":
+        return not str(value).startswith(BUILT)
+    if key.startswith(LOGGING):
+        return _logs_elsewhere(last, str(value))
+    return key.startswith(ENVIRONMENT)
+
+
+def _logs_elsewhere(last: str, value: str) -> bool:
+    """Whether a key of Python's logging configuration builds or opens what is not known here."""
+    if last in ("()", "class", "factory"):
+        return value != "logging.FileHandler" and not value.startswith(LOGGERS)
+    if value.startswith(("ext://", "cfg://")):
+        return value not in STREAMS
+    return last == "filename" and not (value.startswith(OUTPUT) and ".." not in value)
+
+
+def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """All values by their dotted keys."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(node, list):
+        for place, value in enumerate(node):
+            yield from _leaves(value, f"{key}[{place}]")
+    else:
+        yield key, node

@@ -1,0 +1,149 @@
+"""What commands run: their own code and what the user names, not what lies beside the data."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import otdd_flash
+from otdd_flash.distance import main as distance
+
+SMALL = (
+    "source=arrays",
+    "source.path=a.npz",
+    "target=arrays",
+    "target.path=b.npz",
+    "extractor=identity",
+    "cache_dir=null",
+    "report=none",
+    "hydra.run.dir=run",
+)
+# What a module that must not be imported does.
+MARK = "open('imported', 'a').write(__name__)\n"
+CODE = "import pathlib\n\ndef embed(batch):\n    import helper\n    return helper.TWICE * batch\n"
+
+
+def _started(
+    folder: Path, *arguments: str, module: str = "otdd_flash.distance", path: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE` with the package found as an installed one is."""
+    package = str(Path(otdd_flash.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": package if path is None else path},
+    )
+
+
+@pytest.mark.slow
+def test_modules_beside_the_data_are_not_imported(folder: Path) -> None:
+    for name in ("torch", "json", "typing", "datasets", "rich", "decimal", "hydra"):
+        (folder / f"{name}.py").write_text(MARK)
+    (folder / "hydra_plugins").mkdir()
+    (folder / "hydra_plugins" / "evil.py").write_text(MARK)
+    ended = _started(folder, *SMALL)
+    assert ended.returncode == 0, ended.stderr
+    assert not (folder / "imported").exists()
+
+
+@pytest.mark.slow
+def test_a_function_of_the_working_directory_is_found_when_it_is_named(folder: Path) -> None:
+    (folder / "features.py").write_text(CODE)
+    (folder / "helper.py").write_text("TWICE = 2.0\n")
+    (folder / "json.py").write_text(MARK)
+    arguments = [each for each in SMALL if not each.startswith("extractor")]
+    named = ("extractor=callable", "extractor.path=features:embed")
+    ended = _started(folder, *arguments, *named)
+    assert ended.returncode == 0, ended.stderr
+    assert not (folder / "imported").exists()
+    missing = _started(
+        folder, *arguments, "overwrite=true", named[0], "extractor.path=nowhere:embed"
+    )
+    assert missing.returncode == 2
+    assert "no module named 'nowhere'" in missing.stderr
+
+
+def test_a_program_of_others_keeps_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import otdd_flash\n")
+    (tmp_path / "theirs" / "run.py").write_text("import helper\nprint(helper.TWICE)\n")
+    (tmp_path / "helper.py").write_text("TWICE = 2.0\n")
+    ended = _started(tmp_path, module="theirs.run")
+    assert ended.stdout == "2.0\n", ended.stderr
+
+
+@pytest.mark.slow
+def test_a_checkout_runs_from_its_own_folder(tmp_path: Path) -> None:
+    root = Path(otdd_flash.__file__).parents[1]
+    (tmp_path / "otdd_flash").symlink_to(root / "otdd_flash")
+    (tmp_path / "torch.py").write_text(MARK)
+    ended = _started(tmp_path, "--version", path="")
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "imported").exists()
+
+
+CALLBACK = "callbacks: {evil: {_target_: os.system, command: touch imported}}"
+LOG_CLASS = 'hydra_logging: {handlers: {x: {"()": os.system, command: touch imported}}}'
+LOG_FILE = "job_logging: {handlers: {x: {class: logging.FileHandler, filename: imported}}}"
+ENVIRONMENT = "job: {env_set: {LD_PRELOAD: evil.so}}"
+FUNCTION = "extractor: {name: callable, path: os:system}"
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        (CALLBACK, "hydra.callbacks.evil._target_=os.system"),
+        (LOG_CLASS, "hydra.hydra_logging.handlers.x.()=os.system"),
+        (LOG_FILE, "hydra.job_logging.handlers.x.filename=imported"),
+        (ENVIRONMENT, "hydra.job.env_set.LD_PRELOAD=evil.so"),
+        (FUNCTION, "extractor.path=os:system"),
+    ],
+)
+def test_a_folder_of_configurations_names_no_code(
+    ended: Callable, folder: Path, content: str, key: str
+) -> None:
+    (folder / "theirs" / "solver").mkdir(parents=True)
+    text = content if content is FUNCTION else f"hydra: {{{content}}}"
+    (folder / "theirs" / "solver" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
+    searched = f"hydra.searchpath=[file://{folder}/theirs]"
+    where = (searched,) if content is FUNCTION else ("--config-dir", "theirs")
+    said = ended(distance, *where, *SMALL, "+solver@_global_=evil")
+    assert said.code == 2
+    assert said.error.startswith(f"{key} names code")
+    assert not (folder / "imported").exists()
+
+
+def test_a_folder_of_configurations_may_hold_settings(ended: Callable, folder: Path) -> None:
+    (folder / "mine" / "solver").mkdir(parents=True)
+    text = "schedule: converged\ntolerance: 1e-2\nrequire_convergence: false\n"
+    (folder / "mine" / "solver" / "quick.yaml").write_text(text)
+    assert ended(distance, "--config-dir", "mine", *SMALL, "solver=quick").code == 0
+
+
+def test_the_command_line_may_name_code(ended: Callable, folder: Path) -> None:
+    callback = "hydra.experimental.callbacks.LogJobReturnCallback"
+    more = (f"+hydra.callbacks.mine._target_={callback}", "+hydra.job.env_set.SOME=value")
+    assert ended(distance, *SMALL, *more).code == 0
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.system, ("touch imported",))
+
+
+@pytest.mark.parametrize("option", ["--experimental-rerun", "--exp"])
+def test_a_pickled_run_is_not_opened(ended: Callable, folder: Path, option: str) -> None:
+    (folder / "config.pickle").write_bytes(pickle.dumps(Evil()))
+    said = ended(distance, option, "config.pickle")
+    assert said.code == 2
+    assert "unpickles a file" in said.error
+    assert not (folder / "imported").exists()
