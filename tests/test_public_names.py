@@ -73,3 +73,22 @@ def test_importing_the_package_imports_nothing_heavy():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert run.stdout.split() == ["set()", "set()"]
+
+
+@pytest.mark.slow
+def test_calls_do_not_import_the_compiler_of_pytorch():
+    """Its import takes seconds, and only `torch.compile` has a use for it."""
+    program = (
+        "import sys, torch, otdd_flash as otdd\n"
+        "x = torch.eye(4, requires_grad=True)\n"
+        "for how in ('unrolled', 'implicit'):\n"
+        "    otdd.doubly_stochastic(x[None], gradient=how).square().sum().backward()\n"
+        "otdd.sinkhorn_plans(x[None], epsilon=0.5).plans.square().sum().backward()\n"
+        "otdd.sinkhorn_loss(x, x.detach() + 1, epsilon=0.5).backward()\n"
+        "otdd.matrix_loss(x, epsilon=0.5).backward()\n"
+        "print('torch._dynamo' in sys.modules)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["False"]

@@ -123,6 +123,7 @@ def update_levels(
     level,
     error,
     tolerance,
+    reach,
     done,
     p_levels,  # (4,) top, allowed, error, descended
     p_new_levels,  # (4,), overwritten
@@ -133,7 +134,7 @@ def update_levels(
     """Whether the level ends, whether a try gives up, the next level, and the extrapolation."""
     top, allowed, last_error = tl.load(p_levels), tl.load(p_levels + 1), tl.load(p_levels + 2)
     descended = tl.load(p_levels + 3)
-    ends = (level > final_epsilon) & (error <= tl.maximum(tolerance, LEVEL_TOLERANCE))
+    ends = (level > final_epsilon) & (error <= tl.maximum(2 * reach, LEVEL_TOLERANCE))
     decrease = tl.log(last_error / error)
     forecast = iterations + tl.log(error / tolerance) / decrease
     late = ((error > 0) & (decrease > 0) & (forecast <= allowed)) == 0
@@ -224,7 +225,7 @@ def segmented_decision_kernel(
     # What the last iteration ends may be a step too far.
     near_enough = (epsilon <= final_epsilon) & (reached | stalled)
     ends, gives_up, level, extrapolation = update_levels(
-        iterations, epsilon, error, tolerance, done, p_state + 10, p_new_state + 10,
+        iterations, epsilon, error, tolerance, reach, done, p_state + 10, p_new_state + 10,
         final_epsilon, LEVEL_TOLERANCE, FAR,
     )  # fmt: skip
     changes = ends | gives_up

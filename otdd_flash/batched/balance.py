@@ -1,11 +1,17 @@
 """Balancing as an operation of PyTorch, for autograd, `torch.compile` and CUDA graphs.
 
+Each of the three functions exists twice: as it is, for calls from Python, and as an operation that
+`torch.compile` records without looking inside. A call of such an operation from Python would import
+PyTorch's compiler, which takes seconds.
+
 Matrices come with 1 / t (() or (B,) float64) and masses or none, as for
 `otdd_flash.kernels.batched.small_balance`; nothing here synchronises with a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +24,7 @@ from otdd_flash.batched.problems import Problems, computed_in
 from otdd_flash.errors import InputError
 
 
-@torch.library.custom_op("otdd_flash::balance", mutates_args=())
-def balance(
+def balance_now(
     matrices: Tensor,
     scale: Tensor,
     a: Tensor | None,
@@ -58,8 +63,7 @@ def _is_tiny(problems: Problems, most: int) -> bool:
     return plain and n == m <= most
 
 
-@torch.library.custom_op("otdd_flash::balance_unrolled", mutates_args=())
-def balance_unrolled(
+def unrolled_gradient(
     matrices: Tensor,
     scale: Tensor,
     a: Tensor | None,
@@ -95,8 +99,7 @@ def balance_unrolled(
     return small_balance_backward(*problems, *given)
 
 
-@torch.library.custom_op("otdd_flash::balance_implicit", mutates_args=())
-def balance_implicit(
+def implicit_gradient(
     matrices: Tensor | None,
     scale: Tensor,
     a: Tensor | None,
@@ -194,6 +197,15 @@ def _log_sum(logs: Tensor, dim: int) -> Tensor:
     return torch.where(found.isfinite(), found, 0)
 
 
+balance = torch.library.custom_op("otdd_flash::balance", mutates_args=())(balance_now)
+balance_unrolled = torch.library.custom_op("otdd_flash::balance_unrolled", mutates_args=())(
+    unrolled_gradient
+)
+balance_implicit = torch.library.custom_op("otdd_flash::balance_implicit", mutates_args=())(
+    implicit_gradient
+)
+
+
 @balance.register_fake
 def _(
     matrices: Tensor,
@@ -269,8 +281,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
         ctx.save_for_backward(kept, scale, a, b, sizes, balanced, rows, columns)
 
 
-def _backward(ctx: Any, balanced_: Tensor | None, rows_: Tensor | None, columns_: Tensor | None,
-              *_: Any) -> tuple[Any, ...]:  # fmt: skip
+def _gradients(
+    ctx: Any,
+    unrolled: Callable[..., tuple[Tensor, ...]],
+    implicit: Callable[..., tuple[Tensor, ...]],
+    balanced_: Tensor | None,
+    rows_: Tensor | None,
+    columns_: Tensor | None,
+    *_: Any,
+) -> tuple[Any, ...]:
+    """Return the gradients of what `balance` takes, by functions that compute those of a kind."""
     iterations, tolerance, negated, gradient, in_triton = ctx.settings
     matrices, scale, a, b, sizes, kept, rows, columns = ctx.saved_tensors
     if a is None:
@@ -280,12 +300,12 @@ def _backward(ctx: Any, balanced_: Tensor | None, rows_: Tensor | None, columns_
         balanced_ = torch.zeros(of.shape, dtype=of.dtype, device=of.device)
     cotangents = balanced_, rows_, columns_
     if gradient == "unrolled":
-        by_matrices, by_scale, by_a, by_b = balance_unrolled(
+        by_matrices, by_scale, by_a, by_b = unrolled(
             matrices, scale, a, b, sizes, iterations, tolerance, negated, kept, *cotangents,
             in_triton,
         )  # fmt: skip
     else:
-        by_matrices, by_scale, by_a, by_b = balance_implicit(
+        by_matrices, by_scale, by_a, by_b = implicit(
             matrices, scale, a, b, sizes, negated, kept, rows, columns, *cotangents, in_triton
         )
         by_matrices = by_matrices.to(kept.dtype)
@@ -319,25 +339,47 @@ def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 class Balance(torch.autograd.Function):
-    """The same derivative without what an operation's own costs in each call."""
+    """`balance_now` with its gradient, for calls from Python."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        """Those of `balance`; a `setup_context` would look at this signature in each call."""
-        found: tuple[Tensor, ...] = balance(*given)
-        _keep(ctx, given, found)
-        return found
+        """Return what `balance_now` does; `setup_context` would cost a signature in each call."""
+        balanced = balance_now(*given)
+        _keep(ctx, given, balanced)
+        return balanced
 
-    backward = staticmethod(_backward)
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        """Return the gradients, once."""
+        unrolled, implicit = (
+            partial(_Once.apply, gradient) for gradient in (unrolled_gradient, implicit_gradient)
+        )
+        return _gradients(ctx, unrolled, implicit, *cotangents)
+
+
+class _Once(torch.autograd.Function):
+    """A function whose own gradient is refused."""
+
+    @staticmethod
+    def forward(_: Any, run: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Tensor, ...]:
+        return run(*given)
+
+    backward = staticmethod(_refuse_second)
 
 
 def differentiable_balance(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`balance`, for autograd and `torch.compile`."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return balance(*given)  # type: ignore[no-any-return]
+    if not torch.is_grad_enabled():
+        return balance_now(*given)
     return Balance.apply(*given)  # type: ignore[no-any-return]
 
 
-balance.register_autograd(_backward, setup_context=_keep)
+def _recorded_backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+    return _gradients(ctx, balance_unrolled, balance_implicit, *cotangents)
+
+
+balance.register_autograd(_recorded_backward, setup_context=_keep)
 balance_unrolled.register_autograd(_refuse_second, setup_context=_keep_nothing)
 balance_implicit.register_autograd(_refuse_second, setup_context=_keep_nothing)

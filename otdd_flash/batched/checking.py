@@ -51,11 +51,14 @@ def placement(matrices: Tensor, compute: Compute | None) -> tuple[torch.device, 
     return device, dtype, uses_triton(options, device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @cache
 def _runs_kernels(device: str) -> bool:
     """Whether a device runs kernels by default, asked once."""
     return uses_triton(ComputeOptions(device), torch.device(device))
+
+
+# What `torch.compiler.assume_constant_result` sets, which would import PyTorch's compiler.
+_runs_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_type(name: str, value: float | Tensor) -> None:

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.result import Progress, TransportTerm
+
+# The fewest iterations after which a cross term that goes on from its potentials is begun anew.
+FEWEST_ON = 50
 
 # Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
 Potentials = Mapping[str, Tensor]
@@ -83,13 +87,42 @@ class TermSolves:
     ) -> None:
         operator = self.operators(name)
         before = self.terms.get(name)
+        if before is None:
+            self._iterate(operator, name, tolerance, sharers, self._start.get(name))
+        elif name != "xy":
+            self._iterate(operator, name, tolerance, sharers, before.g)
+        else:
+            # At a small epsilon, mass between points that are far apart may take thousands of
+            # iterations to move. A descent from large ones moves it within some ten a level.
+            most = max(FEWEST_ON, before.iterations)
+            self._iterate(operator, name, tolerance, sharers, before.g, most)
+            if self.terms[name].stopped_by == "max_iterations" and self._left(name):
+                self._iterate(operator, name, tolerance, sharers, None)
+        if solved is not None:
+            solved(name, operator, self.terms[name])
+
+    def _left(self, name: str) -> bool:
+        """Whether a term that stopped for its iterations may have more."""
+        options = self.options
+        return isinstance(options, Converged) and self.iterations[name] < options.max_iterations
+
+    def _iterate(
+        self,
+        operator: Operator,
+        name: str,
+        tolerance: float | None,
+        sharers: int,
+        start: Tensor | None,
+        most: int | None = None,
+    ) -> None:
+        """Solve a term from potentials or from nothing, in `most` iterations at the most."""
         options = self.options.for_term(
             tolerance,
             iterations=self.iterations[name],
             seconds=time.perf_counter() - self._started,
             sharers=sharers,
+            most=most,
         )
-        start = self._start.get(name) if before is None else before.g
         term = options.solve_term(
             operator, self.epsilon, name=name, start=start, progress=self._progress
         )
@@ -97,9 +130,7 @@ class TermSolves:
         self._cells[name] = len(operator.a) * len(operator.b)
         self._swept += term.passes * self._cells[name]
         self.iterations[name] += term.iterations
-        if before is not None:
+        if (before := self.terms.get(name)) is not None:
             iterations, passes = before.iterations + term.iterations, before.passes + term.passes
             term = replace(term, iterations=iterations, passes=passes)
         self.terms[name] = term
-        if solved is not None:
-            solved(name, operator, term)

@@ -55,7 +55,13 @@ class Schedule(ABC):
         return self
 
     def for_term(
-        self, tolerance: float | None, *, iterations: int, seconds: float, sharers: int
+        self,
+        tolerance: float | None,
+        *,
+        iterations: int,
+        seconds: float,
+        sharers: int,
+        most: int | None = None,
     ) -> Self:
         """What is left for a term of a budget that all of them share.
 
@@ -64,6 +70,7 @@ class Schedule(ABC):
             iterations: those that it has had.
             seconds: since the first term began.
             sharers: terms that are still to come, this one included.
+            most: iterations for now, None for all that are left.
         """
         return self
 

@@ -52,14 +52,20 @@ class Converged(Schedule):
     max_seconds: float | None = None
 
     def for_term(
-        self, tolerance: float | None, *, iterations: int, seconds: float, sharers: int
+        self,
+        tolerance: float | None,
+        *,
+        iterations: int,
+        seconds: float,
+        sharers: int,
+        most: int | None = None,
     ) -> Self:
-        """An equal share of the time that is left, and all iterations that are."""
-        limit = self.max_seconds
+        """An equal share of the time that is left, and of the iterations all or `most`."""
+        limit, left = self.max_seconds, self.max_iterations - iterations
         return replace(
             self,
             tolerance=tolerance,
-            max_iterations=self.max_iterations - iterations,
+            max_iterations=left if most is None else min(left, most),
             max_seconds=None if limit is None else max((limit - seconds) / sharers, NO_TIME),
         )
 
