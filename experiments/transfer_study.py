@@ -10,10 +10,11 @@ for these numbers and `epsilon_relative=0.01`.
 
 The study stops after some minutes and goes on when it is called again; once it is complete the
 table is written. For every measure it says rho, Spearman's correlation with the gain over ordered
-pairs, positive where the measure predicts gain; its interval by the jackknife over the 12 tasks, which is one for more halves of these four
-datasets and not for other datasets; rho over pairs within families and between them; rho with
-each family left out in turn; and the regret, the points of gain that choosing a source by the
-measure costs. Four families are too few for an interval over families.
+pairs, positive where the measure predicts gain; its interval by the jackknife over the 12 tasks,
+which is one for more halves of these four datasets and not for other datasets; rho over pairs
+within families and between them; rho with each family left out in turn; and the regret, the points
+of gain that choosing a source by the measure costs. A measure that is the same for all sources has
+no rho. Four families are too few for an interval over families.
 
 With a checkpoint that `experiments.imagenet_network` writes, the same on features of that network:
 no images any more, and so networks with one hidden layer. Of these the table and the numbers are
