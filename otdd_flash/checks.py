@@ -169,7 +169,8 @@ def path(name: str, value: Any) -> Any:
     if expanded == given and given.startswith("~"):
         user, *_ = given[1:].split("/")
         raise InputError(
-            f"{name}={given}: there is no user {user!r}; write ./{given} for a name that begins so"
+            f"{name}={given}: there is no user {user!r}; write {os.path.abspath(given)} for a name "
+            "that begins so"
         )
     return expanded if isinstance(value, str) else Path(expanded)
 

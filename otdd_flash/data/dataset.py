@@ -166,6 +166,11 @@ def _number(
         raise InputError(f"{name}: labels must be class indices, got {values.dtype}")
     indices = values.astype(np.int64)
     if indices.size and int(indices.max()) < 0:
+        warnings.warn(
+            f"{name}: all its labels are negative, and it is taken as unlabelled",
+            DataNotice,
+            stacklevel=5,
+        )
         return None, ()
     return indices, tuple(str(class_name) for class_name in class_names)
 

@@ -75,7 +75,8 @@ def read_table(
             choices.append(f"labels are its column {label!r}, {why}")
     inputs = list(features) if features else [c for c in columns if c not in (label, weight_column)]
     if not features:
-        choices.append(f"inputs are its {len(inputs)} other columns: {some(inputs)}")
+        others = "other column" if len(inputs) == 1 else f"{len(inputs)} other columns"
+        choices.append(f"inputs are its {others}: {some(inputs)}")
     if not inputs:
         raise InputError(f"{path} has no input column besides {label!r}; {listed(columns)}")
     for column in inputs:
