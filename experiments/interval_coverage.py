@@ -93,7 +93,7 @@ def dyads(generator: np.random.Generator, design: Design) -> PairTable:
     measure = numbers(mirrored=symmetric)
     gains = rho * measure + math.sqrt(1 - rho**2) * numbers(mirrored=False)
     np.fill_diagonal(gains, np.nan)
-    return PairTable(measure, gains, [str(unit) for unit in units], nearer=1)
+    return PairTable(measure, gains, [str(unit) for unit in units])
 
 
 def truth_of(statistic: str, rho: float) -> float:

@@ -10,10 +10,11 @@ for these numbers and `epsilon_relative=0.01`.
 
 The study stops after some minutes and goes on when it is called again; once it is complete the
 table is written. For every measure it says rho, Spearman's correlation with the gain over ordered
-pairs; its interval by the jackknife over the 12 tasks, which is one for more halves of these four
-datasets and not for other datasets; rho over pairs within families and between them; rho with
-each family left out in turn; and the regret, the points of gain that choosing a source by the
-measure costs. Four families are too few for an interval over families.
+pairs, positive where the measure predicts gain; its interval by the jackknife over the 12 tasks,
+which is one for more halves of these four datasets and not for other datasets; rho over pairs
+within families and between them; rho with each family left out in turn; and the regret, the points
+of gain that choosing a source by the measure costs. A measure that is the same for all sources has
+no rho. Four families are too few for an interval over families.
 
 With a checkpoint that `experiments.imagenet_network` writes, the same on features of that network:
 no images any more, and so networks with one hidden layer. Of these the table and the numbers are
@@ -117,27 +118,30 @@ def rows_of(result: StudyResult) -> list[dict[str, Any]]:
             )
             for family in dict.fromkeys(families)
         }
-        sign, rhos = MEASURES[name].nearer, (found.value, *without.values())
+        rho = _rho(table, table.present)
+        rhos = (rho, *without.values())
         rows.append(
             {
                 "measure": name,
-                "sign": sign,
+                "sign": MEASURES[name].nearer,
                 "pairs": table.count,
-                "rho": found.value,
-                "lower": found.lower,
-                "upper": found.upper,
+                "rho": rho,
+                "lower": None if rho is None else found.lower,
+                "upper": None if rho is None else found.upper,
                 "within_families": _rho(table, table.present & same),
                 "between_families": _rho(table, table.present & ~same),
                 "without": without,
                 "regret": regrets[name],
-                "aim_reached": all(rho * sign > AIM for rho in rhos),
+                "aim_reached": all(rho is not None and rho > AIM for rho in rhos),
             }
         )
     return rows
 
 
-def _rho(table: PairTable, mask: Mask) -> float:
-    return float(spearman(table.measure[None], table.gains, mask[None])[0])
+def _rho(table: PairTable, mask: Mask) -> float | None:
+    """Spearman's correlation of some pairs; None of a measure that chooses no source."""
+    rho = float(spearman(table.measure[None], table.gains, mask[None])[0])
+    return None if table.saturated or np.isnan(rho) else rho
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -147,13 +151,17 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     heads += [*(f"without {family}" for family in families), "regret"]
     lines = [" | ".join(heads), " | ".join("---" for _ in heads)]
     for row in rows:
-        interval = f"{row['lower']:.2f} to {row['upper']:.2f}"
-        cells = [row["measure"], f"{row['rho']:.2f}", interval]
-        cells += [f"{row[key]:.2f}" for key in ("within_families", "between_families")]
-        cells += [f"{row['without'][family]:.2f}" for family in families]
+        interval = "none" if row["lower"] is None else f"{row['lower']:.2f} to {row['upper']:.2f}"
+        cells = [row["measure"], _two_digits(row["rho"]), interval]
+        cells += [_two_digits(row[key]) for key in ("within_families", "between_families")]
+        cells += [_two_digits(row["without"][family]) for family in families]
         cells.append(f"{row['regret']:.1f}")
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+def _two_digits(rho: float | None) -> str:
+    return "none" if rho is None else f"{rho:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -20,7 +20,7 @@ NAMES = ("first_distance", "flow", "choosing_a_source")
 def execute(name: str) -> None:
     """Write one notebook with its outputs."""
     notebook = jupytext.read(FOLDER / f"{name}.py")
-    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=300, kernel_name="python3", coalesce_streams=True).execute()
     for number, cell in enumerate(notebook.cells):
         # Otherwise random, and of this run.
         cell.id = f"cell-{number}"

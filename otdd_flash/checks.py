@@ -16,6 +16,7 @@ import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from otdd_flash.errors import InputError, choose
@@ -156,10 +157,30 @@ def text(name: str, value: Any) -> str:
 
 
 def path(name: str, value: Any) -> Any:
-    """A path, as text or as an object."""
+    """A path, as text or as an object, not empty; a leading `~` is expanded.
+
+    The only place where paths that users give are made ready for the file system.
+    """
     if not isinstance(value, str | os.PathLike):
         raise refused(name, "be a path", value)
-    return value
+    given = os.fsdecode(value)
+    if not given.strip() or "\0" in given:
+        raise InputError(f"{name} must name a file or folder, got {given!r}; or leave it out")
+    expanded = os.path.expanduser(given)
+    if expanded == given and given.startswith("~"):
+        user, *_ = given[1:].split("/")
+        raise InputError(
+            f"{name}={given}: there is no user {user!r}; write {os.path.abspath(given)} for a name "
+            "that begins so"
+        )
+    return expanded if isinstance(value, str) else Path(expanded)
+
+
+def word(name: str, value: Any) -> str:
+    """Text that is not empty."""
+    if not text(name, value).strip():
+        raise InputError(f"{name} must not be empty, got {value!r}; leave it out instead")
+    return str(value)
 
 
 def function(name: str, value: Any) -> Any:

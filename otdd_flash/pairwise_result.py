@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments.values import FILE
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.files.json_file import write_json
 from otdd_flash.files.result_files import COMPUTE_AGAIN, SUMMARY_FILE
@@ -126,6 +128,7 @@ class PairwiseResult:
             **self.details,
         }
 
+    @takes(FILE)
     def save(self, path: str | Path) -> Path:
         """Write the directory `path`: result.json, and W as class_distances.npz.
 
@@ -145,6 +148,7 @@ class PairwiseResult:
         return path
 
     @classmethod
+    @takes(FILE)
     def load(cls, path: str | Path) -> PairwiseResult:
         """Read what `save` wrote.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments.comparisons import LOAD_RESULT
+from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
 from otdd_flash.contributions import Contributions, contributions_of
@@ -217,6 +218,7 @@ class DistanceResult:
         }
         return {**content, **more}
 
+    @takes(FILE)
     def save(self, path: str | Path, **more: Any) -> Path:
         """Write the directory `path`: result.json to read, result.safetensors with everything.
 

@@ -33,12 +33,13 @@ from otdd_flash.checks import (
     path,
     sequence,
     text,
+    word,
 )
 
 LOAD: Declaration = {
     "name": text,
     "root": optional(path),
-    "split": optional(text),
+    "split": optional(word),
     "max_samples": optional(count),
     "classes": optional(classes),
     "seed": seed,
@@ -55,26 +56,26 @@ SOURCE_OPTIONS: dict[str, Declaration] = {
     "usps": {},
     "idx": {"images": optional(path), "labels": optional(path)},
     "torchvision": {
-        "dataset": optional(text),
+        "dataset": optional(word),
         "arguments": optional(mapping("be a mapping such as {split: letters}")),
     },
     "image_folder": {"path": optional(path)},
     "huggingface": {
         "path": optional(path),
-        "config": optional(text),
+        "config": optional(word),
         "input": COLUMNS,
-        "label": optional(text),
+        "label": optional(word),
         "drop_unlabelled": flag,
     },
     "arrays": {
         "path": optional(path),
         "labels_path": optional(path),
         "features": COLUMNS,
-        "label": optional(text),
+        "label": optional(word),
         "drop_unlabelled": flag,
     },
 }
-FEATURES_FILE: Declaration = {"path": path_or_dataset, "key": optional(text)}
+FEATURES_FILE: Declaration = {"path": path_or_dataset, "key": optional(word)}
 EMBED: Declaration = {
     "dataset": instance("be a dataset that otdd.load gave", DATASET_CLASS),
     "batch_size": called("extractor.batch_size", count),
@@ -99,7 +100,7 @@ EXTRACTORS: dict[str, Declaration] = {
     },
     "torchvision": {
         "model": text,
-        "weights": optional(text),
+        "weights": optional(word),
         "checkpoint": optional(path),
         "seed": seed,
         "download": flag,

@@ -26,6 +26,7 @@ from otdd_flash.checks import (
     path,
     sequence,
     text,
+    word,
 )
 
 TRANSFER: Declaration = {
@@ -63,7 +64,7 @@ STUDY: Declaration = {
 RUN_STUDY: Declaration = {
     "folder": path,
     "resume": flag,
-    "shard": optional(text),
+    "shard": optional(word),
     "workers": count,
     "threads": optional(count),
     "progress": optional(function),

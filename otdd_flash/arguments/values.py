@@ -23,6 +23,7 @@ from otdd_flash.checks import (
     path,
     refused,
     tensor,
+    word,
 )
 from otdd_flash.errors import InputError
 
@@ -135,16 +136,18 @@ def mixed_precision(name: str, value: Any) -> Any:
 
 def path_or_dataset(name: str, value: Any) -> Any:
     """A path, or a `datasets.Dataset`."""
-    if is_a(value, "datasets.arrow_dataset.Dataset") or isinstance(value, str | os.PathLike):
+    if is_a(value, "datasets.arrow_dataset.Dataset"):
         return value
-    raise refused(name, "be a path or a datasets.Dataset", value)
+    if not isinstance(value, str | os.PathLike):
+        raise refused(name, "be a path or a datasets.Dataset", value)
+    return path(name, value)
 
 
 def weights(name: str, value: Any) -> Any:
     """Where weights stand: a path or a name; numbers themselves go to the samples."""
     if not isinstance(value, str) and not hasattr(value, "__fspath__"):
         raise refused(name, "be a column, a key or a .npy file", value)
-    return str(value)
+    return word(name, str(value))
 
 
 def classes(name: str, value: Any) -> Any:
@@ -195,8 +198,11 @@ def matrix_tensor(name: str, value: Any) -> Any:
     return tensor("(n, m) or otdd.CostBlocks(n, m, block)")(name, value)
 
 
-COLUMNS = optional(lambda name, value: value if isinstance(value, str) else _columns(name, value))
+COLUMNS = optional(
+    lambda name, value: word(name, value) if isinstance(value, str) else _columns(name, value)
+)
 FILE: Declaration = {"path": path}
+FOLDER: Declaration = {"directory": path}
 
 
 def _columns(name: str, value: Any) -> Any:

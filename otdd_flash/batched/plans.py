@@ -44,7 +44,7 @@ def sinkhorn_plans(
         b: (m,) or (B, m), likewise.
         epsilon: regularisation in units of the cost, positive: a number, a 0-dim tensor or (B,).
             Between 2^-126 and 2^126 unless costs are float64.
-        tolerance: of the marginal error, an L1 distance.
+        tolerance: of the marginal error, which is that of rows: columns have their masses.
         max_iterations: at the most.
         gradient: `implicit` is that of the solution, with the marginals that the plan has;
             `unrolled` is that of the iterations made, exactly, and NaN where exp(cost / epsilon) of

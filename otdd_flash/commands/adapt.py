@@ -23,7 +23,6 @@ from otdd_flash.commands.settings import (
 )
 from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.commands.tracked import track_flow
-from otdd_flash.data.writing import ImageShape
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable
@@ -107,7 +106,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
                 cache_dir=settings.cache_dir,
                 callbacks=Callbacks(progress, solver_progress, class_progress, interrupted),
             )
-    report = _write(result, settings, kept, sides.image_shape, phases, directory)
+    report = _write(result, settings, kept, sides, phases, directory)
     report += track_flow(result, settings.log, kept, directory)
     if result.stopped_by == "interrupted":
         _say_how_to_go_on(result, directory)
@@ -199,7 +198,7 @@ def _write(
     result: FlowResult,
     settings: FlowSettings,
     kept: dict[str, Any],
-    image_shape: ImageShape | None,
+    sides: Sides,
     phases: Phases,
     directory: Path,
 ) -> Report:
@@ -209,7 +208,7 @@ def _write(
         "extract": phases.seconds["extract"],
         **result.seconds,
     }
-    more = {"seconds": seconds, "seed": settings.seed, "config": kept}
+    more = {"seconds": seconds, "seed": settings.seed, "choices": sides.choices, "config": kept}
     summary, console, content = result.summary(**more), Terminal(), settings.report.content
     if content == "none":
         console.print(interval(summary["value"], *summary["bounds"]))
@@ -223,7 +222,7 @@ def _write(
     # A second set of bars: the first would have drawn through the table.
     with Phases() as drawing, drawing.phase("report", "drawing"):
         report += write_flow_report(
-            result, directory, image_shape=image_shape, seed=settings.seed, content=content
+            result, directory, image_shape=sides.image_shape, seed=settings.seed, content=content
         )
     if content != "none":
         console.print(f"written to {directory}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Groups of the configuration, whose value is the name of a choice and nothing else."""
+"""Arguments before Hydra reads them: groups, whose value is one name, and folders of runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import re
 from collections.abc import Iterable
 from importlib import resources
 
+from otdd_flash.checks import path
+
 GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report")
 
 # An option of Hydra's, which may be abbreviated down to three characters.
 RERUN = "--experimental-rerun"
+
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 
 # What Hydra reads as something else than a name, and ends on with a traceback.
 NO_NAME = re.compile(r"(null|true|false|nan|inf|[-+]?[\d.].*|'.*'|\".*\"|)", re.IGNORECASE)
@@ -24,11 +28,53 @@ def refused_choice(arguments: Iterable[str]) -> str | None:
                 "run's .hydra/overrides.yaml again"
             )
         group, equals, value = argument.partition("=")
+        group = group.lstrip("+").strip()
         if not equals or group not in GROUPS:
             continue
+        if "[" in value or "{" in value:
+            # Of a list Hydra composes all, and the last one replaces the others.
+            return (
+                f"{group} takes one choice, got {value}; write {group}=CHOICE with one of "
+                f"{', '.join(choices(group))}"
+            )
         if any(NO_NAME.fullmatch(choice.strip()) for choice in value.split(",")):
             return f"{group} must be one of {', '.join(choices(group))}, got {value or 'nothing'}"
     return None
+
+
+def with_folders(arguments: Iterable[str]) -> list[str]:
+    """The arguments with `~` expanded in the folders of runs, which Hydra takes as they are.
+
+    Raises:
+        InputError: such a folder is empty, or of no user.
+    """
+    found = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key.lstrip("+").strip() in FOLDERS:
+            plain = value.strip()
+            if len(plain) > 1 and plain[0] == plain[-1] and plain[0] in "'\"":
+                plain = plain[1:-1]
+            folder = path(key.lstrip("+").strip(), plain)
+            if folder != plain:
+                quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
+                argument = f"{key}='{quoted}'"
+        found.append(argument)
+    return found
+
+
+def twice_given(arguments: Iterable[str]) -> list[str]:
+    """A sentence for every key that is given more than once; its last value counts."""
+    given: dict[str, list[str]] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and not key.startswith("-"):
+            given.setdefault(key.strip(), []).append(value)
+    return [
+        f"{key} is given {len(values)} times: {key}={values[-1]}, the last one, is taken"
+        for key, values in given.items()
+        if len(values) > 1
+    ]
 
 
 def choices(group: str) -> list[str]:

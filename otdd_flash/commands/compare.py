@@ -104,7 +104,7 @@ def compare(config: DictConfig, directory: Path) -> None:
             # Halves are at nearly 0 from each other, of which no relative width can be asked.
             solver=replace(solver, bound_width=None) if isinstance(solver, Converged) else solver,
         )
-    more = {"seconds": _seconds(phases, result), **sampling}
+    more = {"seconds": _seconds(phases, result), "choices": sides.choices, **sampling}
     report = _write(result, settings, kept, more, directory, sides.image_shape)
     report += track_distance(result, settings.log, kept, directory)
     if settings.solver.require_convergence and not result.converged:

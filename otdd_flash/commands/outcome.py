@@ -16,6 +16,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from otdd_flash.checks import path
 from otdd_flash.commands import exit_codes
 from otdd_flash.commands.claims import OF_A_MULTIRUN, OF_A_RUN, claim
 from otdd_flash.commands.ranks import leading, remember
@@ -98,11 +99,14 @@ def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
     if may_share(config):
         return
     try:
-        folder = Path(str(OmegaConf.select(config, key)))
+        given = str(OmegaConf.select(config, key))
     except OmegaConfBaseException:
         # Made of values that only a running job has, which claims it then.
         return
     try:
+        folder = Path(given)
+        if path(key, given) != given:
+            raise InputError(f"{key}={given}: ~ is expanded in arguments only; give the whole path")
         claim(folder, key, replace=may_replace(config), worth_keeping=worth_keeping)
     except InputError as error:
         from otdd_flash.commands.messages import say_error
@@ -113,8 +117,8 @@ def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
 
 
 def _job_directories(sweep: Path) -> list[Path]:
-    jobs = [path.parent.parent for path in sweep.rglob(".hydra/overrides.yaml")]
-    return sorted(jobs, key=lambda path: (len(str(path)), str(path)))
+    jobs = [file.parent.parent for file in sweep.rglob(".hydra/overrides.yaml")]
+    return sorted(jobs, key=lambda job: (len(str(job)), str(job)))
 
 
 def _row(job: Path, sweep: Path) -> dict[str, Any]:
@@ -136,8 +140,8 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
     return row
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
+def _read(file: Path) -> dict[str, Any]:
+    if not file.exists():
         return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return content

@@ -42,12 +42,14 @@ class Sides:
         target: what they are compared with.
         whole: both datasets before `max_samples`, for class statistics; None unless asked for.
         image_shape: (c, h, w) where features are the pixels of an image, and nothing else.
+        choices: by side, what its reader chose that no key names.
     """
 
     source: LabeledSamples
     target: LabeledSamples
     whole: tuple[LabeledSamples, LabeledSamples] | None
     image_shape: tuple[int, int, int] | None
+    choices: dict[str, list[str]]
 
 
 def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool) -> Sides:
@@ -74,13 +76,15 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     source, target = _label(nodes, source, target)
     as_they_are = not standardised and settings.extractor.get("pca") is None
     shape = image_shape_of(extractor, loaded["source"]) if as_they_are else None
+    choices = {side: [*dataset.choices] for side, dataset in loaded.items() if dataset.choices}
     if not whole:
-        return Sides(source, target, None, shape)
+        return Sides(source, target, None, shape, choices)
     return Sides(
         _subset(source, loaded["source"], chosen["source"]),
         _subset(target, loaded["target"], chosen["target"]),
         (source, target),
         shape,
+        choices,
     )
 
 

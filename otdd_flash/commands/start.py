@@ -36,14 +36,21 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
 
         show_help(config_name, sys.argv[1:])
         return
-    from otdd_flash.commands.choices import refused_choice
+    from otdd_flash.commands.choices import refused_choice, twice_given, with_folders
+    from otdd_flash.commands.messages import say, say_error
     from otdd_flash.commands.trusted import trusted_configurations
+    from otdd_flash.errors import InputError
 
     if (refusal := refused_choice(sys.argv[1:])) is not None:
-        from otdd_flash.commands.messages import say_error
-
         say_error(refusal)
         sys.exit(exit_codes.BAD_INPUT)
+    try:
+        sys.argv[1:] = with_folders(sys.argv[1:])
+    except InputError as error:
+        say_error(error)
+        sys.exit(exit_codes.BAD_INPUT)
+    for notice in twice_given(sys.argv[1:]):
+        say("notice", notice, "yellow")
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
     with _errors_handed_on(), trusted_configurations():
         entry(job)()

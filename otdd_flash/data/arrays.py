@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.array_inputs import as_inputs
 from otdd_flash.data.dataset import LabeledDataset
-from otdd_flash.data.request import Request, reading
+from otdd_flash.data.request import Request, chosen, reading, some
 from otdd_flash.data.table import find_weights, read_table
 from otdd_flash.errors import InputError
 
@@ -39,20 +39,36 @@ def read_arrays(
         drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
-        InputError: a file, key or column is missing, unreadable or ambiguous; lengths disagree.
+        InputError: a file, key or column is missing, unreadable or ambiguous; labels are given in
+            two ways; lengths disagree.
+
+    Warns:
+        DataNotice: which columns of a table were taken, where they are not named; that weights were
+            found, that there are no labels, or that keys of an npz file are not read.
     """
     request.one_part()
     file = request.locate("path", path)
     names: NDArray[Any] | None = None
+    choices: tuple[str, ...] = ()
+    if labels_path is not None and label is not None:
+        raise InputError(f"give label={label} or labels_path={labels_path}, and not both")
     match file.suffix.lower():
         case ".npz":
-            inputs, labels, weights, names = _read_npz(file, features, label, request.weights)
+            inputs, labels, weights, names, choices = _read_npz(
+                file, features, label, request.weights, skip_label=labels_path is not None
+            )
         case ".npy":
+            for key, value in (("features", features), ("label", label)):
+                if value is not None:
+                    raise InputError(
+                        f"{key}={value} has no meaning for {file}, which holds one array; leave it "
+                        "out, and give labels as labels_path=FILE.npy"
+                    )
             inputs, labels, weights = read_npy(file), None, None
         case ".csv" | ".parquet":
             columns = [features] if isinstance(features, str) else features
             skip_label = labels_path is not None
-            inputs, labels, weights = read_table(
+            inputs, labels, weights, choices = read_table(
                 file, columns, label, request.weights, skip_label=skip_label
             )
         case _:
@@ -70,6 +86,7 @@ def read_arrays(
         class_names=None if names is None else names.tolist(),
         weights=request.masses() if weights is None else weights,
         drop_unlabelled=drop_unlabelled,
+        choices=choices,
     )
 
 
@@ -81,9 +98,20 @@ def read_npy(path: Path) -> NDArray[Any]:
 
 
 def _read_npz(
-    path: Path, features: str | Sequence[str] | None, label: str | None, weights: str | None
-) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None]:
-    """Inputs, labels, weights and class names."""
+    path: Path,
+    features: str | Sequence[str] | None,
+    label: str | None,
+    weights: str | None,
+    *,
+    skip_label: bool,
+) -> tuple[
+    NDArray[Any],
+    NDArray[Any] | None,
+    NDArray[Any] | None,
+    NDArray[Any] | None,
+    tuple[str, ...],
+]:
+    """Inputs, labels, weights, class names and what was chosen beside the usual keys x and y."""
     if features is not None and not isinstance(features, str):
         raise InputError(f"features={list(features)}: an npz file has its inputs under one key")
     with reading(path), np.load(path, allow_pickle=False) as archive:
@@ -94,13 +122,21 @@ def _read_npz(
                 raise InputError(f"{path} has no key {key!r}; its keys are: {', '.join(keys)}")
             return np.asarray(archive[key])
 
-        label = label or ("y" if "y" in keys else None)
+        label = label or ("y" if "y" in keys and not skip_label else None)
         labels = None if label is None else read(label)
         named = label == "y" and "class_names" in keys and read("y").dtype.kind in "iu"
         weight_key = find_weights(keys, weights or ("w" if "w" in keys else None), str(path))
+        inputs = read(features or "x")
+        taken = {features or "x", label, weight_key, *(("class_names",) if named else ())}
+        choices = [] if weights or weight_key is None else [f"weights are its key {weight_key!r}"]
+        if label is None and not skip_label:
+            choices.append("it is taken as unlabelled, as it has no key 'y'")
+        if unread := [key for key in keys if key not in taken]:
+            choices.append(f"not read: {some(unread)}")
         return (
-            read(features or "x"),
+            inputs,
             labels,
             None if weight_key is None else read(weight_key),
             read("class_names") if named else None,
+            chosen(str(path), choices, "features=KEY, label=KEY and weights=KEY"),
         )

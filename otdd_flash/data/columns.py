@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from otdd_flash.data.dataset import Modality
+from otdd_flash.data.request import chosen, some
 from otdd_flash.data.table import find_label, find_weights, listed
 from otdd_flash.errors import InputError
 
@@ -15,12 +16,13 @@ Kind = Literal["image", "text", "number", "class", "other"]
 
 @dataclass(frozen=True)
 class Columns:
-    """The chosen columns: several `inputs` only where they are numbers."""
+    """The columns taken: several `inputs` only where they are numbers; and what was chosen."""
 
     inputs: tuple[str, ...]
     label: str | None
     weights: str | None
     modality: Modality
+    choices: tuple[str, ...]
 
 
 def choose_columns(
@@ -37,6 +39,9 @@ def choose_columns(
 
     Raises:
         InputError: no such column, or no single reading is possible; the message lists the columns.
+
+    Warns:
+        DataNotice: which columns were taken, where they are not named.
     """
     kinds = {column: _kind(feature) for column, feature in features.items()}
     named = [inputs] if isinstance(inputs, str) else list(inputs or ())
@@ -45,11 +50,23 @@ def choose_columns(
             raise InputError(f"{where} has no column {column!r}; {listed(tuple(kinds))}")
     weight_column = find_weights(tuple(kinds), weights, where)
     free = [column for column in kinds if column != weight_column and column not in named]
+    choices = []
     if label is None:
         classes = [column for column in free if kinds[column] == "class"]
-        label = find_label(classes or free, classes, where)
-    chosen = named or _find_inputs({c: kinds[c] for c in free if c != label}, where)
-    return Columns(tuple(chosen), label, weight_column, _modality(chosen, kinds, where))
+        label, why = find_label(classes or free, classes, where, kind="class labels")
+        if label is not None:
+            choices.append(f"labels are its column {label!r}, {why}")
+    taken = named or _find_inputs({c: kinds[c] for c in free if c != label}, where)
+    if not named:
+        others = "column" if len(taken) == 1 else f"{len(taken)} columns"
+        choices.append(f"inputs are its {others} of kind {kinds[taken[0]]}: {some(taken)}")
+    return Columns(
+        tuple(taken),
+        label,
+        weight_column,
+        _modality(taken, kinds, where),
+        chosen(where, choices, "label=COLUMN and input=COLUMN"),
+    )
 
 
 def _find_inputs(kinds: Mapping[str, Kind], where: str) -> list[str]:

@@ -39,6 +39,7 @@ class LabeledDataset:
         name: what reports call the dataset.
         subset_hash: SHA-256 of `rows`; computed where not given.
         rows: (n,) each item's row number in the original data; 0 to n - 1 where not given.
+        choices: what its reader chose that the user had not named, such as the label column.
 
     Raises:
         InputError: there are no items, or lengths or label values disagree.
@@ -52,6 +53,7 @@ class LabeledDataset:
     name: str
     subset_hash: str = ""
     rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), kw_only=True)
+    choices: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         n = len(self.inputs)
@@ -84,6 +86,7 @@ class LabeledDataset:
         weights: ArrayLike | None = None,
         rows: NDArray[np.int64] | None = None,
         drop_unlabelled: bool | None = None,
+        choices: tuple[str, ...] = (),
     ) -> LabeledDataset:
         """Build a dataset from labels as its source stores them.
 
@@ -102,7 +105,7 @@ class LabeledDataset:
             raise InputError(f"{name} is empty: it has no rows")
         masses = None if weights is None else _as_masses(weights, name)
         known_rows = np.arange(len(inputs)) if rows is None else rows
-        dataset = cls(inputs, None, (), masses, modality, name, rows=known_rows)
+        dataset = cls(inputs, None, (), masses, modality, name, rows=known_rows, choices=choices)
         if labels is None:
             return dataset
         values = raw_values(labels)
@@ -163,6 +166,11 @@ def _number(
         raise InputError(f"{name}: labels must be class indices, got {values.dtype}")
     indices = values.astype(np.int64)
     if indices.size and int(indices.max()) < 0:
+        warnings.warn(
+            f"{name}: all its labels are negative, and it is taken as unlabelled",
+            DataNotice,
+            stacklevel=5,
+        )
         return None, ()
     return indices, tuple(str(class_name) for class_name in class_names)
 

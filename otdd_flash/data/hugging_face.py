@@ -50,6 +50,9 @@ def read_hugging_face(
 
     Raises:
         InputError: nothing there, unreadable, no such split or column, or an ambiguous choice.
+
+    Warns:
+        DataNotice: which columns were taken, where they are not named.
     """
     if not path:
         raise InputError("huggingface needs path=PATH or path=HUB_NAME")
@@ -74,6 +77,7 @@ def read_hugging_face(
         modality=modality,
         name=title,
         drop_unlabelled=drop_unlabelled,
+        choices=columns.choices,
     )
 
 
@@ -81,8 +85,8 @@ def _open(request: Request, path: str, config: str | None) -> Any:
     import datasets
 
     suffix = Path(path).suffix.lower()
-    local = suffix in FILE_FORMATS or path.startswith(("/", ".", "~"))
-    places = (Path(path).expanduser(), request.root / path)
+    local = suffix in FILE_FORMATS or path.startswith(("/", "."))
+    places = (Path(path), request.root / path)
     if not local and not any(place.exists() for place in places):
         return _from_hub(request, path, config)
     found = request.locate("path", path)

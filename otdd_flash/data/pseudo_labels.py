@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from otdd_flash.errors import InputError
+from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.samples import LabeledSamples
 
 
@@ -46,6 +47,12 @@ def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[Labe
 
     samples = parts[0]
     n = len(samples)
+    if samples.labels is not None:
+        warnings.warn(
+            f"{samples.name}: its labels are replaced by those of {k} clusters",
+            DataNotice,
+            stacklevel=3,
+        )
     if not 1 <= k <= n:
         raise InputError(
             f"pseudo_labels needs k from 1 to {n}, the rows of {samples.name}; got {k}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from otdd_flash.arguments.datasets import LOAD, SOURCE_OPTIONS
-from otdd_flash.checks import takes
+from otdd_flash.checks import path, takes
 from otdd_flash.data.arrays import read_arrays
 from otdd_flash.data.blobs import read_blobs
 from otdd_flash.data.dataset import LabeledDataset
@@ -76,7 +76,7 @@ def load(
     request = Request(
         name=name,
         split="all" if split is None else split,
-        root=Path(DEFAULT_ROOT if root is None else str(root)).expanduser(),
+        root=Path(path("root", DEFAULT_ROOT if root is None else root)),
         download=download,
         seed=seed,
         weights=None if weights is None else str(weights),

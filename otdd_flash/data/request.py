@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otdd_flash.errors import InputError, choose
+from otdd_flash import checks
+from otdd_flash.errors import DataNotice, InputError, choose
 
 DEFAULT_ROOT = Path("~/.cache/otdd_flash/datasets")
 SPLITS = ("train", "test", "all")
@@ -63,7 +65,7 @@ class Request:
         """
         if not path:
             raise InputError(f"{self.name} needs {option}=PATH")
-        given = Path(str(path)).expanduser()
+        given = Path(checks.path(option, path))
         candidates = [given] if given.is_absolute() else [given, self.root / given]
         for candidate in candidates:
             if candidate.exists():
@@ -90,6 +92,23 @@ class Request:
             f"{self.name} is not on disk: no {looked}; set data_root=DIR to the folder that holds "
             "it, or allow fetching it with download=true"
         )
+
+
+def chosen(where: str, choices: Sequence[str], way_out: str) -> tuple[str, ...]:
+    """Say what a reader chose that the user did not name, and return it for the dataset.
+
+    Warns:
+        DataNotice: something was chosen.
+    """
+    if choices:
+        said = "; ".join(choices)
+        warnings.warn(f"{where}: {said}; choose with {way_out}", DataNotice, stacklevel=6)
+    return tuple(choices)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first ten of some names."""
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
 
 
 @contextmanager

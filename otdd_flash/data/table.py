@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otdd_flash.data.request import reading
+from otdd_flash.data.request import chosen, reading, some
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.shown import listing
 
@@ -26,8 +26,8 @@ def read_table(
     weights: str | None,
     *,
     skip_label: bool = False,
-) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]:
-    """The inputs (n, d) float64, labels (n,) and weights (n,) of a table.
+) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None, tuple[str, ...]]:
+    """The inputs (n, d) float64, labels (n,) and weights (n,) of a table, and what was chosen.
 
     Args:
         path: a csv or parquet file with column names.
@@ -37,7 +37,11 @@ def read_table(
         skip_label: labels come from elsewhere, look for none.
 
     Raises:
-        InputError: unreadable file, no such column, text in an input column, or an ambiguous label.
+        InputError: unreadable file, no such column, two of one name, text in an input column, or an
+            ambiguous label.
+
+    Warns:
+        DataNotice: which columns were taken, where they are not named.
     """
     import pandas as pd
 
@@ -53,7 +57,9 @@ def read_table(
             DataNotice,
             stacklevel=5,
         )
-    columns = tuple(table.columns)
+    columns, choices = tuple(table.columns), []
+    if twice := sorted({column for column in columns if columns.count(column) > 1}):
+        raise InputError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
     for column in [*(features or ()), *([label] if label else [])]:
         if column not in columns:
             raise InputError(f"{path} has no column {column!r}; {listed(columns)}")
@@ -61,12 +67,17 @@ def read_table(
     text = tuple(c for c in columns if not pd.api.types.is_numeric_dtype(table[c]))
     reserved = {weight_column, *(features or ())}
     if label is None and not skip_label:
-        label = find_label(
+        label, why = find_label(
             tuple(c for c in columns if c not in reserved),
             tuple(c for c in text if c not in reserved),
             str(path),
         )
+        if label is not None:
+            choices.append(f"labels are its column {label!r}, {why}")
     inputs = list(features) if features else [c for c in columns if c not in (label, weight_column)]
+    if not features:
+        others = "other column" if len(inputs) == 1 else f"{len(inputs)} other columns"
+        choices.append(f"inputs are its {others}: {some(inputs)}")
     if not inputs:
         raise InputError(f"{path} has no input column besides {label!r}; {listed(columns)}")
     for column in inputs:
@@ -75,10 +86,12 @@ def read_table(
                 f"column {column!r} of {path} holds text, not numbers; name the inputs with "
                 f"features=[...]; {listed(columns)}"
             )
+    way_out = "features=[COLUMN, ...]" if skip_label else "label=COLUMN and features=[COLUMN, ...]"
     return (
         table[inputs].to_numpy(dtype=np.float64),
         None if label is None else _label_values(table[label]),
         None if weight_column is None else table[weight_column].to_numpy(),
+        chosen(str(path), choices, way_out),
     )
 
 
@@ -93,7 +106,17 @@ def _csv(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)
         try:
-            return pd.read_csv(path, index_col=False)
+            table = pd.read_csv(path, index_col=False)
+            # Of columns of one name pandas itself makes label and label.1.
+            first = pd.read_csv(path, index_col=False, header=None, nrows=1, dtype=str)
+            names = [str(name) for name in first.iloc[0].fillna("")]
+            if len(names) == len(table.columns):
+                twice = {name for name in names if name and names.count(name) > 1}
+                table.columns = [
+                    name if name in twice else column
+                    for name, column in zip(names, table.columns, strict=True)
+                ]
+            return table
         except pd.errors.ParserWarning:
             raise InputError(
                 f"{path}: its rows have more fields than its first line names, so that it is open "
@@ -101,16 +124,20 @@ def _csv(path: Path) -> Any:
             ) from None
 
 
-def find_label(columns: Sequence[str], text: Sequence[str], where: str) -> str | None:
+def find_label(
+    columns: Sequence[str], text: Sequence[str], where: str, *, kind: str = "text"
+) -> tuple[str | None, str]:
     """The column that holds labels: the one with a usual name, else the only text column.
 
     Args:
         columns: the candidates.
         text: those among them that could hold labels although their name does not say so.
         where: what the columns are of, for the message.
+        kind: what `text` columns hold, for the message.
 
     Returns:
-        The column, or None with a `DataNotice` where nothing looks like labels.
+        The column and why it was taken, or None with a `DataNotice` where nothing looks like
+        labels.
 
     Raises:
         InputError: several columns could be meant.
@@ -129,8 +156,8 @@ def find_label(columns: Sequence[str], text: Sequence[str], where: str) -> str |
             DataNotice,
             stacklevel=6,
         )
-        return None
-    return candidates[0]
+        return None, ""
+    return candidates[0], "by its name" if named else f"the only one of {kind}"
 
 
 def find_weights(columns: Sequence[str], weights: str | None, where: str) -> str | None:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from otdd_flash.arguments.values import FILE
+from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing_folder
 from otdd_flash.files.npz_file import write_arrays
@@ -23,6 +25,7 @@ ImageShape = tuple[int, int, int]
 DATASET_MARK = "state.json"
 
 
+@takes(FILE)
 def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     """Write samples as an npz file that the source `arrays` reads.
 
@@ -40,6 +43,7 @@ def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     write_arrays(path, arrays)
 
 
+@takes(FILE)
 def write_hugging_face(
     samples: LabeledSamples, path: str | Path, image_shape: ImageShape | None = None
 ) -> None:

@@ -30,7 +30,7 @@ class SegmentTerms(NamedTuple):
         value: the dual value.
         lower: lower bound.
         upper: upper bound.
-        marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
+        marginal_error: bound of the larger of ||P 1 - a||_1, ||P^T 1 - b||_1, rounding included.
         rounding: the part of `marginal_error` that rounding may hide; all of it where iterations
             no longer lower it.
         iterations: evaluations of both potentials, or at the only one.

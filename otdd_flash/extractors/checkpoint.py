@@ -32,7 +32,7 @@ def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> Non
     Raises:
         InputError: the file cannot be read, or its weights are not exactly those of the network.
     """
-    path = Path(file).expanduser()
+    path = Path(file)
     state = _unwrapped(_read(path), path)
     wanted = module.state_dict()
     state = {

@@ -101,7 +101,7 @@ class FeatureStore:
         check: Check,
         again: Again | None = None,
     ) -> None:
-        self.path = Path(path).expanduser()
+        self.path = Path(path)
         if self.path.suffix != ".npy":
             raise InputError(f"features_path must end in .npy, got {self.path}")
         self._partial = self.path.with_name(f"{self.path.name}.partial")

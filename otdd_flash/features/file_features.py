@@ -147,7 +147,7 @@ def features_file(path: str | os.PathLike[str] | Dataset, *, key: str | None = N
         InputError: there is no such file or matrix, it is truncated or damaged, or its type is
             another.
     """
-    given = Path(path).expanduser() if isinstance(path, str | os.PathLike) else path
+    given = Path(path) if isinstance(path, str | os.PathLike) else path
     return features_of(FeatureFile(given, key))
 
 

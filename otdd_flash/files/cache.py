@@ -23,6 +23,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from otdd_flash.checks import path
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
 
 # Where commands keep entries unless they are told where.
@@ -38,11 +39,11 @@ class TensorCache:
     """Named tensors by key, under one folder.
 
     Args:
-        cache_dir: the folder, made on the first write; `~` is expanded. None turns the cache off.
+        cache_dir: the folder, made on the first write. None turns the cache off.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str] | None) -> None:
-        self._folder = None if cache_dir is None else Path(cache_dir).expanduser()
+        self._folder = None if cache_dir is None else Path(path("cache_dir", cache_dir))
 
     @property
     def active(self) -> bool:

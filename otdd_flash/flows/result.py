@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments.values import FILE
+from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
 from otdd_flash.errors import InputError, choose
 from otdd_flash.files.result_files import read_result, write_result
@@ -156,6 +158,7 @@ class FlowResult:
         }
         return {**content, **more}
 
+    @takes(FILE)
     def save(self, path: str | Path, **more: Any) -> Path:
         """Write the directory `path`: result.json to read, result.safetensors with everything.
 
@@ -171,6 +174,7 @@ class FlowResult:
         return path
 
     @classmethod
+    @takes(FILE)
     def load(cls, path: str | Path) -> FlowResult:
         """Read what `save` wrote.
 

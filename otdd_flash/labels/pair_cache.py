@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.checks import path
 from otdd_flash.files.cache import check_owner, make_folder, share_as_folder
 from otdd_flash.labels.pair_database import (
     BUSY_SECONDS,
@@ -67,12 +68,12 @@ class PairCache:
     """Distances of pairs of classes, in one database.
 
     Args:
-        cache_dir: the database's folder, made on the first write; `~` is expanded. None turns the
+        cache_dir: the database's folder, made on the first write. None turns the
             cache off.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str] | None) -> None:
-        self._path = None if cache_dir is None else Path(cache_dir).expanduser() / FILE
+        self._path = None if cache_dir is None else Path(path("cache_dir", cache_dir)) / FILE
 
     @property
     def active(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from otdd_flash.arguments.values import FOLDER
+from otdd_flash.checks import takes
 from otdd_flash.errors import choose
 from otdd_flash.report.class_order import ORDERS, class_orders
 from otdd_flash.report.class_pictures import draw_joint_class_distances
@@ -40,6 +42,7 @@ def pairwise_table(result: PairwiseResult) -> Table:
     return table
 
 
+@takes(FOLDER)
 def write_pairwise_report(
     result: PairwiseResult, directory: str | Path, *, order: str = "given"
 ) -> Report:

@@ -16,7 +16,7 @@ from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.statistics.findings import Finding, findings
-from otdd_flash.study.statistics.pairs import Numbers, PairTable
+from otdd_flash.study.statistics.pairs import Numbers, PairTable, levelled
 from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains
 from otdd_flash.study.transfer.units import TargetRun
 from otdd_flash.study.units.store import Store
@@ -28,12 +28,15 @@ FEWEST_TASKS = 4
 
 
 class MeasuredPair(NamedTuple):
-    """What one measure tells of one ordered pair of tasks; see `Reading` for the numbers."""
+    """What one measure tells of one ordered pair of tasks; see `Reading` for the numbers.
+
+    A value that is not finite is None.
+    """
 
     measure: str
     source: str
     target: str
-    value: float
+    value: float | None
     lower: float | None
     upper: float | None
     sample_lower: float | None
@@ -127,7 +130,8 @@ class StudyResult:
                 name,
                 self.names[i],
                 self.names[j],
-                *(getattr(reading, field.name) for field in fields(Reading)),
+                _known(reading.value),
+                *(getattr(reading, field.name) for field in fields(Reading)[1:]),
             )
             for name, found in self.readings.items()
             for (i, j), reading in sorted(found.items())
@@ -166,21 +170,37 @@ class StudyResult:
         return self._findings
 
     def table(self, measure: str) -> PairTable:
-        """A measure and gains over the ordered pairs without rows in common."""
-        values = np.full(self.gains.shape, np.nan)
-        allowed = {*self.setup.transferred()}
-        for pair, reading in self.readings[measure].items():
-            if pair in allowed:
-                values[pair] = reading.value
+        """A measure, oriented, and gains over the ordered pairs without rows in common."""
+        allowed = np.zeros(self.gains.shape, dtype=bool)
+        allowed[tuple(np.array(self.setup.transferred(), dtype=int).reshape(-1, 2).T)] = True
+        values = np.where(allowed, self.oriented(measure), np.nan)
         families = [str(task.family) for task in self.setup.tasks]
-        return PairTable(values, self.gains, families, MEASURES[measure].nearer)
+        return PairTable(values, self.gains, families)
 
-    def matrix(self, measure: str) -> Numbers:
-        """(K, K) values of a measure over all ordered pairs, NaN where there is none."""
+    def matrix(self, measure: str, part: str = "value") -> Numbers:
+        """(K, K) values of a measure over all ordered pairs, NaN where there is none.
+
+        Args:
+            measure: its name.
+            part: `value`, or another number of a reading such as `lower`.
+        """
         values = np.full(self.gains.shape, np.nan)
         for pair, reading in self.readings[measure].items():
-            values[pair] = reading.value
+            number = getattr(reading, part)
+            values[pair] = np.nan if number is None else number
         return values
+
+    def oriented(self, measure: str) -> Numbers:
+        """(K, K) the measure such that the larger predicts more gain, ties made equal.
+
+        Values are tied that are equal up to rounding, or that their proven bounds do not tell
+        apart.
+        """
+        kind = MEASURES[measure]
+        values, lower, upper = self.matrix(measure), None, None
+        if kind.proven:
+            lower, upper = self.matrix(measure, "lower"), self.matrix(measure, "upper")
+        return kind.nearer * levelled(values, unit=kind.unit, lower=lower, upper=upper)
 
     def notes(self) -> tuple[str, ...]:
         """What was left out, and why."""
@@ -189,6 +209,15 @@ class StudyResult:
             said.append(
                 f"{names[i]} and {names[j]} share {count} rows: nothing is transferred between them"
             )
+        for name, found in self.readings.items():
+            unknown = sum(not np.isfinite(one.value) for one in found.values())
+            if unknown:
+                said.append(f"{name} has no number for {unknown} of {len(found)} pairs")
+        said += [
+            f"{row.measure} has no correlation with the gain; {row.note}"
+            for row in self.correlations()
+            if row.statistic == "spearman" and row.value is None and " - " not in row.measure
+        ]
         if self.setup.settings.transfer is not None:
             for j, runs in enumerate(self.alone):
                 if np.isfinite(runs).all() and runs.mean() < FEWEST_ERRORS:
@@ -265,4 +294,4 @@ def _warn_unconverged(result: StudyResult) -> None:
 
 
 def _known(number: float) -> float | None:
-    return None if np.isnan(number) else float(number)
+    return float(number) if np.isfinite(number) else None

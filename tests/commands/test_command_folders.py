@@ -153,3 +153,36 @@ def test_other_things_worth_keeping_are_kept(file):
 def _made(folder):
     Path(folder).mkdir()
     return Path(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("-m",)])
+def test_a_run_folder_in_the_home_folder_is_there_and_not_beside(
+    command, folder, tmp_path_factory, monkeypatch, flags
+):
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    before = {entry.name for entry in folder.iterdir()}
+    key = "hydra.sweep.dir" if flags else "hydra.run.dir"
+    assert command(*flags, f"{key}=~/x", "cache_dir=null").code == 0
+    assert results(home / "x")
+    assert {entry.name for entry in folder.iterdir()} == before
+    for argument in (f"{key}=", "cache_dir=''", "data_root=''", "source.path=''", "labels=[exact]"):
+        ended = command(*flags, argument)
+        assert ended.code == 2, argument
+        assert "Traceback" not in ended.err
+    twice = command(*flags, f"{key}=~/y", "seed=1", "seed=2")
+    assert "notice: seed is given 2 times: seed=2, the last one, is taken" in twice.err
+
+
+@pytest.mark.slow
+def test_what_readers_chose_is_in_the_result(command, folder, read):
+    (folder / "t.csv").write_text("a,b,c,d,kind\n" + "1,2,3,4,x\n2,3,4,5,y\n" * 30)
+    ended = command("source=arrays", "source.path=t.csv", "target.dim=4", "hydra.run.dir=o")
+    assert "notice: t.csv: labels are its column 'kind', the only one of text" in ended.err
+    assert read("o/result.json")["choices"] == {
+        "source": [
+            "labels are its column 'kind', the only one of text",
+            "inputs are its 4 other columns: a, b, c, d",
+        ]
+    }

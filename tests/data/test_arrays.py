@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,78 @@ def test_labels_from_a_file_leave_all_columns_inputs(tmp_path: Path) -> None:
     dataset = load("arrays", path=path, labels_path=str(tmp_path / "y.npy"))
     np.testing.assert_array_equal(dataset.inputs, X)
     assert dataset.class_names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "columns", "options", "said"),
+    [
+        (
+            ".csv",
+            {"a": X[:, 0], "kind": Y},
+            {},
+            [
+                "labels are its column 'kind', the only one of text",
+                "inputs are its other column: a",
+            ],
+        ),
+        (
+            ".parquet",
+            {"a": X[:, 0], "Target": W, "kind": W},
+            {},
+            ["labels are its column 'Target', by its name", "its 2 other columns: a, kind"],
+        ),
+        (".csv", {"a": X[:, 0], "kind": Y}, {"label": "kind"}, ["inputs are its other column: a"]),
+        (".csv", {"a": X[:, 0], "kind": Y}, {"features": ["a"]}, ["labels are its column 'kind'"]),
+        (".csv", {"a": X[:, 0], "kind": Y}, {"features": "a", "label": "kind"}, []),
+        (".npz", {"x": X, "y": Y}, {}, []),
+        (".npz", {"x": X, "y": Y, "w": W}, {}, ["weights are its key 'w'"]),
+        (".npz", {"x": X, "y": Y, "w": W}, {"weights": "w"}, []),
+        (".npz", {"x": X, "labels": Y}, {}, ["taken as unlabelled", "not read: labels"]),
+        (".npz", {"x": X, "y": Y, "more": W}, {}, ["not read: more"]),
+        (".npz", {"x": X, "y": Y}, {"labels_path": "y.npy"}, ["not read: y"]),
+    ],
+)
+def test_what_a_reader_chooses_is_said_once_and_kept(
+    tmp_path: Path, suffix: str, columns: dict[str, Any], options: dict[str, Any], said: list[str]
+) -> None:
+    np.save(tmp_path / "y.npy", Y)
+    make = _npz if suffix == ".npz" else lambda folder, **some: _table(folder, suffix, **some)
+    path = make(tmp_path, **columns)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dataset = load("arrays", root=tmp_path, path=path, **options)
+    notices = [str(one.message) for one in caught if one.category is DataNotice]
+    assert len(notices) == bool(said)
+    assert len(dataset.choices) == len(said)
+    for part, choice in zip(said, dataset.choices, strict=True):
+        assert part in choice
+        assert choice in notices[0]
+    assert dataset.take([0, 2]).choices == dataset.choices
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("a.csv", {"label": ""}, "label of arrays must not be empty"),
+        ("a.csv", {"features": ""}, "features of arrays must not be empty"),
+        ("a.csv", {"weights": " "}, "weights must not be empty"),
+        ("a.csv", {"path": ""}, "path of arrays must name a file or folder, got ''"),
+        ("a.csv", {"root": ""}, "root must name a file or folder, got ''"),
+        ("a.csv", {"split": ""}, "split must not be empty"),
+        ("a.csv", {"label": "kind", "labels_path": "y.npy"}, "and not both"),
+        ("y.npy", {"label": "kind"}, "label=kind has no meaning for .*labels_path"),
+        ("y.npy", {"features": "a"}, "features=a has no meaning"),
+        ("twice.csv", {}, "several columns 'label'"),
+    ],
+)
+def test_what_would_be_left_out_in_silence_is_refused(
+    tmp_path: Path, name: str, options: dict[str, Any], match: str
+) -> None:
+    np.save(tmp_path / "y.npy", X)
+    _table(tmp_path, ".csv", a=X[:, 0], kind=Y)
+    (tmp_path / "twice.csv").write_text("a,label,label\n1,2,0\n3,4,1\n")
+    with pytest.raises(InputError, match=match):
+        load("arrays", **{"root": tmp_path, "path": str(tmp_path / name), **options})
 
 
 def test_a_nameless_first_column_is_no_input(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,27 @@ def test_numbers_side_by_side_with_weights(tmp_path: Path) -> None:
     assert (dataset.modality, dataset.class_names) == ("array", ("x", "y"))
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, ["labels are its column 'grade', the only one of class", "kind text: text"]),
+        ({"label": "grade"}, ["inputs are its column of kind text: text"]),
+        ({"label": "grade", "input": "text"}, []),
+    ],
+)
+def test_columns_that_are_chosen_are_said(tmp_path: Path, options: Any, said: list[str]) -> None:
+    grades = datasets.ClassLabel(names=["bad", "good"])
+    path = _parquet(tmp_path, {"text": TEXTS, "grade": [0, 1] * 3}, grade=grades)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dataset = load("huggingface", path=path, **options)
+    notices = [str(one.message) for one in caught if one.category is DataNotice]
+    assert len(notices) == bool(said)
+    for part, choice in zip(said, dataset.choices, strict=True):
+        assert part in choice
+        assert choice in notices[0]
+
+
 def test_one_column_of_vectors(tmp_path: Path) -> None:
     path = _parquet(tmp_path, {"embedding": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
     np.testing.assert_allclose(load("huggingface", path=path).inputs, [[1, 2], [3, 4]])
@@ -104,7 +126,8 @@ def test_save_to_disk_with_and_without_splits(tmp_path: Path) -> None:
 
 def test_hidden_labels_mean_unlabelled(tmp_path: Path) -> None:
     path = _parquet(tmp_path, {"text": TEXTS, "label": [-1] * 6}, label=GRADES)
-    assert load("huggingface", path=path).labels is None
+    with pytest.warns(DataNotice, match="all its labels are negative"):
+        assert load("huggingface", path=path).labels is None
 
 
 @pytest.mark.parametrize(

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from scipy.stats import pearsonr, spearmanr
 from small_tasks import QUICK, small_study, small_task, small_tasks
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.report.study.console import study_table
 from otdd_flash.report.study.writing import TABLES, write_study_report
 from otdd_flash.study import bench as benches
 from otdd_flash.study import pool
+from otdd_flash.study.measures.base import Reading
 from otdd_flash.study.measures.frechet import frechet_distance
 from otdd_flash.study.measures.otce import conditional_entropy
+from otdd_flash.study.statistics.findings import Finding
 from otdd_flash.study.task import as_tasks
 from otdd_flash.study.transfer.networks import Network, build_body, build_head
 from otdd_flash.study.transfer.training import train
@@ -51,6 +60,100 @@ def test_all_units_are_done_and_every_ordered_pair_has_its_rows(result) -> None:
         *("spearman", "pearson", "spearman_over_sources", "regret", "random_regret"),
         "partial_spearman",
     }
+
+
+NOISE = 4e-15 * np.random.default_rng(0).standard_normal((4, 4))
+LEVELS = np.arange(16.0).reshape(4, 4) % 5
+BY_TARGET = np.array([9.0, 4.0, 9.0, 9.0])
+
+
+def measured(result: otdd.StudyResult, **values: Any) -> otdd.StudyResult:
+    """The study as if its measures had been these (4, 4), or values with lower and upper bounds."""
+    readings = {}
+    for name, value in values.items():
+        parts = value if isinstance(value, tuple) else (value,)
+        readings[name] = {
+            pair: Reading(*(float(part[pair]) for part in parts))
+            for pair in result.setup.ordered_pairs()
+        }
+    return replace(result, readings=readings)
+
+
+def correlations(result: otdd.StudyResult) -> dict[tuple[str, str], Finding]:
+    return {(row.measure, row.statistic): row for row in result.correlations()}
+
+
+@pytest.mark.parametrize(
+    ("measure", "values", "why"),
+    [
+        ("h_score", 9 + NOISE, "the same for all pairs"),
+        ("h_score", BY_TARGET + NOISE, "the same for all sources of a target"),
+        ("otce", np.abs(NOISE), "the same for all pairs"),
+        ("leep", NOISE, "the same for all pairs"),
+        ("otdd", (2 + 1e-4 * LEVELS, 2 + 0 * LEVELS, 2.01 + 0 * LEVELS), "the same for all pairs"),
+    ],
+)
+def test_a_measure_that_chooses_no_source_has_no_correlation(
+    result, tmp_path, measure, values, why
+) -> None:
+    flat = measured(result, knn=LEVELS, **{measure: values})
+    found = correlations(flat)
+    for name in (measure, f"knn - {measure}"):
+        for statistic in ("spearman", "pearson", "spearman_over_sources"):
+            row = found[name, statistic]
+            assert (row.value, row.lower, row.upper, row.p) == (None,) * 4
+            assert why in row.note
+    assert found[measure, "partial_spearman"].value is None
+    assert found["knn", "spearman"].value is not None
+    # It costs what a choice at random costs.
+    assert found[measure, "regret"].value == found[measure, "random_regret"].value
+    write_study_report(flat, tmp_path, content="table")
+    (line,) = (
+        line
+        for line in (tmp_path / "correlations.csv").read_text("utf-8").splitlines()
+        if line.startswith(f"{measure},spearman,")
+    )
+    assert line.startswith(f"{measure},spearman,,,,,4,12,")
+    assert why in line
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert f"{measure} has no correlation with the gain; the measure is {why}" in page
+    assert page.count('<td class="name">the same for all sources</td>') == 4
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(study_table(flat))
+    assert re.search(rf"{measure} +│ none +│ none", console.export_text())
+
+
+def test_ties_up_to_rounding_have_one_rank(result) -> None:
+    gains = result.gains[~np.eye(4, dtype=bool)]
+    values = LEVELS[~np.eye(4, dtype=bool)]
+    found = correlations(measured(result, knn=LEVELS + NOISE, otdd=10 - LEVELS + NOISE))
+    expected = spearmanr(values, gains).statistic
+    # One orientation: a distance that falls where a score rises says the same.
+    for measure in ("knn", "otdd"):
+        assert found[measure, "spearman"].value == pytest.approx(expected, abs=1e-12)
+        assert found[measure, "pearson"].value == pytest.approx(
+            pearsonr(values, gains).statistic, abs=1e-9
+        )
+    assert found["knn", "regret"].value == pytest.approx(found["otdd", "regret"].value, abs=1e-12)
+    assert found["knn - otdd", "spearman"].value == pytest.approx(0, abs=1e-12)
+
+
+def test_degenerate_numbers_say_why_there_is_no_correlation(result) -> None:
+    holes = np.where(LEVELS == 1, np.nan, LEVELS)
+    some = measured(result, knn=holes)
+    assert "knn has no number for 3 of 12 pairs" in some.notes()
+    assert sum(row.value is None for row in some.pairs()) == 3
+    assert correlations(some)["knn", "spearman"].pairs == 9
+    nothing = correlations(measured(result, knn=np.full((4, 4), np.nan)))["knn", "spearman"]
+    assert nothing.value is None
+    assert nothing.note == "not defined: 0 pairs, and 3 are needed"
+    # A third fewer errors for everyone, of whatever number: ratios that are equal in exact numbers.
+    alone = np.array([[30.0, 33.0], [60.0, 9.0], [12.0, 15.0], [99.0, 3.0]])
+    errors = np.repeat(alone[None] / 3 * 2, 4, 0)
+    same = replace(measured(result, knn=LEVELS), alone=alone, errors=errors)
+    row = correlations(same)["knn", "spearman"]
+    assert row.value is None
+    assert row.note == "not defined: the gains of all pairs are the same"
 
 
 @pytest.mark.slow(after=1)

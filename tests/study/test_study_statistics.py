@@ -20,7 +20,7 @@ from otdd_flash.study.statistics.jackknife import (
     number_interval,
     replicates,
 )
-from otdd_flash.study.statistics.pairs import PairTable
+from otdd_flash.study.statistics.pairs import PairTable, levelled
 from otdd_flash.study.statistics.partial import freed_of_sizes, partial_spearman
 from otdd_flash.study.statistics.permutation import orders_of, p_value
 from otdd_flash.study.statistics.statistics import (
@@ -32,7 +32,7 @@ from otdd_flash.study.statistics.statistics import (
 )
 
 
-def some_table(tasks: int = 6, *, holes: int = 3, seed: int = 0, nearer: int = -1) -> PairTable:
+def some_table(tasks: int = 6, *, holes: int = 3, seed: int = 0) -> PairTable:
     """Rounded numbers, so that some are equal, with pairs that are missing."""
     generator = np.random.default_rng(seed)
     measure = np.round(3 * generator.random((tasks, tasks)), 1)
@@ -40,7 +40,7 @@ def some_table(tasks: int = 6, *, holes: int = 3, seed: int = 0, nearer: int = -
     for i, j in generator.integers(tasks, size=(holes, 2)):
         gains[i, j] = np.nan
     np.fill_diagonal(gains, np.nan)
-    return PairTable(measure, gains, [str(k) for k in range(tasks)], nearer)
+    return PairTable(measure, gains, [str(k) for k in range(tasks)])
 
 
 def value(statistic, table: PairTable) -> float:
@@ -67,7 +67,7 @@ def test_correlations_over_pairs_are_those_of_scipy(seed: int) -> None:
 def test_many_masks_at_once_are_each_alone() -> None:
     table = some_table(tasks=7, holes=5)
     masks = table.without_each_unit()
-    for statistic in (pearson, spearman, spearman_over_sources, regret(-1), random_regret):
+    for statistic in (pearson, spearman, spearman_over_sources, regret, random_regret):
         together = statistic(np.broadcast_to(table.measure, masks.shape), table.gains, masks)
         alone = [
             float(statistic(table.measure[None], table.gains, mask[None])[0]) for mask in masks
@@ -78,20 +78,51 @@ def test_many_masks_at_once_are_each_alone() -> None:
 def test_regret_is_what_a_user_loses_by_the_measure() -> None:
     gains = np.array([[np.nan, 1.0, 7.0], [4.0, np.nan, 2.0], [6.0, 5.0, np.nan]])
     near = np.array([[0.0, 1.0, 3.0], [1.0, 0.0, 2.0], [2.0, 3.0, 0.0]])
-    table = PairTable(near, gains, "abc", -1)
     # Chosen are the sources 1, 0, 1, best 2, 2, 0.
-    assert value(regret(-1), table) == pytest.approx((2 + 4 + 5) / 3)
-    assert value(regret(1), table) == pytest.approx(0)
+    table = PairTable(-near, gains, "abc")
+    assert value(regret, table) == pytest.approx((2 + 4 + 5) / 3)
+    assert value(regret, PairTable(near, gains, "abc")) == pytest.approx(0)
     assert value(random_regret, table) == pytest.approx((1 + 2 + 2.5) / 3)
+    # Of tied sources any may be chosen, in whatever order they stand.
+    assert value(regret, PairTable(np.ones((3, 3)), gains, "abc")) == value(random_regret, table)
 
 
 def test_constant_numbers_and_few_pairs_have_no_correlation() -> None:
     table = some_table(tasks=4, holes=0)
     for measure in (np.full((4, 4), 0.1), np.full((4, 4), np.nan)):
-        flat = PairTable(measure, table.gains, table.families, -1)
+        flat = PairTable(measure, table.gains, table.families)
         for statistic in (pearson, spearman, spearman_over_sources):
             assert math.isnan(value(statistic, flat))
         assert math.isnan(p_value(flat, spearman, 0))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "more", "groups"),
+    [
+        ([9.0, 9 + 4e-15, 9 - 4e-15, 8.0], {}, [0, 0, 0, 1]),
+        # Sums in another order, and a chain of ties.
+        ([0.1 + 0.2, 0.3, 0.4], {}, [0, 0, 1]),
+        ([1.0, 1 + 8e-13, 1 + 16e-13, 1 + 1e-9], {}, [0, 0, 0, 1]),
+        # Small numbers are rounded as the largest, or as the unit says.
+        ([0.0, 4e-16, -3e-16, 1.0], {}, [0, 0, 0, 1]),
+        ([0.0, 4e-16, -3e-16, 0.0], {}, [0, 1, 2, 0]),
+        ([0.0, 4e-16, -3e-16, 0.0], {"unit": 1.0}, [0, 0, 0, 0]),
+        ([math.nan, 5.0, math.inf, 5 + 1e-14], {}, [0, 1, 2, 1]),
+        ([math.nan, math.nan], {}, [0, 1]),
+        # Bounds that overlap, one of them missing.
+        ([1.0, 1.1, 2.0], {"lower": [1, 1, 1.9], "upper": [1.15, 1.2, 2.5]}, [0, 0, 1]),
+        ([1.0, 1.1, 2.0], {"lower": [1, 1, 1.9], "upper": [1.05, math.nan, 2.5]}, [0, 0, 1]),
+        ([1.0, 1.1, 2.0], {"lower": [1, 1.06, 1.9], "upper": [1.05, 1.2, 2.5]}, [0, 1, 2]),
+    ],
+)
+def test_numbers_that_cannot_be_told_apart_become_one(numbers, more, groups) -> None:
+    ends = {key: end if key == "unit" else np.array(end) for key, end in more.items()}
+    found = levelled(np.array(numbers), **ends)
+    for i, j in permutations(range(len(numbers)), 2):
+        assert (found[i] == found[j]) == (groups[i] == groups[j])
+    np.testing.assert_array_equal(levelled(found, unit=ends.get("unit", 0.0)), found)
+    # Whoever is tied stays where it was, up to the tie.
+    np.testing.assert_allclose(found, numbers, rtol=0, atol=0.11)
 
 
 def test_the_jackknife_is_the_formula_over_units() -> None:
@@ -101,7 +132,7 @@ def test_the_jackknife_is_the_formula_over_units() -> None:
     for unit in range(6):
         kept = [k for k in range(6) if k != unit]
         part = np.ix_(kept, kept)
-        smaller = PairTable(table.measure[part], table.gains[part], kept, -1)
+        smaller = PairTable(table.measure[part], table.gains[part], kept)
         left.append((value(spearman, smaller), smaller.count))
     z = np.array([math.atanh(np.clip(rho, -1 + 1 / n, 1 - 1 / n)) for rho, n in left])
     error = math.sqrt(5 / 6 * ((z - z.mean()) ** 2).sum())
@@ -129,7 +160,7 @@ def test_below_five_units_there_is_no_interval() -> None:
 
 def test_a_unit_is_a_family() -> None:
     table = some_table(tasks=6, holes=0)
-    paired = PairTable(table.measure, table.gains, list("aabbcc"), -1)
+    paired = PairTable(table.measure, table.gains, list("aabbcc"))
     masks = paired.without_each_unit()
     assert paired.units == ("a", "b", "c")
     assert [int(mask.sum()) for mask in masks] == [12, 12, 12]
@@ -147,13 +178,13 @@ def test_a_difference_of_a_measure_from_itself_is_0() -> None:
 @pytest.mark.parametrize("families", [list("abcdef"), list("aabbbc")])
 def test_p_is_the_share_of_all_permutations(families) -> None:
     table = some_table(seed=1)
-    table = PairTable(table.measure, table.gains, families, -1)
+    table = PairTable(table.measure, table.gains, families)
     observed = value(spearman, table)
     hits = tried = 0
     for order in permutations(range(6)):
         if families[0] == families[1] and [families[k] for k in order] != families:
             continue
-        moved = PairTable(table.measure[np.ix_(order, order)], table.gains, families, -1)
+        moved = PairTable(table.measure[np.ix_(order, order)], table.gains, families)
         present = table.present & table.present[np.ix_(order, order)]
         both = moved.measure[present], moved.gains[present]
         hits += abs(stats.spearmanr(*both).statistic) >= abs(observed) - 1e-12
@@ -168,7 +199,7 @@ def test_above_seven_tasks_permutations_are_drawn(monkeypatch) -> None:
     strong, none = (dyads(generator, Design(9, None, rho)) for rho in (0.95, 0.0))
     assert p_value(strong, spearman, 0) == 1 / 1000
     assert p_value(none, spearman, 0) > 0.05
-    assert p_value(strong, regret(1), 0, small=True) < 0.05
+    assert p_value(strong, regret, 0, small=True) < 0.05
     assert not orders_of(strong.families, 0)[1]
 
 
@@ -178,7 +209,7 @@ def test_given_sizes_a_measure_that_follows_them_has_nothing_left() -> None:
     logs = np.log(sizes)
     measure = -logs[:, None] - logs[None, :] + 0.1 * generator.standard_normal((9, 9))
     gains = 10 * (logs[:, None] + logs[None, :]) + generator.standard_normal((9, 9))
-    table = PairTable(measure, gains, [str(k) for k in range(9)], -1)
+    table = PairTable(measure, gains, [str(k) for k in range(9)])
     assert value(spearman, table) < -0.8
     given = partial_spearman(sizes.tolist())
     assert abs(value(given, table)) < 0.3
@@ -222,7 +253,7 @@ def test_the_ceiling_is_the_correlation_with_gains_without_noise() -> None:
 def test_findings_have_a_row_for_everything() -> None:
     generator = np.random.default_rng(0)
     one = dyads(generator, Design(6, None, 0.9))
-    other = PairTable(-one.measure, one.gains, one.families, -1)
+    other = PairTable(one.measure, one.gains, one.families)
     rows = findings(
         {"one": one, "other": other},
         sizes=[10, 20, 30, 40, 50, 60],
@@ -232,10 +263,9 @@ def test_findings_have_a_row_for_everything() -> None:
     )
     by = {(row.measure, row.statistic): row for row in rows}
     assert len(by) == len(rows) == 2 * 6 + 4 + 2
-    assert by["one", "spearman"].value == -by["other", "spearman"].value
+    assert by["one", "spearman"].value == by["other", "spearman"].value
     assert by["one", "spearman"].p == by["other", "spearman"].p
     assert by["one", "regret"].value == by["other", "regret"].value
-    # The sign of a distance is turned before two measures are compared.
     assert by["one - other", "spearman"].value == 0
     assert by["gains", "ceiling_spearman"].value == pytest.approx(1)
     few = findings(

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.checks import path
 from otdd_flash.data.arrays import read_npy
 from otdd_flash.data.request import reading
 from otdd_flash.errors import InputError
@@ -40,7 +41,7 @@ def as_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
     Raises:
         InputError: the file cannot be read, the shape is another or a value is not finite.
     """
-    given = _read(name, Path(value).expanduser()) if isinstance(value, str | Path) else value
+    given = _read(name, Path(path(name, value))) if isinstance(value, str | Path) else value
     try:
         # Of a list, as_tensor alone would make float32.
         tensor = torch.as_tensor(given, dtype=torch.float64).detach().to("cpu", copy=True)

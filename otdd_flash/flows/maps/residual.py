@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from otdd_flash.arguments.values import FILE
+from otdd_flash.checks import takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import (
@@ -121,6 +123,7 @@ class ResidualMap:
         displacement = torch.cat([self.network(rows) for rows in inputs]) * self.reach
         return replace(samples, features=samples.features + displacement.to(samples.features))
 
+    @takes(FILE)
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file, whole or not at all.
 
@@ -137,6 +140,7 @@ class ResidualMap:
         return Path(path)
 
     @classmethod
+    @takes(FILE)
     def load(cls, path: str | Path, *, device: str = "auto") -> ResidualMap:
         """Read what `save` wrote; the map runs on the device.
 

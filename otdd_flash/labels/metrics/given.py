@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import ClassVar
 
 from torch import Tensor
 
 from otdd_flash.arguments.values import TABLE_CLASS
-from otdd_flash.checks import Declaration, instance, optional
+from otdd_flash.checks import Declaration, instance, optional, path
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics.base import LabelMetric
@@ -32,11 +32,12 @@ class Given(LabelMetric):
     name = "given"
     checks: ClassVar[Declaration] = {
         "table": optional(
-            instance(
-                "be ClassDistances or the path of their npz",
-                TABLE_CLASS,
-                "builtins.str",
-                "pathlib.PurePath",
+            lambda name, value: (
+                path(name, value)
+                if isinstance(value, str | PurePath)
+                else instance("be ClassDistances or the path of their npz", TABLE_CLASS)(
+                    name, value
+                )
             )
         )
     }

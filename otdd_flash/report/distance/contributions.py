@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments.values import FOLDER
+from otdd_flash.checks import takes
 from otdd_flash.report.csv_tables import write_table_csv
 from otdd_flash.report.figures.drawing import Report, Writers, wanted, write_each
 from otdd_flash.report.figures.page import INK, name_style, new_figure, save_picture
@@ -23,6 +25,7 @@ SIDE, WORDS, HEAD, GAP, MARGIN = 1.0, 0.34, 0.32, 0.12, 0.15
 LONGEST_NAME = 14
 
 
+@takes(FOLDER)
 def write_contributions(
     source: LabeledSamples,
     values: Tensor,

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from otdd_flash.arguments.values import FOLDER
+from otdd_flash.checks import takes
 from otdd_flash.errors import choose
 from otdd_flash.labels import ClassDistances
 from otdd_flash.report.class_order import ORDERS, class_orders
@@ -22,6 +24,7 @@ Names = tuple[tuple[str, ...], tuple[str, ...]]
 Orders = list[list[int]]
 
 
+@takes(FOLDER)
 def write_report(
     result: DistanceResult,
     directory: str | Path,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from otdd_flash.arguments.values import FOLDER
+from otdd_flash.checks import takes
 from otdd_flash.data.writing import (
     ImageShape,
     check_image_shape,
@@ -24,6 +26,7 @@ from otdd_flash.report.flow.objective import draw_objective
 from otdd_flash.report.flow.paths import draw_paths
 
 
+@takes(FOLDER)
 def write_flow_report(
     result: FlowResult,
     directory: str | Path,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from otdd_flash.shown import interval, shorten
-from otdd_flash.study.result import StudyResult
+from otdd_flash.study.result import MeasuredPair, StudyResult
 from otdd_flash.study.statistics.findings import Finding
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ SHOWN = ("spearman", "spearman_over_sources", "regret")
 
 
 def study_table(result: StudyResult) -> Table:
-    """One line per measure where there are correlations, else one per pair of tasks."""
+    """One line per measure where there are correlations, else one per pair of tasks.
+
+    `StudyResult.notes` says why a measure has no correlation.
+    """
     known = any(row.pairs for row in result.correlations())
     return _statistics(result) if known else _pairs(result)
 
@@ -40,6 +44,8 @@ def _statistics(result: StudyResult) -> Table:
         cells = [_cell(one) for one in found]
         name = measure + (" NOT CONVERGED" if late else "")
         table.add_row(name, *cells, p, style="bold red" if late else "")
+    table.caption = "a positive correlation predicts gain"
+    table.caption_justify = "left"
     return table
 
 
@@ -50,22 +56,37 @@ def _pairs(result: StudyResult) -> Table:
     table = Table(title=f"{len(result.names)} tasks", title_justify="left")
     for column in ("measure", "source", "target", "value"):
         table.add_column(column)
-    places = list(result.readings)
-    rows = sorted(result.pairs(), key=lambda row: (places.index(row.measure), row.value))
+    places, scores = (
+        list(result.readings),
+        {name: result.oriented(name) for name in result.readings},
+    )
+    names = list(result.names)
+
+    def key(row: MeasuredPair) -> tuple[int, float]:
+        score = scores[row.measure][names.index(row.source), names.index(row.target)]
+        return places.index(row.measure), math.inf if math.isnan(score) else -score
+
+    rows = sorted(result.pairs(), key=key)
     for row in rows[:MOST_ROWS]:
         bounds = row.lower is not None and row.upper is not None
-        value = interval(row.value, row.lower, row.upper) if bounds else f"{row.value:.6g}"  # type: ignore[arg-type]
-        names = (Text(shorten(name, LONGEST_NAME)) for name in (row.source, row.target))
+        value = interval(row.value, row.lower, row.upper) if bounds else _number(row.value)  # type: ignore[arg-type]
+        both = (Text(shorten(name, LONGEST_NAME)) for name in (row.source, row.target))
         late = "" if row.converged else " NOT CONVERGED"
-        table.add_row(row.measure, *names, value + late, style="" if row.converged else "bold red")
+        table.add_row(row.measure, *both, value + late, style="" if row.converged else "bold red")
     if len(rows) > MOST_ROWS:
         table.caption = f"{len(rows) - MOST_ROWS} more rows in pairs.csv"
     return table
 
 
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"
+
+
 def _cell(row: Finding | None) -> str:
-    if row is None or row.value is None:
+    if row is None:
         return ""
+    if row.value is None:
+        return "none"
     if row.lower is None or row.upper is None:
         return f"{row.value:.2f}"
     return f"{row.value:.2f} [{row.lower:.2f}, {row.upper:.2f}]"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 
 from otdd_flash.files.atomic import write_text
 from otdd_flash.report.study.sentences import findings_sentences
 from otdd_flash.shown import LONGEST_MESSAGE, LONGEST_NAME, html_text, listing
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import StudyResult, TransferredPair
+from otdd_flash.study.statistics.pairs import Numbers
 
 NEAREST = 3
 
@@ -101,7 +105,8 @@ def _pairs(result: StudyResult) -> str:
         for measure in measures:
             reading = result.readings[measure].get((i, j))
             late = "" if reading is None or reading.converged else ' class="late"'
-            value = None if reading is None else reading.value
+            known = reading is not None and np.isfinite(reading.value)
+            value = reading.value if reading is not None and known else None
             cells.append(_cell(value, late))
         if transfers:
             cells += _gain(transfers.get(names))
@@ -122,15 +127,27 @@ def _nearest(result: StudyResult) -> str:
     rows = []
     for j, target in enumerate(result.names):
         for measure, found in result.readings.items():
-            sign = MEASURES[measure].nearer
-            near = sorted(
-                ((-sign * reading.value, i) for (i, k), reading in found.items() if k == j)
-            )
-            if near:
-                sources = listing(result.names[i] for _, i in near[:NEAREST])
+            scores = result.oriented(measure)[:, j]
+            sources = [i for i, k in found if k == j and np.isfinite(scores[i])]
+            if sources:
+                near = _first(result.names, sources, scores)
                 title = MEASURES[measure].title
-                rows.append([_name(target), _name(title), _name(sources, LONGEST_MESSAGE)])
+                rows.append([_name(target), _name(title), _name(near, LONGEST_MESSAGE)])
     return _table("Nearest sources", ("target", "by", "sources, the nearest first"), rows)
+
+
+def _first(names: Sequence[str], sources: Iterable[int], scores: Numbers) -> str:
+    """The first sources, joined by = where they are tied."""
+    order = sorted(sources, key=lambda i: (-scores[i], i))
+    if len(order) > 1 and scores[order[0]] == scores[order[-1]]:
+        return "the same for all sources"
+    text = names[order[0]]
+    for place, (one, other) in enumerate(pairwise(order), 1):
+        tied = scores[one] == scores[other]
+        if place >= NEAREST:
+            return text + (" = ..." if tied else "")
+        text += (" = " if tied else ", ") + names[other]
+    return text
 
 
 def _about(result: StudyResult) -> str:

@@ -76,10 +76,10 @@ def draw_gains_against_measures(result: StudyResult, path: Path) -> None:
 def _draw_panel(axes: Axes, result: StudyResult, measure: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    table = result.table(measure)
+    table, values = result.table(measure), result.matrix(measure)
     kind = MEASURES[measure]
     pairs = np.argwhere(table.present)
-    x = np.array([table.measure[i, j] for i, j in pairs])
+    x = np.array([values[i, j] for i, j in pairs])
     y = np.array([table.gains[i, j] for i, j in pairs])
     readings = [result.readings[measure][int(i), int(j)] for i, j in pairs]
     reach = np.array([_reach(one) for one in readings]).reshape(-1, 2).T
@@ -99,7 +99,14 @@ def _draw_panel(axes: Axes, result: StudyResult, measure: str) -> None:
             alpha=0.6,
         )
     axes.axhline(0, color="0.7", linewidth=0.8)
-    axes.set_xlabel(kind.title, fontsize=LABEL_POINTS, color=INK, **name_style(kind.title))
+    label = kind.title
+    if table.saturated:
+        label += " (the same for all sources)"
+    elif kind.nearer < 0:
+        # Further to the right is what predicts more gain, in every panel.
+        axes.invert_xaxis()
+        label += " (falls to the right)"
+    axes.set_xlabel(label, fontsize=LABEL_POINTS, color=INK, **name_style(label))
     axes.set_ylabel("gain, %", fontsize=LABEL_POINTS, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(MOST_TICKS))
     axes.tick_params(labelsize=8, color="0.6", labelcolor=INK, length=3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from otdd_flash.shown import display, interval
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import FEWEST_TASKS, StudyResult
@@ -102,6 +104,7 @@ def _about_units(result: StudyResult, rows: Iterable[Finding]) -> Iterable[str]:
             f"The {len(result.names)} tasks come from {len(families)} families, which count as one "
             "dataset each: nothing here is known of other datasets than these."
         )
+    yield "A positive correlation predicts gain, of distances as of scores."
     if any("no interval" in row.note for row in rows):
         yield "An interval needs five independent units, datasets or families."
 
@@ -119,15 +122,21 @@ def _nearest(result: StudyResult) -> Iterable[str]:
     for name, found in result.readings.items():
         if MEASURES[name].nearer > 0 or not found:
             continue
-        (i, j), reading = min(found.items(), key=lambda item: item[1].value)
+        scores = result.oriented(name)
+        best = [pair for pair in sorted(found) if scores[pair] == np.nanmax(scores)]
+        if not best:
+            continue
+        (i, j), reading = best[0], found[best[0]]
         ends = (reading.sample_lower, reading.sample_upper), (reading.lower, reading.upper)
         lower, upper = next((pair for pair in ends if pair[0] is not None), (None, None))
         value = f"{reading.value:.4g}"
         if lower is not None and upper is not None:
             value = interval(reading.value, lower, upper)
+        others = {tuple(sorted(pair)) for pair in best[1:]} - {tuple(sorted((i, j)))}
+        tied = f", as near as {len(others)} other pairs" if others else ""
         yield (
             f"{MEASURES[name].title}: of all pairs {display(result.names[i])} and "
-            f"{display(result.names[j])} are nearest, {value}."
+            f"{display(result.names[j])} are nearest, {value}{tied}."
         )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from otdd_flash.arguments.values import FOLDER
+from otdd_flash.checks import takes
 from otdd_flash.errors import choose
 from otdd_flash.report.csv_tables import write_table_csv
 from otdd_flash.report.figures.drawing import CONTENTS, Report, Writers, wanted, write_each
@@ -25,6 +27,7 @@ PICTURES = ("distances.png", "gains.png", "gains_against_measures.png")
 FILES = (*TABLES, *PICTURES, PAGE)
 
 
+@takes(FOLDER)
 def write_study_report(
     result: StudyResult, directory: str | Path, *, content: str = "full"
 ) -> Report:

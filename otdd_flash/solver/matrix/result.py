@@ -83,7 +83,7 @@ class MatrixTransport:
 
     @property
     def marginal_error(self) -> float:
-        """L1 distance of the plan's marginals from the masses, rounding included."""
+        """A bound of the larger of ||P 1 - a||_1 and ||P^T 1 - b||_1, rounding included."""
         return self.term.marginal_error
 
     @property

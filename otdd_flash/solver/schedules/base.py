@@ -23,7 +23,8 @@ class Schedule(ABC):
         name: as `solver.schedule=NAME` and in results.
         checks: what the fields beside those below may be.
         goes_on: whether a solve may start from given potentials and take terms solved before.
-        tolerance: L1 marginal error of a converged term; None is 1e-3.
+        tolerance: marginal error of a converged term, the larger L1 error of rows and of columns;
+            None is 1e-3.
         require_convergence: raise a `ConvergenceError` instead of warning where it is missed.
 
     Raises:

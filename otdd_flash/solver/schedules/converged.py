@@ -24,9 +24,9 @@ class Converged(Schedule):
     """Quasi-Newton steps on the dual, from levels of epsilon, until every term has converged.
 
     Args:
-        tolerance: L1 marginal error to reach, in every term; refused where rounding alone exceeds
-            it. None is 1e-3, or what rounding allows at this epsilon and precision if that is
-            more; above 0.1 that is refused too.
+        tolerance: marginal error to reach in every term, the larger L1 error of rows and of
+            columns; refused where rounding alone exceeds it. None is 1e-3, or what rounding allows
+            at this epsilon and precision if that is more; above 0.1 that is refused too.
         max_iterations: updates of both potentials, per term, after which a solve gives up; the one
             that certifies the result is among them.
         bound_width: (upper - lower) / |value| to reach, of the number asked for, with or without

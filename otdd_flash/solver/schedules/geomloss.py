@@ -47,8 +47,8 @@ class GeomlossSchedule(Schedule):
         scaling: ratio of successive blurs epsilon^(1/2), in (0, 1).
         diameter: the first blur, a length in units of the features; None is the diagonal of the
             box around both clouds.
-        tolerance: L1 marginal error up to which a result counts as converged, None is 1e-3; the
-            number of updates does not depend on it.
+        tolerance: marginal error, as `Converged` has it, up to which a result counts as converged,
+            None is 1e-3; the number of updates does not depend on it.
         require_convergence: raise a `ConvergenceError` instead of warning where it does not.
 
     Raises:

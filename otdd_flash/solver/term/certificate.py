@@ -34,7 +34,8 @@ MOST_SCALED, SCALED_UNITS = 0.25, 16.0
 class Certificate(NamedTuple):
     """Potentials after the certifying pass, and what they prove.
 
-    `hidden` is the part of `marginal_error` that rounding may hide, `passes` counts evaluations of
+    `marginal_error` is a bound of the larger of the L1 errors of rows and of columns, of which
+    `hidden` is the part that rounding may hide. `passes` counts evaluations of
     `Operator.marginals`.
     """
 

@@ -51,7 +51,7 @@ class TransportTerm:
         value: the dual value D(f, g); stopped by `schedule`, geomloss's number, which can lie
             outside of `bounds`.
         bounds: (lower, upper), an interval that holds OT_epsilon.
-        marginal_error: L1 distance of the plan's marginals from the masses, rounding included.
+        marginal_error: bound of the larger of ||P 1 - a||_1, ||P^T 1 - b||_1, rounding included.
         tolerance: the marginal error that was enough, as asked for or as rounding allows; None
             where the width of the bounds decided.
         iterations: updates of both potentials, the certifying one included.

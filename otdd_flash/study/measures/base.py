@@ -72,13 +72,18 @@ class Measure(ABC):
     Attributes:
         name: as `measures=NAME` and in tables.
         title: as on the page.
-        nearer: the sign of a change for the better: -1 of a distance, 1 of a score.
+        nearer: the sign of a change for the better: -1 of a distance, 1 of a score. Statistics
+            are of `nearer` times the value.
+        unit: what rounding is relative to where all values are small: 1 of a score or entropy.
+        proven: whether `lower` and `upper` of a reading bound its error; else they are of draws.
         needs_transfer: whether it looks at trained sources.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     nearer: ClassVar[int]
+    unit: ClassVar[float] = 0.0
+    proven: ClassVar[bool] = False
     needs_transfer: ClassVar[bool] = False
 
     @abstractmethod

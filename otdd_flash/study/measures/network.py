@@ -22,6 +22,7 @@ class NetworkMeasure(Measure):
     """A score of all repetitions of a source's network, each on its rows of the target."""
 
     nearer = 1
+    unit = 1.0
     needs_transfer = True
 
     @abstractmethod

@@ -35,6 +35,7 @@ class Otce(Measure):
     name = "otce"
     title = "OTCE entropy"
     nearer = -1
+    unit = 1.0
 
     def units(self, setup: Setup) -> list[Unit]:
         """See the base class."""

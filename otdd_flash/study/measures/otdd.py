@@ -18,6 +18,7 @@ class Otdd(Measure):
     name = "otdd"
     title = "OTDD"
     nearer = -1
+    proven = True
 
     def units(self, setup: Setup) -> list[Unit]:
         """See the base class."""

@@ -23,6 +23,7 @@ from otdd_flash.study.statistics.pairs import Numbers, PairTable
 from otdd_flash.study.statistics.partial import freed_of_sizes, partial_spearman
 from otdd_flash.study.statistics.permutation import p_value
 from otdd_flash.study.statistics.statistics import (
+    FEWEST_PAIRS,
     Statistic,
     pearson,
     random_regret,
@@ -47,8 +48,10 @@ class Finding(NamedTuple):
         statistic: `spearman` and `pearson` over ordered pairs; `spearman_over_sources`, the mean
             over targets; `regret` in points of gain, and `random_regret`, that of a random choice;
             `partial_spearman` given sizes; `ceiling_spearman` and `ceiling_pearson`.
-        value: the statistic; None where it is not defined. Of a difference of correlations it is
-            that of Fisher's z, both with the sign of a score.
+        value: the statistic; None where it is not defined. Measures of which smaller is better
+            have their sign changed first, so that every correlation is positive where the measure
+            predicts gain. Of a difference of correlations it is that of Fisher's z. A regret is
+            better the smaller it is, also in differences.
         lower: lower end of the 95% interval, or None.
         upper: upper end, or None.
         p: by permutation of tasks, or None.
@@ -109,9 +112,8 @@ def _of_one(name: str, table: PairTable, seed: int) -> list[Finding]:
         )
         for key, statistic in CORRELATIONS.items()
     ]
-    lost = regret(table.nearer)
-    found = number_interval(replicates(table, lost))
-    rows.append(_row(name, "regret", table, found, p_value(table, lost, seed, small=True)))
+    found = number_interval(replicates(table, regret))
+    rows.append(_row(name, "regret", table, found, p_value(table, regret, seed, small=True)))
     rows.append(
         _row(name, "random_regret", table, number_interval(replicates(table, random_regret)), None)
     )
@@ -125,22 +127,18 @@ def _partial(name: str, table: PairTable, sizes: Sequence[int], seed: int) -> Fi
 
 
 def _differences(name: str, one: PairTable, other: PairTable) -> list[Finding]:
-    """By pairs that both measures have, both with the sign of a score."""
+    """By pairs that both measures have; none of correlations where either has none."""
     shared = one.present & other.present
     both = [
-        replace(
-            table,
-            measure=np.where(shared, table.nearer * table.measure, np.nan),
-            nearer=1,
-        )
-        for table in (one, other)
+        replace(table, measure=np.where(shared, table.measure, np.nan)) for table in (one, other)
     ]
-    statistics = {**CORRELATIONS, "regret": regret(1)}
+    statistics = {**CORRELATIONS, "regret": regret}
+    some = next((table for table in both if table.saturated), both[0])
     return [
         _row(
             name,
             key,
-            both[0],
+            some,
             difference_interval(
                 replicates(both[0], statistic),
                 replicates(both[1], statistic),
@@ -163,13 +161,33 @@ def _ceiling(
 
 def _row(name: str, statistic: str, table: PairTable, found: Interval, p: float | None) -> Finding:
     units = len(table.units)
+    if table.saturated and "regret" not in statistic:
+        found, p = Interval(math.nan, None, None), None
     value = None if math.isnan(found.value) else found.value
     note = ""
     if value is None:
-        note = "not defined: too few pairs, or constant numbers"
+        note = _why_undefined(statistic, table)
     elif found.lower is None and units < FEWEST_UNITS:
         note = f"no interval: {units} units, and {FEWEST_UNITS} are needed"
     elif found.lower is None:
         note = "no interval: without one of the units it is not defined"
     p = None if p is None or math.isnan(p) else p
     return Finding(name, statistic, value, found.lower, found.upper, p, units, table.count, note)
+
+
+def _why_undefined(statistic: str, table: PairTable) -> str:
+    """Why a table has no number of this name."""
+    known, gains = table.measure[table.present], table.gains[table.present]
+    if table.count < FEWEST_PAIRS:
+        return f"not defined: {table.count} pairs, and {FEWEST_PAIRS} are needed"
+    if table.saturated:
+        if known.min() == known.max():
+            return "the measure is the same for all pairs up to rounding"
+        return "the measure is the same for all sources of a target up to rounding"
+    if gains.min() == gains.max():
+        return "not defined: the gains of all pairs are the same"
+    if statistic == "spearman_over_sources":
+        return "not defined: no target has three sources that differ in measure and in gain"
+    if statistic == "partial_spearman":
+        return "not defined: given the sizes nothing of the ranks is left"
+    return "not defined: no target has two sources"

@@ -1,4 +1,9 @@
-"""The ordered pairs of K tasks: what a measure says of each, and what was gained."""
+"""The ordered pairs of K tasks: what a measure says of each, and what was gained.
+
+Measures are oriented before they come here: the larger, the more gain they predict. And numbers
+that are equal up to rounding are equal here, so that ranks, choices and constants need no
+tolerance of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +17,79 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
+# Of the largest number of a table, or of what rounding is relative to.
+ROUNDING = 1e-12
+
+
+def levelled(
+    numbers: Numbers,
+    *,
+    unit: float = 0.0,
+    lower: Numbers | None = None,
+    upper: Numbers | None = None,
+) -> Numbers:
+    """Replace numbers that cannot be told apart by one of them.
+
+    Two numbers are tied if their intervals overlap, and ties are transitive. An interval is the
+    number with its rounding, `ROUNDING` times the largest size of all, and its bounds if it has
+    any. This is the only place that decides what is tied.
+
+    Args:
+        numbers: any shape; what is not finite stays as it is.
+        unit: rounding is relative to at least this size.
+        lower: proven lower bounds, NaN where there is none.
+        upper: proven upper bounds.
+    """
+    finite = np.isfinite(numbers)
+    if not finite.any():
+        return numbers
+    known = numbers[finite]
+    half = ROUNDING * max(unit, float(np.abs(known).max())) / 2
+    low = np.fmin(known - half, np.inf if lower is None else lower[finite])
+    high = np.fmax(known + half, -np.inf if upper is None else upper[finite])
+    order = np.argsort(low, kind="stable")
+    reach = np.maximum.accumulate(high[order])
+    group = np.concatenate(([0], np.cumsum(low[order][1:] > reach[:-1])))
+    ordered = known[order]
+    # The least of every group stands for it; members are numbers that were there.
+    least = np.minimum.reduceat(ordered, np.flatnonzero(np.diff(group, prepend=-1)))
+    found = numbers.astype(np.float64)
+    level = np.empty_like(known)
+    level[order] = least[group]
+    found[finite] = level
+    return found
+
 
 @dataclass(frozen=True, eq=False)
 class PairTable:
     """A measure and gains over all ordered pairs, rows sources and columns targets.
 
     Args:
-        measure: (K, K), NaN where the measure has no number.
+        measure: (K, K), the larger the more gain it predicts; NaN where there is no number.
         gains: (K, K), NaN where nothing was gained or the pair has no part.
         families: (K,) the unit to which every task belongs.
-        nearer: the sign of a change of the measure for the better, -1 of a distance.
     """
 
     measure: Numbers
     gains: Numbers
     families: Sequence[str]
-    nearer: int
+
+    def __post_init__(self) -> None:
+        for name in ("measure", "gains"):
+            object.__setattr__(self, name, levelled(getattr(self, name)))
 
     @cached_property
     def present(self) -> Mask:
         """(K, K) the pairs of different tasks with both numbers."""
         off_diagonal = ~np.eye(len(self.gains), dtype=bool)
         return np.isfinite(self.measure) & np.isfinite(self.gains) & off_diagonal
+
+    @cached_property
+    def saturated(self) -> bool:
+        """Whether the measure is the same for all sources of every target: it chooses none."""
+        high = np.where(self.present, self.measure, -np.inf).max(0)
+        low = np.where(self.present, self.measure, np.inf).min(0)
+        return bool((self.present.sum(0) >= 2).any()) and not (high > low).any()
 
     @property
     def count(self) -> int:

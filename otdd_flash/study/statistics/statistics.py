@@ -1,7 +1,8 @@
 """Numbers of many tables of pairs at once: B measures (B, K, K), gains (K, K), masks (B, K, K).
 
-Rows are sources, columns targets. A statistic is NaN where it is not defined: a correlation of
-fewer than three pairs or of constant numbers.
+Rows are sources, columns targets; measures are oriented and ties are equal, see `pairs`. A
+statistic is NaN where it is not defined: a correlation of fewer than three pairs or of constant
+numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from otdd_flash.study.statistics.pairs import Mask, Numbers
+from otdd_flash.study.statistics.pairs import ROUNDING, Mask, Numbers
 
 # statistic(measures, gains, masks) -> (B,)
 Statistic = Callable[[Numbers, Numbers, Mask], Numbers]
 
 FEWEST_PAIRS = 3
-# Of a variance, in units of what it is the difference of: below, numbers are constant.
-CONSTANT = 1e-12
 
 
 def pearson(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
@@ -41,21 +40,16 @@ def spearman_over_sources(measures: Numbers, gains: Numbers, masks: Mask) -> Num
     return _mean_of_known(correlation(ranks(x, by_target), ranks(y, by_target), by_target))
 
 
-def regret(nearer: int) -> Statistic:
+def regret(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
     """The mean over targets of the gain of the best source less that of the chosen one.
 
-    Chosen is the source of which the measure, with the sign `nearer`, is largest. Targets with
-    fewer than two sources have no part.
+    Chosen is the source of which the measure is largest; of several, one at random, and the number
+    is the expected one. Targets with fewer than two sources have no part.
     """
-
-    def of(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-        scores = np.where(masks, nearer * np.broadcast_to(measures, masks.shape), -np.inf)
-        chosen = scores.argmax(1)[:, None, :]
-        known = np.where(masks, gains, -np.inf)
-        taken = np.take_along_axis(known, chosen, 1)[:, 0]
-        return _mean_regret(known, taken, masks)
-
-    return of
+    scores = np.where(masks, measures, -np.inf)
+    chosen = masks & (scores == scores.max(1, keepdims=True))
+    taken = np.where(chosen, gains, 0.0).sum(1) / np.maximum(chosen.sum(1), 1)
+    return _mean_regret(np.where(masks, gains, -np.inf), taken, masks)
 
 
 def random_regret(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
@@ -84,11 +78,11 @@ def ranks(numbers: Numbers, mask: Mask) -> Numbers:
 
 
 def _centred(side: Numbers, mask: Mask, count: Numbers) -> Numbers:
-    """Less their mean, and 0 outside of the mask; exactly 0 where constant but for rounding."""
+    """Less their mean, and 0 outside of the mask; exactly 0 where all are equal."""
     known = np.where(mask, side, 0.0)
     centred = np.where(mask, side - known.sum(-1, keepdims=True) / count, 0.0)
     scale = np.abs(known).max(-1, keepdims=True, initial=0.0)
-    varies = np.abs(centred).max(-1, keepdims=True, initial=0.0) > CONSTANT * scale
+    varies = np.abs(centred).max(-1, keepdims=True, initial=0.0) > ROUNDING * scale
     return np.where(varies, centred, 0.0)
 
 

@@ -28,7 +28,8 @@ def gains(transferred: Numbers, alone: Numbers, seeds: Sequence[int] | None = No
     if not alone.shape[-1]:
         return np.full(transferred.shape[:2], np.nan)
     chosen = slice(None) if seeds is None else list(seeds)
-    e0, e1 = alone[:, chosen].mean(-1), transferred[:, :, chosen].mean(-1)
+    # Sums are exact, and so equal ratios of them are equal numbers; ratios of means need not be.
+    e0, e1 = alone[:, chosen].sum(-1), transferred[:, :, chosen].sum(-1)
     # Of all repetitions, so that halves of them have the pairs that the whole has.
     enough = alone.mean(-1) >= FEWEST_ERRORS
     base = np.where(enough & (e0 > 0), e0, np.nan)

@@ -1,0 +1,124 @@
+"""Paths that users give: none is empty, `~` is the home folder, also in arguments of commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import otdd_flash as otdd
+from otdd_flash.checks import path
+from otdd_flash.commands.choices import refused_choice, twice_given, with_folders
+from otdd_flash.data.writing import write_npz
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.report.distance.writing import write_report
+from otdd_flash.report.study.writing import write_study_report
+
+X = np.arange(12.0).reshape(6, 2)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def samples(name: str = "") -> otdd.LabeledSamples:
+    return otdd.LabeledSamples.of((X + len(name), np.arange(6) % 2))
+
+
+def distance(**more: Any) -> otdd.DistanceResult:
+    return otdd.dataset_distance(samples(), samples("other"), epsilon=1.0, **more)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("~/x", "{home}/x"), ("~", "{home}"), ("a/~/x", "a/~/x"), ("./~x", "./~x"), (" x", " x")],
+)
+def test_a_path_is_the_one_that_a_shell_would_take(home: Path, given: str, expected: str) -> None:
+    expected = expected.format(home=home)
+    assert path("cache_dir", given) == expected
+    if not given.startswith("./"):
+        assert path("cache_dir", Path(given)) == Path(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ("", "cache_dir must name a file or folder, got ''; or leave it out"),
+        ("  ", "must name a file"),
+        ("a\0b", "must name a file"),
+        ("~nobody-of-this-name/x", r"no user 'nobody-of-this-name'; write /.*/work/~nobody"),
+        (3, "must be a path"),
+    ],
+)
+def test_no_path_is_refused_by_its_name(given: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        path("cache_dir", given)
+
+
+def calls(folder: Any) -> dict[str, Any]:
+    """Calls that write below a folder, or read from it."""
+    result = distance()
+    study = otdd.Study({"a": samples(), "b": samples("b")}, ["frechet"], transfer=None)
+    pairs = otdd.pairwise_distances([samples(), samples("b")], epsilon=1.0)
+    return {
+        "cache_dir": lambda: distance(labels="exact", cache_dir=folder),
+        "save": lambda: result.save(folder),
+        "pairwise": lambda: pairs.save(folder),
+        "table": lambda: result.class_distances.save(f"{folder}/W.npz" if folder else folder),
+        "report": lambda: write_report(result, folder, content="table"),
+        "study": lambda: study.run(folder),
+        "study report": lambda: write_study_report(study.run("there", resume=True), folder),
+        "write_npz": lambda: write_npz(samples(), f"{folder}/x.npz" if folder else folder),
+    }
+
+
+@pytest.mark.parametrize("name", list(calls("x")))
+def test_folders_of_library_calls(home: Path, name: str) -> None:
+    calls("~/below")[name]()
+    assert any((home / "below").iterdir())
+    with pytest.raises(InputError, match="must name a file or folder"):
+        calls("")[name]()
+    assert [entry.name for entry in Path().iterdir() if entry.name != "there"] == []
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "++hydra.sweep.subdir"])
+def test_folders_of_runs_before_hydra_reads_them(home: Path, key: str) -> None:
+    for given in ("~/x", "'~/x'", '"~/x"'):
+        assert with_folders(["epsilon=1", f"{key}={given}"]) == ["epsilon=1", f"{key}='{home}/x'"]
+    kept = [f"{key}=plain", f"{key}='it is'", "source.path=~/x", "-m"]
+    assert with_folders(kept) == kept
+    for empty in ("", "''", '""', " "):
+        with pytest.raises(InputError, match=r"hydra\.\w+\.\w+ must name a file or folder"):
+            with_folders([f"{key}={empty}"])
+
+
+@pytest.mark.parametrize(
+    "group", ["source", "target", "tasks", "extractor", "labels", "solver", "report"]
+)
+def test_a_group_takes_one_choice(group: str) -> None:
+    for given in ("[exact,means]", "[exact]", "'[exact, means]'", "means,[exact,none]", "{a:1}"):
+        for prefix in ("", "+", "++"):
+            found = refused_choice(["epsilon=1", f"{prefix}{group}={given}"])
+            assert found is not None
+            assert found.startswith(f"{group} takes one choice, got {given}; write {group}=CHOICE")
+    assert refused_choice([f"{group}.key=[1,2]", "study.tasks=[{name: mnist}]"]) is None
+
+
+def test_a_key_that_is_given_twice_is_said() -> None:
+    assert twice_given(["labels=exact", "epsilon=1", "labels=means"]) == [
+        "labels is given 2 times: labels=means, the last one, is taken"
+    ]
+    assert twice_given(["-m", "epsilon=1,2", "~x", "seed=1"]) == []
+
+
+def test_labels_that_clusters_replace_are_said() -> None:
+    from otdd_flash.data.pseudo_labels import with_pseudo_labels
+
+    with pytest.warns(DataNotice, match="its labels are replaced by those of 2 clusters"):
+        with_pseudo_labels(samples(), 2)
