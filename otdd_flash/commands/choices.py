@@ -1,4 +1,4 @@
-"""Groups of the configuration, whose value is the name of a choice and nothing else."""
+"""Arguments that Hydra would take and the commands cannot: no choice of a group, deletions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from importlib import resources
 GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report")
 
 # What Hydra reads as something else than a name, and ends on with a traceback.
-NO_NAME = re.compile(r"(null|true|false|nan|inf|[-+]?[\d.].*|'.*'|\".*\"|)", re.IGNORECASE)
+NO_NAME = re.compile(
+    r"(null|true|false|nan|inf|[-+]?[\d.].*|'.*'|\".*\"|[\[{$].*|)", re.IGNORECASE | re.DOTALL
+)
 
 
-def refused_choice(arguments: Iterable[str]) -> str | None:
-    """Why an argument such as source=null or source=3 is none, or None where all are."""
+def refused_argument(arguments: Iterable[str]) -> str | None:
+    """Why an argument such as source=null, source=[3] or ~epsilon is none; None where all are."""
     for argument in arguments:
         group, equals, value = argument.partition("=")
+        if argument.startswith("~"):
+            return f"no setting can be deleted; leave {argument} out, or give KEY=VALUE"
         if not equals or group not in GROUPS:
             continue
         if any(NO_NAME.fullmatch(choice.strip()) for choice in value.split(",")):

@@ -10,6 +10,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from otdd_flash.commands.messages import messages, say
+from otdd_flash.commands.streams import dispensable
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -29,7 +30,8 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self._started = self._last_line = time.perf_counter()
         self._bars = Progress(
-            SpinnerColumn(),
+            # Of characters that every encoding has where not all are to be had.
+            SpinnerColumn("line" if messages.options.ascii_only else "dots"),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[note]}"),
@@ -106,7 +108,8 @@ class Phases:
         now = time.perf_counter()
         if not messages.is_terminal and now - self._last_line >= SECONDS_APART:
             self._last_line = now
-            say("progress", f"{now - self._started:.0f} s, {self._line()}", "dim")
+            with dispensable():
+                say("progress", f"{now - self._started:.0f} s, {self._line()}", "dim")
 
     def _line(self) -> str:
         """What all parts of the work are doing."""
