@@ -38,7 +38,7 @@ class Phases:
             TimeElapsedColumn(),
             console=messages,
             transient=True,
-            disable=not messages.is_terminal,
+            disable=not messages.is_interactive,
         )
 
     def __enter__(self) -> Phases:
@@ -106,7 +106,7 @@ class Phases:
     def _update(self, task: TaskID, **fields: Any) -> None:
         self._bars.update(task, **fields)
         now = time.perf_counter()
-        if not messages.is_terminal and now - self._last_line >= SECONDS_APART:
+        if not messages.is_interactive and now - self._last_line >= SECONDS_APART:
             self._last_line = now
             with dispensable():
                 say("progress", f"{now - self._started:.0f} s, {self._line()}", "dim")

@@ -39,7 +39,7 @@ def guarded_streams() -> Iterator[None]:
     _settle_width()
     before = sys.stdin, sys.stdout, sys.stderr
     if sys.stdin is None:
-        sys.stdin = open(0, encoding="utf-8", closefd=False)
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     # A closed standard error has nobody to miss anything.
     missing = OSError(errno.EBADF, os.strerror(errno.EBADF)) if "stdout" in closed else None
     try:
@@ -112,8 +112,8 @@ class Guarded(io.TextIOBase):
             os.dup2(nowhere, self._stream.fileno())
         except (OSError, ValueError):
             # It has no number, or has been closed.
-            self._stream = open(os.devnull, "w", encoding="utf-8")
-        finally:
+            self._stream = os.fdopen(nowhere, "w", encoding="utf-8")
+        else:
             os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
@@ -168,7 +168,7 @@ def _guarded(name: str, failure: Exception | None) -> Iterator[None]:
     stream: Any = getattr(sys, name)
     number = 1 if name == "stdout" else 2
     if stream is None:
-        stream = open(number, "w", encoding="utf-8", closefd=False)
+        stream = os.fdopen(number, "w", encoding="utf-8", closefd=False)
     handler = getattr(stream, "errors", None)
     with suppress(AttributeError, OSError, ValueError):
         stream.reconfigure(errors=SUBSTITUTE)
