@@ -207,6 +207,23 @@ def test_a_run_folder_that_becomes_a_file_is_code_2_beside_the_printed_number(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "banana"])
+def test_pictures_are_drawn_whatever_backend_the_environment_names(folder, backend):
+    """As a notebook hands its own to what it starts; and where the user's style needs LaTeX."""
+    (folder / "matplotlibrc").write_text("text.usetex: True")
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "otdd_flash.distance", "source=blobs", "target=blobs"),
+            *("target.split=test", "extractor=identity", "max_samples=40", "hydra.run.dir=run"),
+        ],
+        check=False,
+        env={**os.environ, "MPLBACKEND": backend},
+    )
+    assert ended.returncode == 0
+    assert _files("run") == REPORT
+
+
+@pytest.mark.slow
 def test_a_number_whose_reader_has_gone_is_written_all_the_same(command, monkeypatch):
     """As `| head -1` goes: the first line that is printed finds nobody."""
     reader, writer = os.pipe()
