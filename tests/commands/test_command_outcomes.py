@@ -168,9 +168,15 @@ def test_a_picture_that_cannot_be_drawn_is_a_notice_of_its_own(command, monkeypa
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (OSError(errno.EMFILE, "Too many open files", "a.npz"), "Too many open files at a.npz; all"),
+        (
+            OSError(errno.EMFILE, "Too many open files", "a.npz"),
+            "Too many open files at a.npz; all",
+        ),
         (ImportError("libx.so: Too many open files"), "libx.so: Too many open files; allow"),
-        (MemoryError("Unable to allocate 8 GiB"), "memory is short (Unable to allocate 8 GiB); end"),
+        (
+            MemoryError("Unable to allocate 8 GiB"),
+            "memory is short (Unable to allocate 8 GiB); end",
+        ),
         (OSError(errno.EROFS, "Read-only file system"), "Read-only file system; choose another"),
     ],
 )
