@@ -103,7 +103,7 @@ def _exit_code(main: Callable[[], None]) -> int:
 def _errors_handed_on() -> Iterator[None]:
     """Make Hydra raise what it would print, with advice that does not hold here."""
 
-    def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    def refuse(self: argparse.ArgumentParser, message: str) -> NoReturn:
         raise InputError(f"{message}; --help and --hydra-help say which flags there are")
 
     before, error = os.environ.get(FULL_ERROR), argparse.ArgumentParser.error
