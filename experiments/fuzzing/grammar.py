@@ -59,9 +59,9 @@ FOREIGN = (
     "nosuch=1", "+foo=1", "labels.=3", "=", "=1", "source.name", "~epsilon", "~source.name",
     "~solver", "solver=[1]", "solver={a:1}", "solver=${foo}", "labels=[exact,means]",
     "solver@x=converged", "hydra=null", "hydra=3", "hydra.run=3", "hydra.run=[1]",
-    "hydra.job_logging=3", "hydra.hydra_logging={version:7}", "hydra/launcher=[1]", "hydra.verbose=abc", "epsilon = 0.2",
-    " epsilon=0.2", "+epsilon=1", "++epsilon=1", "a b=1", "é=1", "", "-x", "--nosuch",
-    "--cfg=nosuch", "--resolve", "--cfg=job", "--help",
+    "hydra.job_logging=3", "hydra.hydra_logging={version:7}", "hydra/launcher=[1]",
+    "hydra.verbose=abc", "epsilon = 0.2", " epsilon=0.2", "+epsilon=1", "++epsilon=1",
+    "a b=1", "é=1", "", "-x", "--nosuch", "--cfg=nosuch", "--resolve", "--cfg=job", "--help",
 )  # fmt: skip
 # What a command's streams and their environment may be: a shell's redirections and variables.
 REDIRECTIONS = (
