@@ -37,11 +37,15 @@ def commands(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
 
 
 def processes(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
-    """Commands in processes of their own."""
+    """Commands in processes of their own, whose streams may fail or lack characters."""
     for index in range(count):
-        name, arguments = Grammar(np.random.default_rng([seed, 1, index])).draw()
+        grammar = Grammar(np.random.default_rng([seed, 1, index]))
+        name, arguments = grammar.draw()
+        redirection, variables = grammar.streams()
         arguments = [*arguments, f"hydra.run.dir=process-{index}"]
-        yield judged("process", name, arguments, run_apart(name, arguments, folder))
+        ended = run_apart(name, arguments, folder, redirection, variables)
+        shown = " ".join([redirection, *(f"{key}={value}" for key, value in variables.items())])
+        yield judged("process", name, arguments, ended, shown)
 
 
 def calls(seed: int, count: int) -> Iterator[Attempt]:

@@ -42,6 +42,12 @@ def test_what_fails(ended: Ended, failed: bool) -> None:
     assert (attempt.failure is not None) is failed
 
 
+def test_bad_input_has_a_sentence_unless_its_stream_is_lost() -> None:
+    ended = Ended(2, "", "", None)
+    assert judged("process", "distance", ["epsilon=x"], ended, ">/dev/full").failure is not None
+    assert judged("process", "distance", ["epsilon=x"], ended, "2>&-").failure is None
+
+
 def test_the_value_of_geomloss_may_lie_outside_of_bounds_of_the_converged_distance() -> None:
     ended = Ended(0, "", "", {**DONE, "value": 0.5})
     assert judged("command", "flow", ["solver=geomloss"], ended).failure is None

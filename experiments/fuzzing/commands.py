@@ -7,10 +7,11 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -58,33 +59,55 @@ def run_here(name: str, arguments: Sequence[str], folder: Path) -> Ended:
     return Ended(code, out.getvalue(), err.getvalue(), _result(arguments, folder))
 
 
-def run_apart(name: str, arguments: Sequence[str], folder: Path) -> Ended:
-    """Run a command as a user does."""
-    command = [sys.executable, "-m", f"otdd_flash.{name}", *arguments]
+def run_apart(
+    name: str,
+    arguments: Sequence[str],
+    folder: Path,
+    redirection: str = "",
+    variables: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run a command as a user does, in a shell that redirects its streams."""
+    command = shlex.join([sys.executable, "-m", f"otdd_flash.{name}", *arguments])
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **(variables or {})}
+    shell = ["bash", "-c", f"{command} {redirection}; exit ${{PIPESTATUS[0]}}"]
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
+            shell,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
         return Ended(-1, "", "Traceback: Hung", None)
     return Ended(done.returncode, done.stdout, done.stderr, _result(arguments, folder))
 
 
-def judged(kind: str, name: str, arguments: Sequence[str], ended: Ended) -> Attempt:
-    """A traceback, an unknown exit code and a success without its numbers are failures."""
+def judged(
+    kind: str, name: str, arguments: Sequence[str], ended: Ended, streams: str = ""
+) -> Attempt:
+    """A traceback, an unknown exit code and a success without its numbers are failures.
+
+    So is bad input without a sentence, unless `streams`, as a shell redirects them, lose it.
+    """
     failure = None
     if ended.code not in EXIT_CODES:
         failure = f"exit code {ended.code}: {ended.err[-400:]}"
     elif "Traceback" in ended.err:
         failure = f"a traceback: {ended.err[-400:]}"
-    elif ended.code == 2 and not ended.err.strip().splitlines()[-1].startswith("error: "):
+    elif ended.code == 2 and "2>" not in streams and not _last_line(ended).startswith("error: "):
         failure = f"no sentence: {ended.err[-400:]}"
     elif ended.code in (0, 3, 4) and not _is_help(arguments):
         failure = _without_numbers(ended, arguments)
-    shown = " ".join((name, *arguments))
+    shown = " ".join((name, *arguments, streams)).strip()
     return Attempt(kind, shown, f"exit {ended.code}", failure)
+
+
+def _last_line(ended: Ended) -> str:
+    return (ended.err.strip().splitlines() or [""])[-1]
 
 
 def _without_numbers(ended: Ended, arguments: Sequence[str]) -> str | None:

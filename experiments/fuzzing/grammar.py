@@ -47,6 +47,40 @@ VALUES = (
     "means", "sgd", "adam", "joint", "attached", "augmented", "pixels", "double", "high", "none",
     "kmeans", "all", "train", "test", "file.npz", "/nosuch", "é", "[[1]]", "'1'", "99999999999999",
 )  # fmt: skip
+# References, of which most lead nowhere, and what Hydra's grammar does not read.
+REFERENCES = (
+    "${oc.env:NO_SUCH}", "${oc.env:HOME}", "${foo}", "${epsilon}", "${seed}", "${.foo}", "${",
+    "${oc.decode:'['}", "${oc.select:x}", "${now:}", "${source}", "${hydra:nope}", "${nosuch:1}",
+    "${}", "${a b}", "[1", "1]", "'1", '"', "(1)", " 1", "1 ", "=1", "a=b", "1,", "1\n", "~/a",
+    "it's", "\\", "int(x)", "choice(1,2)", "1,2", "???",
+)  # fmt: skip
+# Arguments of Hydra's own, and of other forms than KEY=VALUE.
+FOREIGN = (
+    "nosuch=1", "+foo=1", "labels.=3", "=", "=1", "source.name", "~epsilon", "~source.name",
+    "~solver", "solver=[1]", "solver={a:1}", "solver=${foo}", "labels=[exact,means]",
+    "solver@x=converged", "hydra=null", "hydra=3", "hydra.run=3", "hydra.run=[1]",
+    "hydra.job_logging=3", "hydra.hydra_logging={version:7}", "hydra/launcher=[1]",
+    "hydra.verbose=abc", "epsilon = 0.2", " epsilon=0.2", "+epsilon=1", "++epsilon=1",
+    "a b=1", "é=1", "", "-x", "--nosuch", "--cfg=nosuch", "--resolve", "--cfg=job", "--help",
+)  # fmt: skip
+# What a command's streams and their environment may be: a shell's redirections and variables.
+REDIRECTIONS = (
+    "", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1", ">&-", "2>&-", "<&-", ">&- 2>&-",
+    "<&- >&- 2>&-", "| true", "| head -c 1", "2> >(true)",
+)  # fmt: skip
+VARIABLES = {
+    "PYTHONIOENCODING": ("cp1252", "ascii", "latin-1", "cp437", "utf-16", "shift_jis"),
+    "LC_ALL": ("C", "POSIX"),
+    "COLUMNS": ("0", "1", "-5", "abc", "²", "1000000000"),
+    "LINES": ("0", "²"),
+    "TERM": ("dumb", "nosuch"),
+    "NO_COLOR": ("1",),
+    "FORCE_COLOR": ("1",),
+    "MPLBACKEND": ("banana", "module://matplotlib_inline.backend_inline", "svg"),
+    "WORLD_SIZE": ("abc", "0", "2", "1"),
+    "HOME": ("/proc/nosuch",),
+    "OMP_NUM_THREADS": ("abc", "0"),
+}
 # Values that some key takes for work of minutes.
 LONG = {"1e3", "1e30", "99999999999999"}
 COUNTS = ("steps", "max_iterations", "subsample", "max_samples", "image_size", "size", "k")
@@ -76,8 +110,13 @@ class Grammar:
                 given.pop("target.split", None)
         arguments = [f"{key}={value}" for key, value in given.items()]
         if self._random.random() < 0.03:
-            arguments.append(self._pick(["nosuch=1", "+foo=1", "labels.=3", "=", "source.name"]))
+            arguments.append(self._pick(FOREIGN))
         return name, arguments
+
+    def streams(self) -> tuple[str, dict[str, str]]:
+        """A shell's redirection and variables of the environment."""
+        names = [name for name in VARIABLES if self._random.random() < 0.2]
+        return self._pick(REDIRECTIONS), {name: self._pick(VARIABLES[name]) for name in names}
 
     def _setting(self, name: str) -> tuple[str, str]:
         if self._random.random() < 0.5:
@@ -87,6 +126,8 @@ class Grammar:
             group = self._pick(list(GROUPS))
             return group, self._pick(GROUPS[group])
         key = self._pick(self._keys[name])
+        if self._random.random() < 0.2:
+            return key, self._pick(REFERENCES)
         short = key.rpartition(".")[2] in COUNTS
         values = [value for value in VALUES if not (short and value in LONG)]
         return key, self._pick(values)

@@ -202,7 +202,7 @@ def _write(
     phases: Phases,
     directory: Path,
 ) -> Report:
-    """Print the table, write result.json, and only then data and pictures."""
+    """Write result.json, print the table, and only then write data and pictures."""
     seconds = {
         "load": phases.seconds["load"],
         "extract": phases.seconds["extract"],
@@ -210,12 +210,15 @@ def _write(
     }
     more = {"seconds": seconds, "seed": settings.seed, "choices": sides.choices, "config": kept}
     summary, console, content = result.summary(**more), Terminal(), settings.report.content
-    if content == "none":
-        console.print(interval(summary["value"], *summary["bounds"]))
-    else:
-        console.print(flow_table(summary))
-    remove_result(directory)
-    write_json(directory / SUMMARY_FILE, summary)
+    try:
+        remove_result(directory)
+        write_json(directory / SUMMARY_FILE, summary)
+    finally:
+        # Also where the file cannot be written: the number is there all the same.
+        if content == "none":
+            console.print(interval(summary["value"], *summary["bounds"]))
+        else:
+            console.print(flow_table(summary))
     report = Report()
     if settings.save_result:
         report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})

@@ -1,4 +1,4 @@
-"""Arguments before Hydra reads them: groups, whose value is one name, and folders of runs."""
+"""Arguments before Hydra reads them: choices of groups, deletions, and folders of runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ RERUN = "--experimental-rerun"
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 
 # What Hydra reads as something else than a name, and ends on with a traceback.
-NO_NAME = re.compile(r"(null|true|false|nan|inf|[-+]?[\d.].*|'.*'|\".*\"|)", re.IGNORECASE)
+NO_NAME = re.compile(
+    r"(null|true|false|nan|inf|[-+]?[\d.].*|'.*'|\".*\"|[\[{$].*|)", re.IGNORECASE | re.DOTALL
+)
 
 
-def refused_choice(arguments: Iterable[str]) -> str | None:
-    """Why an argument such as source=null or source=3 is none, or None where all are."""
+def refused_argument(arguments: Iterable[str]) -> str | None:
+    """Why an argument such as source=null, source=[3] or ~epsilon is none; None where all are."""
     for argument in arguments:
         if len(argument) > 2 and RERUN.startswith(argument.partition("=")[0]):
             return (
@@ -28,6 +30,8 @@ def refused_choice(arguments: Iterable[str]) -> str | None:
                 "run's .hydra/overrides.yaml again"
             )
         group, equals, value = argument.partition("=")
+        if argument.startswith("~"):
+            return f"no setting can be deleted; leave {argument} out, or give KEY=VALUE"
         group = group.lstrip("+").strip()
         if not equals or group not in GROUPS:
             continue

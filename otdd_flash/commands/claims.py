@@ -43,17 +43,18 @@ def claim(
     Raises:
         InputError: another process holds it, it holds a result, or it cannot be written.
     """
-    if (place := folder.resolve()) in _held:
-        return
     try:
+        if (place := folder.resolve()) in _held:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(PROBE_BYTES))
         descriptor = lock(folder / LOCK_FILE)
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        # The last two are of names that no folder can have, and of links that lead to themselves.
         raise InputError(
-            f"cannot write to {key}={folder} ({error.strerror or error}); free space there or "
-            f"choose another folder with {key}=DIR"
+            f"cannot write to {key}={folder} ({getattr(error, 'strerror', None) or error}); "
+            f"free space there or choose another folder with {key}=DIR"
         ) from error
     if descriptor is None:
         raise InputError(

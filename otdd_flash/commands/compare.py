@@ -165,7 +165,7 @@ def _write(
     directory: Path,
     image_shape: tuple[int, int, int] | None,
 ) -> Report:
-    """Print the tables, write result.json, and only then what can be drawn again."""
+    """Write result.json, print the tables, and only then write what can be drawn again."""
     more = {**more, "seed": settings.seed, "config": kept}
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
@@ -174,14 +174,17 @@ def _write(
         more["contributions_through_classes"] = contributions.through_classes
     summary, console = result.summary(**more), Terminal()
     content = settings.report.content
-    if content == "none":
-        console.print(interval(result.value, *result.bounds))
-    else:
-        console.print(summary_table(summary))
-        if result.method != "none":
-            console.print(nearest_table(result.class_distances.nearest()))
-    remove_result(directory)
-    write_json(directory / SUMMARY_FILE, summary)
+    try:
+        remove_result(directory)
+        write_json(directory / SUMMARY_FILE, summary)
+    finally:
+        # Also where the file cannot be written: the number is there all the same.
+        if content == "none":
+            console.print(interval(result.value, *result.bounds))
+        else:
+            console.print(summary_table(summary))
+            if result.method != "none":
+                console.print(nearest_table(result.class_distances.nearest()))
     report = Report()
     if settings.save_result:
         report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})

@@ -3,36 +3,178 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import Container, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    GrammarParseError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
 from otdd_flash import conf
+from otdd_flash.commands import exit_codes
+from otdd_flash.errors import InputError
 
 # Advice of Hydra's to write +KEY=VALUE: keys are fixed here, and an added one is refused.
 ADVICE = "To append"
 TWICE = re.compile(r"Multiple values for (\S+)\.")
+SEVERAL = re.compile(r"Ambiguous value for argument '(.*)'")
+ADDED = re.compile(r"Could not append to config\. An item is already at '(\S+)'")
+# Hydra merges settings one by one, and says only at which it ended.
+MERGED = "Error merging override "
+KEY = re.compile(r"[+]{0,2}[a-zA-Z_][\w@/:-]*(\.[\w@/:-]+)*", re.ASCII)
+EVALUATED = re.compile(r"\w+ while evaluating .*")
+RESOLVING = re.compile(r"\w+ raised while resolving interpolation: ")
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+NO_KEY = re.compile(r"Interpolation key '(.*)' not found")
+# Characters that are shown of an argument, and of what Hydra says of it.
+LONGEST = 200
+# Whose frames say where an error comes from.
+OURS, HYDRAS = "otdd_flash", ("hydra", "omegaconf")
 
 
-def sentence(error: Exception) -> str:
-    """What is wrong, in one line."""
+def sentence(error: Exception, arguments: Sequence[str]) -> str | None:
+    """What is wrong, in one line; None for an error that arguments and files have no part in."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
-        return unknown_key(cause.full_key, _root(cause))
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
-        group, _, choice = error.missing_cfg_file.rpartition("/")
-        options = ", ".join(error.options)
-        close = _listed(get_close_matches(choice, error.options))
-        return f"{group} has no choice {choice!r}{close}; choose one of: {options}"
+    if (limit := exit_codes.limit_of_the_system(error)) is not None:
+        return limit
+    match error:
+        case InputError():
+            return str(error)
+        case OverrideParseException():
+            return _unreadable(error.override, error.message)
+        case MissingConfigException() if error.missing_cfg_file and error.options:
+            group, _, choice = error.missing_cfg_file.rpartition("/")
+            options = ", ".join(error.options)
+            close = _listed(get_close_matches(choice, error.options))
+            return f"{group} has no choice {choice!r}{close}; choose one of: {options}"
+        case OSError() if not isinstance(error, HydraException):
+            where = f" {error.filename}" if error.filename else ""
+            return f"cannot use{where or ' a file'}: {error.strerror or error}"
+    match cause:
+        case ConfigAttributeError() | ConfigKeyError() if cause.full_key:
+            return unknown_key(cause.full_key, _root(cause))
+        case InterpolationResolutionError():
+            return unresolved(cause, _root(cause))
+        case GrammarParseError():
+            wrong = next((one for one in arguments if "${" in one), "an argument")
+            return (
+                f"cannot read the interpolation in {wrong}; ${{KEY}} is the value of another "
+                "setting, ${oc.env:NAME} of an environment variable"
+            )
+        case OmegaConfBaseException() if str(error).startswith(MERGED):
+            setting = str(error).removeprefix(MERGED)
+            return f"{setting} cannot be set: {str(cause).splitlines()[0]}; leave it out"
+    if several := SEVERAL.match(str(error)):
+        key, _, values = several[1].partition("=")
+        return (
+            f"{several[1]} has several values, of which -m runs every combination; write a number "
+            f"with a point, a list as {key}=[{values}], a text as {key}='{values}' in quotes of "
+            "the shell"
+        )
     if twice := TWICE.match(str(error)):
         return f"{twice[1]} has a choice already; write {twice[1]}=CHOICE, without the +"
-    lines = [line.strip() for line in str(error).splitlines()]
-    return "; ".join(line for line in lines if line and not line.startswith(ADVICE))
+    if added := ADDED.match(str(error)):
+        return f"{added[1]} is a setting already; write {added[1]}=VALUE, without the +"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        lines = [line.strip() for line in str(error).splitlines()]
+        return "; ".join(line for line in lines if line and not line.startswith(ADVICE))
+    return _ended_hydra(error, arguments)
+
+
+def unresolved(error: InterpolationResolutionError, config: Any) -> str:
+    """Which setting refers to something that is not there, and how.
+
+    Args:
+        error: of the reference.
+        config: a configuration that holds it.
+    """
+    key, written = given_at(config, error.full_key or "")
+    reason = str(error.msg or error).splitlines()[0]
+    reason = RESOLVING.sub("", reason).strip('"')
+    reason = NO_KEY.sub(r"there is no setting \1", reason)
+    if "Recursive interpolation" in reason:
+        reason = "it refers to itself"
+    return f"{key}={written} has no value: {reason}; write {key}=VALUE, or set what it refers to"
+
+
+def given_at(config: Any, key: str) -> tuple[str, Any]:
+    """The key that a dotted key follows by references, and what was given there."""
+    plain = None if config is None else OmegaConf.to_container(config, resolve=False)
+    followed, written = [key], _entry(plain, key)
+    while reference := REFERENCE.fullmatch(str(written)):
+        further = _entry(plain, reference[1])
+        if reference[1] in followed or "${" not in str(further):
+            break
+        followed.append(reference[1])
+        written = further
+    return followed[-1], written
+
+
+def _entry(plain: Any, key: str) -> Any:
+    """The entry of nested dictionaries and lists under a dotted key; None if there is none."""
+    for part in re.findall(r"[^.\[\]]+", key):
+        try:
+            plain = plain[int(part) if isinstance(plain, list) else part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return None
+    return plain
+
+
+def check_references(config: Any) -> None:
+    """Raise an `InputError` for a setting whose reference to another or to the system fails."""
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except InterpolationResolutionError as error:
+        raise InputError(unresolved(error, config)) from error
+    except GrammarParseError as error:
+        raise InputError(str(sentence(error, ()))) from error
+
+
+def _unreadable(argument: str, message: str) -> str:
+    """Why Hydra cannot parse an argument, and what is meant."""
+    key, equals, value = argument.partition("=")
+    shown = repr(argument if len(argument) <= LONGEST else f"{argument[:LONGEST]}...")
+    if not equals:
+        return f"{shown} sets nothing; write KEY=VALUE"
+    if not argument.isprintable():
+        return f"cannot read {shown}: it holds a line end or another control character"
+    if key != key.strip() and KEY.fullmatch(key.strip()):
+        return f"cannot read {shown}; write {key.strip()}={value.strip()}, without spaces"
+    if not KEY.fullmatch(key):
+        return f"cannot read {shown}: {key!r} is no key; --help explains all of them"
+    if evaluated := EVALUATED.search(message):
+        return f"cannot read {shown}: {evaluated[0]}"
+    # Within quotes, backslashes count as such but before a quote.
+    quoted = re.sub(r"(\\*)('|$)", lambda run: run[1] * 2 + ("\\'" if run[2] else ""), value)
+    return (
+        f"cannot read {shown}; close what is open of quotes and brackets, or where they and other "
+        f"signs belong to a text, write {key}='{quoted[:LONGEST]}', all of it within quotes of the "
+        "shell"
+    )
+
+
+def _ended_hydra(error: Exception, arguments: Sequence[str]) -> str | None:
+    """What a setting of Hydra's own has led to; None if the error was raised elsewhere."""
+    modules = (
+        str(frame.f_globals.get("__name__")).partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
+    known = [module for module in modules if module in (OURS, *HYDRAS)]
+    if not known or known[-1] == OURS:
+        return None
+    own = [one for one in arguments if one.lstrip("+").startswith(("hydra", "-", "="))]
+    why = " ".join(f"{type(error).__name__}: {error}".split())
+    shown = " ".join(own or arguments)[:LONGEST]
+    return f"Hydra ends on {shown} ({why[:LONGEST]}); leave out what is not needed of it"
 
 
 def unknown_key(key: str, config: Any) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -33,8 +32,8 @@ WITH_RESULT = (0, exit_codes.NOT_CONVERGED, exit_codes.INCOMPLETE)
 class Outcome(Callback):
     """Keeps the highest exit code of the process's jobs; writes summary.csv after a multirun.
 
-    Both are read from the jobs' directories, so that a launcher may run the jobs anywhere; the exit
-    code also from the jobs of this process, as a full disk takes no error.json.
+    Both are read from the jobs' directories, so that a launcher may run the jobs anywhere; jobs of
+    this process also leave their exit code here, as a full disk takes no error.json.
     """
 
     exit_code: ClassVar[int] = 0
@@ -54,11 +53,6 @@ class Outcome(Callback):
             )
             sys.exit(exit_codes.BAD_INPUT)
         _claim(config, "hydra.sweep.dir", OF_A_MULTIRUN)
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Take the exit code of one job."""
-        if job_return.status == JobStatus.COMPLETED:
-            Outcome.exit_code = max(Outcome.exit_code, int(job_return.return_value))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Gather all jobs into summary.csv and take the highest exit code."""
@@ -85,13 +79,18 @@ class Outcome(Callback):
 
 def may_replace(config: DictConfig) -> bool:
     """Whether a result in the output directory may be replaced: asked for, or gone on from."""
-    return any(OmegaConf.select(config, key) is True for key in ("overwrite", "flow.resume"))
+    return any(_is_true(config, key) for key in ("overwrite", "flow.resume"))
 
 
 def may_share(config: DictConfig) -> bool:
     """Whether several runs may work in the output directory at once: on one study."""
-    shard = OmegaConf.select(config, "study.shard")
-    return shard is not None or OmegaConf.select(config, "study.resume") is True
+    shard = OmegaConf.select(config, "study.shard", throw_on_resolution_failure=False)
+    return shard is not None or _is_true(config, "study.resume")
+
+
+def _is_true(config: DictConfig, key: str) -> bool:
+    """Whether a key is true; one that refers to nothing is not, and its job says so."""
+    return OmegaConf.select(config, key, throw_on_resolution_failure=False) is True
 
 
 def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
@@ -99,13 +98,15 @@ def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
     if may_share(config):
         return
     try:
-        given = str(OmegaConf.select(config, key))
+        given = OmegaConf.select(config, key)
     except OmegaConfBaseException:
         # Made of values that only a running job has, which claims it then.
         return
     try:
-        folder = Path(given)
-        if path(key, given) != given:
+        if given is None:
+            raise InputError(f"{key} must be given: {key}=DIR")
+        folder = Path(str(given))
+        if path(key, str(given)) != str(given):
             raise InputError(f"{key}={given}: ~ is expanded in arguments only; give the whole path")
         claim(folder, key, replace=may_replace(config), worth_keeping=worth_keeping)
     except InputError as error:

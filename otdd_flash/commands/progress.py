@@ -10,6 +10,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from otdd_flash.commands.messages import messages, say
+from otdd_flash.commands.streams import dispensable
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.shown import display
 from otdd_flash.solver.schedules.base import Schedule
@@ -30,14 +31,15 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self._started = self._last_line = time.perf_counter()
         self._bars = Progress(
-            SpinnerColumn(),
+            # Of characters that every encoding has where not all are to be had.
+            SpinnerColumn("line" if messages.options.ascii_only else "dots"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[note]}", markup=False),
             TimeElapsedColumn(),
             console=messages,
             transient=True,
-            disable=not messages.is_terminal,
+            disable=not messages.is_interactive,
         )
 
     def __enter__(self) -> Phases:
@@ -105,9 +107,10 @@ class Phases:
     def _update(self, task: TaskID, **fields: Any) -> None:
         self._bars.update(task, **fields)
         now = time.perf_counter()
-        if not messages.is_terminal and now - self._last_line >= SECONDS_APART:
+        if not messages.is_interactive and now - self._last_line >= SECONDS_APART:
             self._last_line = now
-            say("progress", f"{now - self._started:.0f} s, {self._line()}", "dim")
+            with dispensable():
+                say("progress", f"{now - self._started:.0f} s, {self._line()}", "dim")
 
     def _line(self) -> str:
         """What all parts of the work are doing."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from otdd_flash.commands import exit_codes
+from otdd_flash.errors import InputError
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -45,8 +46,46 @@ def leading() -> Ranks | None:
 
 
 def launched() -> bool:
-    """Whether torchrun, or what is like it, has started several processes."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    """Whether torchrun, or what is like it, has started several processes.
+
+    Raises:
+        InputError: a variable that it sets for them has no meaning.
+    """
+    size = _number("WORLD_SIZE", 1, None, 1)
+    if size == 1:
+        return False
+    _number("RANK", 0, size - 1)
+    _number("LOCAL_WORLD_SIZE", 1, size, size)
+    _number("LOCAL_RANK", 0, size - 1, 0)
+    _number("MASTER_PORT", 0, 65535)
+    _number("TORCHELASTIC_RESTART_COUNT", 0, None, 0)
+    if not os.environ.get("MASTER_ADDR"):
+        raise _misread("MASTER_ADDR", "the name or address of the machine of rank 0")
+    return True
+
+
+def _number(name: str, least: int, most: int | None, default: int | None = None) -> int:
+    """A variable of torchrun's as an integer in its range; without a default it must be there."""
+    text = os.environ.get(name, "")
+    if not text and default is not None:
+        return default
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least or (most is not None and number > most):
+        ends = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise _misread(name, f"an integer {ends}")
+    return number
+
+
+def _misread(name: str, wanted: str) -> InputError:
+    given = os.environ.get(name)
+    got = "it is not set" if given is None else f"got {given!r}"
+    return InputError(
+        f"the environment variable {name} must be {wanted}, {got}; start several processes with "
+        "torchrun, which sets it, or unset WORLD_SIZE for one"
+    )
 
 
 @contextmanager
@@ -59,6 +98,11 @@ def together() -> Iterator[None]:
         if not first:
             sys.exit(_follow())
         ranks, code = _joined(), exit_codes.DEFECT
+    except InputError as error:
+        from otdd_flash.commands.messages import say_error
+
+        say_error(error)
+        sys.exit(exit_codes.BAD_INPUT)
     except KeyboardInterrupt:
         if first:
             print("interrupted before anything was done", file=sys.stderr)
@@ -157,7 +201,6 @@ def _dismiss(ranks: Ranks, code: int) -> None:
 def _follow() -> int:
     """Serve until rank 0 is done; return its exit code, or one of this process."""
     from otdd_flash.commands.messages import messages, say_error
-    from otdd_flash.errors import InputError
 
     rank = os.environ["RANK"]
     try:
@@ -217,14 +260,13 @@ def _joined() -> Ranks:
 
     from otdd_flash.distributed.exchange import PATIENCE
     from otdd_flash.distributed.ranks import Ranks, check_versions
-    from otdd_flash.errors import InputError
 
     cards = torch.cuda.device_count()
     # As in `device=cpu`, for which there need not be a card each.
     on_cards = cards > 0 and "device=cpu" not in sys.argv
     backend = "cpu:gloo"
     if on_cards:
-        local, count = (int(os.environ[f"LOCAL_{name}"]) for name in ("RANK", "WORLD_SIZE"))
+        local, count = _number("LOCAL_RANK", 0, None), _number("LOCAL_WORLD_SIZE", 1, None)
         if count > cards:
             _refuse(
                 f"{count} processes on a machine of {cards} GPUs; start torchrun with "
@@ -242,7 +284,15 @@ def _joined() -> Ranks:
         fresh = PrefixStore(f"otdd_flash/{_restarts()}", _store())
         rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         where = {"store": fresh, "rank": rank, "world_size": size}
-    torch.distributed.init_process_group(backend, timeout=PATIENCE, **where)
+    try:
+        torch.distributed.init_process_group(backend, timeout=PATIENCE, **where)
+    except RuntimeError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise InputError(
+            f"the {os.environ['WORLD_SIZE']} processes that WORLD_SIZE counts do not meet at "
+            f"{place}, where MASTER_ADDR and MASTER_PORT say ({str(error).splitlines()[0]}); start "
+            "them with torchrun, or unset WORLD_SIZE for one process"
+        ) from error
     ranks = Ranks()
     try:
         check_versions(ranks)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from otdd_flash.arguments.comparisons import COMPARING
-from otdd_flash.commands.hydra_errors import unknown_key
+from otdd_flash.commands.hydra_errors import check_references, given_at, unknown_key
 from otdd_flash.commands.mistyped import mistyped
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.start import conceal_environment
@@ -268,10 +268,11 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     """Check a composed configuration against a dataclass and build it.
 
     Raises:
-        InputError: a value has another type than its key takes, or is missing.
+        InputError: a value has another type than its key takes, is missing, or refers to nothing.
     """
     # Once more: a launcher may run this job in a process of its own.
     conceal_environment()
+    check_references(config)
     try:
         # First as written: a bad value is reported under its own key, not one that refers to it.
         OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config))
@@ -283,8 +284,6 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     except MissingMandatoryValue as error:
         raise InputError(f"{error.full_key} must be given: {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        key = error.full_key or ""
-        given = OmegaConf.select(OmegaConf.create({"all": config}), f"all.{key}") if key else config
-        plain = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+        key, given = given_at(config, error.full_key or "")
         reason = f"{key or 'configuration'}: {str(error).splitlines()[0]}"
-        raise mistyped(schema, key, plain) or InputError(reason) from error
+        raise mistyped(schema, key, given) or InputError(reason) from error

@@ -6,15 +6,18 @@ start, also while Hydra and torch are imported.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from otdd_flash.commands import exit_codes
-from otdd_flash.commands.lasting import lasting_output
 from otdd_flash.commands.ranks import launched, together
+from otdd_flash.commands.streams import guarded_streams, unheard
+from otdd_flash.errors import InputError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,7 +26,11 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
-    """Hand the arguments of this process to Hydra, which runs `job` for every configuration."""
+    """Hand the arguments of this process to Hydra, which runs `job` for every configuration.
+
+    Raises:
+        InputError: an argument is none that Hydra could understand as it is meant.
+    """
     import hydra
     from omegaconf import OmegaConf
 
@@ -36,19 +43,13 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
 
         show_help(config_name, sys.argv[1:])
         return
-    from otdd_flash.commands.choices import refused_choice, twice_given, with_folders
-    from otdd_flash.commands.messages import say, say_error
+    from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
+    from otdd_flash.commands.messages import say
     from otdd_flash.commands.trusted import trusted_configurations
-    from otdd_flash.errors import InputError
 
-    if (refusal := refused_choice(sys.argv[1:])) is not None:
-        say_error(refusal)
-        sys.exit(exit_codes.BAD_INPUT)
-    try:
-        sys.argv[1:] = with_folders(sys.argv[1:])
-    except InputError as error:
-        say_error(error)
-        sys.exit(exit_codes.BAD_INPUT)
+    if (refusal := refused_argument(sys.argv[1:])) is not None:
+        raise InputError(refusal)
+    sys.argv[1:] = with_folders(sys.argv[1:])
     for notice in twice_given(sys.argv[1:]):
         say("notice", notice, "yellow")
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
@@ -77,22 +78,46 @@ def concealed_variable(name: str, *default: str | None) -> str | None:
 
 def run_command(main: Callable[[], None]) -> None:
     """Call an entry point and leave the process with its jobs' exit code."""
-    with lasting_output(), together() if launched() else nullcontext():
-        _run(main)
+    # What a notebook or a desktop asks for is not to be had here, nor in worker processes.
+    os.environ["MPLBACKEND"] = "agg"
+    with guarded_streams():
+        try:
+            _check_folder()
+            shared = launched()
+        except InputError as error:
+            sys.exit(_refused(error))
+        with together() if shared else nullcontext():
+            code = _exit_code(main)
+            if code == 0 and (stream := unheard()) is not None:
+                from otdd_flash.commands.messages import say_error
+
+                say_error(f"{stream} did not take all that was to be written to it")
+                code = exit_codes.INCOMPLETE
+            sys.exit(code)
 
 
-def _run(main: Callable[[], None]) -> None:
+def _check_folder() -> None:
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise InputError(
+            f"the working directory is not to be had ({error.strerror}); change to one that exists"
+        ) from error
+
+
+def _exit_code(main: Callable[[], None]) -> int:
     try:
         main()
         from otdd_flash.commands.outcome import Outcome
 
-        sys.exit(Outcome.exit_code)
+        return Outcome.exit_code
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         print("interrupted; what had been written is whole", file=sys.stderr)
-        sys.exit(exit_codes.INTERRUPTED)
+        return exit_codes.INTERRUPTED
     except Exception as error:
-        _explain(error)
-        sys.exit(exit_codes.BAD_INPUT)
+        return _refused(error)
     finally:
         from otdd_flash.commands.claims import release_all
 
@@ -102,25 +127,31 @@ def _run(main: Callable[[], None]) -> None:
 @contextmanager
 def _errors_handed_on() -> Iterator[None]:
     """Make Hydra raise what it would print, with advice that does not hold here."""
-    before = os.environ.get(FULL_ERROR)
+
+    def refuse(self: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise InputError(f"{message}; --help and --hydra-help say which flags there are")
+
+    before, error = os.environ.get(FULL_ERROR), argparse.ArgumentParser.error
     os.environ[FULL_ERROR] = "1"
+    argparse.ArgumentParser.error = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:
+        argparse.ArgumentParser.error = error  # type: ignore[method-assign]
         if before is None:
             del os.environ[FULL_ERROR]
         else:
             os.environ[FULL_ERROR] = before
 
 
-def _explain(error: Exception) -> None:
-    """Print what is wrong with the arguments in a sentence; let any other exception go on."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
+def _refused(error: Exception) -> int:
+    """Print what is wrong with the arguments in a sentence, or the traceback of a defect."""
     from otdd_flash.commands.hydra_errors import sentence
     from otdd_flash.commands.messages import say_error
 
-    if os.environ.get(FULL_ERROR) or not isinstance(error, HydraException | OmegaConfBaseException):
-        raise error
-    say_error(sentence(error))
+    said = None if os.environ.get(FULL_ERROR) else sentence(error, sys.argv[1:])
+    if said is None:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return exit_codes.DEFECT
+    say_error(said)
+    return exit_codes.BAD_INPUT

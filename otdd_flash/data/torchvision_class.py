@@ -17,6 +17,9 @@ from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request
 from otdd_flash.errors import InputError, choose
 
+# Bases of other classes: one has no items, the other none without a function that reads a file.
+ABSTRACT = ("VisionDataset", "DatasetFolder")
+
 
 def read_torchvision(
     request: Request, *, dataset: str | None = None, arguments: Mapping[str, Any] | None = None
@@ -57,7 +60,8 @@ def read_class(
     """
     from torchvision import datasets
 
-    known = tuple(name for name in datasets.__all__ if inspect.isclass(getattr(datasets, name)))
+    classes = (name for name in datasets.__all__ if inspect.isclass(getattr(datasets, name)))
+    known = tuple(name for name in classes if name not in ABSTRACT)
     kind = getattr(datasets, choose("torchvision dataset", class_name, known))
     fixed = dict(arguments or {})
     accepted = _accepted(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,6 +165,70 @@ def test_a_picture_that_cannot_be_drawn_is_a_notice_of_its_own(command, monkeypa
     assert _files("run") == REPORT - {"projection.png"} | {"error.json"}
 
 
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            OSError(errno.EMFILE, "Too many open files", "a.npz"),
+            "Too many open files at a.npz; all",
+        ),
+        (ImportError("libx.so: Too many open files"), "libx.so: Too many open files; allow"),
+        (
+            MemoryError("Unable to allocate 8 GiB"),
+            "memory is short (Unable to allocate 8 GiB); end",
+        ),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system; choose another"),
+    ],
+)
+def test_a_limit_of_the_system_is_code_2_without_a_traceback(
+    command, monkeypatch, read, error, sentence
+):
+    def limited(*_, **__):
+        raise error
+
+    monkeypatch.setattr(compare, "dataset_distance", limited)
+    ended = command()
+    assert ended.code == 2
+    assert sentence in ended.error
+    assert len(ended.err.splitlines()) == 1
+    assert read("run/error.json")["exit_code"] == 2
+
+
+def test_a_run_folder_that_becomes_a_file_is_code_2_beside_the_printed_number(
+    command, folder, monkeypatch
+):
+    real = compare.dataset_distance
+
+    def replaced(*args, **kwargs):
+        shutil.rmtree(folder / "run")
+        (folder / "run").write_text("a file")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(compare, "dataset_distance", replaced)
+    ended = command("report=none")
+    assert ended.code == 2
+    assert float(ended.out.split()[0]) > 0
+    assert "Not a directory" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "banana"])
+def test_pictures_are_drawn_whatever_backend_the_environment_names(folder, backend):
+    """As a notebook hands its own to what it starts; and where the user's style needs LaTeX."""
+    (folder / "matplotlibrc").write_text("text.usetex: True")
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "otdd_flash.distance", "source=blobs", "target=blobs"),
+            *("target.split=test", "extractor=identity", "max_samples=40", "hydra.run.dir=run"),
+        ],
+        check=False,
+        env={**os.environ, "MPLBACKEND": backend},
+    )
+    assert ended.returncode == 0
+    assert _files("run") == REPORT
+
+
 @pytest.mark.slow
 def test_a_number_whose_reader_has_gone_is_written_all_the_same(command, monkeypatch):
     """As `| head -1` goes: the first line that is printed finds nobody."""
@@ -190,8 +255,18 @@ def test_a_defect_is_code_1_with_its_traceback(command, monkeypatch):
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("moment", ["prepare_sides", "dataset_distance", "summary_table"])
-def test_an_interruption_is_code_130_and_leaves_no_result(command, monkeypatch, moment):
+@pytest.mark.parametrize(
+    ("moment", "files"),
+    [
+        ("prepare_sides", set()),
+        ("dataset_distance", set()),
+        # The number is written before it is printed.
+        ("summary_table", {"result.json"}),
+    ],
+)
+def test_an_interruption_is_code_130_and_leaves_what_was_computed(
+    command, monkeypatch, moment, files
+):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -200,7 +275,7 @@ def test_an_interruption_is_code_130_and_leaves_no_result(command, monkeypatch, 
     assert ended.code == 130
     assert "interrupted" in ended.err
     assert "Traceback" not in ended.err
-    assert _files("run") == set()
+    assert _files("run") == files
 
 
 @pytest.mark.slow
@@ -243,10 +318,13 @@ def test_a_signal_ends_the_process_with_code_130_and_no_traceback(folder):
 def test_an_output_folder_that_cannot_be_written_is_code_2(command, folder, key):
     (folder / "file").write_text("not a folder")
     flags = ["-m"] if key == "hydra.sweep.dir" else []
-    ended = command(*flags, f"{key}=file/below")
-    assert ended.code == 2
-    assert ended.error.startswith(f"cannot write to {key}=file/below")
-    assert f"{key}=DIR" in ended.error
+    (folder / "circle").symlink_to(folder / "circle")
+    for place in ("file", "file/below", "circle"):
+        ended = command(*flags, f"{key}={place}")
+        assert ended.code == 2
+        assert ended.error.startswith(f"cannot write to {key}={place} (")
+        assert f"{key}=DIR" in ended.error
+        assert len(ended.err.splitlines()) == 1
 
 
 @pytest.mark.slow(after=2)

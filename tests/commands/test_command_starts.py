@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 HELP = """
 import sys
@@ -61,7 +62,7 @@ def test_help_shows_the_settings_that_the_arguments_lead_to(command):
         ("nothing_like_it=1", "there is no setting nothing_like_it; --help explains all of them"),
         ("+labels=none", "labels has a choice already; write labels=CHOICE, without the +"),
         ("hydra.runn.dir=x", "there is no setting hydra.runn (did you mean hydra.run?)"),
-        ("epsilon", "Error parsing override 'epsilon'; missing EQUAL"),
+        ("epsilon", "'epsilon' sets nothing; write KEY=VALUE"),
     ],
 )
 @pytest.mark.parametrize("flags", [(), ("-m",)])
@@ -73,6 +74,138 @@ def test_an_unknown_key_is_told_with_what_is_meant(command, wrong, meant, flags)
     assert len(ended.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("epsilon = 0.2", "cannot read 'epsilon = 0.2'; write epsilon=0.2, without spaces"),
+        (" epsilon=0.2", "cannot read ' epsilon=0.2'; write epsilon=0.2, without spaces"),
+        ("+epsilon=0.2", "epsilon is a setting already; write epsilon=VALUE, without the +"),
+        ("epsilon=[1", "or where they and other signs belong to a text, write epsilon='[1'"),
+        ("data_root=~/a", "belong to a text, write data_root='~/a'"),
+        ("data_root=it's\\", r"belong to a text, write data_root='it\'s\\'"),
+        ("epsilon=int(x)", "ValueError while evaluating 'int(x)'"),
+        ("epsilon=1\n", "it holds a line end or another control character"),
+        ("a b=1", "'a b' is no key"),
+        ("é=1", "'é' is no key"),
+        ("=1", "Hydra ends on"),
+        ("", "'' sets nothing; write KEY=VALUE"),
+        ("epsilon=${}", "cannot read 'epsilon=${}'"),
+        ("epsilon=${a b}", "${KEY} is the value of another setting"),
+        ("~epsilon", "no setting can be deleted; leave ~epsilon out"),
+        ("~source.name", "no setting can be deleted; leave ~source.name out"),
+        ("solver=[1]", "solver must be one of converged, geomloss, got [1]"),
+        ("labels=[exact,means]", "labels must be one of exact, "),
+        ("solver={a:1}", "solver must be one of converged, geomloss, got {a:1}"),
+        ("solver=${foo}", "solver must be one of converged, geomloss, got ${foo}"),
+        ("hydra=null", "Hydra ends on "),
+        ("hydra=3", "Hydra ends on "),
+        ("hydra/launcher=[1]", "Hydra ends on "),
+        ("hydra.run=3", "hydra.run=3 cannot be set: "),
+        ("hydra.run=[1]", "hydra.run=[1] cannot be set: "),
+        ("hydra.run.dir=null", "hydra.run.dir=null cannot be set: "),
+        ("hydra.hydra_logging={version:7}", "Unsupported version: 7"),
+        ("--nosuch", "unrecognized arguments: --nosuch; --help"),
+        ("--cfg=nosuch", "invalid choice: 'nosuch'"),
+        ("--resolve", "--resolve flag can only be used"),
+    ],
+)
+def test_what_hydra_cannot_take_is_one_sentence(command, argument, sentence):
+    ended = command(argument)
+    assert ended.code == 2
+    assert sentence in ended.error
+    assert len(ended.err.splitlines()) == 1
+    assert "LexerNoViableAlt" not in ended.err
+
+
+def test_the_way_out_of_an_unreadable_text_keeps_it(command):
+    """What is written of quotes and backslashes is what Hydra then reads."""
+    text = "it's\\a [~] \\'"
+    way_out = command(f"data_root={text}").error.partition("write ")[2].partition(", all of it")[0]
+    assert yaml.safe_load(command("--cfg=job", way_out).out)["data_root"] == text
+
+
+def test_several_values_without_a_multirun_are_told_apart(command):
+    assert "a list as epsilon=[0,2], a text as epsilon='0,2'" in command("epsilon=0,2").error
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("epsilon=${oc.env:NO_SUCH}", "epsilon=${oc.env:NO_SUCH} has no value: Environment variab"),
+        ("epsilon=${foo}", "epsilon=${foo} has no value: there is no setting foo; write epsilon="),
+        ("epsilon=${epsilon}", "epsilon=${epsilon} has no value: it refers to itself"),
+        ("epsilon=${nosuch:1}", "Unsupported interpolation type nosuch"),
+        ("epsilon=${oc.decode:'['}", "epsilon=${oc.decode:'['} has no value"),
+        ("epsilon=${oc.env:PATH}", "epsilon must be a number, got '${oc.env:PATH}'"),
+        ("source.max_samples=${foo}", "source.max_samples=${foo} has no value"),
+        ("max_samples=${oc.env:NO_SUCH}", "max_samples=${oc.env:NO_SUCH} has no value"),
+        ("log_level=${foo}", "log_level=${foo} has no value"),
+        ("overwrite=${foo}", "overwrite=${foo} has no value"),
+        ("labels.method=${foo}", "labels.method=${foo} has no value"),
+        ("hydra.run.dir=${foo}", "hydra.run.dir=${foo} has no value"),
+        ("hydra.run.dir=${hydra.run.dir}", "it refers to itself"),
+        ("hydra.run.dir='???'", "hydra.run.dir must be given: hydra.run.dir=DIR"),
+    ],
+)
+def test_a_setting_that_refers_to_nothing_is_named_as_it_was_given(
+    command, folder, argument, sentence
+):
+    ended = command(argument)
+    assert ended.code == 2
+    assert sentence in ended.error
+    assert len(ended.err.splitlines()) == 1
+    assert not (folder / "None").exists()
+
+
+@pytest.mark.slow
+def test_a_job_that_refers_to_nothing_costs_no_other(command):
+    ended = command("-m", "epsilon=0.1,${foo}", "report=none")
+    assert ended.code == 2
+    assert "epsilon=${foo} has no value" in ended.err
+    assert "2 jobs, 1 failed" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE must be an integer of at least 1, got 'abc'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be an integer of at least 1, got '0'"),
+        ({"WORLD_SIZE": "2"}, "RANK must be an integer from 0 to 1, it is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be an integer from 0 to 1, got '2'"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK must be an integer from 0 to 1, got '-1'"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_PORT must be an integer from 0 to 65535, it is"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"},
+            "MASTER_ADDR must be the name or address of the machine of rank 0, it is not set",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"},
+            "LOCAL_RANK must be an integer from 0 to 1, got 'x'",
+        ),
+    ],
+)
+def test_variables_of_torchrun_that_mean_nothing_are_named(
+    command, monkeypatch, variables, sentence
+):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ended = command()
+    assert ended.code == 2
+    assert sentence in ended.error
+    assert "unset WORLD_SIZE" in ended.error
+
+
+def test_a_working_directory_that_is_gone_is_one_sentence(command, folder, monkeypatch):
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    ended = command()
+    assert ended.code == 2
+    assert "the working directory is not to be had (No such file or directory)" in ended.error
+
+
 @pytest.mark.parametrize("key", ["epsilom", "solver.tolerence"])
 def test_an_added_key_is_told_with_what_is_meant(command, key):
     ended = command(f"+{key}=1")
@@ -82,8 +215,10 @@ def test_an_added_key_is_told_with_what_is_meant(command, key):
 
 def test_the_whole_error_of_hydra_is_there_for_who_asks(command, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(Exception, match="Could not override 'foo'"):
-        command("foo=1")
+    ended = command("foo=1")
+    assert ended.code == 1
+    assert "Traceback" in ended.err
+    assert "Could not override 'foo'" in ended.err
 
 
 @pytest.mark.slow(after=1)

@@ -1,21 +1,26 @@
 from __future__ import annotations
 
 import csv
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_type_hints
 
+import matplotlib
 import pytest
 import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, MissingFileNotice
 from otdd_flash.labels.table import NearestClass
 from otdd_flash.report.distance import writing
 from otdd_flash.report.distance.nearest_classes import write_nearest_csv
 from otdd_flash.report.distance.writing import write_report
+from otdd_flash.report.figures import fonts
 from otdd_flash.report.flow.writing import write_flow_report
 from otdd_flash.samples import LabeledSamples
 
@@ -94,6 +99,66 @@ def test_a_report_has_all_its_files(tmp_path: Path) -> None:
     assert nearest.splitlines()[1:] == ['source,"a,b",d,0.1', 'target,d,"a,b",0.3333333333333333']
     with (tmp_path / "run" / "class_coupling.csv").open(newline="") as lines:
         assert [row[0] for row in csv.reader(lines)] == ["source\\target", "a,b", "c"]
+
+
+def few_classes() -> Result:
+    names, coupling = (("a", "b"), ("c", "d")), torch.full((2, 2), 0.25, dtype=torch.float64)
+    full = torch.arange(16).reshape(4, 4).double()
+    return Result(samples(names[0]), samples(names[1]), names, Table(full), coupling)
+
+
+def test_pictures_do_not_depend_on_the_users_style(tmp_path: Path) -> None:
+    """Which may ask for LaTeX, and is afterwards what it was."""
+    write_report(few_classes(), tmp_path / "plain")
+    theirs = {"text.usetex": True, "font.size": 30.0, "savefig.bbox": "tight"}
+    with matplotlib.rc_context(theirs):
+        report = write_report(few_classes(), tmp_path / "styled")
+        assert {key: matplotlib.rcParams[key] for key in theirs} == theirs
+    assert {path.name for path in report.written} == ALL
+    for path in report.written:
+        assert path.read_bytes() == (tmp_path / "plain" / path.name).read_bytes(), path.name
+
+
+def test_fonts_that_cannot_be_read_cost_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*_: object) -> None:
+        raise OSError("no fonts")
+
+    monkeypatch.setattr(fonts, "_for_characters", unreadable)
+    with pytest.warns(MissingFileNotice, match="no fonts"):
+        report = write_report(few_classes(), tmp_path)
+    tables = {name for name in ALL if name.endswith(".csv")}
+    assert tables <= {path.name for path in report.written}
+
+
+BACKEND = """
+from otdd_flash.report.figures.page import new_figure, save_picture
+save_picture(new_figure(), "figure.png")
+import matplotlib
+print(matplotlib.rcParams["backend"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("named", "backend"), [("banana", ""), ("module://nosuch.inline", "module"), ("svg", "svg")]
+)
+def test_pictures_are_drawn_whatever_backend_the_environment_names(
+    tmp_path: Path, named: str, backend: str
+) -> None:
+    """And one that there is stays the user's."""
+    ended = subprocess.run(
+        [sys.executable, "-c", BACKEND],
+        cwd=tmp_path,
+        env={**os.environ, "MPLBACKEND": named},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "figure.png").stat().st_size > 0
+    assert ended.stdout.strip().startswith(backend)
 
 
 def test_pictures_are_in_the_order_asked_for_and_tables_are_not(

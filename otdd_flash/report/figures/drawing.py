@@ -1,6 +1,6 @@
 """The files beside a number: each is written for itself, and one that fails costs no other.
 
-They come after the number has been printed and `result.json` written, so that a disk that fills, or
+They come after `result.json` has been written and the number printed, so that a disk that fills, or
 a picture that cannot be drawn, never loses what was computed.
 """
 
@@ -10,11 +10,12 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from otdd_flash.errors import IncompleteError, InputError, MissingFileNotice
+from otdd_flash.report.figures.fonts import own_style
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ def write_each(writers: Writers) -> Report:
     report = Report()
     for path, writer in writers.items():
         try:
-            writer(path)
+            with own_style() if path.suffix in PICTURES else nullcontext():
+                writer(path)
         except Exception as error:
             # Of any kind: drawing is not worth the run.
             logger.debug("%s", traceback.format_exc())

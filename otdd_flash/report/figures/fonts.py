@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 from otdd_flash.errors import DataNotice
+
+logger = logging.getLogger(__name__)
 
 DEFAULT = "DejaVu Sans"
 # It has a box for every character, and so nothing to show.
@@ -27,7 +32,12 @@ def notice_missing_glyphs(names: Iterable[str]) -> None:
     Warns:
         DataNotice: there are such characters.
     """
-    missing = sorted(_for_characters(frozenset("".join(names)))[1])
+    try:
+        missing = sorted(_for_characters(frozenset("".join(names)))[1])
+    except Exception as error:
+        # Fonts that cannot be read: the pictures that need them say so themselves.
+        logger.debug("no fonts: %s", error)
+        return
     if missing:
         listed = " ".join(missing[:SHOWN]) + (" ..." if len(missing) > SHOWN else "")
         warnings.warn(
@@ -36,6 +46,37 @@ def notice_missing_glyphs(names: Iterable[str]) -> None:
             DataNotice,
             stacklevel=3,
         )
+
+
+def load_matplotlib() -> None:
+    """Import matplotlib, whatever backend the environment names.
+
+    `MPLBACKEND=module://matplotlib_inline.backend_inline`, which notebooks hand to what they start,
+    keeps it from being imported where that package is missing. Pictures have Agg canvases of their
+    own; the backend is for the user's figures, and stays what it would have been.
+    """
+    if "matplotlib" in sys.modules:
+        return
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    if backend:
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend
+
+
+@contextmanager
+def own_style() -> Iterator[None]:
+    """Draw with matplotlib's defaults, not the user's, which may ask for LaTeX or other sizes."""
+    load_matplotlib()
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        yield
 
 
 @contextmanager
@@ -66,6 +107,7 @@ def _for_characters(characters: frozenset[str]) -> tuple[tuple[str, ...], frozen
 @cache
 def _installed() -> tuple[str, ...]:
     """Names of all installed fonts, sans-serif ones first."""
+    load_matplotlib()
     from matplotlib.font_manager import fontManager
 
     names = {font.name for font in fontManager.ttflist if not font.name.startswith(BOXES)}
@@ -75,6 +117,7 @@ def _installed() -> tuple[str, ...]:
 @cache
 def _characters_of(name: str) -> frozenset[int]:
     """The code points that a font has glyphs for."""
+    load_matplotlib()
     from matplotlib.font_manager import findfont, get_font
 
     return frozenset(get_font(findfont(name)).get_charmap())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from otdd_flash.files.atomic import replacing
-from otdd_flash.report.figures.fonts import families, without_glyph_warnings
+from otdd_flash.report.figures.fonts import families, load_matplotlib, without_glyph_warnings
 from otdd_flash.shown import LONGEST_NAME, display, shorten
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ TARGET_COLOR = "#D55E00"
 
 def new_figure(width: float = 1.0, height: float = 1.0) -> Figure:
     """An empty white figure of this size in inches, on its own Agg canvas."""
+    load_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,0 +1,181 @@
+"""Streams that fail or lack characters cost no result, and say so by the exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from otdd_flash.commands import adapt, compare, progress
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+DISTANCE = (
+    *("source=blobs", "target=blobs", "target.split=test", "extractor=identity", "max_samples=40"),
+    *("report=table", "cache_dir=null", "hydra.run.dir=run"),
+)
+TABLES = {"class_coupling.csv", "class_distances.csv", "nearest_classes.csv", "result.json"}
+UNFINISHED = ("solver.max_iterations=1", "solver.tolerance=1e-4")
+
+
+@pytest.fixture
+def full():
+    """A text stream on a disk that is full."""
+    with open("/dev/full", "w") as stream:
+        yield stream
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "latin-1", "cp437", "utf-16"])
+def test_what_an_encoding_lacks_is_replaced(command, monkeypatch, read, encoding):
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding=encoding))
+    assert command("report=table").code == 0
+    assert sys.stdout.errors == "strict"
+    sys.stdout.flush()
+    text = content.getvalue().decode(encoding)
+    arrow = "→" if encoding == "utf-16" else "->"
+    assert f"blobs train {arrow} blobs test" in text
+    assert f"{read('run/result.json')['value']:.2g}"[:4] in text
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_names_keep_their_difference_in_an_encoding_that_lacks_them(command, monkeypatch, encoding):
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(content, encoding=encoding))
+    assert command("source=arrays", "source.path='猫.npz'").code == 2
+    sys.stderr.flush()
+    assert "\\u732b.npz" in content.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("name", ["compare", "adapt"])
+def test_the_file_is_written_before_the_table_is_printed(
+    command, flow_command, monkeypatch, read, name
+):
+    def broken(*_):
+        raise RuntimeError("no table")
+
+    module, table = {"compare": (compare, "summary_table"), "adapt": (adapt, "flow_table")}[name]
+    monkeypatch.setattr(module, table, broken)
+    run = {"compare": command, "adapt": flow_command}[name]
+    assert run("report=table").code == 1
+    assert read("run/result.json")["bounds"][0] > 0
+
+
+@pytest.mark.parametrize("flow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_full_standard_output_is_code_4_beside_the_result(
+    command, flow_command, monkeypatch, read, full, flow
+):
+    monkeypatch.setattr(sys, "stdout", full)
+    ended = (flow_command if flow else command)("report=table")
+    assert ended.code == 4
+    assert "standard output (No space left on device)" in ended.error
+    assert read("run/result.json")["value"] > 0
+    assert read("run/error.json")["exit_code"] == 4
+
+
+@pytest.mark.slow
+def test_every_job_of_a_multirun_keeps_its_number(command, monkeypatch, full):
+    monkeypatch.setattr(sys, "stdout", full)
+    assert command("-m", "epsilon=0.1,0.3", "report=none").code == 4
+    header, *rows = Path("sweep/summary.csv").read_text().splitlines()
+    values = [dict(zip(header.split(","), row.split(","), strict=False))["value"] for row in rows]
+    assert len({float(value) for value in values}) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [((), 0), (UNFINISHED, 4), (("epsilon=-1",), 2), (("nothing=1",), 2), (("-x",), 2)],
+)
+def test_a_full_standard_error_counts_where_something_was_to_be_said(
+    command, monkeypatch, full, arguments, code
+):
+    monkeypatch.setattr(sys, "stderr", full)
+    assert command("report=none", *arguments).code == code
+    assert Path("run/result.json").exists() == (code in (0, 4))
+
+
+def test_progress_that_nobody_takes_is_no_loss(command, monkeypatch, full):
+    monkeypatch.setattr(progress, "SECONDS_APART", 0.0)
+    monkeypatch.setattr(sys, "stderr", full)
+    assert command("report=none").code == 0
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job"), ("--version",)])
+def test_help_on_a_full_disk_is_code_4(ended, monkeypatch, full, arguments):
+    from otdd_flash.distance import main
+
+    monkeypatch.setattr(sys, "stdout", full)
+    assert ended(main, *arguments).code == 4
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(
+    ("redirection", "code"),
+    [
+        ("<&- >&- 2>&-", 4),
+        (">&-", 4),
+        ("2>&-", 0),
+        (">/dev/full", 4),
+        ("| true; exit ${PIPESTATUS[0]}", 0),
+    ],
+)
+def test_a_process_whose_streams_are_closed_or_full_leaves_its_result(folder, redirection, code):
+    """In a process: what is opened later has the number of a closed stream, and 120 is Python's."""
+    command = " ".join(['"$0" -m otdd_flash.distance', *DISTANCE, redirection])
+    ended = subprocess.run(["bash", "-c", command, sys.executable], check=False)
+    assert ended.returncode == code
+    found = {path.name for path in Path("run").iterdir() if path.is_file()}
+    assert found - {"error.json"} == TABLES
+    for path in Path("run").glob("*.csv"):
+        assert not {"distance", "error:"} & {*path.read_text().split(" ")}
+    assert json.loads(Path("run/result.json").read_text())["value"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "arrow"),
+    [
+        ({"PYTHONIOENCODING": "cp1252"}, "->"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "->"),
+    ],
+)
+def test_a_process_prints_in_the_encoding_of_its_environment(folder, variables, arrow):
+    ended = subprocess.run(
+        [sys.executable, "-m", "otdd_flash.distance", *DISTANCE],
+        capture_output=True,
+        check=False,
+        env={**os.environ, **variables},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"blobs train {arrow} blobs test".encode() in ended.stdout
+
+
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("COLUMNS", value) for value in ("0", "²", "-5", "5", "1000000000")),
+        ("LINES", "²"),
+        ("TERM", "dumb"),
+        ("FORCE_COLOR", "1"),
+    ],
+)
+def test_the_number_is_legible_in_any_terminal(command, monkeypatch, read, name, value):
+    monkeypatch.setenv(name, value)
+    ended = command("report=table", "solver.bound_width=1")
+    assert ended.code == 0
+    lower, upper = read("run/result.json")["bounds"]
+    assert lower > 0
+    out = re.sub("\x1b\\[[0-9;]*m", "", ended.out)
+    # The first digits of both ends, in whatever lines they stand.
+    words = out.replace("[", " ").replace("]", " ").replace(",", " ").split()
+    assert any(word.startswith(f"{lower:.3f}"[:4]) for word in words)
+    assert any(word.startswith(f"{upper:.3f}"[:4]) for word in words)
+    assert max(map(len, out.splitlines())) <= 200
