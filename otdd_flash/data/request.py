@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash.errors import InputError, choose
+from otdd_flash.offline import RefusedAddress, is_address
 
 DEFAULT_ROOT = Path("~/.cache/otdd_flash/datasets")
 SPLITS = ("train", "test", "all")
@@ -63,6 +64,10 @@ class Request:
         """
         if not path:
             raise InputError(f"{self.name} needs {option}=PATH")
+        if is_address(str(path)):
+            raise InputError(
+                f"{self.name}: {option}={path} is an address; fetch what is there and give its path"
+            )
         given = Path(str(path)).expanduser()
         candidates = [given] if given.is_absolute() else [given, self.root / given]
         for candidate in candidates:
@@ -103,6 +108,11 @@ def reading(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, RefusedAddress):
+                raise InputError(f"{path}: {cause}") from error
+            cause = cause.__cause__ or cause.__context__
         if "allow_pickle" in str(error):
             # NumPy's words for objects and for any file that is not NumPy's.
             raise InputError(

@@ -13,9 +13,14 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.array_inputs import CHANNELS
 from otdd_flash.data.dataset import LabeledDataset, concatenate
+from otdd_flash.data.images import open_image, plain_item
 from otdd_flash.data.lazy_items import LazyItems
-from otdd_flash.data.request import Request
+from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError, choose
+from otdd_flash.offline import network
+
+# Classes that unpickle files of any content. CIFAR10 and CIFAR100 compare MD5 sums before.
+UNPICKLING = ("LSUN", "LSUNClass")
 
 
 def read_torchvision(
@@ -32,8 +37,8 @@ def read_torchvision(
         arguments: further constructor arguments, such as {split: letters} for EMNIST.
 
     Raises:
-        InputError: no such class, files missing or damaged, or constructor arguments that the class
-            refuses.
+        InputError: no such class, files missing or damaged, constructor arguments that the class
+            refuses, or a class that would run what it finds in files.
     """
     if not dataset:
         raise InputError("torchvision needs dataset=CLASS, such as dataset=KMNIST")
@@ -57,6 +62,12 @@ def read_class(
     """
     from torchvision import datasets
 
+    if class_name in UNPICKLING:
+        raise InputError(
+            f"torchvision.datasets.{class_name} unpickles a file that it looks for in the working "
+            "directory, which may run any code; open it in Python where you trust that file, and "
+            "give its images and labels to otdd.LabeledDataset"
+        )
     known = tuple(name for name in datasets.__all__ if inspect.isclass(getattr(datasets, name)))
     kind = getattr(datasets, choose("torchvision dataset", class_name, known))
     fixed = dict(arguments or {})
@@ -93,11 +104,15 @@ def _accepted(kind: Any) -> set[str]:
 
 def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
     accepted = _accepted(kind)
+    if "download" in arguments:
+        raise InputError("arguments={download: ...} of torchvision: set download=true beside it")
     shared: dict[str, Any] = {"root": str(request.root), "download": request.download}
+    shared["loader"] = open_image
     shared = {key: value for key, value in shared.items() if key in accepted}
     _require_arguments(kind, {**shared, **arguments})
     try:
-        return kind(**{**shared, **arguments})
+        with network(allowed=request.download):
+            return kind(**{**shared, **arguments})
     except Exception as error:
         # Damaged files raise anything; missing ones and refused arguments can be told apart.
         hint = _hint(kind, request) if isinstance(error, RuntimeError | OSError) else ""
@@ -165,7 +180,9 @@ class _Inputs:
     opened: Any
 
     def __call__(self, row: int) -> Any:
-        return self.opened[row][0]
+        place = f"row {row} of torchvision.datasets.{type(self.opened).__name__}"
+        with reading(Path(place)):
+            return plain_item(self.opened[row][0], place)
 
 
 def _images(opened: Any) -> NDArray[Any] | LazyItems:
