@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageCms, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from otdd_flash.data.request import reading
@@ -65,14 +65,23 @@ def open_image(source: str | Path | bytes, where: str | Path | None = None) -> I
     Raises:
         InputError: it is unreadable, or has no numbers to be taken (see `plain_image`).
     """
-    place = where if where is not None or isinstance(source, bytes) else source
+    place = "an image in memory" if isinstance(source, bytes) else source
+    place = place if where is None else where
     with reading(Path(str(place))):
-        file = BytesIO(source) if isinstance(source, bytes) else source
         try:
-            with Image.open(file) as opened:
+            # Not by its name: PIL maps such a file, and confuses the sides of a TIFF to be turned.
+            with _file(source) as file, Image.open(file) as opened:
                 return plain_image(opened)
+        except UnidentifiedImageError as error:
+            raise InputError(
+                f"cannot read {place}: it is damaged, empty or no image; leave it out"
+            ) from error
         except InputError as error:
             raise prefixed(str(place), error) from error
+
+
+def _file(source: str | Path | bytes) -> BinaryIO:
+    return BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb")
 
 
 def plain_item(item: Any, place: str) -> Any:
@@ -131,7 +140,7 @@ def plain_image(image: Image.Image) -> Image.Image:
         return image if mode == plain else image.convert(plain)
     what = "32-bit integers have" if mode == "I" else f"PIL's mode {mode} has"
     raise InputError(
-        f"{what} no value that is white by agreement; save it with 16 bits, or as floats in [0, 1]"
+        f"{what} no value that is white by agreement; save it with 16 bits or as floats in [0, 1]"
     )
 
 
