@@ -68,7 +68,8 @@ def _closed_doors() -> list[tuple[Any, str, Any]]:
 def _local_only(inner: Callable[[str], Any]) -> Callable[[str], Any]:
     def find(protocol: str) -> Any:
         if protocol and protocol not in LOCAL:
-            raise RefusedAddress(f"it names an address of {protocol}://; {ALLOW}")
+            name = protocol.rpartition("/")[2]
+            raise RefusedAddress(f"it names an address of {name}://; {ALLOW}")
         return inner(protocol)
 
     return find

@@ -66,7 +66,7 @@ class Request:
             raise InputError(f"{self.name} needs {option}=PATH")
         if is_address(str(path)):
             raise InputError(
-                f"{self.name}: {option}={path} is an address; fetch what is there and give its path"
+                f"{self.name}: {option}={path} is an address; fetch it and give the file's path"
             )
         given = Path(str(path)).expanduser()
         candidates = [given] if given.is_absolute() else [given, self.root / given]
@@ -119,5 +119,7 @@ def reading(path: Path) -> Iterator[None]:
                 f"cannot read {path}: it holds Python objects, or is no NumPy file; arrays must "
                 "hold numbers, labels integers or strings"
             ) from error
-        detail = str(error) or type(error).__name__
+        # The datasets library says of most errors that there was one.
+        reason = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else error
+        detail = str(reason or error) or type(error).__name__
         raise InputError(f"cannot read {path}: {detail}; is it damaged or empty?") from error

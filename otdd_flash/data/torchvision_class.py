@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +66,8 @@ def read_class(
     if class_name in UNPICKLING:
         raise InputError(
             f"torchvision.datasets.{class_name} unpickles a file that it looks for in the working "
-            "directory, which may run any code; open it in Python where you trust that file, and "
-            "give its images and labels to otdd.LabeledDataset"
+            "directory, which may run any code; export its images to a folder for each class and "
+            "read them as image_folder"
         )
     known = tuple(name for name in datasets.__all__ if inspect.isclass(getattr(datasets, name)))
     kind = getattr(datasets, choose("torchvision dataset", class_name, known))
@@ -112,7 +113,7 @@ def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
     _require_arguments(kind, {**shared, **arguments})
     try:
         with network(allowed=request.download):
-            return kind(**{**shared, **arguments})
+            opened = kind(**{**shared, **arguments})
     except Exception as error:
         # Damaged files raise anything; missing ones and refused arguments can be told apart.
         hint = _hint(kind, request) if isinstance(error, RuntimeError | OSError) else ""
@@ -120,6 +121,28 @@ def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
             f"{request.name}: torchvision.datasets.{kind.__name__} cannot read "
             f"{_folder(kind, request.root)}: {error or type(error).__name__}{hint}"
         ) from error
+    _refuse_repeated(opened)
+    return opened
+
+
+def _refuse_repeated(opened: Any) -> None:
+    """Refuse a folder in which links lead to the same images more than once, or around them."""
+    from torchvision.datasets import DatasetFolder
+
+    if not isinstance(opened, DatasetFolder):
+        return
+    real: dict[str, str] = {}
+    places: set[tuple[str, str]] = set()
+    for path, _ in opened.samples:
+        folder, name = os.path.split(path)
+        place = real.setdefault(folder, os.path.realpath(folder)), name
+        if place in places:
+            raise InputError(
+                f"torchvision.datasets.{type(opened).__name__} reaches {os.path.join(*place)} more "
+                "than once, through links to folders; read it as image_folder, which counts each "
+                "file once"
+            )
+        places.add(place)
 
 
 def _require_arguments(kind: Any, given: Mapping[str, Any]) -> None:
