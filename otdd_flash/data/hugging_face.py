@@ -181,15 +181,17 @@ class _Items:
 
     def _image(self, value: dict[str, Any], place: str) -> Any:
         content, path = value.get("bytes"), value.get("path")
-        if content is None and not path:
+        if content is not None:
+            image = open_image(content, place)
+        elif not path:
             raise InputError(f"{place} has neither bytes nor a path in its column {self.column!r}")
-        if content is None and is_address(path):
-            if not self.download:
-                raise InputError(f"{place} is the address {path} of an image, and {ALLOW} it")
+        elif not is_address(path):
+            image = open_image(path, place)
+        elif not self.download:
+            raise InputError(f"{place} is the address {path} of an image, and {ALLOW} it")
+        else:
             with reading(Path(place)):
                 image = plain_image(self.feature.decode_example({"bytes": None, "path": path}))
-        else:
-            image = open_image(path if content is None else content, place)
         match self.feature.mode:
             case "RGB":
                 return rgb_image(image)

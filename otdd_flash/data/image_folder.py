@@ -109,7 +109,8 @@ def _classes(folder: Path) -> dict[str, list[str]]:
         scans[entry.name] = _Scan(links=[entry.path] if entry.is_symlink() else [])
         if not entry.is_symlink():
             scans[entry.name].add(entry.path, ends)
-    repeated, outside = [], []
+    repeated: list[str] = []
+    outside: list[str] = []
     if any(scan.links for scan in scans.values()):
         repeated, outside = _follow(folder, scans, ends)
     others = [path for scan in scans.values() for path in scan.others]

@@ -198,9 +198,9 @@ def rgb_image(item: Any) -> Image.Image:
         InputError: as for `plain_image` and `unit_images`.
     """
     if isinstance(item, Image.Image):
-        item = plain_image(item)
-        if item.mode in ("L", "RGB"):
-            return item.convert("RGB")
+        item = plain = plain_image(item)
+        if plain.mode in ("L", "RGB"):
+            return plain.convert("RGB")
     image = unit_images(image_array(item)[None])[0]
     levels = (image.expand(3, -1, -1).permute(1, 2, 0) * 255).round().to(torch.uint8)
     return Image.fromarray(levels.numpy())

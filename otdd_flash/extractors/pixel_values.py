@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +39,7 @@ class PixelValues:
         """Name and parameters."""
         return f"pixels size={self.size} grayscale={self.grayscale}"
 
-    def suited_to(self, inputs: Sequence[Any] | np.ndarray[Any, Any]) -> PixelValues:
+    def suited_to(self, inputs: Any) -> PixelValues:
         """The same for all images of a dataset: in three channels if one of them has colour."""
         alike = self.grayscale or (isinstance(inputs, np.ndarray) and inputs.dtype != object)
         return self if alike else replace(self, three_channels=any_colour(inputs))
