@@ -70,9 +70,9 @@ def _write(
         drawn = Image.fromarray(values.astype(np.int32 if mode == "I" else np.float32))
     else:
         bands = Image.getmodebands(mode)
-        values = random.integers(0, 256, (height, width, bands), dtype=np.uint8)
+        levels = random.integers(0, 256, (height, width, bands), dtype=np.uint8)
         drawn = Image.new(mode, (width, height))
-        drawn.frombytes(values.tobytes()[: len(drawn.tobytes())])
+        drawn.frombytes(levels.tobytes()[: len(drawn.tobytes())])
     exif = Image.Exif()
     exif[0x0112] = orientation
     options: dict[str, Any] = {"exif": exif} if path.suffix in (".png", ".jpg", ".tif") else {}
