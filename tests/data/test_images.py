@@ -177,6 +177,7 @@ HUGGING_FACE = tuple(set(extensions()) - {".pfm", ".qoi"})
 TORCHVISION = (".png", ".bmp", ".tif", ".ppm", ".pgm", ".webp")
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("reader", "ends"),
     [
