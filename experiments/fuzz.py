@@ -1,6 +1,7 @@
-"""Thousands of random commands, calls, damaged files and kills: `make fuzz`.
+"""Thousands of random commands, calls, damaged files, images and kills: `make fuzz`.
 
-    python -m experiments.fuzz [--commands 1200 --processes 100 --calls 700 --files 700 --kills 50]
+    python -m experiments.fuzz [--commands 1200 --processes 100 --calls 700 --files 700 --images 300
+        --kills 50]
 
 Fails on a traceback of ours, an exit code that the README does not promise, a success without its
 numbers, and a success whose numbers differ from the undamaged or undisturbed ones. An attempt
@@ -24,6 +25,7 @@ from experiments.fuzzing.calls import call
 from experiments.fuzzing.commands import judged, run_apart, run_here
 from experiments.fuzzing.damage import damaged, specimens
 from experiments.fuzzing.grammar import Grammar
+from experiments.fuzzing.images import image
 from experiments.fuzzing.kills import Killer
 from experiments.fuzzing.verdict import Attempt, summary
 
@@ -61,6 +63,12 @@ def files(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
         yield damaged(kinds[index % len(kinds)], np.random.default_rng([seed, 3, index]))
 
 
+def images(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
+    """Images of every mode of PIL, by several readers."""
+    for index in range(count):
+        yield image(np.random.default_rng([seed, 5, index]), folder)
+
+
 def kills(seed: int, count: int, folder: Path) -> Iterator[Attempt]:
     """Runs killed at random moments."""
     killer = Killer(folder, np.random.default_rng([seed, 4]))
@@ -76,6 +84,7 @@ def run(seed: int, counts: dict[str, int], folder: Path) -> Iterator[Attempt]:
     yield from kills(seed, counts["kills"], folder / "kills")
     yield from calls(seed, counts["calls"])
     yield from files(seed, counts["files"], folder / "files")
+    yield from images(seed, counts["images"], folder / "images")
     yield from commands(seed, counts["commands"], folder / "work")
     yield from processes(seed, counts["processes"], folder / "work")
 
@@ -83,7 +92,9 @@ def run(seed: int, counts: dict[str, int], folder: Path) -> Iterator[Attempt]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seed", type=int, default=0)
-    defaults = {"commands": 1200, "processes": 100, "calls": 700, "files": 700, "kills": 50}
+    defaults = {
+        "commands": 1200, "processes": 100, "calls": 700, "files": 700, "images": 300, "kills": 50
+    }  # fmt: skip
     for name, count in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=count)
     given = vars(parser.parse_args(arguments))

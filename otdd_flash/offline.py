@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 # What messages say of the way out.
 ALLOW = "download=true allows fetching"
+# The file systems of fsspec that read what is on this machine.
+LOCAL = ("file", "local", "memory", "zip", "tar", "gzip", "bz2", "xz", "lz4", "zstd", "dir", "data")
+
+
+class RefusedAddress(OSError):
+    """An address that was to be opened although nothing may be fetched."""
+
+
+def is_address(path: str) -> bool:
+    """Whether a path names a protocol, as https:// or s3://, or several, joined by ::."""
+    return "://" in path or "::" in path
 
 
 @contextmanager
@@ -16,7 +28,8 @@ def network(*, allowed: bool) -> Iterator[None]:
     """Let libraries of models and data fetch, or keep them to what is on this machine.
 
     The Hugging Face libraries have an offline mode. torchvision and timm load weights through
-    torch.hub, which looks for the file first and is left without its door to the network.
+    torch.hub, which looks for the file first and is left without its door to the network. Addresses
+    in files are opened through fsspec, which then has the file systems of this machine only.
     """
     if allowed:
         yield
@@ -36,11 +49,30 @@ def _closed_doors() -> list[tuple[Any, str, Any]]:
     import huggingface_hub.constants
     import torch.hub
 
-    doors = [(huggingface_hub.constants, "HF_HUB_OFFLINE", True), (torch.hub, "urlopen", _refuse)]
+    doors = [
+        (huggingface_hub.constants, "HF_HUB_OFFLINE", True),
+        (torch.hub, "urlopen", _refuse),
+        (urllib.request, "urlopen", _refuse),
+    ]
     if (datasets := sys.modules.get("datasets")) is not None:
         # It keeps a copy of the switch.
         doors.append((datasets.config, "HF_HUB_OFFLINE", True))
+    # Modules of fsspec keep a copy of the function.
+    for module in ("fsspec", "fsspec.core", "fsspec.registry", "fsspec.generic"):
+        if (owner := sys.modules.get(module)) is not None:
+            door = "get_filesystem_class"
+            doors.append((owner, door, _local_only(getattr(owner, door))))
     return doors
+
+
+def _local_only(inner: Callable[[str], Any]) -> Callable[[str], Any]:
+    def find(protocol: str) -> Any:
+        if protocol and protocol not in LOCAL:
+            name = protocol.rpartition("/")[2]
+            raise RefusedAddress(f"it names an address of {name}://; {ALLOW}")
+        return inner(protocol)
+
+    return find
 
 
 def _refuse(request: Any, *args: Any, **kwargs: Any) -> NoReturn:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import fsspec
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
+from fsspec.registry import _registry as REGISTRY
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
@@ -17,6 +24,18 @@ from otdd_flash.offline import network
 
 class Connected(BaseException):
     """A connection was tried; no handler of errors takes it for one of its own."""
+
+
+PROTOCOLS = ("http", "https", "hf", "s3", "gs", "ftp")
+
+
+class RemoteFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """Stands for the file systems of fsspec that are not on this machine."""
+
+    cachable = False
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise Connected
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +48,9 @@ def alarmed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for protocol in PROTOCOLS:
+        monkeypatch.setitem(REGISTRY, protocol, RemoteFiles)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
@@ -109,3 +131,114 @@ def test_doors_are_open_again_afterwards() -> None:
 def test_untrained_networks_need_no_network() -> None:
     with pytest.warns(DataNotice, match="random weights"):
         otdd.extractors.timm("test_resnet")
+
+
+IMAGE = {"_type": "Image"}
+STORED = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+
+
+def _saved(folder: Path, path: str, feature: dict[str, Any]) -> dict[str, Any]:
+    """What `save_to_disk` leaves, of an image or a list with one image that has only a path."""
+    one: Any = {"bytes": None, "path": path}
+    stored: Any = STORED
+    if "feature" in feature:
+        one, stored = [one], datasets.List(STORED)
+    types = {"text": datasets.Value("string"), "image": stored, "label": datasets.Value("int64")}
+    columns = {"text": ["u", "v"], "image": [one, one], "label": [0, 1]}
+    datasets.Dataset.from_dict(columns, features=datasets.Features(types)).save_to_disk(folder)
+    information = folder / "dataset_info.json"
+    content = json.loads(information.read_text())
+    content["features"]["image"] = feature
+    information.write_text(json.dumps(content))
+    return {"path": str(folder)}
+
+
+def _parquet(folder: Path, path: str) -> dict[str, Any]:
+    stored = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    image = pyarrow.array([{"bytes": None, "path": path}] * 2, stored)
+    features = {"image": IMAGE, "label": {"dtype": "int64", "_type": "Value"}}
+    said = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pyarrow.table({"image": image, "label": [0, 1]}).replace_schema_metadata(said)
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
+    return {"path": str(folder / "a.parquet")}
+
+
+def _with_readme(folder: Path, lines: str, rows: str = "u,0") -> dict[str, Any]:
+    (folder / "README.md").write_text(f"---\n{lines}\n---\n")
+    (folder / "a.csv").write_text(f"text,label\n{rows}\nv,1\n")
+    return {"path": str(folder)}
+
+
+def _configuration(value: str) -> str:
+    return f"configs:\n- config_name: default\n  data_files: {value}"
+
+
+CAST = """dataset_info:
+  features:
+  - name: text
+    dtype: image
+  - name: label
+    dtype: int64"""
+A = "https://example.com/a"
+ADDRESSES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    **{f"row {protocol}": lambda f, p=protocol: _saved(f, f"{p}://h/a.png", IMAGE)
+       for protocol in PROTOCOLS},
+    "row, in an archive": lambda f: _saved(f, f"zip://a.png::{A}.zip", IMAGE),
+    "row of parquet": lambda f: _parquet(f, f"{A}.png"),
+    "row of csv": lambda f: _with_readme(f, CAST, f"{A}.png,0"),
+    **{f"readme {protocol}": lambda f, p=protocol: _with_readme(f, _configuration(f"{p}://h/a.csv"))
+       for protocol in PROTOCOLS},
+    "readme, in an archive": lambda f: _with_readme(f, _configuration(f"zip://a.csv::{A}.zip")),
+    "readme, another split": lambda f: _with_readme(
+        f, _configuration(f"\n  - split: a\n    path: a.csv\n  - split: b\n    path: {A}.csv")
+    ),
+    "path of a file": lambda f: {"path": f"{A}.csv"},
+    "path of a bucket": lambda f: {"path": "s3://bucket/a"},
+    "path on the hub": lambda f: {"path": "hf://datasets/owner/name/a.parquet"},
+}  # fmt: skip
+
+
+def _read(folder: Path, case: str, **options: Any) -> list[Any]:
+    folder.mkdir()
+    return list(otdd.load("huggingface", **ADDRESSES[case](folder), **options).inputs)
+
+
+@pytest.mark.parametrize("case", ADDRESSES)
+def test_no_address_in_data_is_opened_unless_asked_for(tmp_path: Path, case: str) -> None:
+    where = "row 0 of .* is the address" if case.startswith("row") else "address"
+    with pytest.raises(InputError, match=f"{where}.*download=true"):
+        _read(tmp_path / "data", case)
+
+
+@pytest.mark.parametrize("case", ["row https", "row of csv", "readme https", "path of a file"])
+def test_an_address_in_data_is_opened_if_asked_for(tmp_path: Path, case: str) -> None:
+    """The alarm rings: the test above would hear it."""
+    with pytest.raises(Connected):
+        _read(tmp_path / "data", case, download=True)
+
+
+@pytest.mark.parametrize("role", ["label", "weights"])
+@pytest.mark.parametrize(
+    "feature", [IMAGE, {"_type": "List", "feature": IMAGE}, {"_type": "Audio"}]
+)
+def test_what_is_no_label_or_mass_is_not_fetched_to_find_out(
+    tmp_path: Path, role: str, feature: dict[str, Any]
+) -> None:
+    columns = {"input": "text", "label": "label", role: "image"}
+    with pytest.raises(InputError):
+        otdd.load("huggingface", **_saved(tmp_path / "data", f"{A}.png", feature), **columns)
+
+
+@pytest.mark.parametrize("name", ["arrays", "idx", "image_folder"])
+def test_other_readers_take_no_address(name: str) -> None:
+    option = "images" if name == "idx" else "path"
+    with pytest.raises(InputError, match=r"https://example\.com/a is an address; fetch it"):
+        otdd.load(name, **{option: A})
+
+
+@pytest.mark.parametrize("options", [{}, {"arguments": {"download": True}}])
+def test_torchvision_fetches_by_the_common_option_alone(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError, match="download=true"):
+        otdd.load("torchvision", dataset="CIFAR10", root=tmp_path, **options)

@@ -71,8 +71,10 @@ def shown(level: str) -> Iterator[None]:
     logger.propagate = False
     try:
         with warnings.catch_warnings():
-            for said in (DataNotice, MissingFileNotice, NotConvergedWarning):
+            for said in (MissingFileNotice, NotConvergedWarning):
                 warnings.simplefilter("always", said)
+            # What holds of many rows in the same words is told once.
+            warnings.simplefilter("default", DataNotice)
             warnings.showwarning = _show_warning
             yield
     finally:

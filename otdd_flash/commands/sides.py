@@ -182,7 +182,8 @@ def image_shape_of(extractor: Extractor, dataset: LabeledDataset) -> tuple[int, 
     """(c, h, w) of what the pixels extractor gives; None for any other."""
     if not isinstance(extractor, PixelValues):
         return None
-    channels, height, width = extractor.images(dataset.inputs[:1]).shape[1:]
+    first = extractor.suited_to(dataset.inputs).images(dataset.inputs[:1])
+    channels, height, width = first.shape[1:]
     return channels, height, width
 
 

@@ -17,8 +17,9 @@ CHANNELS = (1, 3, 4)
 def as_inputs(values: NDArray[Any], where: str) -> tuple[NDArray[Any], Modality]:
     """Vectors (n, d) as modality "array", images (n, h, w) or (n, h, w, c) as "image".
 
-    Integer images within 0 to 255 become uint8; float images stay as they are. Vectors of integers
-    that float32 does not hold become float64.
+    Images of uint8, uint16, bool and floats stay as they are, as their type says what is white;
+    those of other integers become uint8 within 0 to 255. Vectors of integers that float32 does not
+    hold become float64.
 
     Args:
         values: numbers.
@@ -41,7 +42,8 @@ def as_inputs(values: NDArray[Any], where: str) -> tuple[NDArray[Any], Modality]
 
 
 def _as_pixels(values: NDArray[Any]) -> NDArray[Any]:
-    if values.dtype.kind == "f" or values.dtype == np.uint8 or values.size == 0:
+    kind, size = values.dtype.kind, values.dtype.itemsize
+    if kind in "fb" or (kind == "u" and size <= 2) or values.size == 0:
         return values
     if values.min() < 0 or values.max() > 255:
         return values.astype(np.float32)

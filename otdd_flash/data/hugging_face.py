@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from otdd_flash.data.array_inputs import as_inputs
 from otdd_flash.data.columns import choose_columns
 from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.images import open_image, plain_image, rgb_image
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError
-from otdd_flash.offline import network
+from otdd_flash.offline import ALLOW, is_address, network
 
 FILE_FORMATS = {
     ".parquet": "parquet",
@@ -38,6 +39,8 @@ def read_hugging_face(
     drop_unlabelled: bool = False,
 ) -> LabeledDataset:
     """Read images, texts or numbers with labels from a Hugging Face dataset.
+
+    Without `download` no address is opened, be it in `path`, in a folder's README or in a row.
 
     Args:
         request: the shared options; `weights` is a column or a file.
@@ -67,7 +70,11 @@ def read_hugging_face(
     if columns.modality == "array":
         inputs, modality = as_inputs(_numbers(table, columns.inputs), path)
     else:
-        inputs, modality = _lazy(table, columns.inputs[0], path), columns.modality
+        column = columns.inputs[0]
+        # As Arrow holds it: the library would decode images, and fetch them, by itself.
+        stored = table.select_columns([column]).with_format("arrow")
+        items = _Items(stored, column, path, table.features[column], request.download)
+        inputs, modality = LazyItems(items, np.arange(len(table))), columns.modality
     title = Path(path).name if request.split == "all" else f"{Path(path).name} {request.split}"
     return LabeledDataset.from_raw(
         inputs,
@@ -85,12 +92,14 @@ def _open(request: Request, path: str, config: str | None) -> Any:
     import datasets
 
     suffix = Path(path).suffix.lower()
+    if is_address(path):
+        return _from_hub(request, path, config)
     local = suffix in FILE_FORMATS or path.startswith(("/", "."))
     places = (Path(path), request.root / path)
     if not local and not any(place.exists() for place in places):
         return _from_hub(request, path, config)
     found = request.locate("path", path)
-    with reading(found), network(allowed=False):
+    with reading(found), network(allowed=request.download):
         saved = any((found / mark).exists() for mark in ("state.json", "dataset_dict.json"))
         known = () if found.is_file() or saved else datasets.get_dataset_config_names(str(found))
         if config is not None and config not in known:
@@ -127,8 +136,13 @@ def _check_inside(folder: Path, config: str | None) -> None:
 def _from_hub(request: Request, path: str, config: str | None) -> Any:
     import datasets
 
+    file_format = FILE_FORMATS.get(Path(path).suffix.lower())
     try:
         with network(allowed=request.download):
+            if is_address(path) and not request.download:
+                raise InputError("it is an address")
+            if is_address(path) and file_format is not None:
+                return datasets.load_dataset(file_format, data_files=path)
             return datasets.load_dataset(path, config)
     except Exception as error:
         way_out = "" if request.download else "; allow fetching it with download=true"
@@ -154,7 +168,8 @@ def _one_split(opened: Any, split: str, path: str) -> Any:
 
 
 def _values(table: Any, column: str) -> list[Any]:
-    values: list[Any] = table.select_columns([column]).with_format(None)[:][column]
+    # As Arrow holds it: nothing is decoded, or fetched, to be a label.
+    values: list[Any] = table.select_columns([column]).with_format("arrow")[:][column].to_pylist()
     return values
 
 
@@ -177,16 +192,33 @@ class _Items:
     table: Any
     column: str
     path: str
+    feature: Any
+    download: bool
 
     def __call__(self, row: int) -> Any:
-        with reading(Path(self.path) / f"row {row}"):
-            value = self.table[row][self.column]
+        place = f"row {row} of {self.path}"
+        with reading(Path(place)):
+            value = self.table[row][self.column][0].as_py()
         if value is None:
-            raise InputError(f"row {row} of {self.path} has nothing in its column {self.column!r}")
-        return value
+            raise InputError(f"{place} has nothing in its column {self.column!r}")
+        return self._image(value, place) if isinstance(value, dict) else value
 
-
-def _lazy(table: Any, column: str, path: str) -> LazyItems:
-    only = table.select_columns([column]).with_format(None)
-
-    return LazyItems(_Items(only, column, path), np.arange(len(table)))
+    def _image(self, value: dict[str, Any], place: str) -> Any:
+        content, path = value.get("bytes"), value.get("path")
+        if content is not None:
+            image = open_image(content, place)
+        elif not path:
+            raise InputError(f"{place} has neither bytes nor a path in its column {self.column!r}")
+        elif not is_address(path):
+            image = open_image(path, place)
+        elif not self.download:
+            raise InputError(f"{place} is the address {path} of an image, and {ALLOW} it")
+        else:
+            with reading(Path(place)):
+                image = plain_image(self.feature.decode_example({"bytes": None, "path": path}))
+        match self.feature.mode:
+            case "RGB":
+                return rgb_image(image)
+            case "L":
+                return rgb_image(image).convert("L")
+        return image

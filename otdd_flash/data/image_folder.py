@@ -1,24 +1,30 @@
-"""A folder of images with one subfolder per class, as torchvision's ImageFolder reads it."""
+"""A folder of images with one subfolder per class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.images import extensions, open_image
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
-from otdd_flash.errors import InputError
+from otdd_flash.errors import DataNotice, InputError
 
 
 def read_image_folder(request: Request, *, path: str | None = None) -> LabeledDataset:
-    """Read `path/CLASS/*.png` (and other image types), or `path/SPLIT/CLASS/*` where that exists.
+    """Read `path/CLASS/**/*.png` (and other image types), or `path/SPLIT/CLASS/**` if there is one.
 
-    Images are decoded to RGB when they are asked for.
+    Images are decoded when they are asked for, as images of PIL in the modes L, RGB, I;16 or F (see
+    `data.images`). Names that begin with a dot are left out. Links are followed, also those that
+    lead out of the folder, as datasets are often linked from a store; a notice says how many do.
+    Each file counts once in its class, at the place where it lies, and a link to a folder around
+    the dataset is not followed.
 
     Args:
         request: the shared options. Its split is a subfolder of `path`; without one of that name,
@@ -28,20 +34,18 @@ def read_image_folder(request: Request, *, path: str | None = None) -> LabeledDa
     Raises:
         InputError: no such folder or split, no class folders, or no images in them.
     """
-    from torchvision.datasets import ImageFolder
-
     folder = request.locate("path", path)
     if not folder.is_dir():
         raise InputError(f"image_folder: path={path} is a file; name the folder of class folders")
     chosen = _split_folder(folder, request.split)
     with reading(folder):
-        opened = ImageFolder(str(chosen), allow_empty=True)
-
-    files = [file for file, _ in opened.samples]
+        classes = _classes(chosen)
+    files = [file for members in classes.values() for file in members]
+    counts = [len(members) for members in classes.values()]
     return LabeledDataset.from_raw(
-        LazyItems(_Images(files, opened.loader), np.arange(len(files)), files),
-        np.array(opened.targets, dtype=np.int64),
-        class_names=opened.classes,
+        LazyItems(_Images(files), np.arange(len(files)), files),
+        np.repeat(np.arange(len(counts)), counts),
+        class_names=list(classes),
         modality="image",
         name=folder.name if chosen == folder else f"{folder.name} {request.split}",
     )
@@ -52,11 +56,9 @@ class _Images:
     """Decodes the image of a file. A class, so that other processes can be sent it."""
 
     files: list[str]
-    loader: Callable[[str], Any]
 
     def __call__(self, row: int) -> Any:
-        with reading(Path(self.files[row])):
-            return self.loader(self.files[row])
+        return open_image(self.files[row])
 
 
 def _split_folder(folder: Path, split: str) -> Path:
@@ -66,3 +68,99 @@ def _split_folder(folder: Path, split: str) -> Path:
         return folder
     inside = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
     raise InputError(f"unknown split {split!r}: {folder} has the folders {inside or '(none)'}")
+
+
+@dataclass
+class _Scan:
+    """What lies below a folder, with links and whatever else is there apart, in order of names."""
+
+    images: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+    def add(self, folder: str, ends: tuple[str, ...]) -> None:
+        """Add what lies below a folder, which is no link or is to be followed."""
+        self.folders.append(folder)
+        with os.scandir(folder) as entries:
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
+        for entry in sorted(shown, key=lambda entry: entry.name):
+            if entry.is_symlink():
+                self.links.append(entry.path)
+            elif entry.is_dir():
+                self.add(entry.path, ends)
+            elif entry.is_file() and entry.name.lower().endswith(ends):
+                self.images.append(entry.path)
+            else:
+                self.others.append(entry.path)
+
+
+def _classes(folder: Path) -> dict[str, list[str]]:
+    """The images of each class by path; classes, folders and files are in the order of names."""
+    with os.scandir(folder) as entries:
+        shown = [e for e in entries if e.is_dir() and not e.name.startswith(".")]
+    if not shown:
+        raise InputError(
+            f"image_folder: {folder} has no class folder; put the images of each class into a "
+            "folder of its name"
+        )
+    ends, scans = extensions(), {}
+    for entry in sorted(shown, key=lambda entry: entry.name):
+        scans[entry.name] = _Scan(links=[entry.path] if entry.is_symlink() else [])
+        if not entry.is_symlink():
+            scans[entry.name].add(entry.path, ends)
+    repeated: list[str] = []
+    outside: list[str] = []
+    if any(scan.links for scan in scans.values()):
+        repeated, outside = _follow(folder, scans, ends)
+    others = [path for scan in scans.values() for path in scan.others]
+    for paths, what in (
+        (repeated, "links lead to what is counted where it lies, or around it, and are left out"),
+        (outside, "links lead out of the folder and are followed"),
+        (others, "files are no images by their names and are left out"),
+    ):
+        if paths:
+            message = f"{folder.name}: {len(paths)} {what}, such as "
+            message += os.path.relpath(paths[0], folder)
+            warnings.warn(message, DataNotice, stacklevel=4)
+    return {name: sorted(scan.images, key=os.path.split) for name, scan in scans.items()}
+
+
+def _follow(
+    folder: Path, scans: dict[str, _Scan], ends: tuple[str, ...]
+) -> tuple[list[str], list[str]]:
+    """Add to each class what its links lead to; returns links that repeat, and that lead outside.
+
+    What two classes link from outside is in both.
+    """
+    root = folder.resolve()
+    lying = {
+        os.path.realpath(path) for scan in scans.values() for path in (*scan.images, *scan.folders)
+    } | {str(around) for around in (root, *root.parents)}
+    repeated, outside = [], []
+    for scan in scans.values():
+        taken = set(lying)
+        # Links that turn up in folders that are linked are added behind those that wait.
+        for link in scan.links:
+            real = os.path.realpath(link)
+            if real in taken:
+                repeated.append(link)
+                continue
+            reached = _Scan()
+            if os.path.isdir(link):
+                reached.add(link, ends)
+            elif link.lower().endswith(ends) and (os.path.isfile(link) or not os.path.exists(link)):
+                # A link to nowhere is refused with its name when its image is asked for.
+                reached.images.append(link)
+            else:
+                reached.others.append(link)
+            if not Path(real).is_relative_to(root):
+                outside.append(link)
+            for image in reached.images:
+                place = os.path.realpath(image)
+                (repeated if place in taken else scan.images).append(image)
+                taken.add(place)
+            taken.update(map(os.path.realpath, reached.folders))
+            scan.links += reached.links
+            scan.others += reached.others
+    return repeated, outside

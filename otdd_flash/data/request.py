@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from otdd_flash import checks
 from otdd_flash.errors import DataNotice, InputError, choose
+from otdd_flash.offline import RefusedAddress, is_address
 
 DEFAULT_ROOT = Path("~/.cache/otdd_flash/datasets")
 SPLITS = ("train", "test", "all")
@@ -65,6 +66,10 @@ class Request:
         """
         if not path:
             raise InputError(f"{self.name} needs {option}=PATH")
+        if is_address(str(path)):
+            raise InputError(
+                f"{self.name}: {option}={path} is an address; fetch it and give the file's path"
+            )
         given = Path(checks.path(option, path))
         candidates = [given] if given.is_absolute() else [given, self.root / given]
         for candidate in candidates:
@@ -122,11 +127,18 @@ def reading(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, RefusedAddress):
+                raise InputError(f"{path}: {cause}") from error
+            cause = cause.__cause__ or cause.__context__
         if "allow_pickle" in str(error):
             # NumPy's words for objects and for any file that is not NumPy's.
             raise InputError(
                 f"cannot read {path}: it holds Python objects, or is no NumPy file; arrays must "
                 "hold numbers, labels integers or strings"
             ) from error
-        detail = str(error) or type(error).__name__
+        # The datasets library says of most errors that there was one.
+        reason = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else error
+        detail = str(reason or error) or type(error).__name__
         raise InputError(f"cannot read {path}: {detail}; is it damaged or empty?") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,14 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.array_inputs import CHANNELS
 from otdd_flash.data.dataset import LabeledDataset, concatenate
+from otdd_flash.data.images import open_image, plain_item
 from otdd_flash.data.lazy_items import LazyItems
-from otdd_flash.data.request import Request
+from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError, choose
+from otdd_flash.offline import network
+
+# Classes that unpickle files of any content. CIFAR10 and CIFAR100 compare MD5 sums before.
+UNPICKLING = ("LSUN", "LSUNClass")
 
 # Bases of other classes: one has no items, the other none without a function that reads a file.
 ABSTRACT = ("VisionDataset", "DatasetFolder")
@@ -35,8 +41,8 @@ def read_torchvision(
         arguments: further constructor arguments, such as {split: letters} for EMNIST.
 
     Raises:
-        InputError: no such class, files missing or damaged, or constructor arguments that the class
-            refuses.
+        InputError: no such class, files missing or damaged, constructor arguments that the class
+            refuses, or a class that would run what it finds in files.
     """
     if not dataset:
         raise InputError("torchvision needs dataset=CLASS, such as dataset=KMNIST")
@@ -60,6 +66,12 @@ def read_class(
     """
     from torchvision import datasets
 
+    if class_name in UNPICKLING:
+        raise InputError(
+            f"torchvision.datasets.{class_name} unpickles a file that it looks for in the working "
+            "directory, which may run any code; export its images to a folder for each class and "
+            "read them as image_folder"
+        )
     classes = (name for name in datasets.__all__ if inspect.isclass(getattr(datasets, name)))
     known = tuple(name for name in classes if name not in ABSTRACT)
     kind = getattr(datasets, choose("torchvision dataset", class_name, known))
@@ -97,11 +109,15 @@ def _accepted(kind: Any) -> set[str]:
 
 def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
     accepted = _accepted(kind)
+    if "download" in arguments:
+        raise InputError("arguments={download: ...} of torchvision: set download=true beside it")
     shared: dict[str, Any] = {"root": str(request.root), "download": request.download}
+    shared["loader"] = open_image
     shared = {key: value for key, value in shared.items() if key in accepted}
     _require_arguments(kind, {**shared, **arguments})
     try:
-        return kind(**{**shared, **arguments})
+        with network(allowed=request.download):
+            opened = kind(**{**shared, **arguments})
     except Exception as error:
         # Damaged files raise anything; missing ones and refused arguments can be told apart.
         hint = _hint(kind, request) if isinstance(error, RuntimeError | OSError) else ""
@@ -109,6 +125,28 @@ def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
             f"{request.name}: torchvision.datasets.{kind.__name__} cannot read "
             f"{_folder(kind, request.root)}: {error or type(error).__name__}{hint}"
         ) from error
+    _refuse_repeated(opened)
+    return opened
+
+
+def _refuse_repeated(opened: Any) -> None:
+    """Refuse a folder in which links lead to the same images more than once, or around them."""
+    from torchvision.datasets import DatasetFolder
+
+    if not isinstance(opened, DatasetFolder):
+        return
+    real: dict[str, str] = {}
+    places: set[tuple[str, str]] = set()
+    for path, _ in opened.samples:
+        folder, name = os.path.split(path)
+        place = real.setdefault(folder, os.path.realpath(folder)), name
+        if place in places:
+            raise InputError(
+                f"torchvision.datasets.{type(opened).__name__} reaches {os.path.join(*place)} more "
+                "than once, through links to folders; read it as image_folder, which counts each "
+                "file once"
+            )
+        places.add(place)
 
 
 def _require_arguments(kind: Any, given: Mapping[str, Any]) -> None:
@@ -169,7 +207,9 @@ class _Inputs:
     opened: Any
 
     def __call__(self, row: int) -> Any:
-        return self.opened[row][0]
+        place = f"row {row} of torchvision.datasets.{type(self.opened).__name__}"
+        with reading(Path(place)):
+            return plain_item(self.opened[row][0], place)
 
 
 def _images(opened: Any) -> NDArray[Any] | LazyItems:

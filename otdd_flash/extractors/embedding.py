@@ -17,6 +17,7 @@ from torch import Tensor
 from otdd_flash.arguments.datasets import EMBED
 from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.images import plain_item
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.ranks import Progress, Ranks
@@ -85,6 +86,8 @@ def embed(
             features are not finite, or the device is not there.
     """
     _check(dataset, extractor)
+    if isinstance(extractor, PixelValues):
+        extractor = extractor.suited_to(dataset.inputs)
     where = resolve_device(device)
     autocast = _autocast_type(mixed_precision, where)
     cache = TensorCache(cache_dir if extractor.cacheable and features_path is None else None)
@@ -266,7 +269,7 @@ def _batches(inputs: Any, batch_size: int) -> Iterator[Any]:
         if isinstance(inputs, np.ndarray):
             yield inputs[start:stop]
         else:
-            yield [inputs[row] for row in range(start, stop)]
+            yield [plain_item(inputs[row], f"row {row}") for row in range(start, stop)]
 
 
 def _gather(

@@ -66,7 +66,8 @@ def from_callable(path: str | Callable[[Any], Any]) -> ImportedFunction:
     Args:
         path: where to import it from, "package.module:function" or "package.module.function", or
             the function itself. It takes a batch of b inputs (an array with leading dimension b, or
-            a list of PIL images, strings or arrays) and returns features (b, d).
+            a list of PIL images in the modes L, RGB, I;16 or F, strings or arrays) and returns
+            features (b, d).
 
     Raises:
         InputError: nothing callable stands there.

@@ -7,9 +7,11 @@ import os
 from typing import Any
 
 import numpy as np
+import PIL
 from PIL import Image
 
 from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.images import DECODING, image_array, plain_item
 
 
 def inputs_hash(dataset: LabeledDataset) -> str:
@@ -25,13 +27,14 @@ def inputs_hash(dataset: LabeledDataset) -> str:
     if isinstance(inputs, np.ndarray) and inputs.dtype != object:
         digest.update(_content(inputs))
     elif paths is not None:
+        digest.update(f"decoding {DECODING} by PIL {PIL.__version__}\0".encode())
         for path in paths:
             status = os.stat(path)
             changed = f"{status.st_mtime_ns}\0{status.st_ctime_ns}"
             digest.update(f"{path}\0{status.st_size}\0{changed}\0".encode("utf-8", "surrogatepass"))
     else:
         for row in range(len(inputs)):
-            digest.update(_content(inputs[row]))
+            digest.update(_content(plain_item(inputs[row], f"row {row}")))
     return digest.hexdigest()
 
 
@@ -40,9 +43,6 @@ def _content(item: Any) -> bytes:
     if isinstance(item, str):
         text = item.encode("utf-8", "surrogatepass")
         return f"{len(text)}\0".encode() + text
-    header = ""
-    if isinstance(item, Image.Image):
-        palette = item.palette.tobytes() if item.palette is not None else b""
-        header = f"{item.mode} {palette.hex()} "
-    array = np.asarray(item)
+    array = image_array(item)
+    header = "image " if isinstance(item, Image.Image) else ""
     return f"{header}{array.dtype}{array.shape}\0".encode() + array.tobytes()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from otdd_flash.data.images import plain_item
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
 
@@ -101,7 +102,7 @@ class _Prepared(Dataset[Any]):
 
     def __getitem__(self, row: int) -> Any:
         try:
-            return self.prepare(self.inputs[row])
+            return self.prepare(plain_item(self.inputs[row], f"row {row}"))
         except InputError as error:
             # As a value: raised in a worker process, it would arrive wrapped in its traceback.
             return error

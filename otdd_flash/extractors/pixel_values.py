@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from otdd_flash.arguments.datasets import EXTRACTORS
 from otdd_flash.checks import takes
+from otdd_flash.data.images import any_colour, image_array, unit_images
 from otdd_flash.errors import InputError
-from otdd_flash.extractors.images import image_array, unit_images
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 
 # ITU-R BT.601 luma, the weights that PIL's convert("L") uses.
@@ -22,10 +22,15 @@ LUMA = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class PixelValues:
-    """See `pixels`."""
+    """See `pixels`.
+
+    Attributes:
+        three_channels: repeat grey values in three channels, as in a dataset of grey and colour.
+    """
 
     size: int | None = None
     grayscale: bool = False
+    three_channels: bool = False
     modalities: frozenset[str] = frozenset({"image"})
     cacheable: bool = False
 
@@ -33,6 +38,11 @@ class PixelValues:
     def key(self) -> str:
         """Name and parameters."""
         return f"pixels size={self.size} grayscale={self.grayscale}"
+
+    def suited_to(self, inputs: Any) -> PixelValues:
+        """The same for all images of a dataset: in three channels if one of them has colour."""
+        alike = self.grayscale or (isinstance(inputs, np.ndarray) and inputs.dtype != object)
+        return self if alike else replace(self, three_channels=any_colour(inputs))
 
     def images(self, batch: Any) -> Tensor:
         """The batch as (b, c, size, size), float32 in [0, 1]."""
@@ -47,7 +57,9 @@ class PixelValues:
 
     def resized(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) in [0, 1] as (b, c or 1, size, size), differentiable."""
-        if self.grayscale and images.shape[1] == 3:
+        if self.three_channels:
+            images = images.expand(-1, 3, -1, -1)
+        elif self.grayscale and images.shape[1] == 3:
             images = torch.einsum("bchw,c->bhw", images, images.new_tensor(LUMA))[:, None]
         if self.size is None or images.shape[2:] == (self.size, self.size):
             return images
@@ -70,6 +82,9 @@ class PixelValues:
 @takes(EXTRACTORS["pixels"], prefix="extractor.")
 def pixels(size: int | None = None, grayscale: bool = False) -> PixelValues:
     """Images as vectors of pixel values in [0, 1].
+
+    A dataset of grey images has one channel, one of colour images three; where it holds both, grey
+    values are repeated in the three channels.
 
     Args:
         size: side in pixels to which every image is resized (bilinear, antialiased when it shrinks;

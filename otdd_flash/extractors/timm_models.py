@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from otdd_flash.arguments.datasets import EXTRACTORS
 from otdd_flash.checks import takes
+from otdd_flash.data.images import rgb_image
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.checkpoint import load_checkpoint
-from otdd_flash.extractors.images import rgb_image
 from otdd_flash.extractors.network import Network, forward_images
 from otdd_flash.extractors.random_weights import notice_random_features, seeded_weights
 from otdd_flash.offline import ALLOW, network

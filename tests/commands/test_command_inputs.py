@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import otdd_flash as otdd
 
@@ -264,3 +265,25 @@ def test_a_damaged_cache_entry_is_said_and_rebuilt(command, read):
     assert f"warning: deleting the damaged cache entry {entry}" in ended.err
     assert command(*NETWORK, "cache_dir=cache").err.count("damaged") == 0
     assert read("first/result.json")["value"] == read("second/result.json")["value"]
+
+
+def test_a_folder_is_at_no_distance_from_itself_whichever_reads_it(command, read, folder):
+    """Photos that stand on their side, grey and colour, 8 and 16 bits, with and without alpha."""
+    values = np.random.default_rng(1).integers(0, 256, (6, 8, 4), dtype=np.uint8)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for name in ("cat", "dog"):
+        place = folder / "photos" / name
+        place.mkdir(parents=True)
+        Image.fromarray(np.rot90(values[..., 0]).copy()).save(place / "0.jpg", exif=turned)
+        Image.fromarray(values[..., 1].astype(np.uint16) * 257).save(place / "1.png")
+        Image.fromarray(values).save(place / "2.png")
+        Image.fromarray(255 - values).save(place / "3.png")
+    ended = command(
+        "source=image_folder", "source.path=photos", "target=huggingface", "target.path=photos",
+        "extractor=pixels", "epsilon=1",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    result = read("run/result.json")
+    assert (result["value"], result["bounds"]) == (0, [0, 0])
+    assert ended.err.count("laid on white") == 1

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +26,7 @@ def test_one_folder_per_class(tmp_path: Path) -> None:
     assert dataset.class_names == ("cat", "dog")
     assert dataset.labels.tolist() == [0, 0, 0, 1, 1]
     assert (dataset.modality, dataset.name) == ("image", "pets")
-    assert [image.getpixel((0, 0)) for image in dataset.inputs] == [
-        (v, v, v) for v in (0, 1, 2, 0, 1)
-    ]
+    assert [image.getpixel((0, 0)) for image in dataset.inputs] == [0, 1, 2, 0, 1]
     assert [Path(path).name for path in dataset.inputs.paths][:2] == ["0.png", "1.png"]
 
 
@@ -60,7 +60,7 @@ def test_a_class_folder_without_images_is_left_out(tmp_path: Path) -> None:
     ("counts", "path", "message"),
     [
         ({}, "nowhere", "path=nowhere does not exist"),
-        ({}, ".", "Couldn't find any class folder"),
+        ({}, ".", "has no class folder"),
         ({"cat": 0}, ".", "is empty"),
         ({"cat": 1}, "cat/0.png", "is a file; name the folder"),
     ],
@@ -71,3 +71,99 @@ def test_folders_that_hold_no_dataset(
     _write(tmp_path, counts)
     with pytest.raises(InputError, match=message):
         load("image_folder", path=path if path == "nowhere" else str(tmp_path / path))
+
+
+def _linked(root: Path, link: str, to: str) -> None:
+    place = root / link
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(root / to)
+
+
+@pytest.mark.parametrize(
+    ("links", "counts", "notice"),
+    [
+        pytest.param({"pets/cat/up": "pets"}, {"cat": 6, "dog": 6}, "1 links lead to", id="up"),
+        pytest.param({"pets/cat/up": "."}, {"cat": 6, "dog": 6}, "or around it", id="above"),
+        pytest.param({"pets/cat/me": "pets/cat"}, {"cat": 6, "dog": 6}, "such as cat/me", id="me"),
+        pytest.param({"pets/cat/d": "pets/dog"}, {"cat": 6, "dog": 6}, "1 links lead", id="class"),
+        pytest.param(
+            {"pets/cat/7.png": "pets/cat/0.png"}, {"cat": 6, "dog": 6}, "counted where", id="file"
+        ),
+        pytest.param(
+            {"pets/a/b": "pets/a/c", "pets/a/c": "pets/a/b"},
+            {"cat": 6, "dog": 6, "a": 0},
+            "files are no images by their names",
+            id="each other",
+        ),
+        pytest.param({"pets/owl": "store/owl"}, {"cat": 6, "dog": 6, "owl": 4}, "1 links lead out",
+                     id="class outside"),
+        pytest.param(
+            {"pets/owl/0.png": "store/owl/0.png", "pets/owl/1.png": "store/owl/0.png"},
+            {"cat": 6, "dog": 6, "owl": 1},
+            "such as owl/1.png",
+            id="one file outside twice",
+        ),
+        pytest.param(
+            {"pets/owl/a": "store", "pets/owl/b": "store/owl"},
+            {"cat": 6, "dog": 6, "owl": 4},
+            "1 links lead out of the folder and are followed, such as owl/a",
+            id="folder outside twice",
+        ),
+        pytest.param({"pets/owl/a": "store", "store/back": "pets"}, {"cat": 6, "dog": 6, "owl": 4},
+                     "such as owl/a/back", id="outside and back"),
+        pytest.param(
+            {"pets/cat/.hidden": "store/owl"}, {"cat": 6, "dog": 6}, None, id="hidden"
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_counts_once_in_its_class(
+    tmp_path: Path, links: dict[str, str], counts: dict[str, int], notice: str | None
+) -> None:
+    """A link to its own parent made 492 images of 12."""
+    _write(tmp_path / "pets", {"cat": 6, "dog": 6})
+    _write(tmp_path / "store", {"owl": 4})
+    for link, to in links.items():
+        _linked(tmp_path, link, to)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        dataset = load("image_folder", path=str(tmp_path / "pets"))
+    found = np.bincount(dataset.labels, minlength=len(dataset.class_names)).tolist()
+    expected = {name: count for name, count in counts.items() if count}
+    assert dict(zip(dataset.class_names, found, strict=True)) == expected
+    texts = [str(each.message) for each in said]
+    assert any(notice in text for text in texts) if notice else not texts, texts
+
+
+def test_a_split_that_is_linked_is_read(tmp_path: Path) -> None:
+    """As a store of files with links from folders of their own, whose links are files."""
+    _write(tmp_path / "store", {"cat": 2})
+    for i in range(2):
+        _linked(tmp_path, f"pets/train/cat/{i}.png", f"store/cat/{i}.png")
+    (tmp_path / "linked").symlink_to(tmp_path / "pets" / "train")
+    with pytest.warns(DataNotice, match="2 links lead out of the folder and are followed"):
+        assert len(load("image_folder", path=str(tmp_path / "linked"))) == 2
+
+
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    folder = _write(tmp_path, {"cat": 2})
+    (folder / "cat" / "notes.txt").write_text("two cats")
+    (folder / ".ipynb_checkpoints").mkdir()
+    (folder / "cat" / "._0.png").write_bytes(b"resource fork")
+    with pytest.warns(DataNotice, match=r"1 files are no images by .* such as cat/notes.txt"):
+        dataset = load("image_folder", path=str(folder))
+    assert (len(dataset), dataset.class_names) == (2, ("cat",))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    folder = _write(tmp_path, {"cat": 2})
+    os.mkfifo(folder / "cat" / "9.png")
+    with pytest.warns(DataNotice, match="such as cat/9.png"):
+        assert len(load("image_folder", path=str(folder))) == 2
+
+
+def test_a_link_to_nowhere_is_named_when_it_is_read(tmp_path: Path) -> None:
+    folder = _write(tmp_path, {"cat": 2})
+    _linked(tmp_path, "cat/9.png", "gone.png")
+    dataset = load("image_folder", path=str(folder))
+    with pytest.raises(InputError, match=r"cannot read .*cat/9\.png: .*No such file"):
+        dataset.inputs[2]

@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+import ast
+import inspect
+import os
+import pickle
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 from torchvision import datasets
 
 from otdd_flash.data import load
 from otdd_flash.data.lazy_items import LazyItems
+from otdd_flash.data.torchvision_class import UNPICKLING
 from otdd_flash.errors import DataNotice, InputError
 
 
@@ -104,3 +113,133 @@ def test_a_class_without_arrays_is_read_lazily() -> None:
 def test_impossible_requests(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         load("torchvision", root=tmp_path, **options)
+
+
+# Whose files torchvision compares with MD5 sums of its own before it unpickles them.
+VERIFIED = {"CIFAR10", "CIFAR100"}
+# What may run code that a file holds; the argument that must keep it from that, and its default.
+LOADERS: dict[str, tuple[str, bool, bool] | None] = {
+    **dict.fromkeys(("pickle.load", "pickle.loads", "pickle.Unpickler", "pd.read_pickle")),
+    **dict.fromkeys(("torch.jit.load", "eval", "exec", "__import__")),
+    "torch.load": ("weights_only", True, False),
+    "np.load": ("allow_pickle", False, False),
+}
+MODULES = {"joblib", "dill", "cloudpickle", "shelve", "marshal", "runpy", "importlib", "_pickle"}
+
+
+def _running_code(source: str) -> Iterator[str]:
+    """What in a source may run the code that a file holds."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{each.name}" for each in node.names]
+            yield from (name for name in names if name.split(".")[0] in MODULES or name in LOADERS)
+        elif isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in LOADERS:
+            argument, safe, default = LOADERS[called] or ("", True, False)
+            given = {each.arg: getattr(each.value, "value", None) for each in node.keywords}
+            if given.get(argument, default) is not safe:
+                yield called
+
+
+def _modules(kind: type) -> set[ModuleType]:
+    found = {inspect.getmodule(base) for base in kind.__mro__}
+    return {m for m in found if m is not None and m.__name__.startswith("torchvision.datasets")}
+
+
+def test_classes_that_unpickle_are_refused_or_compare_sums() -> None:
+    """A class of a newer torchvision that runs what files hold is to be looked at."""
+    kinds = {name: getattr(datasets, name) for name in datasets.__all__}
+    risky = {
+        name
+        for name, kind in kinds.items()
+        if inspect.isclass(kind)
+        and any([*_running_code(inspect.getsource(module))] for module in _modules(kind))
+    }
+    assert len(kinds) > 60
+    assert risky == VERIFIED | set(UNPICKLING)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import pickle\npickle.load(f)", ["pickle.load"]),
+        ("torch.load(f)", ["torch.load"]),
+        ("torch.load(f, weights_only=False)", ["torch.load"]),
+        ("torch.load(f, weights_only=True)", []),
+        ("np.load(f)", []),
+        ("np.load(f, allow_pickle=True)", ["np.load"]),
+        ("from pickle import load", ["pickle.load"]),
+        ("import joblib", ["joblib"]),
+        ("eval(text)", ["eval"]),
+    ],
+)
+def test_what_is_looked_for(source: str, found: list[str]) -> None:
+    assert list(_running_code(source)) == found
+
+
+class _Alarm:
+    """A pickle that makes a folder where it is opened."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+def _traps(folder: Path) -> None:
+    """Pickles that make a folder wherever a class of torchvision looks for its files."""
+    content = pickle.dumps(_Alarm())
+    lsun = str(folder / "church_outdoor_train_lmdb")
+    caches = ["_cache_" + "".join(c for c in p if c.isalnum()) for p in (lsun, str(folder))]
+    cifar = "cifar-10-batches-py", "cifar-100-python"
+    batches = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"]
+    names = [f"{cifar[0]}/{b}" for b in batches]
+    names += [f"{cifar[1]}/{b}" for b in ("train", "test", "meta")]
+    names += [*caches, "meta.bin", "yosemite.pt"]
+    names += ["MNIST/processed/training.pt", "MNIST/processed/test.pt"]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    for name in names:
+        if name.endswith(("pt", "bin")):
+            torch.save(_Alarm(), folder / name)
+    (folder / "train").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("LSUN", {"classes": ["church_outdoor_train"]}, "unpickles a file .* as image_folder"),
+        ("LSUNClass", {}, "unpickles a file"),
+        ("CIFAR10", {}, "cannot read"),
+        ("CIFAR100", {}, "cannot read"),
+        ("ImageNet", {}, "cannot read"),
+        ("PhotoTour", {"name": "yosemite"}, "cannot read"),
+        ("MNIST", {}, "cannot read"),
+    ],
+)
+def test_no_file_is_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    arguments: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _traps(tmp_path)
+    with pytest.raises(InputError, match=message):
+        load("torchvision", root=tmp_path, dataset=name, arguments=arguments)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["ImageFolder", "DatasetFolder"])
+def test_a_folder_that_links_lead_around_is_refused(tmp_path: Path, name: str) -> None:
+    for i in range(3):
+        (tmp_path / "cat").mkdir(exist_ok=True)
+        Image.new("L", (4, 4), i).save(tmp_path / "cat" / f"{i}.png")
+    options: dict[str, Any] = {"root": str(tmp_path)}
+    if name == "DatasetFolder":
+        options["extensions"] = [".png"]
+    assert len(load("torchvision", dataset=name, arguments=options)) == 3
+    (tmp_path / "cat" / "up").symlink_to(tmp_path)
+    with pytest.raises(InputError, match=r"cat/0\.png more than once.*image_folder"):
+        load("torchvision", dataset=name, arguments=options)

@@ -56,7 +56,9 @@ def test_sixteen_bit_images_keep_their_depth() -> None:
     from_array = pixels()(values[None])
     assert torch.equal(from_array, torch.tensor([[0, 1, 256, 65535]]) / 65535)
     assert torch.equal(pixels()([Image.fromarray(values)]), from_array)
-    assert torch.equal(pixels()([Image.fromarray(values.astype(np.int32))]), from_array)
+    # Where it is open what is white, nothing is guessed.
+    with pytest.raises(InputError, match="32-bit integers have no value that is white"):
+        pixels()([Image.fromarray(values.astype(np.int32))])
 
 
 @pytest.mark.parametrize("size", [None, 6])
@@ -90,10 +92,10 @@ def test_different_sizes_without_size_name_the_way_out(make_dataset: Any, batch_
         embed(lazy, pixels(), batch_size=batch_size)
 
 
-def test_grey_among_colour_names_grayscale(make_dataset: Any) -> None:
-    mixed = make_dataset([Image.new("RGB", (4, 4)), Image.new("L", (4, 4))])
-    with pytest.raises(InputError, match=r"extractor\.grayscale=true"):
-        embed(mixed, pixels(size=4))
+def test_grey_among_colour_is_repeated_in_three_channels(make_dataset: Any) -> None:
+    mixed = make_dataset([Image.new("L", (4, 4), 51), Image.new("RGB", (4, 4), (0, 102, 255))])
+    features = embed(mixed, pixels(), batch_size=1).features.reshape(2, 3, 16)[:, :, 0]
+    torch.testing.assert_close(features, torch.tensor([[0.2] * 3, [0, 0.4, 1]]))
     assert embed(mixed, pixels(size=4, grayscale=True)).dim == 16
 
 

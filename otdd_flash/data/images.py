@@ -1,0 +1,269 @@
+"""Images, from files and from memory, brought to the few forms that everything else takes.
+
+Readers open files with `open_image` and extractors decode with `image_array`, so one folder gives
+the same numbers whichever of them reads it: upright as EXIF says, in the depth of the file,
+palettes resolved, transparency laid on white, and scaled by the range of the type.
+
+    mode of PIL                                               becomes   white is
+    1, L, LA, La                                              L         255
+    P, PA, RGB, RGBA, RGBa, RGBX, CMYK, YCbCr, HSV, LAB       RGB       255
+    I;16, I;16L, I;16B, I;16N; I from a PNG or PPM file       I;16      65535
+    F, with values in [0, 1]                                  F         1
+
+Other 32-bit integers are refused, as no value of theirs is white by agreement; so are several
+frames, of which one would have to be chosen. PIL itself reads 16-bit colour as 8 bits. Colour
+profiles are not applied. An array has the shape (h, w) or (h, w, c): uint8, uint16, bool or float
+in [0, 1], with alpha as the last of 2 or 4 channels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from otdd_flash.data.request import reading
+from otdd_flash.errors import DataNotice, InputError, prefixed
+
+# Part of the key of cached features: a change of what an image decodes to must raise it.
+DECODING = 2
+# Formats that PIL draws with another program, or that hold measurements and no picture.
+NO_PICTURES = ("EPS", "WMF", "FITS", "BUFR", "GRIB", "HDF5", "MPEG")
+# Formats of which the first frame is the picture, and others are layers, sizes or previews.
+FIRST_IS_PICTURE = ("MPO", "PSD", "ICO", "ICNS")
+# Formats whose mode is known from the first bytes.
+MODE_IN_HEADER = ("PNG", "JPEG", "MPO", "TIFF", "BMP", "PPM", "WEBP")
+TRANSPARENT_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
+EIGHT_BIT_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV")
+GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")
+
+
+def extensions() -> tuple[str, ...]:
+    """How the names of image files end, in lower case and with the dot."""
+    known = Image.registered_extensions()
+    return tuple(
+        sorted(end for end, form in known.items() if form in Image.OPEN and form not in NO_PICTURES)
+    )
+
+
+def open_image(source: str | Path | bytes, where: str | Path | None = None) -> Image.Image:
+    """The image of a file, in one of the modes L, RGB, I;16 and F.
+
+    Args:
+        source: its path, or its content.
+        where: what messages call it; None takes the path.
+
+    Raises:
+        InputError: it is unreadable, or has no numbers to be taken (see `plain_image`).
+    """
+    place = "an image in memory" if isinstance(source, bytes) else source
+    place = place if where is None else where
+    with reading(Path(str(place))):
+        try:
+            # Not by its name: PIL maps such a file, and confuses the sides of a TIFF to be turned.
+            with _file(source) as file, Image.open(file) as opened:
+                return plain_image(opened)
+        except UnidentifiedImageError as error:
+            raise InputError(
+                f"cannot read {place}: it is damaged, empty or no image; leave it out"
+            ) from error
+        except InputError as error:
+            raise prefixed(str(place), error) from error
+
+
+def _file(source: str | Path | bytes) -> BinaryIO:
+    return BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb")
+
+
+def plain_item(item: Any, place: str) -> Any:
+    """One raw input; if it is an image of PIL, then in one of the modes L, RGB, I;16 and F.
+
+    Raises:
+        InputError: as for `plain_image`, with the place, such as its row.
+    """
+    if not isinstance(item, Image.Image):
+        return item
+    with reading(Path(place)):
+        try:
+            return plain_image(item)
+        except InputError as error:
+            raise prefixed(place, error) from error
+
+
+def plain_image(image: Image.Image) -> Image.Image:
+    """The image upright and in one of the modes L, RGB, I;16 and F; see the table above.
+
+    Raises:
+        InputError: it has several frames or no pixels, what it shows vanishes on white, floats are
+            outside [0, 1], or its mode says of no value that it is white.
+    """
+    kind = image.format
+    if kind in NO_PICTURES:
+        raise InputError(f"{kind} files hold no picture of pixels; save it as PNG")
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and kind not in FIRST_IS_PICTURE:
+        raise InputError(
+            f"it has {frames} frames; save the one that is meant as an image by itself"
+        )
+    if 0 in image.size:
+        raise InputError(f"an image of {image.width} x {image.height} has no pixels; leave it out")
+    image.load()
+    # PIL fills 16 bits from below with 12, and tells so by the tag BitsPerSample alone.
+    levels = 4095 if kind == "TIFF" and getattr(image, "tag_v2", {}).get(258) == (12,) else 65535
+    deep = image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM"))
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    mode = image.mode
+    if deep:
+        return _sixteen_bit(image, levels)
+    if mode == "F":
+        _full_scale(np.asarray(image))
+        return image
+    if mode in TRANSPARENT_MODES or (mode in EIGHT_BIT_MODES and image.has_transparency_data):
+        return _without_alpha(image)
+    if mode == "LAB":
+        profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        shown = ImageCms.applyTransform(image, ImageCms.buildTransform(*profiles, "LAB", "RGB"))
+        assert shown is not None
+        return shown
+    if mode in EIGHT_BIT_MODES:
+        plain = "L" if mode in GREY_MODES else "RGB"
+        return image if mode == plain else image.convert(plain)
+    what = "32-bit integers have" if mode == "I" else f"PIL's mode {mode} has"
+    raise InputError(
+        f"{what} no value that is white by agreement; save it with 16 bits or as floats in [0, 1]"
+    )
+
+
+def _sixteen_bit(image: Image.Image, white: int) -> Image.Image:
+    values, key = np.asarray(image), image.info.get("transparency")
+    if image.mode == "I;16" and white == 65535 and key is None:
+        return image
+    values = np.rint(values * (65535 / white)).astype(np.uint16)
+    if key is not None:
+        alpha = np.where(np.asarray(image) == key, 0, 65535).astype(np.uint16)
+        values = _on_white(np.stack([values, alpha], 2))[..., 0]
+    return Image.fromarray(values)
+
+
+def _without_alpha(image: Image.Image) -> Image.Image:
+    if image.mode in GREY_MODES:
+        return Image.fromarray(_on_white(np.asarray(image.convert("LA")))[..., 0])
+    return Image.fromarray(_on_white(np.asarray(image.convert("RGBA"))))
+
+
+def image_array(item: Any) -> NDArray[Any]:
+    """One raw image as an array (h, w) or (h, w, c), of which `unit_images` takes a batch.
+
+    Raises:
+        InputError: as for `plain_image`.
+    """
+    return np.asarray(plain_image(item) if isinstance(item, Image.Image) else item)
+
+
+def unit_images(values: NDArray[Any]) -> Tensor:
+    """Images (b, h, w) or (b, h, w, c) as float32 (b, 1 or 3, h, w) with values in [0, 1].
+
+    Raises:
+        InputError: the shape or the type is not that of images, floats lie outside [0, 1], or what
+            an image shows vanishes on white.
+    """
+    if values.ndim == 3:
+        values = values[..., None]
+    if values.ndim != 4 or not 1 <= values.shape[3] <= 4:
+        raise InputError(
+            f"images must be (h, w) or (h, w, c) with 1 to 4 channels, got {values.shape[1:]}; "
+            "put channels last"
+        )
+    scale = _full_scale(values)
+    if values.shape[3] in (2, 4):
+        values = np.stack([_on_white(image) for image in values])
+    pixels = torch.from_numpy(np.array(values, dtype=np.float32)) / scale
+    return pixels.permute(0, 3, 1, 2)
+
+
+def rgb_image(item: Any) -> Image.Image:
+    """One raw image as an 8-bit RGB image of PIL; grey values are repeated in the three channels.
+
+    Raises:
+        InputError: as for `plain_image` and `unit_images`.
+    """
+    if isinstance(item, Image.Image):
+        item = plain = plain_image(item)
+        if plain.mode in ("L", "RGB"):
+            return plain.convert("RGB")
+    image = unit_images(image_array(item)[None])[0]
+    levels = (image.expand(3, -1, -1).permute(1, 2, 0) * 255).round().to(torch.uint8)
+    return Image.fromarray(levels.numpy())
+
+
+def any_colour(inputs: Sequence[Any]) -> bool:
+    """Whether one of these images has colour: those before it are read, of files their headers."""
+    paths: list[str] | None = getattr(inputs, "paths", None)
+    if paths is not None:
+        return any(_file_has_colour(path) for path in paths)
+    arrays = (image_array(plain_item(inputs[row], f"row {row}")) for row in range(len(inputs)))
+    return any(array.ndim == 3 and array.shape[2] > 2 for array in arrays)
+
+
+def _file_has_colour(path: str) -> bool:
+    # What is unreadable is refused where its pixels are asked for.
+    with suppress(Exception), Image.open(path) as image:
+        if image.format not in MODE_IN_HEADER:
+            image.load()
+        return image.mode not in GREY_MODES
+    return False
+
+
+def _on_white(values: NDArray[Any]) -> NDArray[Any]:
+    """An image (h, w, c + 1), of which alpha is the last channel, laid on white: (h, w, c).
+
+    Raises:
+        InputError: only alpha showed something, as of a white drawing.
+    """
+    white = _full_scale(values)
+    colour, alpha = values[..., :-1], values[..., -1:]
+    if alpha.min() == white:
+        return colour
+    laid = white - (white - colour.astype(np.float64)) * (alpha / white)
+    if laid.min() == laid.max() and alpha.min() < alpha.max():
+        raise InputError(
+            "it is drawn in white on a transparent ground, so that nothing is seen of it on white; "
+            "lay it on another colour and save it without transparency"
+        )
+    warnings.warn("images with transparency are laid on white", DataNotice, stacklevel=2)
+    return (laid if values.dtype.kind == "f" else np.rint(laid)).astype(values.dtype)
+
+
+def _full_scale(values: NDArray[Any]) -> float:
+    """The value that stands for white.
+
+    Raises:
+        InputError: there is none, or floats lie outside [0, 1].
+    """
+    # Of either byte order.
+    match values.dtype.kind, values.dtype.itemsize:
+        case "u", 1:
+            return 255.0
+        case "u", 2:
+            return 65535.0
+        case "b", _:
+            return 1.0
+    if values.dtype.kind != "f":
+        raise InputError(
+            f"images must be uint8, uint16, or float in [0, 1], got {values.dtype}; convert them"
+        )
+    low, high = float(values.min()), float(values.max())
+    # NaN fails this test too.
+    if not (low >= 0 and high <= 1):
+        raise InputError(f"float images must lie in [0, 1], got {low:g} to {high:g}; rescale them")
+    return 1.0
