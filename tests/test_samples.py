@@ -94,7 +94,7 @@ def test_unlabelled_samples_are_one_class_without_names():
     "changed",
     [
         {"features": with_value(5, 1, 11.000001)},
-        {"features": FEATURES.double()},
+        {"features": FEATURES.double() + 1e-9},
         {"features": FEATURES.reshape(6, 2).flip(0)},
         {"labels": torch.tensor([0, 1, 2, 0, 1, 1])},
         {"labels": None},

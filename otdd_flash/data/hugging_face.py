@@ -17,6 +17,8 @@ from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError
 from otdd_flash.offline import network
+from otdd_flash.real_numbers import with_gaps
+from otdd_flash.table_columns import columns_of
 
 FILE_FORMATS = {
     ".parquet": "parquet",
@@ -61,7 +63,7 @@ def read_hugging_face(
     label_feature = None if columns.label is None else table.features[columns.label]
     inputs: NDArray[Any] | LazyItems
     if columns.modality == "array":
-        inputs, modality = as_inputs(_numbers(table, columns.inputs), path)
+        inputs, modality = as_inputs(_numbers(table, columns.inputs, path), path)
     else:
         inputs, modality = _lazy(table, columns.inputs[0], path), columns.modality
     title = Path(path).name if request.split == "all" else f"{Path(path).name} {request.split}"
@@ -134,16 +136,12 @@ def _values(table: Any, column: str) -> list[Any]:
     return values
 
 
-def _numbers(table: Any, columns: Sequence[str]) -> NDArray[Any]:
+def _numbers(table: Any, columns: Sequence[str], path: str) -> NDArray[Any]:
     """One column as it is shaped, or several side by side as a matrix."""
-    only = table.select_columns(list(columns))
-    # By itself the library makes float32 of float64, which tells large neighbours no more apart.
-    double = any("float64" in str(feature) for feature in only.features.values())
-    batch = only.with_format("numpy", **({"dtype": np.float64} if double else {}))[:]
-    arrays = [np.asarray(batch[column]) for column in columns]
-    if len(arrays) > 1 or arrays[0].ndim == 1:
-        return np.column_stack(arrays)
-    return arrays[0]
+    # By itself the library makes float32 of float64, and wraps the largest integers.
+    found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
+    assert found is not None
+    return with_gaps(f"{path}: inputs", found)
 
 
 @dataclass(frozen=True)
