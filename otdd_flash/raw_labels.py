@@ -32,11 +32,7 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
         InputError: the labels are not one-dimensional integers or strings, or some are missing.
     """
     values = raw_values(labels)
-    if values.ndim != 1:
-        raise InputError(
-            f"labels must be one-dimensional, got shape {values.shape}; "
-            f"{one_label_a_row(labels, values)}"
-        )
+    check_one_dimensional(labels, values)
     if (missing := missing_labels(values)).any():
         raise InputError(
             f"{missing_rows(missing)}; leave those rows out of features and labels, or label them"
@@ -50,6 +46,15 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
         )
     distinct, indices = np.unique(values, return_inverse=True)
     return indices.astype(np.int64), tuple(str(value) for value in distinct)
+
+
+def check_one_dimensional(labels: Any, values: NDArray[Any]) -> None:
+    """Raise an `InputError` unless there is one label a row; arguments as of `one_label_a_row`."""
+    if values.ndim != 1:
+        raise InputError(
+            f"labels must be one-dimensional, got shape {values.shape}; "
+            f"{one_label_a_row(labels, values)}"
+        )
 
 
 def one_label_a_row(labels: Any, values: NDArray[Any]) -> str:
@@ -154,7 +159,7 @@ def check_unrounded(values: NDArray[Any], limit: int, kind: str | None = None) -
         raise InputError(
             f"labels must be integers or text, got {values[large][0]:.0f} {rows_shown(large)} as "
             f"{kind or values.dtype}, which rounds integers beyond {limit}, so that classes may "
-            "have become one; read them as integers"
+            "have become one; give them as integers"
         )
 
 

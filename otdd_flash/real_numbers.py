@@ -155,22 +155,22 @@ def exact_doubles(
     return double
 
 
-def with_gaps(what: str, columns: list[Column]) -> NDArray[Any]:
-    """Return columns as `side_by_side`, in float64 with NaN where a number is missing, if one is.
+def doubles_of_columns(what: str, columns: list[Column]) -> NDArray[np.float64]:
+    """Return columns of numbers as a float64 matrix, or the only one as it is shaped.
+
+    What is missing is NaN there.
 
     Raises:
         InputError: float64 would round a number.
     """
-    values = side_by_side(what, columns)
-    missing = [column.missing for column in columns]
-    if not any(mask.any() for mask in missing) or values.dtype.kind not in "iubf":
-        return values
-    values = exact_doubles(what, values)
-    if len(columns) == 1:
-        values[missing[0]] = np.nan
-    else:
-        values[np.stack(missing, 1)] = np.nan
-    return values
+    parts = []
+    for column in columns:
+        part = exact_doubles(what, _plain(what, column.values, column), column)
+        if column.missing.any():
+            part = np.array(part)
+            part[column.missing] = np.nan
+        parts.append(part)
+    return parts[0] if len(parts) == 1 and parts[0].ndim > 1 else np.column_stack(parts)
 
 
 def check_integers(what: str, values: Tensor | NDArray[Any]) -> None:

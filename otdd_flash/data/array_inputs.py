@@ -41,7 +41,7 @@ def as_inputs(values: NDArray[Any], where: str) -> tuple[NDArray[Any], Modality]
         large = largest_integer(values) > LARGEST_INTEGER
         return in_double(what, real_tensor(what, values)).numpy() if large else values, "array"
     if values.ndim == 3 or (values.ndim == 4 and values.shape[3] in CHANNELS):
-        check_integers(what, values)
+        check_integers(where, values)
         return _as_pixels(values), "image"
     raise InputError(
         f"{where}: inputs must have shape (n, d), or (n, h, w) or (n, h, w, c) with {CHANNELS} "

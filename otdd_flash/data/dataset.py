@@ -14,10 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.raw_labels import (
+    check_one_dimensional,
     encode_labels,
     missing_labels,
     missing_rows,
-    one_label_a_row,
     raw_values,
     without_fractions,
 )
@@ -108,6 +108,7 @@ class LabeledDataset:
         if labels is None:
             return dataset
         values = raw_values(labels)
+        check_one_dimensional(labels, values)
         if (missing := _missing(values, class_names)).any():
             kept = _labelled_rows(missing, dataset, drop=drop_unlabelled)
             dataset, values = dataset.take(kept), raw_values(values[kept])
@@ -165,11 +166,6 @@ def _number(
         raise InputError(f"{name}: labels must be class indices, got {values.dtype}")
     if values.size and int(values.max()) < 0:
         return None, ()
-    if values.ndim != 1:
-        raise InputError(
-            f"{name}: labels must be one-dimensional, got shape {values.shape}; "
-            f"{one_label_a_row(values, values)}"
-        )
     # Before their type could turn the largest ones into others.
     _check_range(values, class_names, name)
     return values.astype(np.int64), tuple(str(class_name) for class_name in class_names)

@@ -17,7 +17,7 @@ from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError
 from otdd_flash.offline import network
-from otdd_flash.real_numbers import with_gaps
+from otdd_flash.real_numbers import doubles_of_columns, side_by_side
 from otdd_flash.table_columns import columns_of
 
 FILE_FORMATS = {
@@ -141,7 +141,9 @@ def _numbers(table: Any, columns: Sequence[str], path: str) -> NDArray[Any]:
     # By itself the library makes float32 of float64, and wraps the largest integers.
     found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
     assert found is not None
-    return with_gaps(f"{path}: inputs", found)
+    what, gaps = f"{path}: inputs", any(column.missing.any() for column in found)
+    plain = all(column.values.dtype.kind in "fiub" for column in found)
+    return (doubles_of_columns if gaps and plain else side_by_side)(what, found)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.request import reading
 from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, exact_doubles, inexact, with_gaps
+from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, inexact
 from otdd_flash.table_columns import columns_of
 
 # What pandas calls a first column without a name, which its own `to_csv` writes for the row index.
 NAMELESS = "Unnamed: 0"
 # By types that have missing values of their own, integers stay integers beside them.
 NULLABLE = "numpy_nullable"
-INTEGER = r"\s*[+-]?\d+\s*"
+INTEGER, LONG_INTEGER = r"\s*[+-]?\d+\s*", r"\s*[+-]?\d{19,}\s*"
 LABEL_NAMES = ("label", "labels", "class", "target", "y")
 
 
@@ -87,9 +87,8 @@ def read_table(
         _check_rounded_text(path, table, read)
     columns = columns_of(table[inputs])
     assert columns is not None
-    what = f"{path}: inputs"
     return (
-        exact_doubles(what, with_gaps(what, columns)),
+        doubles_of_columns(f"{path}: inputs", columns),
         None if label is None else table[label],
         None if weight_column is None else table[weight_column],
     )
@@ -106,12 +105,26 @@ def _csv(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)
         try:
-            return pd.read_csv(path, index_col=False, dtype_backend=NULLABLE)
+            table = pd.read_csv(path, index_col=False, dtype_backend=NULLABLE)
         except pd.errors.ParserWarning:
             raise InputError(
                 f"{path}: its rows have more fields than its first line names, so that it is open "
                 "which names belong to which; name every column"
             ) from None
+    for place, dtype in enumerate(table.dtypes):
+        if isinstance(dtype, pd.StringDtype):
+            column = table.columns[place]
+            if bool(table[column].str.fullmatch(LONG_INTEGER).any()):
+                # Where integers exceed 64 bits, pandas forgets which entries are missing.
+                table[column] = _texts(path, place)
+    return table
+
+
+def _texts(path: Path, place: int) -> Any:
+    """A column as the file spells it."""
+    import pandas as pd
+
+    return pd.read_csv(path, index_col=False, usecols=[place], dtype="string").iloc[:, 0]
 
 
 def _holds_numbers(table: Any, column: str, *, is_text: bool) -> bool:
@@ -143,12 +156,12 @@ def _check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
         large = np.asarray((table[column].abs() >= LARGEST_IN_DOUBLE).fillna(False), dtype=bool)
         if not large.any():
             continue
-        place = pd.read_csv(path, index_col=False, nrows=0).columns.get_loc(column)
-        texts = pd.read_csv(path, index_col=False, usecols=[place], dtype=str).iloc[:, 0]
+        names = pd.read_csv(path, index_col=False, nrows=0).columns
+        texts = _texts(path, names.get_loc(column))
         for row in np.flatnonzero(large).tolist():
             value = float(table[column].iloc[row])
             if re.fullmatch(INTEGER, texts.iloc[row]) and int(texts.iloc[row]) != value:
-                raise inexact(str(path), texts.iloc[row].strip(), (row,), column)
+                raise inexact(f"column {column!r} of {path}", int(texts.iloc[row]), (row,), None)
 
 
 def find_label(columns: Sequence[str], text: Sequence[str], where: str) -> str | None:
