@@ -264,7 +264,8 @@ def _where(place: Any, column: str | None) -> str:
 
 
 def _holds_large(array: NDArray[Any]) -> bool:
-    return array.dtype.kind == "f" and bool((np.abs(array) >= LARGEST_IN_DOUBLE).any())
+    long = array.dtype.kind == "f" and array.dtype.itemsize > 2
+    return long and bool((np.abs(array) >= LARGEST_IN_DOUBLE).any())
 
 
 def _shared(array: NDArray[Any]) -> Tensor:

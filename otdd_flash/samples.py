@@ -374,7 +374,7 @@ def _whole(labels: Tensor) -> Tensor:
             f"{rows_shown(fractions.cpu().numpy())}; cut a continuous target into classes first"
         )
     # What no integer can hold is out of range as well.
-    return labels.clamp(-(2.0**62), 2.0**62)
+    return labels.double().clamp(-(2.0**62), 2.0**62)
 
 
 def check_masses(weights: NDArray[np.float64]) -> None:

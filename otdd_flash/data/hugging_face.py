@@ -15,6 +15,7 @@ from otdd_flash.data.columns import choose_columns
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
+from otdd_flash.data.table import check_rounded_text
 from otdd_flash.errors import InputError
 from otdd_flash.offline import network
 from otdd_flash.real_numbers import doubles_of_columns, side_by_side
@@ -63,6 +64,10 @@ def read_hugging_face(
     label_feature = None if columns.label is None else table.features[columns.label]
     inputs: NDArray[Any] | LazyItems
     if columns.modality == "array":
+        if Path(path).suffix.lower() == ".csv":
+            read = [*columns.inputs, *([columns.weights] if columns.weights else [])]
+            only = table.select_columns(read).to_pandas()
+            check_rounded_text(request.locate("path", path), only, read)
         inputs, modality = as_inputs(_numbers(table, columns.inputs, path), path)
     else:
         inputs, modality = _lazy(table, columns.inputs[0], path), columns.modality

@@ -84,7 +84,7 @@ def read_table(
             )
     if is_text:
         read = [*inputs, *([weight_column] if weight_column else [])]
-        _check_rounded_text(path, table, read)
+        check_rounded_text(path, table, read)
     columns = columns_of(table[inputs])
     assert columns is not None
     return (
@@ -142,8 +142,13 @@ def _holds_numbers(table: Any, column: str, *, is_text: bool) -> bool:
     return True
 
 
-def _check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
+def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
     """Refuse integers that a csv file spells out and pandas rounded, being among fractions.
+
+    Args:
+        path: the file.
+        table: what pandas, or who reads by it, made of it: all rows.
+        columns: which of them to look at.
 
     Raises:
         InputError: as said; the message names the row.
