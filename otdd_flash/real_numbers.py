@@ -218,9 +218,10 @@ def _plain(what: str, array: NDArray[Any], column: Column | None = None) -> NDAr
         return _of_objects(what, array, column)
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         return exact_doubles(what, array, column)
-    if array.dtype.isnative:
-        return array
-    return array.astype(array.dtype.newbyteorder("="))
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    # C's long long is an integer of 64 bits by another name, which torch does not know.
+    return array.view(f"{array.dtype.kind}8") if array.dtype.char in "qQ" else array
 
 
 def _of_objects(what: str, array: NDArray[Any], column: Column | None) -> NDArray[Any]:

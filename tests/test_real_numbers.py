@@ -165,6 +165,7 @@ def nullable(dtype: str) -> Callable[[Any], pd.DataFrame]:
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "int64": int64,
     "uint64": lambda rows: np.array(rows, np.uint64),
+    "long long": lambda rows: np.array(rows, np.longlong),
     "the other byte order": lambda rows: np.array(rows, np.dtype(np.int64).newbyteorder()),
     "a tensor": torch.tensor,
     "an unsigned tensor": lambda rows: torch.tensor(rows, dtype=torch.uint64),
