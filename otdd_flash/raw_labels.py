@@ -232,8 +232,8 @@ def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
             return np.array(list(map(float, objects))).reshape(values.shape)
         for kind in kinds:
             if issubclass(kind, float | np.floating):
-                own = np.dtype(kind)
-                limit = int(2 / np.finfo(own).eps)
+                own: np.dtype[Any] = np.dtype(kind)
+                limit = int(2 / float(np.finfo(own).eps))
                 floats = [n if isinstance(n, kind) else 0.0 for n in objects]
                 check_unrounded(np.array(floats, np.float64), limit, str(own))
     integers = np.array(list(map(int, objects)), dtype=object)

@@ -21,7 +21,7 @@ from torch import Tensor
 from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
 from otdd_flash.raw_labels import is_missing, rows_shown
-from otdd_flash.table_columns import Column, columns_of
+from otdd_flash.table_columns import Column, columns_of, is_complete
 
 # float32 and float64 hold every integer up to these.
 LARGEST_INTEGER, LARGEST_IN_DOUBLE = 1 << 24, 1 << 53
@@ -94,7 +94,7 @@ def exact_array(what: str, values: Any) -> NDArray[Any]:
         InputError: some are missing or masked, or float64 would round some.
         ValueError: lists have no common shape.
     """
-    if (columns := columns_of(values)) is not None:
+    if not is_complete(values) and (columns := columns_of(values)) is not None:
         for column in columns:
             _refuse_missing(what, column)
             if column.name is not None and _plain(what, column.values, column).dtype.kind in "OUM":
@@ -281,7 +281,7 @@ def _shared(array: NDArray[Any]) -> Tensor:
 
 def _refuse_missing(what: str, column: Column) -> None:
     if column.missing.any():
-        rows = column.missing.reshape(len(column.missing), -1).any(1)
+        rows = np.asarray(column.missing.reshape(len(column.missing), -1).any(1))
         of = "" if column.name is None else f" in column {column.name!r}"
         raise InputError(
             f"{what} must be real numbers, and are missing {rows_shown(rows)}{of}; leave those "

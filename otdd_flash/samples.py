@@ -44,7 +44,8 @@ class LabeledSamples:
 
     Args:
         features: (n, d) real matrix, n >= 1; types other than float32 and float64 become float32,
-            and integers beyond 2^24, which that does not hold, float64.
+            and integers beyond 2^24, which that does not hold, float64. Numbers that float64 would
+            round are refused. Tables of pandas and pyarrow are read with all types of numbers.
         labels: (n,) class indices in [0, V), also as whole floats, or None for unlabelled data.
         class_names: V names, one per class index; none for unlabelled data.
         weights: (n,) non-negative masses, normalised here to sum to 1, those below 2^-1022 to 0;

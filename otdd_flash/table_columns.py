@@ -27,6 +27,17 @@ class Column(NamedTuple):
     missing: NDArray[np.bool_]
 
 
+def is_complete(given: Any) -> bool:
+    """Whether a table of pandas is one array of float32 or float64, in which nothing is missing."""
+    pandas = sys.modules.get("pandas")
+    if pandas is None or not isinstance(given, pandas.DataFrame):
+        return False
+    dtypes = set(given.dtypes)
+    if len(dtypes) != 1 or not dtypes <= {np.dtype(np.float32), np.dtype(np.float64)}:
+        return False
+    return not bool(np.isnan(given.to_numpy()).any())
+
+
 def columns_of(given: Any) -> list[Column] | None:
     """Return the columns of a table, or the only one of a series; None for any other object."""
     pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")

@@ -85,10 +85,10 @@ def read_table(
     if is_text:
         read = [*inputs, *([weight_column] if weight_column else [])]
         check_rounded_text(path, table, read)
-    columns = columns_of(table[inputs])
-    assert columns is not None
+    chosen = columns_of(table[inputs])
+    assert chosen is not None
     return (
-        doubles_of_columns(f"{path}: inputs", columns),
+        doubles_of_columns(f"{path}: inputs", chosen),
         None if label is None else table[label],
         None if weight_column is None else table[weight_column],
     )
