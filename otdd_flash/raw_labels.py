@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import numbers
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.errors import InputError
+from otdd_flash.table_columns import columns_of
 
 # How many rows a message lists.
 ROWS_SHOWN = 5
+
+NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
@@ -26,47 +32,87 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
         InputError: the labels are not one-dimensional integers or strings, or some are missing.
     """
     values = raw_values(labels)
-    if values.ndim != 1:
-        raise InputError(
-            f"labels must be one-dimensional, got shape {values.shape}; "
-            "of one-hot labels take labels.argmax(axis=1)"
-        )
+    check_one_dimensional(labels, values)
     if (missing := missing_labels(values)).any():
         raise InputError(
             f"{missing_rows(missing)}; leave those rows out of features and labels, or label them"
         )
     values = without_fractions(values)
-    if values.dtype.kind not in "iubU":
+    if values.dtype.kind not in "iubU" and not _are_integers(values):
+        way_out = "cut a continuous target into classes first"
         raise InputError(
             f"labels must be integers or strings, got {values.dtype} such as {values[:1].tolist()}"
-            "; cut a continuous target into classes first"
+            f"; {'bring all to one type' if values.dtype.kind == 'O' else way_out}"
         )
     distinct, indices = np.unique(values, return_inverse=True)
     return indices.astype(np.int64), tuple(str(value) for value in distinct)
 
 
-def raw_values(labels: Any) -> NDArray[Any]:
-    """Labels as an array; bytes become text, objects of one kind an array of that kind.
+def check_one_dimensional(labels: Any, values: NDArray[Any]) -> None:
+    """Raise an `InputError` unless there is one label a row; arguments as of `one_label_a_row`."""
+    if values.ndim != 1:
+        raise InputError(
+            f"labels must be one-dimensional, got shape {values.shape}; "
+            f"{one_label_a_row(labels, values)}"
+        )
 
-    Labels that an array masks become None.
+
+def one_label_a_row(labels: Any, values: NDArray[Any]) -> str:
+    """Return what messages advise of labels that are a matrix, right for what it holds.
+
+    Args:
+        labels: as they were given.
+        values: the same as an array, not one-dimensional.
+    """
+    if values.ndim == 0:
+        return "give an array of them"
+    array = isinstance(labels, np.ndarray | Tensor)
+    if values.size == max(values.shape):
+        return f"take {'labels.ravel()' if array else 'np.ravel(labels)'}"
+    argmax = "labels.argmax(axis=1)" if array else "np.argmax(labels, axis=1)"
+    advice = "several labels for one row are not supported: choose one of its columns"
+    if values.ndim != 2 or values.dtype.kind not in "iubf":
+        return advice
+    if bool(((values == 0) | (values == 1)).all()):
+        counts = (values == 1).sum(1)
+        if bool((counts == 1).all()):
+            return f"of one-hot labels take {argmax}"
+        row = int((counts != 1).argmax())
+        return f"row {row} has {counts[row]} labels, and exactly one is supported: choose it"
+    if bool((values >= 0).all()) and np.allclose(values.sum(1, dtype=np.float64), 1, 0, 1e-3):
+        return (
+            "its rows are probabilities of classes, and classes themselves are compared: where the "
+            f"likeliest is meant, take {argmax}"
+        )
+    return advice
+
+
+def raw_values(labels: Any) -> NDArray[Any]:
+    """Return labels as an array; bytes become text, objects of one kind an array of that kind.
+
+    What an array masks and what a table lacks becomes None.
 
     Raises:
-        InputError: bytes are no text.
+        InputError: bytes are no text, or rows have different numbers of labels.
     """
-    values = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    if isinstance(labels, np.ma.MaskedArray) and np.ma.getmaskarray(labels).any():
+    missing = None
+    if isinstance(labels, Tensor):
+        values = _of_tensor(labels.detach().cpu())
+    elif (columns := columns_of(labels)) is not None:
+        masks = [column.missing for column in columns]
+        values, missing = columns[0].values, masks[0]
+        if len(columns) > 1 or columns[0].name is not None:
+            values = np.stack([column.values.astype(object) for column in columns], 1)
+            missing = np.stack(masks, 1)
+    else:
+        values = _of_sequence(labels)
+        missing = np.ma.getmaskarray(labels) if isinstance(labels, np.ma.MaskedArray) else None
+    if missing is not None and missing.any():
         values = values.astype(object)
-        values[np.ma.getmaskarray(labels)] = None
+        values[missing] = None
     if values.dtype.kind == "S":
-        try:
-            return np.char.decode(values, "utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"labels must be text in UTF-8, got {error.object!r}; decode them first"
-            ) from None
-    if values.dtype.kind == "O" and (whole := _common_type(values)) is not None:
-        return values.astype(whole)
-    return values
+        return _decoded(values)
+    return _unboxed(values) if values.dtype.kind == "O" else values
 
 
 def missing_labels(values: NDArray[Any]) -> NDArray[np.bool_]:
@@ -76,7 +122,7 @@ def missing_labels(values: NDArray[Any]) -> NDArray[np.bool_]:
         return missing
     if values.dtype.kind != "O":
         return np.zeros(values.shape, dtype=np.bool_)
-    return np.array([_is_missing(value) for value in values.ravel()], dtype=np.bool_)
+    return np.array([is_missing(value) for value in values.ravel()], dtype=np.bool_)
 
 
 def missing_rows(missing: NDArray[np.bool_]) -> str:
@@ -86,11 +132,35 @@ def missing_rows(missing: NDArray[np.bool_]) -> str:
 
 
 def without_fractions(values: NDArray[Any]) -> NDArray[Any]:
-    """Whole numbers in floats as integers; anything else as it is."""
+    """Return whole numbers in floats as integers; anything else as it is.
+
+    Raises:
+        InputError: the type of the floats does not hold every integer up to the largest.
+    """
     whole = values.dtype.kind == "f" and bool((values == np.floor(values)).all())
-    if whole and bool((np.abs(values) < 2**63).all()):
-        return values.astype(np.int64)
-    return values
+    if not whole or not bool(np.isfinite(values).all()):
+        return values
+    check_unrounded(values, int(2 / np.finfo(values.dtype).eps))
+    return values.astype(np.int64)
+
+
+def check_unrounded(values: NDArray[Any], limit: int, kind: str | None = None) -> None:
+    """Refuse whole numbers in floats that may be several integers, rounded to one.
+
+    Args:
+        values: the numbers.
+        limit: from which on not every integer is one of the type.
+        kind: the type, where it is another than that of the values.
+
+    Raises:
+        InputError: as said; the message names the rows.
+    """
+    if (large := np.abs(values) >= limit).any():
+        raise InputError(
+            f"labels must be integers or text, got {values[large][0]:.0f} {rows_shown(large)} as "
+            f"{kind or values.dtype}, which rounds integers beyond {limit}, so that classes may "
+            "have become one; give them as integers"
+        )
 
 
 def rows_shown(chosen: NDArray[np.bool_]) -> str:
@@ -101,18 +171,88 @@ def rows_shown(chosen: NDArray[np.bool_]) -> str:
     return f"at row{'s' if len(rows) > 1 else ''} {listed}{more}"
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
+    """Whether an object is None or another mark of what is missing."""
     try:
         return value is None or bool(value != value)
-    except (TypeError, ValueError):
+    except TypeError:
         # Pandas' own mark is neither equal to itself nor different.
         return True
+    except ValueError:
+        # Several values.
+        return False
 
 
-def _common_type(values: NDArray[Any]) -> type | None:
-    """The type that all objects of an array are of, if it is one of labels."""
-    kinds = ((str, str), (bool, bool), (np.int64, int | np.integer), (np.float64, float | int))
-    for kind, accepted in kinds:
-        if all(isinstance(value, accepted) for value in values.ravel()):
-            return kind
-    return None
+def _of_tensor(labels: Tensor) -> NDArray[Any]:
+    if labels.dtype.is_floating_point and labels.dtype not in NUMPY_FLOATS:
+        values = np.asarray(labels.float().numpy())
+        limit = int(2 / torch.finfo(labels.dtype).eps)
+        check_unrounded(np.nan_to_num(values), limit, str(labels.dtype))
+        return values
+    return np.asarray(labels.numpy())
+
+
+def _of_sequence(labels: Any) -> NDArray[Any]:
+    """Return a list or an array; integers and floats together stay the objects that they are."""
+    try:
+        values = np.asarray(labels)
+    except ValueError:
+        raise InputError("labels must be one for each row, got lists of several lengths") from None
+    lists = isinstance(labels, list | tuple) and values.dtype.kind == "f"
+    return np.asarray(labels, dtype=object) if lists else values
+
+
+def _decoded(values: NDArray[Any]) -> NDArray[Any]:
+    try:
+        return np.char.decode(values, "utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"labels must be text in UTF-8, got {error.object!r}; decode them first"
+        ) from None
+
+
+def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
+    """Return objects of one kind as an array of it; integers beyond 64 bits stay objects."""
+    objects = values.ravel().tolist()
+    kinds = set(map(type, objects))
+
+    def all_are(*accepted: type) -> bool:
+        return all(issubclass(kind, accepted) for kind in kinds)
+
+    if all_are(str):
+        return values.astype(str)
+    if all_are(bytes):
+        return _decoded(values.astype(bytes))
+    if all_are(bool, np.bool_):
+        return values.astype(bool)
+    if not all_are(numbers.Real, Decimal, np.bool_) or any(map(is_missing, objects)):
+        return values
+    if not all_are(numbers.Integral, np.bool_):
+        if not all(map(_is_whole, objects)):
+            return np.array(list(map(float, objects))).reshape(values.shape)
+        for kind in kinds:
+            if issubclass(kind, float | np.floating):
+                own: np.dtype[Any] = np.dtype(kind)
+                limit = int(2 / float(np.finfo(own).eps))
+                floats = [n if isinstance(n, kind) else 0.0 for n in objects]
+                check_unrounded(np.array(floats, np.float64), limit, str(own))
+    integers = np.array(list(map(int, objects)), dtype=object)
+    for whole in (np.int64, np.uint64):
+        low, high = np.iinfo(whole).min, np.iinfo(whole).max
+        if all(low <= number <= high for number in integers):
+            integers = integers.astype(whole)
+            break
+    return integers.reshape(values.shape)
+
+
+def _is_whole(number: Any) -> bool:
+    try:
+        return bool(number == int(number))
+    except OverflowError:
+        # It is infinite.
+        return False
+
+
+def _are_integers(values: NDArray[Any]) -> bool:
+    """Whether objects are integers, of which `raw_values` leaves those beyond 64 bits."""
+    return values.dtype.kind == "O" and all(isinstance(value, int) for value in values)

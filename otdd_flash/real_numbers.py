@@ -1,8 +1,16 @@
-"""Numbers as users hold them, in any array, as tensors of the same numbers or not at all."""
+"""Numbers as users hold them, in any container, as tensors of the same numbers or not at all.
+
+A number from 2^53 on that float64 does not hold is refused with its row, whatever held it:
+integers, Python's own, decimals and fractions. So is any number of a longer floating-point type
+that float64 rounds. Decimal digits below 2^53 are rounded to the nearest float64, as those of a
+text are.
+"""
 
 from __future__ import annotations
 
+import numbers
 import warnings
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -12,25 +20,38 @@ from torch import Tensor
 
 from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
-from otdd_flash.raw_labels import rows_shown
+from otdd_flash.raw_labels import is_missing, rows_shown
+from otdd_flash.table_columns import Column, columns_of, is_complete
 
-# float32 holds every integer up to it, and rounds larger ones to no less.
-LARGEST_INTEGER = 1 << 24
+# float32 and float64 hold every integer up to these.
+LARGEST_INTEGER, LARGEST_IN_DOUBLE = 1 << 24, 1 << 53
+
+WIDE = (torch.int32, torch.uint32, torch.int64, torch.uint64)
 
 
 def real_tensor(what: str, values: Any) -> Tensor:
-    """Real numbers as a dense tensor; `what` is what an error calls them.
+    """Return real numbers as a dense tensor; `what` is what an error calls them.
+
+    Lists of Python's floats are float64, as in NumPy. Columns of a table take the type that holds
+    all of them.
 
     Raises:
-        InputError: they are no such numbers, or some of them are masked.
+        InputError: they are no such numbers, some are missing or masked, or float64 would round
+            some.
     """
-    if isinstance(values, np.ma.MaskedArray):
-        _refuse_masked(what, np.ma.getmaskarray(values))
-    try:
-        tensor = torch.as_tensor(_array_for_torch(values))
-    except (TypeError, ValueError, RuntimeError):
-        kind = getattr(values, "dtype", None) or shown(values)
-        raise InputError(f"{what} must be real numbers, got {kind}") from None
+    if isinstance(values, Tensor):
+        tensor = values
+    else:
+        try:
+            array = exact_array(what, values)
+            if array.dtype.kind == "O":
+                raise TypeError("objects that are no numbers")
+            tensor = _shared(array)
+        except InputError:
+            raise
+        except (TypeError, ValueError, RuntimeError):
+            kind = getattr(values, "dtype", None) or shown(values)
+            raise InputError(f"{what} must be real numbers, got {kind}") from None
     if tensor.is_complex():
         raise InputError(f"{what} must be real, got {tensor.dtype}; take parts or magnitudes")
     if tensor.layout != torch.strided:
@@ -38,49 +59,234 @@ def real_tensor(what: str, values: Any) -> Tensor:
     return tensor.dequantize() if tensor.is_quantized else tensor
 
 
-def in_floating_point(features: Tensor) -> Tensor:
-    """Features of another type in float32, or in float64 where that would change integers."""
-    single = features.to(torch.float32)
-    if features.dtype.is_floating_point or not bool((single.abs() > LARGEST_INTEGER).any()):
+def in_floating_point(what: str, values: Tensor) -> Tensor:
+    """Return numbers of another type in float32, or in float64 where that would change integers.
+
+    Raises:
+        InputError: float64 would change some as well.
+    """
+    single = values.to(torch.float32)
+    # Rounding leaves no integer beyond the limit below it.
+    if values.dtype not in WIDE or not bool((single.abs() >= LARGEST_INTEGER).any()):
         return single
-    return features.to(torch.float64)
+    double = in_double(what, values)
+    return single if torch.equal(single.double(), double) else double
 
 
-def check_integers(what: str, values: NDArray[Any]) -> None:
+def in_double(what: str, values: Tensor) -> Tensor:
+    """Return numbers as float64.
+
+    Raises:
+        InputError: it would round integers; the message names the first.
+    """
+    double = values.to(torch.float64)
+    if values.dtype in WIDE and bool((double.abs() >= LARGEST_IN_DOUBLE).any()):
+        exact_doubles(what, values.detach().cpu().numpy())
+    return double
+
+
+def exact_array(what: str, values: Any) -> NDArray[Any]:
+    """Return the numbers of any container but a tensor as an array of a type of NumPy's.
+
+    Objects among which some are no numbers stay objects.
+
+    Raises:
+        InputError: some are missing or masked, or float64 would round some.
+        ValueError: lists have no common shape.
+    """
+    if not is_complete(values) and (columns := columns_of(values)) is not None:
+        for column in columns:
+            _refuse_missing(what, column)
+            if column.name is not None and _plain(what, column.values, column).dtype.kind in "OUM":
+                raise InputError(
+                    f"{what} must be real numbers, and column {column.name!r} holds "
+                    f"{shown(column.values.flat[0])}; leave it out or encode it as numbers"
+                )
+        series = len(columns) == 1 and columns[0].name is None
+        return _plain(what, columns[0].values) if series else side_by_side(what, columns)
+    if isinstance(values, np.ma.MaskedArray):
+        _refuse_masked(what, np.ma.getmaskarray(values))
+    array: NDArray[Any] = np.asarray(values)
+    if not hasattr(values, "__array__") and _holds_large(array):
+        # Of integers and floats together NumPy makes floats.
+        array = np.asarray(values, dtype=object)
+    return _plain(what, array)
+
+
+def side_by_side(what: str, columns: list[Column]) -> NDArray[Any]:
+    """Return columns as a matrix (n, k), or the only one as it is shaped, (n,) as (n, 1).
+
+    What is missing is 0 there. Arguments and errors as of `exact_array`.
+    """
+    parts = [_plain(what, column.values, column) for column in columns]
+    if len(parts) == 1:
+        return parts[0][:, None] if parts[0].ndim == 1 else parts[0]
+    common = np.result_type(*(part.dtype for part in parts)) if parts else np.dtype(np.float64)
+    if common == np.float64:
+        parts = [
+            exact_doubles(what, part, column) if part.dtype.kind in "iu" else part
+            for part, column in zip(parts, columns, strict=True)
+        ]
+    return np.column_stack(parts)
+
+
+def exact_doubles(
+    what: str, array: NDArray[Any], column: Column | None = None
+) -> NDArray[np.float64]:
+    """Return integers or floats of any type as float64, which must hold them.
+
+    Raises:
+        InputError: it would round one.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        double = array.astype(np.float64)
+        if array.dtype.kind == "b":
+            return double
+        if array.dtype.kind == "f":
+            other = (double != array) & ~np.isnan(array)
+        else:
+            # What is rounded up to the end of the range cannot come back.
+            end = float(np.iinfo(array.dtype).max)
+            beyond = double >= max(end, LARGEST_IN_DOUBLE)
+            other = beyond | (np.where(beyond, 0, double).astype(array.dtype) != array) & ~beyond
+    if other.any():
+        place = np.unravel_index(int(other.argmax()), array.shape)
+        raise inexact(what, array[place], place, column and column.name)
+    return double
+
+
+def doubles_of_columns(what: str, columns: list[Column]) -> NDArray[np.float64]:
+    """Return columns of numbers as a float64 matrix, or the only one as it is shaped.
+
+    What is missing is NaN there.
+
+    Raises:
+        InputError: float64 would round a number.
+    """
+    parts = []
+    for column in columns:
+        part = exact_doubles(what, _plain(what, column.values, column), column)
+        if column.missing.any():
+            part = np.array(part)
+            part[column.missing] = np.nan
+        parts.append(part)
+    return parts[0] if len(parts) == 1 and parts[0].ndim > 1 else np.column_stack(parts)
+
+
+def check_integers(what: str, values: Tensor | NDArray[Any]) -> None:
     """Refuse integers that float32 does not hold.
 
     Raises:
         InputError: as said; `what` names the extractor.
     """
+    if isinstance(values, Tensor):
+        values = np.zeros(0) if values.is_floating_point() else values.detach().cpu().numpy()
     if (largest := largest_integer(values)) > LARGEST_INTEGER:
+        rounded = largest > LARGEST_IN_DOUBLE
         raise InputError(
-            f"{what} gives integers up to {largest}, which float32 rounds; give them as float64"
+            f"{what} gives integers up to {largest}, which float{64 if rounded else 32} rounds; "
+            f"{'subtract a common number first' if rounded else 'give them as float64'}"
         )
 
 
 def largest_integer(values: NDArray[Any]) -> int:
-    """The largest of the absolute values, 0 for numbers that are no integers."""
+    """Return the largest of the absolute values, 0 for numbers that are no integers."""
     if values.dtype.kind not in "iu" or values.size == 0:
         return 0
     return max(-int(values.min()), int(values.max()))
 
 
-def _array_for_torch(values: Any) -> Any:
-    """What torch makes a tensor of without a word: lists and tensors are so as they are."""
-    if isinstance(values, Tensor) or not hasattr(values, "__array__"):
-        return values
-    array: NDArray[Any] = np.asarray(values)
+def inexact(what: str, value: Any, place: Any, column: str | None) -> InputError:
+    """Return the error for a number that float64 rounds.
+
+    Args:
+        what: the numbers.
+        value: the number.
+        place: its row, and its column if they are a matrix.
+        column: the name of its column, if it has one.
+    """
+    return InputError(
+        f"{what} must be numbers that float64 holds, got {shown(value)} {_where(place, column)}; "
+        "round them to float64 yourself, or subtract a common number first where differences are "
+        "all that counts"
+    )
+
+
+def _plain(what: str, array: NDArray[Any], column: Column | None = None) -> NDArray[Any]:
+    """Return an array in the order of bytes of this machine, of a type that torch has."""
+    if array.dtype.kind == "O":
+        return _of_objects(what, array, column)
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
-        return array.astype(np.float64)
-    turned = any(stride < 0 for stride in array.strides)
-    if turned or not array.dtype.isnative:
-        return np.array(array, array.dtype.newbyteorder("="), order="C")
-    if not array.flags.writeable:
-        with warnings.catch_warnings():
-            # Nothing here writes to what a user gave.
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            return torch.as_tensor(array)
-    return array
+        return exact_doubles(what, array, column)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    # C's long long is an integer of 64 bits by another name, which torch does not know.
+    return array.view(f"{array.dtype.kind}8") if array.dtype.char in "qQ" else array
+
+
+def _of_objects(what: str, array: NDArray[Any], column: Column | None) -> NDArray[Any]:
+    """Return Python's numbers as integers of 64 bits, or else as float64."""
+    objects = array.ravel().tolist()
+    kinds = set(map(type, objects))
+    if not all(issubclass(kind, numbers.Real | Decimal | np.bool_) for kind in kinds):
+        missing = np.fromiter(map(is_missing, objects), bool, len(objects)).reshape(array.shape)
+        if missing.any():
+            _refuse_missing(what, Column(column and column.name, array, missing))
+        return array
+    if all(issubclass(kind, numbers.Integral | np.bool_) for kind in kinds):
+        for kind in (np.int64, np.uint64):
+            low, high = np.iinfo(kind).min, np.iinfo(kind).max
+            if all(low <= number <= high for number in map(int, objects)):
+                return np.array(list(map(int, objects)), kind).reshape(array.shape)
+    doubles = np.array([_nearest(number) for number in objects], np.float64)
+    decisive = (np.abs(doubles) >= LARGEST_IN_DOUBLE) | (np.longdouble in kinds)
+    for place in np.flatnonzero(decisive).tolist():
+        # Python compares numbers of all its types exactly.
+        if objects[place] != (double := float(doubles[place])) and not np.isnan(double):
+            raise inexact(
+                what, objects[place], np.unravel_index(place, array.shape), column and column.name
+            )
+    return doubles.reshape(array.shape)
+
+
+def _nearest(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return np.inf
+
+
+def _where(place: Any, column: str | None) -> str:
+    row, *rest = map(int, place)
+    if column is not None:
+        return f"at row {row}, column {column!r}"
+    columns = "" if not rest else f", column {rest[0] if len(rest) == 1 else rest}"
+    return f"at row {row}{columns}"
+
+
+def _holds_large(array: NDArray[Any]) -> bool:
+    long = array.dtype.kind == "f" and array.dtype.itemsize > 2
+    return long and bool((np.abs(array) >= LARGEST_IN_DOUBLE).any())
+
+
+def _shared(array: NDArray[Any]) -> Tensor:
+    """Return a tensor of an array, without a copy where torch can do without."""
+    if any(stride < 0 for stride in array.strides):
+        array = np.array(array, order="C")
+    with warnings.catch_warnings():
+        # Nothing here writes to what a user gave.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.as_tensor(array)
+
+
+def _refuse_missing(what: str, column: Column) -> None:
+    if column.missing.any():
+        rows = np.asarray(column.missing.reshape(len(column.missing), -1).any(1))
+        of = "" if column.name is None else f" in column {column.name!r}"
+        raise InputError(
+            f"{what} must be real numbers, and are missing {rows_shown(rows)}{of}; leave those "
+            "rows out, or fill them with numbers"
+        )
 
 
 def _refuse_masked(what: str, masked: NDArray[np.bool_]) -> None:

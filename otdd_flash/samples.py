@@ -22,9 +22,18 @@ from otdd_flash.devices import moved
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
-from otdd_flash.raw_labels import encode_labels, missing_rows, rows_shown
-from otdd_flash.real_numbers import in_floating_point, real_tensor
+from otdd_flash.raw_labels import (
+    check_unrounded,
+    encode_labels,
+    missing_rows,
+    one_label_a_row,
+    rows_shown,
+)
+from otdd_flash.real_numbers import in_double, in_floating_point, real_tensor
 from otdd_flash.shown import display
+
+# Bytes of features that are compared together.
+BLOCK_BYTES = 1 << 24
 
 # Between them a `mass` is known.
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
@@ -36,7 +45,8 @@ class LabeledSamples:
 
     Args:
         features: (n, d) real matrix, n >= 1; types other than float32 and float64 become float32,
-            and integers beyond 2^24, which that does not hold, float64.
+            and integers beyond 2^24, which that does not hold, float64. Numbers that float64 would
+            round are refused. Tables of pandas and pyarrow are read with all types of numbers.
         labels: (n,) class indices in [0, V), also as whole floats, or None for unlabelled data.
         class_names: V names, one per class index; none for unlabelled data.
         weights: (n,) non-negative masses, normalised here to sum to 1, those below 2^-1022 to 0;
@@ -151,7 +161,8 @@ class LabeledSamples:
     def fingerprint(self) -> str:
         """SHA-256 of features, labels, class names and weights, in row order.
 
-        The same wherever the features are. Kept until they are changed in place.
+        The same wherever the features are, and in whatever type. Kept until they are changed in
+        place.
         """
         mark = mark_of(self)
         known: tuple[Mark, str] | None = self.__dict__.get("_fingerprint")
@@ -288,7 +299,7 @@ def _as_features(values: Any) -> Tensor:
     if isinstance(features, FileFeatures):
         features.check()
     elif features.dtype not in (torch.float32, torch.float64):
-        features = in_floating_point(features)
+        features = in_floating_point("features", features)
     if features.ndim != 2:
         raise InputError(
             f"features must be a matrix (n, d), got shape {tuple(features.shape)}; "
@@ -329,8 +340,14 @@ def _not_finite(features: Tensor) -> InputError:
 def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tensor:
     labels = real_tensor("labels", values)
     if labels.shape != (n,):
-        raise InputError(f"labels must have shape ({n},) as features, got {tuple(labels.shape)}")
-    if labels.dtype.is_floating_point:
+        advice = ""
+        if labels.ndim == 2:
+            advice = f"; {one_label_a_row(values, labels.detach().cpu().double().numpy())}"
+        raise InputError(
+            f"labels must have shape ({n},) as features, got {tuple(labels.shape)}{advice}"
+        )
+    given = labels.dtype
+    if given.is_floating_point:
         labels = _whole(labels)
     labels = labels.to(torch.int64)
     # Of both ends at once: a GPU is waited for.
@@ -340,6 +357,8 @@ def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tens
             f"labels must lie in [0, {len(class_names)}), one per class name, got {low} to {high}; "
             "LabeledSamples.from_arrays numbers labels in any scheme"
         )
+    if given.is_floating_point and high >= (limit := int(2 / torch.finfo(given).eps)):
+        check_unrounded(labels.cpu().numpy(), limit, str(given))
     return labels
 
 
@@ -357,7 +376,7 @@ def _whole(labels: Tensor) -> Tensor:
             f"{rows_shown(fractions.cpu().numpy())}; cut a continuous target into classes first"
         )
     # What no integer can hold is out of range as well.
-    return labels.clamp(-(2.0**62), 2.0**62)
+    return labels.double().clamp(-(2.0**62), 2.0**62)
 
 
 def check_masses(weights: NDArray[np.float64]) -> None:
@@ -372,9 +391,7 @@ def check_masses(weights: NDArray[np.float64]) -> None:
 
 def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
     """Masses that sum to 1, and what they summed to."""
-    # Of a list, torch would make float32, which holds no more than 3e38.
-    given = np.asarray(values) if isinstance(values, list | tuple) else values
-    weights = real_tensor("weights", given).to(torch.float64)
+    weights = in_double("weights", real_tensor("weights", values))
     if weights.shape != (n,):
         raise InputError(f"weights must have shape ({n},) as features, got {tuple(weights.shape)}")
     check_masses(weights.detach().cpu().numpy())
@@ -394,7 +411,7 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
 
 
 def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:
-    """Whether features, labels, class names and weights agree, row by row."""
+    """Whether features, labels, class names and weights agree, row by row, in whatever type."""
     parts = ("features", "labels", "weights")
     return one is other or (
         one.class_names == other.class_names
@@ -405,7 +422,13 @@ def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    alike = one.shape == other.shape and one.dtype == other.dtype
-    # Different clouds nearly always differ in their first row, which is read faster than all.
     home = other.device
-    return alike and torch.equal(one[:1].to(home), other[:1]) and torch.equal(one.to(home), other)
+    if one.shape != other.shape:
+        return False
+    # Different clouds nearly always differ in their first row, which is read faster than all.
+    if one.dtype == other.dtype:
+        return torch.equal(one[:1].to(home), other[:1]) and torch.equal(one.to(home), other)
+    # The same numbers in another type are the same content. PyTorch compares in the wider type.
+    size = max(1, BLOCK_BYTES // max(1, other[:1].nbytes))
+    blocks = [slice(0, 1), *(slice(first, first + size) for first in range(0, len(other), size))]
+    return all(bool((one[rows].to(home) == other[rows]).all()) for rows in blocks)

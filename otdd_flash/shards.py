@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import reduce, wraps
 from hashlib import sha256
 from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from otdd_flash.distributed.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.errors import InputError
@@ -98,14 +100,15 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
         class_names = f"{len(class_names)} of digest {digest[:16]}"
     for what, content in (
         ("the number of features", shard.dim),
-        ("the type of features", str(shard.features.dtype)),
         ("whether there are labels", shard.labels is not None),
         ("whether there are weights", shard.weights is not None),
         ("class names", class_names),
     ):
         advice = "a shard may lack rows of a class, but names all classes in one order"
         ranks.check_same(f"{what} of {name}", content, advice)
-    features = ranks.concatenated(shard.features)
+    # Of integers each shard takes the type that holds its own.
+    dtypes = ranks.all_gathered_objects(shard.features.dtype)
+    features = ranks.concatenated(shard.features.to(reduce(torch.promote_types, dtypes)))
     labels = None if shard.labels is None else ranks.concatenated(shard.labels)
     weights = None
     if shard.weights is not None:

@@ -1,12 +1,17 @@
-"""Fingerprints do not know where rows are or how many are looked at together."""
+"""Fingerprints are of values: not of where or in what they are, nor of how they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import otdd_flash as otdd
 from otdd_flash import fingerprint
@@ -47,3 +52,88 @@ def test_names_cannot_pass_for_others() -> None:
         for names in (("a", "b"), ("a\0b",))
     )
     assert one != other
+
+
+HALF = FEATURES.half().numpy()
+
+
+def in_file(name: str, write: Callable[[Path], None], folder: Path) -> Any:
+    write(folder / name)
+    return otdd.features_file(folder / name)
+
+
+def by_columns(array: Any) -> Any:
+    return {str(place): array[:, place] for place in range(array.shape[1])}
+
+
+# The same numbers, which float16 holds.
+HELD: dict[str, Callable[[Path], Any]] = {
+    "float16": lambda _: HALF,
+    "float32": lambda _: HALF.astype(np.float32),
+    "float64": lambda _: HALF.astype(np.float64),
+    "longdouble": lambda _: HALF.astype(np.longdouble),
+    "the other byte order": lambda _: HALF.astype(np.dtype(np.float64).newbyteorder()),
+    "by columns": lambda _: np.asfortranarray(HALF.astype(np.float32)),
+    "every second row": lambda _: np.repeat(HALF, 2, 0)[::2],
+    "turned": lambda _: HALF[::-1].copy()[::-1],
+    "lists": lambda _: HALF.tolist(),
+    "objects": lambda _: HALF.astype(object),
+    "a table": lambda _: pd.DataFrame(HALF.astype(np.float64)),
+    "an Arrow table": lambda _: pa.table(by_columns(HALF.astype(np.float32))),
+    ".npy of float16": lambda folder: in_file("x.npy", lambda path: np.save(path, HALF), folder),
+    ".npy of float64": lambda folder: in_file(
+        "x.npy", lambda path: np.save(path, HALF.astype(np.float64)), folder
+    ),
+    ".safetensors": lambda folder: in_file(
+        "x.safetensors", lambda path: save_file({"x": torch.from_numpy(HALF)}, path), folder
+    ),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_one_content_is_at_distance_0_from_itself_whatever_holds_it(
+    held: str, tmp_path: Path
+) -> None:
+    """Float16 in a file was at 0 in [-1e-5, 1.4e-3] from itself in memory."""
+    weights = np.arange(1, 51, dtype=np.float32)
+    given = otdd.LabeledSamples.from_arrays(HELD[held](tmp_path), LABELS.to(torch.int8), weights)
+    plain = otdd.LabeledSamples.from_arrays(HALF, LABELS.numpy(), weights.astype(np.int64))
+    assert given.fingerprint == plain.fingerprint
+    for one, other in ((given, plain), (plain, given)):
+        found = otdd.dataset_distance(one, other, labels="means")
+        assert (found.value, found.bounds) == (0, (0, 0))
+    assert otdd.pairwise_distances([given, plain], labels="none").values.tolist() == [[0, 0]] * 2
+    assert otdd.sliced_distances([given, plain], projections=5).values.tolist() == [[0, 0]] * 2
+
+
+def test_half_types_are_the_float32_that_they_equal() -> None:
+    brain = FEATURES.bfloat16()
+    one, other = (otdd.LabeledSamples(each, LABELS, NAMES) for each in (brain, brain.double()))
+    assert one.fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["i1", "i8", "u2", "u4", "u8", "f2", "f8", "?"])
+def test_integers_are_the_floats_that_they_equal(kind: str) -> None:
+    whole = np.arange(50)[:, None] % np.array([2, 2])
+    one, other = (otdd.LabeledSamples(each, LABELS, NAMES) for each in (whole, whole.astype(kind)))
+    assert one.fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_both_zeros_are_one(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(3, 2, dtype=dtype)
+    one, other = (otdd.LabeledSamples(each, None, ()) for each in (zeros, -zeros))
+    assert one.fingerprint == other.fingerprint
+
+
+def test_a_rounded_copy_is_other_content_unless_nothing_was_rounded() -> None:
+    """Rows of both kinds in one block."""
+    double = FEATURES.double()
+    double[7, 1] += 1e-12
+    rounded = double.float()
+    prints = [otdd.LabeledSamples(each, LABELS, NAMES).fingerprint for each in (double, rounded)]
+    assert prints[0] != prints[1]
+    assert prints[1] == otdd.LabeledSamples(FEATURES.double(), LABELS, NAMES).fingerprint
+    huge = torch.full((2, 1), 1e300, dtype=torch.float64)
+    prints = [otdd.LabeledSamples(k * huge, None, ()).fingerprint for k in (1, 2)]
+    assert prints[0] != prints[1]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 
@@ -94,7 +97,7 @@ def test_unlabelled_samples_are_one_class_without_names():
     "changed",
     [
         {"features": with_value(5, 1, 11.000001)},
-        {"features": FEATURES.double()},
+        {"features": FEATURES.double() + 1e-9},
         {"features": FEATURES.reshape(6, 2).flip(0)},
         {"labels": torch.tensor([0, 1, 2, 0, 1, 1])},
         {"labels": None},
@@ -145,6 +148,87 @@ def test_raw_labels_are_numbered_in_sorted_order(labels, indices, names):
 def test_labels_that_are_no_classes_are_refused(labels, message):
     with pytest.raises(InputError, match=message):
         encode_labels(labels)
+
+
+BIG = 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        ([BIG + 1, BIG], (f"{BIG}", f"{BIG + 1}")),
+        ([BIG + 1, BIG, 1.0], ("1", f"{BIG}", f"{BIG + 1}")),
+        ([(1 << 63) + 1, -1], ("-1", f"{(1 << 63) + 1}")),
+        (np.array([(1 << 63) + 1, 1 << 63], np.uint64), (f"{1 << 63}", f"{(1 << 63) + 1}")),
+        ([(1 << 70) + 1, 1 << 70], (f"{1 << 70}", f"{(1 << 70) + 1}")),
+        ([Decimal(BIG + 1), Decimal(BIG)], (f"{BIG}", f"{BIG + 1}")),
+        (pd.Series([BIG + 1, BIG], dtype="Int64"), (f"{BIG}", f"{BIG + 1}")),
+        (pd.Series([BIG + 1, BIG], dtype="category"), (f"{BIG}", f"{BIG + 1}")),
+        (pa.array([BIG + 1, BIG]), (f"{BIG}", f"{BIG + 1}")),
+        (np.array([np.True_, np.False_], object), ("False", "True")),
+        (np.array([np.str_("b"), "a"], object), ("a", "b")),
+        (np.array([b"b", b"a"], object), ("a", "b")),
+        (np.array([(1 << 24) - 1, 0], np.float32), ("0", f"{(1 << 24) - 1}")),
+        (torch.tensor([255, 0], dtype=torch.bfloat16), ("0", "255")),
+    ],
+)
+def test_labels_are_exact(labels, names):
+    assert encode_labels(labels)[1] == names
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (np.array([1.0, 1.8e16]), "got 18000000000000000 at row 1 as float64, which rounds"),
+        (np.array([1, 1 << 24], np.float32), "got 16777216 at row 1 as float32, .* give them as"),
+        (np.array([2048], np.float16), "got 2048 at row 0 as float16"),
+        (torch.tensor([256.0], dtype=torch.bfloat16), "got 256 at row 0 as torch.bfloat16"),
+        ([1, np.float32(1 << 24)], "got 16777216 at row 1 as float32"),
+        ([np.inf, 1.0], r"integers or strings, got float64 such as \[inf\]"),
+        (np.array([1, "a"], object), r"got object such as \[1\]; bring all to one type"),
+        ([[1], [1, 2]], "one for each row, got lists of several lengths"),
+    ],
+)
+def test_labels_that_may_have_been_rounded_are_refused(labels, message):
+    with pytest.raises(InputError, match=message):
+        encode_labels(labels)
+
+
+def test_class_indices_that_may_have_been_rounded_are_refused():
+    names = list(map(str, range(3000)))
+    with pytest.raises(InputError, match=r"got 2048 at row 1 as torch\.float16"):
+        LabeledSamples(FEATURES[:2], torch.tensor([1, 2048.0], dtype=torch.float16), names)
+
+
+@pytest.mark.parametrize(
+    ("labels", "advice"),
+    [
+        (np.array([[0], [1], [1]]), r"take labels\.ravel\(\)$"),
+        (torch.tensor([[0], [1], [1]]), r"take labels\.ravel\(\)$"),
+        ([[0], [1], [1]], r"take np\.ravel\(labels\)$"),
+        (pd.DataFrame({"y": [0, 1, 1]}), r"take np\.ravel\(labels\)$"),
+        (np.eye(3), r"of one-hot labels take labels\.argmax\(axis=1\)$"),
+        (pd.DataFrame(np.eye(3)), r"of one-hot labels take np\.argmax\(labels, axis=1\)$"),
+        (np.array([[1, 0, 0], [1, 1, 0]]), "row 1 has 2 labels, and exactly one is supported"),
+        (np.array([[1, 0, 0], [0, 0, 0]]), "row 1 has 0 labels, and exactly one is supported"),
+        (np.array([[0.2, 0.8], [0.7, 0.3]]), "probabilities of classes, .* likeliest is meant"),
+        (np.array([[3, 1], [2, 5]]), "several labels for one row are not supported"),
+        (np.array([["a", "b"], ["a", "c"]]), "several labels for one row are not supported"),
+        (np.array(3), "give an array of them"),
+    ],
+)
+def test_advice_for_labels_of_another_shape_is_right_for_them(labels, advice):
+    """The argmax of (n, 1) is class 0 for all."""
+    with pytest.raises(InputError, match=f"one-dimensional, .*{advice}"):
+        encode_labels(labels)
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_advice_for_class_indices_of_another_shape_is_right_for_them(one_hot):
+    labels = torch.eye(3) if one_hot else torch.tensor([[0], [1], [2]])
+    advice = r"labels\.argmax\(axis=1\)" if one_hot else r"labels\.ravel\(\)"
+    with pytest.raises(InputError, match=rf"must have shape \(3,\) as features, .*{advice}"):
+        LabeledSamples(FEATURES[:3], labels, NAMES)
 
 
 def test_taking_rows_moves_all_parts_together():

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import torch
 
 import otdd_flash as otdd
@@ -77,8 +81,69 @@ def _values() -> list[Any]:
     ]  # fmt: skip
 
 
+# What holds integers: of a column as features, and as labels.
+HOLDERS: dict[str, Callable[[list[int]], Any]] = {
+    "list": list,
+    "list with a float": lambda values: [*values, 1.0],
+    "int64": lambda values: np.array(values, np.int64),
+    "uint64": lambda values: np.array(values, np.uint64),
+    "long long": lambda values: np.array(values, np.longlong),
+    "big-endian": lambda values: np.array(values, ">i8"),
+    "tensor": torch.tensor,
+    "longdouble": lambda values: np.array(values, np.int64).astype(np.longdouble),
+    "object": lambda values: np.array(values, object),
+    "Decimal": lambda values: [Decimal(value) for value in values],
+    "Fraction": lambda values: [Fraction(value) for value in values],
+    "Int64": lambda values: pd.Series(values, dtype="Int64"),
+    "Arrow-backed": lambda values: pd.Series(values, dtype="int64[pyarrow]"),
+    "category": lambda values: pd.Series(values, dtype="category"),
+    "Arrow": pa.array,
+}
+
+
+def held(random: np.random.Generator) -> Attempt:
+    """Integers of up to 70 bits in some container: exact as features or labels, or refused."""
+    holder = list(HOLDERS)[int(random.integers(len(HOLDERS)))]
+    base = int(random.choice([-1, 1])) * (1 << int(random.integers(20, 71)))
+    values = [base + int(step) for step in random.integers(-2, 3, 3)]
+    as_labels = bool(random.random() < 0.5)
+    what = f"{values} in {holder} as {'labels' if as_labels else 'features'}"
+    try:
+        given = HOLDERS[holder](values)
+    except (OverflowError, TypeError, ValueError):
+        # The container does not hold them.
+        return Attempt("held", what, "not held")
+    kept: list[int]
+    try:
+        if as_labels:
+            samples = otdd.LabeledSamples.from_arrays(np.zeros((len(given), 1)), given)
+            assert samples.labels is not None
+            kept = [int(samples.class_names[k]) for k in samples.labels.tolist()]
+        else:
+            features = otdd.LabeledSamples(_column(given), None, ()).features
+            kept = [int(value) for value in features[:, 0].tolist()]
+    except otdd.InputError as error:
+        needless = not as_labels and all(float(value) == value for value in values)
+        return Attempt("held", what, "refused", f"needless: {error}" if needless else None)
+    except Exception as error:
+        return Attempt("held", what, "raised", f"{type(error).__name__}: {error}"[:300])
+    wrong = kept[: len(values)] != values
+    return Attempt("held", what, "done", f"became {kept}" if wrong else None)
+
+
+def _column(given: Any) -> Any:
+    """What a container of numbers is as features (n, 1)."""
+    if isinstance(given, list):
+        return [[value] for value in given]
+    if isinstance(given, pd.Series):
+        return given.to_frame("x")
+    return pa.table({"x": given}) if isinstance(given, pa.Array) else given.reshape(-1, 1)
+
+
 def call(random: np.random.Generator) -> Attempt:
     """One call, with one of its arguments replaced; two of a hundred are as they should be."""
+    if random.random() < 0.2:
+        return held(random)
     functions, values = _functions(), _values()
     name = list(functions)[int(random.integers(len(functions)))]
     function, arguments = functions[name]

@@ -12,14 +12,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otdd_flash.data.lazy_items import LazyItems
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.raw_labels import (
+    check_one_dimensional,
     encode_labels,
     missing_labels,
     missing_rows,
     raw_values,
     without_fractions,
 )
+from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.samples import check_masses
 
 Modality = Literal["image", "text", "array"]
@@ -109,6 +111,7 @@ class LabeledDataset:
         if labels is None:
             return dataset
         values = raw_values(labels)
+        check_one_dimensional(labels, values)
         if (missing := _missing(values, class_names)).any():
             kept = _labelled_rows(missing, dataset, drop=drop_unlabelled)
             dataset, values = dataset.take(kept), raw_values(values[kept])
@@ -164,15 +167,16 @@ def _number(
     values = without_fractions(values)
     if values.dtype.kind not in "iub":
         raise InputError(f"{name}: labels must be class indices, got {values.dtype}")
-    indices = values.astype(np.int64)
-    if indices.size and int(indices.max()) < 0:
+    if values.size and int(values.max()) < 0:
         warnings.warn(
             f"{name}: all its labels are negative, and it is taken as unlabelled",
             DataNotice,
             stacklevel=5,
         )
         return None, ()
-    return indices, tuple(str(class_name) for class_name in class_names)
+    # Before their type could turn the largest ones into others.
+    _check_range(values, class_names, name)
+    return values.astype(np.int64), tuple(str(class_name) for class_name in class_names)
 
 
 def _missing(values: NDArray[Any], class_names: Sequence[str] | None) -> NDArray[np.bool_]:
@@ -209,7 +213,7 @@ def _labelled_rows(
     return np.flatnonzero(~missing)
 
 
-def _check_range(labels: NDArray[np.int64], class_names: tuple[str, ...], name: str) -> None:
+def _check_range(labels: NDArray[Any], class_names: Sequence[str], name: str) -> None:
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= len(class_names):
         raise InputError(
@@ -219,17 +223,13 @@ def _check_range(labels: NDArray[np.int64], class_names: tuple[str, ...], name: 
 
 
 def _as_masses(values: ArrayLike, name: str) -> NDArray[np.float64]:
-    given = np.asarray(values)
-    if given.dtype.kind == "c":
-        raise InputError(f"{name}: weights must be real, got {given.dtype}")
     try:
-        masses = given.astype(np.float64)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{name}: weights must be numbers: {error}") from error
-    try:
+        given = in_double("weights", real_tensor("weights", values)).detach().cpu()
+        # A copy, whoever else has them.
+        masses = np.array(given.numpy())
         check_masses(masses)
     except InputError as error:
-        raise InputError(f"{name}: {error}") from error
+        raise prefixed(name, error) from error
     return masses
 
 

@@ -17,8 +17,11 @@ from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.images import open_image, plain_image, rgb_image
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
+from otdd_flash.data.table import check_rounded_text
 from otdd_flash.errors import InputError
 from otdd_flash.offline import ALLOW, is_address, network
+from otdd_flash.real_numbers import doubles_of_columns, side_by_side
+from otdd_flash.table_columns import columns_of
 
 FILE_FORMATS = {
     ".parquet": "parquet",
@@ -68,7 +71,11 @@ def read_hugging_face(
     label_feature = None if columns.label is None else table.features[columns.label]
     inputs: NDArray[Any] | LazyItems
     if columns.modality == "array":
-        inputs, modality = as_inputs(_numbers(table, columns.inputs), path)
+        if Path(path).suffix.lower() == ".csv":
+            read = [*columns.inputs, *([columns.weights] if columns.weights else [])]
+            only = table.select_columns(read).to_pandas()
+            check_rounded_text(request.locate("path", path), only, read)
+        inputs, modality = as_inputs(_numbers(table, columns.inputs, path), path)
     else:
         column = columns.inputs[0]
         # As Arrow holds it: the library would decode images, and fetch them, by itself.
@@ -173,16 +180,14 @@ def _values(table: Any, column: str) -> list[Any]:
     return values
 
 
-def _numbers(table: Any, columns: Sequence[str]) -> NDArray[Any]:
+def _numbers(table: Any, columns: Sequence[str], path: str) -> NDArray[Any]:
     """One column as it is shaped, or several side by side as a matrix."""
-    only = table.select_columns(list(columns))
-    # By itself the library makes float32 of float64, which tells large neighbours no more apart.
-    double = any("float64" in str(feature) for feature in only.features.values())
-    batch = only.with_format("numpy", **({"dtype": np.float64} if double else {}))[:]
-    arrays = [np.asarray(batch[column]) for column in columns]
-    if len(arrays) > 1 or arrays[0].ndim == 1:
-        return np.column_stack(arrays)
-    return arrays[0]
+    # By itself the library makes float32 of float64, and wraps the largest integers.
+    found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
+    assert found is not None
+    what, gaps = f"{path}: inputs", any(column.missing.any() for column in found)
+    plain = all(column.values.dtype.kind in "fiub" for column in found)
+    return (doubles_of_columns if gaps and plain else side_by_side)(what, found)
 
 
 @dataclass(frozen=True)

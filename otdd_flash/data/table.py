@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,15 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.request import chosen, reading, some
 from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, inexact
 from otdd_flash.shown import listing
+from otdd_flash.table_columns import columns_of
 
 # What pandas calls a first column without a name, which its own `to_csv` writes for the row index.
 NAMELESS = "Unnamed: 0"
+# By types that have missing values of their own, integers stay integers beside them.
+NULLABLE = "numpy_nullable"
+INTEGER, LONG_INTEGER = r"\s*[+-]?\d+\s*", r"\s*[+-]?\d{19,}\s*"
 LABEL_NAMES = ("label", "labels", "class", "target", "y")
 
 
@@ -26,8 +33,8 @@ def read_table(
     weights: str | None,
     *,
     skip_label: bool = False,
-) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[Any] | None, tuple[str, ...]]:
-    """The inputs (n, d) float64, labels (n,) and weights (n,) of a table, and what was chosen.
+) -> tuple[NDArray[Any], Any, Any, tuple[str, ...]]:
+    """Read inputs (n, d) float64, series of labels (n,) and weights (n,), and what was chosen.
 
     Args:
         path: a csv or parquet file with column names.
@@ -46,7 +53,8 @@ def read_table(
     import pandas as pd
 
     with reading(path):
-        table = _csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
+        is_text = path.suffix.lower() == ".csv"
+        table = _csv(path) if is_text else pd.read_parquet(path, dtype_backend=NULLABLE)
     if len(table) == 0:
         raise InputError(f"{path} is empty: it has no rows")
     table.columns = [str(column) for column in table.columns]
@@ -81,16 +89,21 @@ def read_table(
     if not inputs:
         raise InputError(f"{path} has no input column besides {label!r}; {listed(columns)}")
     for column in inputs:
-        if column in text:
+        if column in text and not _holds_numbers(table, column, is_text=is_text):
             raise InputError(
                 f"column {column!r} of {path} holds text, not numbers; name the inputs with "
                 f"features=[...]; {listed(columns)}"
             )
+    if is_text:
+        read = [*inputs, *([weight_column] if weight_column else [])]
+        check_rounded_text(path, table, read)
+    numbers = columns_of(table[inputs])
+    assert numbers is not None
     way_out = "features=[COLUMN, ...]" if skip_label else "label=COLUMN and features=[COLUMN, ...]"
     return (
-        table[inputs].to_numpy(dtype=np.float64),
-        None if label is None else _label_values(table[label]),
-        None if weight_column is None else table[weight_column].to_numpy(),
+        doubles_of_columns(f"{path}: inputs", numbers),
+        None if label is None else table[label],
+        None if weight_column is None else table[weight_column],
         chosen(str(path), choices, way_out),
     )
 
@@ -106,22 +119,76 @@ def _csv(path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error", pd.errors.ParserWarning)
         try:
-            table = pd.read_csv(path, index_col=False)
-            # Of columns of one name pandas itself makes label and label.1.
-            first = pd.read_csv(path, index_col=False, header=None, nrows=1, dtype=str)
-            names = [str(name) for name in first.iloc[0].fillna("")]
-            if len(names) == len(table.columns):
-                twice = {name for name in names if name and names.count(name) > 1}
-                table.columns = [
-                    name if name in twice else column
-                    for name, column in zip(names, table.columns, strict=True)
-                ]
-            return table
+            table = pd.read_csv(path, index_col=False, dtype_backend=NULLABLE)
         except pd.errors.ParserWarning:
             raise InputError(
                 f"{path}: its rows have more fields than its first line names, so that it is open "
                 "which names belong to which; name every column"
             ) from None
+    for place, dtype in enumerate(table.dtypes):
+        if isinstance(dtype, pd.StringDtype):
+            column = table.columns[place]
+            if bool(table[column].str.fullmatch(LONG_INTEGER).any()):
+                # Where integers exceed 64 bits, pandas forgets which entries are missing.
+                table[column] = _texts(path, place)
+    # Of columns of one name pandas itself makes label and label.1.
+    first = pd.read_csv(path, index_col=False, header=None, nrows=1, dtype=str)
+    names = [str(name) for name in first.iloc[0].fillna("")]
+    if len(names) == len(table.columns):
+        table.columns = [
+            name if name and names.count(name) > 1 else column
+            for name, column in zip(names, table.columns, strict=True)
+        ]
+    return table
+
+
+def _texts(path: Path, place: int) -> Any:
+    """A column as the file spells it."""
+    import pandas as pd
+
+    return pd.read_csv(path, index_col=False, usecols=[place], dtype="string").iloc[:, 0]
+
+
+def _holds_numbers(table: Any, column: str, *, is_text: bool) -> bool:
+    """Whether a column that pandas takes for text holds decimals or integers beyond 64 bits.
+
+    In a file of text pandas leaves these as text: they become integers in the table.
+    """
+    present = table[column].dropna()
+    if len(present) and all(isinstance(value, Decimal) for value in present):
+        return True
+    texts = present.astype(str)
+    if not is_text or not len(texts) or not bool(texts.str.fullmatch(INTEGER).all()):
+        return False
+    table[column] = table[column].astype(object).map(int, na_action="ignore")
+    return True
+
+
+def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
+    """Refuse integers that a csv file spells out and pandas rounded, being among fractions.
+
+    Args:
+        path: the file.
+        table: what pandas, or who reads by it, made of it: all rows.
+        columns: which of them to look at.
+
+    Raises:
+        InputError: as said; the message names the row.
+    """
+    import pandas as pd
+
+    for column in columns:
+        if not pd.api.types.is_float_dtype(table[column]):
+            continue
+        large = np.asarray((table[column].abs() >= LARGEST_IN_DOUBLE).fillna(False), dtype=bool)
+        if not large.any():
+            continue
+        names = pd.read_csv(path, index_col=False, nrows=0).columns
+        texts = _texts(path, names.get_loc(column))
+        for row in np.flatnonzero(large).tolist():
+            value = float(table[column].iloc[row])
+            if re.fullmatch(INTEGER, texts.iloc[row]) and int(texts.iloc[row]) != value:
+                raise inexact(f"column {column!r} of {path}", int(texts.iloc[row]), (row,), None)
 
 
 def find_label(
@@ -174,14 +241,6 @@ def find_weights(columns: Sequence[str], weights: str | None, where: str) -> str
         f"{where} has no weights {weights!r}: name a column, a key or a .npy file; "
         f"there are: {listing(columns)}"
     )
-
-
-def _label_values(column: Any) -> NDArray[Any]:
-    """Integers stay integers; text, categories and missing values become objects."""
-    values: NDArray[Any] = column.to_numpy()
-    if values.dtype.kind in "iubf":
-        return values
-    return np.asarray(column.astype(object))
 
 
 def listed(columns: Sequence[str]) -> str:

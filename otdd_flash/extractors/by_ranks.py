@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,7 +140,8 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
         return compared, extracted(inputs, ranks.progress)
 
     compared, features = ranks.together(own)
-    # As where one process has all: the first block says of what shape and type the others are.
+    # As where one process has all: the first block says of what shape the others are, and all are
+    # of the type that holds the numbers of each.
     said = [each for each in ranks.all_gathered_objects((shapes[:1], features.dtype)) if each[0]]
     firsts = ranks.all_gathered_objects(compared)
 
@@ -150,7 +152,8 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
             _check_alike(firsts, extractor)
 
     ranks.together(check)
-    return ranks.gathered_at_leader(features.to(said[0][1]) if len(features) else features)
+    dtype = reduce(torch.promote_types, (each[1] for each in said))
+    return ranks.gathered_at_leader(features.to(dtype) if len(features) else features)
 
 
 def _check_alike(compared: list[Tensor | None], extractor: ImportedFunction) -> None:

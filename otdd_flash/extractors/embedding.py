@@ -287,6 +287,9 @@ def _gather(
             _check_room(name, (count, shape.numel()), block.dtype)
             features = torch.empty((count, shape.numel()), dtype=block.dtype)
         _require_same_shape(shape, block.shape[1:], name)
+        if block.dtype != features.dtype:
+            # Numbers of a later batch may need a type that those of the first did without.
+            features = features.to(torch.promote_types(features.dtype, block.dtype))
         features[done : done + len(block)] = block.flatten(1)
         done += len(block)
         if progress is not None:

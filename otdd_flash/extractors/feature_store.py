@@ -199,7 +199,13 @@ class FeatureStore:
                     note = Note(self._key, 0, [*block.shape[1:]], _name(block.dtype), "0")
                     _write_all(file, _header(self._count, note))
                 self._check_shape(torch.Size(note.shape), block.shape[1:])
-                part = block.flatten(1).to(getattr(torch, note.dtype)).contiguous()
+                dtype = getattr(torch, note.dtype)
+                if torch.promote_types(block.dtype, dtype) != dtype:
+                    raise InputError(
+                        f"features from row {note.rows} on are {block.dtype}, and {self.path} "
+                        f"holds {dtype} since its first; give all of one type"
+                    )
+                part = block.flatten(1).to(dtype).contiguous()
                 if not bool(torch.isfinite(part).all()):
                     raise InputError(
                         f"features from row {note.rows} on are not finite; use "

@@ -36,7 +36,7 @@ class ImportedFunction:
             given = self.function(batch)
         features = real_tensor(f"what {self.name} returns, features (b, d),", given).detach().cpu()
         self._check(features, len(batch))
-        check_integers(f"extractor {self.name}", features.numpy())
+        check_integers(f"extractor {self.name}", features)
         return features if features.dtype == torch.float64 else features.float()
 
     def on_tensors(self, images: Tensor) -> Tensor:

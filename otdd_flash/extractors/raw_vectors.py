@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.real_numbers import check_integers
+from otdd_flash.real_numbers import check_integers, exact_array
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class RawVectors:
     def __call__(self, batch: Any) -> Tensor:
         """A batch (b, ...) of numbers as a matrix (b, d); float64 stays, the rest is float32."""
         try:
-            values = np.asarray(batch)
+            values = exact_array("identity: inputs", batch)
+        except InputError:
+            raise
         except ValueError:
             values = np.asarray(batch, dtype=object)
         if values.dtype.kind not in "fiub":

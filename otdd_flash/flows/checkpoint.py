@@ -26,6 +26,7 @@ from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files.atomic import cannot_write, reach_disk
 from otdd_flash.files.locks import lock, unlock
 from otdd_flash.files.tensor_file import DamagedFileError
+from otdd_flash.fingerprint import VERSION
 from otdd_flash.flows.nest import put_together, taken_apart
 from otdd_flash.flows.shard import NAMES, Shard, Write, read_shards, write_alone
 from otdd_flash.version import __version__
@@ -117,6 +118,7 @@ class Checkpoints:
             reach_disk(folder)
             manifest = {
                 "versions": {"otdd_flash": __version__, "torch": torch.__version__},
+                "fingerprints": VERSION,
                 "step": state["step"],
                 "settings": _plain(settings),
                 "may_change": [*may_change],
@@ -187,6 +189,11 @@ class Checkpoints:
             ) from error
 
     def _check_settings(self, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        if manifest.get("fingerprints") != VERSION:
+            raise InputError(
+                f"{self.folder / MANIFEST} is of another version of otdd_flash, whose fingerprints "
+                f"of datasets cannot be compared with today's; {START_AGAIN}"
+            )
         now_all, then_all, free = _plain(settings), manifest["settings"], manifest["may_change"]
         chosen = [key for key in then_all if not key.startswith(PARAMETERS)]
         for key in [*now_all, *chosen]:

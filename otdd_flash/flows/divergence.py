@@ -113,6 +113,9 @@ class FlowSetting:
         return {
             "source": points.fingerprint,
             "target": goal.fingerprint,
+            # Fingerprints are of values, and steps are taken in a type.
+            "source.type": _type_of(points),
+            "target.type": _type_of(goal),
             "labels.method": metric.name,
             **{f"labels.{key}": value for key, value in labels.items()},
             "epsilon": self.epsilon,
@@ -141,6 +144,10 @@ class FlowSetting:
         """The target's mean squared norm."""
         masses = self.target.masses.to(self.request.device)
         return float(masses @ squared_norms(self.request.points(1)))
+
+
+def _type_of(samples: LabeledSamples) -> str:
+    return str(torch.promote_types(samples.features.dtype, torch.float32)).removeprefix("torch.")
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,8 @@ from otdd_flash.errors import InputError
 from otdd_flash.flows.flow import Flow
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.raw_labels import rows_shown
+from otdd_flash.raw_labels import raw_values, rows_shown
+from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, in_double, real_tensor
 from otdd_flash.samples import LabeledSamples
 
 
@@ -102,8 +103,12 @@ class TransportAdapter(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             return LabeledSamples.of(rows[chosen], name)
         if y is None:
             raise InputError(f"labels={self.labels!r} compares classes: fit needs y of all rows")
-        return LabeledSamples.from_arrays(rows[chosen], np.asarray(y)[chosen], name=name)
+        return LabeledSamples.from_arrays(rows[chosen], raw_values(y)[chosen], name=name)
 
     def _rows(self, X: ArrayLike, *, reset: bool) -> NDArray[Any]:
         checked = validate_data(self, X, dtype=[np.float64, np.float32], reset=reset)
-        return np.asarray(checked)
+        rows = np.asarray(checked)
+        if (np.abs(rows) >= LARGEST_IN_DOUBLE).any():
+            # They may have been integers, of which scikit-learn makes floats.
+            in_double("X", real_tensor("X", X))
+        return rows

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.otdd import dataset_distance
+from otdd_flash.real_numbers import in_double
 from otdd_flash.samples import LabeledSamples
 
 
@@ -144,4 +145,7 @@ def _joined(parts: list[Tensor] | Tensor) -> Tensor | None:
     """A state, which is a list before processes are gathered and a tensor afterwards."""
     if isinstance(parts, Tensor):
         return parts if len(parts) else None
+    if len({part.dtype for part in parts}) > 1:
+        # Of integers and float32 torch would make float32.
+        parts = [in_double("what was seen", part) for part in parts]
     return torch.cat(parts) if parts else None

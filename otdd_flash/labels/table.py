@@ -16,7 +16,7 @@ from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
-from otdd_flash.real_numbers import real_tensor
+from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.shown import listing
 from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
 
@@ -98,8 +98,7 @@ class ClassDistances:
         upper: Tensor | None = None,
     ) -> ClassDistances:
         """Cut a (Vx + Vy, Vx + Vy) table into its blocks; `size_x` is Vx."""
-        given = full if isinstance(full, Tensor) else np.asarray(full)
-        full = real_tensor("the table of class distances", given)
+        full = real_tensor("the table of class distances", full)
         if full.ndim != 2 or not size_x < len(full):
             raise InputError(
                 f"a table of {size_x} classes and others must be a matrix of more than {size_x} "
@@ -193,9 +192,8 @@ class ClassDistances:
 
 
 def _as_block(key: str, values: Any) -> Tensor:
-    # Of a list, torch would make float32.
-    given = values if isinstance(values, Tensor) else np.asarray(values)
-    block = real_tensor(f"class distances {key}", given).detach().to("cpu", torch.float64)
+    what = f"class distances {key}"
+    block = in_double(what, real_tensor(what, values).detach().cpu())
     if block.ndim != 2 or 0 in block.shape:
         raise InputError(f"class distances {key} must be a matrix, got shape {tuple(block.shape)}")
     bad = ~torch.isfinite(block)
@@ -228,9 +226,8 @@ def _check_shapes(xx: Tensor, xy: Tensor, yy: Tensor) -> None:
 
 def _as_bounds(key: str, values: Any, full: Tensor) -> Tensor:
     """A table of bounds like `full`; lower bounds of small distances may be below zero."""
-    given = values if isinstance(values, Tensor) else np.asarray(values)
     what = f"the {key} bounds of class distances"
-    bounds = real_tensor(what, given).detach().to("cpu", torch.float64)
+    bounds = in_double(what, real_tensor(what, values).detach().cpu())
     if bounds.shape != full.shape or not bool(torch.isfinite(bounds).all()):
         raise InputError(
             f"{what} must be finite and of shape "

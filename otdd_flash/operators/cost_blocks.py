@@ -12,6 +12,7 @@ from torch import Tensor
 from otdd_flash.arguments.transport import COST_BLOCKS
 from otdd_flash.checks import check_fields, shown
 from otdd_flash.errors import InputError, UserCodeError
+from otdd_flash.real_numbers import in_double
 
 # Entries to ask for at once: functions may take many times as much memory on the way.
 BLOCK_ENTRIES_CPU, BLOCK_ENTRIES_GPU = 1 << 20, 1 << 24
@@ -76,7 +77,7 @@ class AskedCosts:
             InputError: they are others than when they were asked for before.
         """
         columns = slice(0, self.shape[1])
-        block = self._ask(rows, columns).to(self.device, self.dtype)
+        block = self._exactly(rows, columns)
         # Bounds are of one matrix. Integers add up to the same in any order.
         mark = int(block.contiguous().view(BITS[self.dtype]).sum())
         if self._marks.setdefault((rows.start, rows.stop), mark) != mark:
@@ -90,8 +91,8 @@ class AskedCosts:
         """C (k, l) of some rows (k,) and columns (l,), int64; asks for whole rows."""
         found = torch.empty((len(rows), len(columns)), dtype=self.dtype, device=self.device)
         for place, row in enumerate(rows.tolist()):
-            asked = self._ask(slice(row, row + 1), slice(0, self.shape[1]))
-            found[place] = asked.to(self.device, self.dtype)[0, columns]
+            asked = self._exactly(slice(row, row + 1), slice(0, self.shape[1]))
+            found[place] = asked[0, columns]
         return found
 
     def held(self) -> Tensor:
@@ -103,6 +104,12 @@ class AskedCosts:
             rows = slice(start, min(start + height, n))
             found[rows] = self.rows(rows)
         return found
+
+    def _exactly(self, rows: slice, columns: slice) -> Tensor:
+        block = self._ask(rows, columns)
+        if block.dtype not in BITS:
+            block = in_double(f"costs that {_called(rows, columns)} returned", block)
+        return block.to(self.device, self.dtype)
 
     def _ask(self, rows: slice, columns: slice) -> Tensor:
         called = _called(rows, columns)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.real_numbers import real_tensor
+from otdd_flash.real_numbers import in_double, real_tensor
 
 # Entries come from sums of squares of very different sizes: what is this far off, relative to the
 # largest entry of a block, is taken for rounding.
@@ -98,7 +98,7 @@ def _checked(table: Tensor, sizes: tuple[int, int]) -> Tensor:
             f"class_table holds {int(bad.sum())} NaN or infinite entries, the first at "
             f"[{row}, {column}]; measure it with otdd.class_distances, or give finite distances"
         )
-    return table
+    return table if table.is_floating_point() else in_double("class_table", table)
 
 
 def symmetrized(name: str, block: Tensor, *, absolute: float = 0.0, way_out: str = "") -> Tensor:

@@ -15,6 +15,8 @@ from otdd_flash.files.locks import lock, unlock
 
 STUDY_FILE = "study.json"
 LOCK_FILE = ".study.lock"
+# Where it says which fingerprints those of its tasks are.
+VERSION_KEY = "fingerprint_version"
 SECONDS_APART = 0.05
 # What commands put into a folder before a study begins.
 NO_CONTENT = (".hydra", ".lock", LOCK_FILE)
@@ -54,6 +56,11 @@ def enter(
         summary = json.loads(json.dumps(summarize(known)))
         if known is None:
             write_json(folder / STUDY_FILE, summary)
+        elif known.get(VERSION_KEY) != summary.get(VERSION_KEY):
+            raise InputError(
+                f"{folder} holds a study of another version of otdd_flash, whose fingerprints of "
+                "datasets cannot be compared with today's; choose another folder"
+            )
         elif different := sorted(_different(known, summary)):
             shown = ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")
             raise InputError(

@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import combinations, permutations
 from typing import Any
 
+from otdd_flash.fingerprint import VERSION
+from otdd_flash.study.folder import VERSION_KEY
 from otdd_flash.study.settings import Settings
 from otdd_flash.study.task import Task, shared_rows
 
@@ -62,6 +64,7 @@ class Setup:
                 }
                 for task in self.tasks
             },
+            VERSION_KEY: VERSION,
             **self.settings.summary(),
         }
 

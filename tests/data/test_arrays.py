@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,112 @@ def test_a_csv_with_more_fields_than_names_is_refused(tmp_path: Path, first: flo
     path.write_text(f"a,label\n{first},2,0\n{first + 2},4,1\n")
     with pytest.raises(InputError, match="more fields than its first line names"):
         load("arrays", path=str(path))
+
+
+EVEN, ODD = 1 << 60, (1 << 60) + 1
+BEYOND = (1 << 63) + 1
+
+
+def _read(folder: Path, text: str, **options: Any) -> Any:
+    (folder / "a.csv").write_text(text)
+    return load("arrays", path=str(folder / "a.csv"), **options)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(ODD, EVEN), (BEYOND, BEYOND - 1), ((1 << 70) + 1, 1 << 70)]
+)
+def test_labels_of_a_table_are_exact_beside_a_missing_one(
+    tmp_path: Path, one: int, other: int
+) -> None:
+    """In float64 they were one class."""
+    text = f"x,label\n1,{one}\n2,{other}\n3,\n4,NA\n"
+    with pytest.raises(InputError, match="2 labels are missing, at rows 2, 3; drop_unlabelled"):
+        _read(tmp_path, text)
+    with pytest.warns(DataNotice, match="2 of 4 rows have no label"):
+        dataset = _read(tmp_path, text, drop_unlabelled=True)
+    assert dataset.class_names == (str(other), str(one))
+    assert dataset.labels.tolist() == [1, 0]
+
+
+def test_labels_of_a_parquet_table_are_exact_beside_a_missing_one(tmp_path: Path) -> None:
+    path = _table(tmp_path, ".parquet", x=X[:3, 0], label=pd.array([ODD, EVEN, None], "Int64"))
+    with pytest.warns(DataNotice, match="1 of 3 rows have no label"):
+        dataset = load("arrays", path=path, drop_unlabelled=True)
+    assert dataset.class_names == (str(EVEN), str(ODD))
+
+
+def test_labels_that_a_csv_file_has_among_floats_are_refused_where_they_were_rounded(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InputError, match=f"got {EVEN} at row 0 as float64, which rounds"):
+        _read(tmp_path, f"x,label\n1,{ODD}\n2,1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "row"),
+    [
+        ((ODD, 1), 0),
+        ((1, "", ODD), 2),
+        ((0.5, ODD), 1),
+        ((0.5, "", f" {ODD}"), 2),
+        ((BEYOND, 1), 0),
+        ((BEYOND, ""), 0),
+        ((BEYOND, -1), 0),
+        (((1 << 70) + 1, 1), 0),
+    ],
+)
+@pytest.mark.parametrize("part", ["x", "w"])
+def test_integers_of_a_csv_file_that_float64_rounds_are_refused(
+    tmp_path: Path, numbers: tuple[Any, ...], row: int, part: str
+) -> None:
+    columns = {"x": [1] * len(numbers), "w": [1] * len(numbers), part: numbers}
+    rows = "".join(f"{x},a,{w}\n" for x, w in zip(columns["x"], columns["w"], strict=True))
+    refusal = f"float64 holds, got .* at row {row}|weights must be real numbers"
+    with pytest.raises(InputError, match=refusal):
+        _read(tmp_path, f"x,label,w\n{rows}", weights="w")
+
+
+def test_other_numbers_of_a_csv_file_are_those_of_float64(tmp_path: Path) -> None:
+    numbers = ["0.1", "", "7", f"{EVEN}", f"{ODD}.0", "1e300", f"{1 << 70}"]
+    for values in (numbers, numbers[-1:]):
+        dataset = _read(tmp_path, "x,label\n" + "".join(f"{value},a\n" for value in values))
+        expected = [[float(value or "nan")] for value in values]
+        np.testing.assert_array_equal(dataset.inputs, expected)
+
+
+def test_nullable_and_decimal_columns_of_a_parquet_table_are_numbers(tmp_path: Path) -> None:
+    count, price = pd.array([1, None, 3], "Int64"), [Decimal("0.10"), Decimal(2), None]
+    columns = {"count": count, "price": price, "flag": [True, None, False]}
+    path = _table(tmp_path, ".parquet", **columns, label=["a", "b", "a"])
+    inputs = load("arrays", path=path, features=list(columns)).inputs
+    np.testing.assert_array_equal(inputs, [[1, 0.1, 1], [np.nan, 2, np.nan], [3, np.nan, 0]])
+    path = _table(tmp_path, ".parquet", x=pd.array([1, None, ODD], "Int64"), label=[0, 1, 0])
+    with pytest.raises(InputError, match=f"got {ODD} at row 2, column 'x'"):
+        load("arrays", path=path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.array([[1], [ODD]])}, f"got {ODD} at row 1, column 0"),
+        ({"x": np.array([[1], [BEYOND]], np.uint64)}, f"got {BEYOND} at row 1, column 0"),
+        ({"x": np.array([[1], [EVEN]], np.longdouble) + 1}, "got 1.15.* at row 1, column 0"),
+        ({"x": np.full((2, 3, 3), ODD)}, "gives integers up to 1152921504606846977"),
+        ({"x": X, "w": np.full(6, ODD)}, f"weights must .* got {ODD} at row 0"),
+        ({"x": X, "y": Y[:, None]}, r"take labels\.ravel\(\)"),
+        (
+            {"x": X[:2], "y": np.array([0, BEYOND], np.uint64), "class_names": np.array(["a"])},
+            f"got 0 to {BEYOND}",
+        ),
+    ],
+)
+def test_arrays_that_would_be_rounded_are_refused(
+    tmp_path: Path, arrays: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load("arrays", path=_npz(tmp_path, **arrays))
+
+
+def test_long_floats_that_float64_holds_are_read(tmp_path: Path) -> None:
+    path = _npz(tmp_path, x=np.array([[0.1]]).astype(np.longdouble))
+    assert load("arrays", path=path).inputs.tolist() == [[0.1]]

@@ -41,7 +41,7 @@ def test_classes_are_the_sorted_distinct_labels(labels: Any, names: tuple[str, .
         ([0, -1, 1], {"class_names": ["a", "b"]}, "1 label is missing, at row 1; remove"),
         (["a", "b", "a"], {"class_names": ["a", "b"]}, "labels must be class indices"),
         ([0, 1, 1], {"weights": [1.0]}, "its weights have shape"),
-        ([0, 1, 1], {"weights": ["x", "y", "z"]}, "weights must be numbers"),
+        ([0, 1, 1], {"weights": ["x", "y", "z"]}, "weights must be real numbers"),
         ([[0], [1], [1]], {}, "one-dimensional"),
         ([], {"n": 0}, "v is empty"),
     ],

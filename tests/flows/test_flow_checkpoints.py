@@ -389,6 +389,30 @@ def test_a_checkpoint_of_an_earlier_form_is_said_to_be_one(tmp_path: Path) -> No
         flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path, resume=True), **ONE_STEP)
 
 
+def test_a_checkpoint_of_other_fingerprints_is_said_to_be_one(tmp_path: Path) -> None:
+    """It would be said to be of another source."""
+    flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **ONE_STEP)
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    manifest = again._manifest()
+    assert manifest is not None
+    del manifest["fingerprints"]
+    manifest["settings"]["source"] = "0" * 64
+    again._put_in_place(manifest)
+    with pytest.raises(InputError, match=r"is of another version .* leave flow\.resume out"):
+        flow(SOURCE, TARGET, checkpoints=again, **ONE_STEP)
+
+
+def test_a_flow_goes_on_in_the_type_that_it_began_in(tmp_path: Path) -> None:
+    """The same numbers have one fingerprint in both types; steps have not."""
+    short = replace(SOURCE, features=SOURCE.features.float())
+    flow(short, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **ONE_STEP)
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    longer = replace(SOURCE, features=short.features.double())
+    assert longer.fingerprint == short.fingerprint
+    with pytest.raises(InputError, match=r"source\.type was float32 in .* and is float64 now"):
+        flow(longer, TARGET, checkpoints=again, **ONE_STEP)
+
+
 def test_one_process_writes_one_shard_of_all_rows(tmp_path: Path) -> None:
     flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **ONE_STEP)
     (path,) = shards(tmp_path, 1)

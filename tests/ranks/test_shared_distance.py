@@ -100,6 +100,23 @@ def test_shards_have_the_distance_of_the_whole(size: int, uneven: bool, precisio
     assert upper - lower < 0.01 * truth
 
 
+INTEGERS = torch.tensor([[1], [5], [(1 << 24) + 1], [(1 << 24) + 3]])
+
+
+def of_integer_shards() -> tuple[str, float]:
+    """Those of the last rank alone are no numbers of float32."""
+    rank = torch.distributed.get_rank()
+    compute = otdd.ComputeOptions("cpu", group="world", precision="double")
+    shard = INTEGERS[2 * rank : 2 * rank + 2]
+    result = otdd.dataset_distance(shard, shard, labels="none", epsilon=1e14, compute=compute)
+    return result.source.fingerprint, result.value
+
+
+def test_shards_of_integers_take_the_type_that_holds_all_of_them() -> None:
+    whole = otdd.LabeledSamples(INTEGERS, None, ())
+    assert pool(2).run(of_integer_shards) == [(whole.fingerprint, 0.0)] * 2
+
+
 def true_divergence(
     source: otdd.LabeledSamples, target: otdd.LabeledSamples, table: torch.Tensor
 ) -> float:

@@ -434,6 +434,11 @@ def test_a_folder_is_a_studys_own(tmp_path) -> None:
     other = small_study(measures=["frechet"], transfer=None, seed=1, epsilon=0.2)
     with pytest.raises(InputError, match="other settings: epsilon, seed differ"):
         other.run(tmp_path / "a", resume=True)
+    content = json.loads((tmp_path / "a" / "study.json").read_text())
+    del content["fingerprint_version"]
+    (tmp_path / "a" / "study.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="holds a study of another version of otdd_flash"):
+        study.run(tmp_path / "a", resume=True)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.tex").touch()
     with pytest.raises(InputError, match=r"is not a study: it holds thesis\.tex"):

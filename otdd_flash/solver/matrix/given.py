@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators.matrix import HeldCosts, exact_blocks
-from otdd_flash.real_numbers import real_tensor
+from otdd_flash.real_numbers import in_double, in_floating_point, real_tensor
 from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
 
 HELD_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-# The largest integer up to which float32 holds all.
-WHOLE = 2**24
 
 # Entries of a matrix that differ from those across the diagonal by so many roundings are the same.
 SYMMETRIC_UNITS = 64
@@ -36,17 +32,10 @@ def given_matrix(name: str, given: Any) -> Tensor:
     Raises:
         InputError: it is no real matrix, or has no rows or columns.
     """
-    if isinstance(given, np.ndarray) and any(stride < 0 for stride in given.strides):
-        given = given.copy()
     matrix = real_tensor(name, given).detach()
     if matrix.ndim != 2 or min(matrix.shape) < 1:
         raise InputError(f"{name} must be a matrix (n, m), got shape {tuple(matrix.shape)}")
-    if matrix.dtype in HELD_TYPES:
-        return matrix
-    if matrix.dtype.is_floating_point or matrix.dtype == torch.bool:
-        return matrix.to(torch.float32)
-    low, high = (int(end) for end in torch.aminmax(matrix))
-    return matrix.to(torch.float32 if max(-low, high) <= WHOLE else torch.float64)
+    return matrix if matrix.dtype in HELD_TYPES else in_floating_point(name, matrix)
 
 
 def checked_masses(name: str, given: Any, size: int) -> Tensor:
@@ -57,7 +46,7 @@ def checked_masses(name: str, given: Any, size: int) -> Tensor:
     """
     if given is None:
         return torch.full((size,), 1 / size, dtype=torch.float64)
-    masses = real_tensor(name, given).detach().double()
+    masses = in_double(name, real_tensor(name, given).detach())
     if masses.shape != (size,):
         raise InputError(f"{name} must have shape ({size},), got {tuple(masses.shape)}")
     least, most, total = torch.stack((masses.amin(), masses.amax(), masses.sum())).tolist()
