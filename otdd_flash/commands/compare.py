@@ -22,6 +22,7 @@ from otdd_flash.commands.settings import (
 )
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.commands.tracked import track_distance
+from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.files.json_file import write_json
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
@@ -103,12 +104,23 @@ def compare(config: DictConfig, directory: Path) -> None:
             solver=replace(solver, bound_width=None) if isinstance(solver, Converged) else solver,
         )
     more = {"seconds": _seconds(phases, result), **sampling}
-    report = _write(result, settings, more, directory, sides.image_shape)
+    contributions, refused = None, None
+    if settings.contributions:
+        try:
+            contributions = result.contributions()
+        except ConvergenceError as error:
+            refused = error
+    report = _write(result, contributions, settings, more, directory, sides.image_shape)
     report += track_distance(result, settings, directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(
             f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
             f"result was written to {directory}"
+        )
+    if refused is not None:
+        raise ConvergenceError(
+            f"{refused}; solver.require_convergence is set, and the result was written to "
+            f"{directory} without them"
         )
     report.require_complete()
 
@@ -157,6 +169,7 @@ def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
 
 def _write(
     result: DistanceResult,
+    contributions: Contributions | None,
     settings: DistanceSettings,
     more: dict[str, Any],
     directory: Path,
@@ -166,9 +179,14 @@ def _write(
     more = {**more, "seed": settings.seed, "config": asdict(settings)}
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
-    contributions = result.contributions() if settings.contributions else None
     if contributions is not None:
         more["contributions_through_classes"] = contributions.through_classes
+        more["contribution_slopes"] = {
+            name: None if math.isnan(low) else [low, high]
+            for name, (low, high) in zip(
+                result.source.class_names, contributions.slopes.T.tolist(), strict=False
+            )
+        }
     summary, console = result.summary(**more), Console()
     content = settings.report.content
     if content == "none":

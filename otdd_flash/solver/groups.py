@@ -78,18 +78,17 @@ NAMED_GROUPS, NAMED_CLASSES, NAMED_ROWS, NAME_LENGTH = 4, 6, 5, 40
 
 
 class Entries(Protocol):
-    """Costs (n, m), of some rows and columns at a time.
-
-    Attributes:
-        shape: (n, m).
-        offsets: (n,) float64, C_ij = offsets_i - S_ij with scores S.
-    """
+    """Costs (n, m), of some rows and columns at a time."""
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        """(n, m)."""
+        ...
 
     @property
-    def offsets(self) -> Tensor: ...
+    def offsets(self) -> Tensor:
+        """(n,) float64, C_ij = offsets_i - S_ij with scores S."""
+        ...
 
     def logs(self, rows: slice, term: Tensor, epsilon: float) -> Tensor:
         """S / epsilon + term (k, m), of some rows (k,) and with a term (m,), float64."""
