@@ -52,7 +52,9 @@ class DivergenceGradient:
         """Add the part of the term "xy", "xx" or "yy"."""
         inputs = self._problem.inputs(name)
         if name == "xy":
-            if self._needs & {*MASSES}:
+            # Between a cloud and itself both terms have the one potential that is the same on both
+            # sides, in which a group that rises would also fall.
+            if self._needs & {*MASSES} and not (self._debias and self._problem.identical):
                 # Points and classes are moved by the plan, which offsets between groups leave be.
                 term, self.groups = settled_points(self._problem, term)
             gradient = cross_gradient(operator, term, inputs, self._needs)

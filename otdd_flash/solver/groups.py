@@ -216,7 +216,7 @@ class Groups:
         columns: (m,) likewise.
         gaps: (K, K) float64, most by which the offset of a group may exceed that of another, in
             units of the cost: shortest paths between them, inf where nothing limits it.
-        exchanged: the largest share of all mass that two of them exchange.
+        exchanged: log of the largest share of all mass that two of them exchange; -inf if none can.
         advised: an epsilon, about, from which on the masses determine all potentials.
     """
 
@@ -245,9 +245,6 @@ def settled(
         a: (n,) masses.
         b: (m,) masses.
     """
-    if term.f is term.g:
-        # One potential on both sides is determined: a group that rises would also fall.
-        return term, None
     f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
     plan = _Plan(entries, f, g, a, b, term.epsilon)
     linked = connected(plan)
@@ -280,13 +277,13 @@ def settled(
     if alike.max() == 0:
         return term, None
     flows = flows.joined(alike)
-    most = float(np.logaddexp(flows.logs, flows.logs.T).max())
+    most = float(_mean_logs(flows).max()) + math.log(2)
     gaps = shortest_path(np.maximum(flows.gaps, 0), method="FW") if len(flows.gaps) else flows.gaps
     groups = Groups(
         of_points(alike, rows),
         of_points(alike, columns),
         term.epsilon * gaps,
-        math.exp(most),
+        most,
         term.epsilon * most / math.log(MASS_ROUNDING / OPEN),
     )
     return term, groups
@@ -307,8 +304,8 @@ def settled_points(problem: Problem, term: TransportTerm) -> tuple[TransportTerm
     """The cross term of two clouds, as `settled`, on the device."""
     cost = problem.inputs("xy").labelled
     f, g = (potential.to(cost.a.device) for potential in (term.f, term.g))
-    here = term if term.f is term.g else replace(term, f=f, g=g)
-    return settled(PointEntries(cost, problem.request.compute.dtype), here, cost.a, cost.b)
+    entries = PointEntries(cost, problem.request.compute.dtype)
+    return settled(entries, replace(term, f=f, g=g), cost.a, cost.b)
 
 
 def settled_matrix(
@@ -548,7 +545,10 @@ def _newton(logs: Array, excess: Array) -> Array:
 def _step(out: float, into: float, excess: float) -> float:
     """The root s of exp(s + out) - exp(into - s) = excess."""
     if not math.isfinite(out + into):
-        return 0.0
+        # One way alone, which the excess has to take, if there is one in its direction.
+        open_way = out if excess > 0 else into
+        fits = excess != 0 and math.isfinite(open_way)
+        return math.copysign(math.log(abs(excess)) - open_way, excess) if fits else 0.0
     middle, half = (into - out) / 2, (into + out) / 2
     if excess == 0:
         return middle
@@ -572,6 +572,9 @@ def undetermined(flows: _Flows) -> npt.NDArray[np.int64]:
         held = found.masses.sum(1)
         least = np.log(np.minimum(held[:, None], held)) + math.log(MASS_ROUNDING / OPEN)
         tied = np.logaddexp(found.logs, found.logs.T) >= least
+        # What goes one way alone is to be 0 where no excess takes it, and the offset is infinite.
+        needed = (found.excess != 0)[:, None] & (found.excess != 0)
+        tied &= np.isfinite(_mean_logs(found)) | needed
         joined = _components(len(found.logs), *np.nonzero(tied))
         if len(np.unique(joined)) == len(found.logs):
             return labels
@@ -642,11 +645,16 @@ def report_groups(
     """
     if groups is None:
         return
+    if math.isfinite(groups.exchanged):
+        power, factor = divmod(groups.exchanged / math.log(10), 1)
+        exchange = f"at most {10**factor:.1f}e{power:.0f} of the mass, less than its rounding"
+        way_out = f"raise epsilon to about {groups.advised:.2g}"
+    else:
+        exchange, way_out = "no mass, as no allowed pair leads there and back", "allow more pairs"
     message = (
-        f"{what} are not determined: {_named(groups, rows)} exchange at most "
-        f"{groups.exchanged:.1e} of the mass, which rounding of the masses outweighs, so their "
-        f"potentials are fixed only together{_range_of(groups)}. Compare {what} within a group, "
-        f"or raise epsilon{_advised(groups)}"
+        f"{what} are not determined: {_named(groups, rows)} exchange {exchange}, so their "
+        f"potentials are fixed only together{_range_of(groups)}. Compare {what} within a group, or "
+        f"{way_out}"
     )
     if required:
         raise ConvergenceError(message)
@@ -689,7 +697,3 @@ def _range_of(groups: Groups) -> str:
         f"; as epsilon falls, the first may move by anything in [{-down:.4g}, {up:.4g}] against "
         "the last"
     )
-
-
-def _advised(groups: Groups) -> str:
-    return f" to about {groups.advised:.2g}" if math.isfinite(groups.advised) else ""
