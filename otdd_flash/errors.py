@@ -23,7 +23,7 @@ def prefixed(where: str, error: InputError) -> InputError:
 
 
 class ConvergenceError(RuntimeError):
-    """`require_convergence` was asked for and the tolerance was not reached."""
+    """`require_convergence` was asked for, and a tolerance was missed or potentials stay open."""
 
 
 class LostRankError(RuntimeError):
@@ -39,7 +39,7 @@ class IncompleteError(RuntimeError):
 
 
 class NotConvergedWarning(UserWarning):
-    """The solver stopped before the tolerance; the result's bounds still hold."""
+    """The solver stopped before the tolerance, or potentials stay open; bounds still hold."""
 
 
 class DataNotice(UserWarning):

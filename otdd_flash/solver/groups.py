@@ -9,7 +9,7 @@ which is all that ties the offsets t to the masses. A marginal error far above t
 see them, so a converged solve leaves t where its iterations happened to end. Three steps follow,
 where potentials are asked for, and in no solve that only wants a value:
 
-1. `connected`: the parts of the graph of all entries that are at least LINK of their row's largest.
+1. `connected`: the parts of the graph of all entries of at least a share of their row's largest.
    Rows come in an even sample first; most plans are connected by it, and nothing else is done.
 2. `balanced`: the dual is maximised over t alone, <t, a(g) - b(g)> - epsilon sum F(t), in the
    logarithms of the flows, whatever their size. Along one cut S that is one equation,
@@ -56,9 +56,10 @@ from otdd_flash.solver.term.result import TransportTerm
 
 Array = npt.NDArray[np.float64]
 
-# A link is an entry of at least this share of its row's largest; where that leaves more groups than
-# can be contracted, of a power of it. Of those that are, the most strongly tied are joined.
-LINK, MOST_CONTRACTED, MOST_BALANCED, LEAST_LINK = 0.05, 1024, 128, 1e7
+# A link is an entry of at least this share of its row's largest; of the next share where that
+# leaves more groups than can be contracted, but of none that rounding of the masses might outweigh.
+# Of those that are contracted, the most strongly tied are joined.
+LINKS, MOST_CONTRACTED, MOST_BALANCED = (0.05, 1e-5, 1e-11), 1024, 128
 
 # Rows of the first sample, and entries that are there at once.
 FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 32, 1 << 21, 1 << 26
@@ -318,16 +319,13 @@ def settled_matrix(
 
 def connected(plan: _Plan) -> _Linked | None:
     """The groups that no link connects; None where all are one."""
-    threshold = -math.log(LINK)
-    found = _linked(plan, threshold)
-    while found is not None and int(found.columns.max()) >= MOST_CONTRACTED:
-        threshold *= 4
-        if threshold > LEAST_LINK:
-            # Forbidden pairs hold these apart. The last ones count as one, and are still reported.
-            rows, columns = (part.clamp_max(MOST_CONTRACTED - 1) for part in found[:2])
-            return _Linked(rows, columns, found.peaks)
-        found = _linked(plan, threshold)
-    return found
+    for share in LINKS:
+        found = _linked(plan, -math.log(share))
+        if found is None or int(found.columns.max()) < MOST_CONTRACTED:
+            return found
+    # What no link is to hide holds these apart. The last ones count as one, and are still reported.
+    rows, columns = (part.clamp_max(MOST_CONTRACTED - 1) for part in found[:2])
+    return _Linked(rows, columns, found.peaks)
 
 
 def _linked(plan: _Plan, threshold: float) -> _Linked | None:
