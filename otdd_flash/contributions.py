@@ -85,14 +85,16 @@ def contributions_of(
         NotConvergedWarning: they are not determined, and need not be.
     """
     debias = divergence.xx is not None
-    gradient = DivergenceGradient(problem, frozenset({"a", "classes"}), debias=debias)
+    moved = any(True for _ in _metrics(method))
+    needs = frozenset({"a", "classes"}) if moved else frozenset({"a"})
+    gradient = DivergenceGradient(problem, needs, debias=debias)
     for name, term in divergence.terms.items():
         operator = problem.operator(name)
         f, g = (potential.to(problem.request.device) for potential in (term.f, term.g))
         gradient(name, operator, replace(term, f=f, g=g))
     gradient.report("contributions", required=required)
-    found, by_table = gradient.total["a"], gradient.total["classes"]
-    through = _through_classes(problem, by_table, method)
+    found = gradient.total["a"]
+    through = _through_classes(problem, gradient.total["classes"], method) if moved else None
     if through is not None:
         found = found + through.to(found.device)
     masses = problem.request.given[0].masses.to(found.device)

@@ -107,7 +107,8 @@ def compare(config: DictConfig, directory: Path) -> None:
     contributions, refused = None, None
     if settings.contributions:
         try:
-            contributions = result.contributions()
+            required = settings.solver.require_convergence
+            contributions = replace(result, required=required).contributions()
         except ConvergenceError as error:
             refused = error
     report = _write(result, contributions, settings, more, directory, sides.image_shape)

@@ -270,11 +270,11 @@ def settled(
         up, down = offsets[of_points(place, rows)], -offsets[of_points(place, columns)]
         f, g = _with_softmins(plan._replace(f=f + up, g=g + down))
         # Points that stay keep their potentials to the last bit.
-        moved = (
+        up, down = (
             torch.where((by == 0) & (mass > 0), old, (term.epsilon * new).to(old))
             for by, mass, old, new in ((up, a, term.f, f), (down, b, term.g, g))
         )
-        term = replace(term, **dict(zip("fg", moved, strict=True)))
+        term = replace(term, f=up, g=down)
     if alike.max() == 0:
         return term, None
     flows = flows.joined(alike)
@@ -323,6 +323,7 @@ def connected(plan: _Plan) -> _Linked | None:
         found = _linked(plan, -math.log(share))
         if found is None or int(found.columns.max()) < MOST_CONTRACTED:
             return found
+    assert found is not None
     # What no link is to hide holds these apart. The last ones count as one, and are still reported.
     rows, columns = (part.clamp_max(MOST_CONTRACTED - 1) for part in found[:2])
     return _Linked(rows, columns, found.peaks)
@@ -358,7 +359,7 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
     lonely = (present & ~torch.isin(groups, of_rows)).nonzero().squeeze(1)
     if len(lonely):
         groups[lonely] = of_rows[_most_from(plan, lonely)]
-    names, labels = torch.cat((of_rows, groups)).unique(return_inverse=True)
+    names, labels = torch.unique(torch.cat((of_rows, groups)), return_inverse=True)
     if not bool(with_mass.all() & present.all()):
         # The largest name, m.
         labels[labels == len(names) - 1] = -1
@@ -404,7 +405,7 @@ def _most_from(plan: _Plan, columns: Tensor) -> Tensor:
 def _blocks(rows: Tensor, width: int) -> Sequence[Tensor]:
     """Rows in parts of which the entries are there at once."""
     budget = ELEMENTS_CPU if rows.device.type == "cpu" else ELEMENTS_GPU
-    return rows.split(max(1, budget // (4 * max(1, width)))) if len(rows) else []
+    return torch.split(rows, max(1, budget // (4 * max(1, width)))) if len(rows) else []
 
 
 def contracted(plan: _Plan, linked: _Linked) -> _Flows:
@@ -673,7 +674,7 @@ def _named(groups: Groups, samples: LabeledSamples | None) -> str:
             first = ", ".join(map(str, chosen[:NAMED_ROWS].tolist()))
             parts.append(f"{counted} ({first}{', ...' if len(chosen) > NAMED_ROWS else ''})")
             continue
-        here = samples.labels.cpu()[chosen].unique().tolist()
+        here = torch.unique(samples.labels.cpu()[chosen]).tolist()
         classes = [samples.class_names[c] for c in here]
         listed = ", ".join(f"{name[:NAME_LENGTH]!r}" for name in classes[:NAMED_CLASSES])
         more = ", ..." if len(classes) > NAMED_CLASSES else ""
