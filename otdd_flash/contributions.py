@@ -41,6 +41,7 @@ from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.groups import Groups
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.term_gradient import Needs
 
 # By which a table of class distances may differ from that of the rows, relative to its largest
 # entry: they were measured elsewhere, or read from a file.
@@ -86,7 +87,7 @@ def contributions_of(
     """
     debias = divergence.xx is not None
     moved = any(True for _ in _metrics(method))
-    needs = frozenset({"a", "classes"}) if moved else frozenset({"a"})
+    needs: Needs = frozenset({"a", "classes"}) if moved else frozenset({"a"})
     gradient = DivergenceGradient(problem, needs, debias=debias)
     for name, term in divergence.terms.items():
         operator = problem.operator(name)

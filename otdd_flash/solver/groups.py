@@ -279,7 +279,8 @@ def settled(
         return term, None
     flows = flows.joined(alike)
     most = float(_mean_logs(flows).max()) + math.log(2)
-    gaps = shortest_path(np.maximum(flows.gaps, 0), method="FW") if len(flows.gaps) else flows.gaps
+    # A gap of 0, or below it by what epsilon still spreads, would be no edge.
+    gaps = shortest_path(np.maximum(flows.gaps, np.finfo(np.float64).tiny), method="FW")
     groups = Groups(
         of_points(alike, rows),
         of_points(alike, columns),
