@@ -7,6 +7,12 @@ by -a_i s_i to first order: a row with s_i > 0 keeps the datasets apart. For equ
 without debiasing it is the calibrated gradient of Just et al. 2023, LAVA: data valuation without
 pre-specified learning algorithms.
 
+A class c as a whole has s_c = (sum of a_i g_i / a_c over its rows - sum_j a_j g_j) / (1 - a_c), at
+the class's mass a_c: the slope of S as c grows and all others shrink alike. Where groups of points
+exchange almost no mass f_xy is fixed within groups alone (`solver.groups`), and S as a function of
+the masses has a kink there as epsilon falls: its slope to the left and to the right are the least
+and the most s_c over all offsets between groups that are as good.
+
 Masses act in two ways. With class distances held, g is f_xy - f_xx, or f_xy without debiasing; and
 the moments of a row's class move with its mass, and with them the class distances,
 
@@ -29,14 +35,20 @@ from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
 from otdd_flash.labels.metrics import Gaussian, LabelMetric, Means
 from otdd_flash.labels.moment_distances import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
+from otdd_flash.operators.cloud import mass_per_class
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient
+from otdd_flash.solver.groups import Groups
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.term_gradient import Needs
 
 # By which a table of class distances may differ from that of the rows, relative to its largest
 # entry: they were measured elsewhere, or read from a file.
 SAME_TABLE = 1e-6
+
+# A class with this share of the mass has all of it but for rounding.
+ALL = 1 - 1e-12
 
 
 class Contributions(NamedTuple):
@@ -45,13 +57,19 @@ class Contributions(NamedTuple):
     Attributes:
         values: s (n,) float64 on the CPU, in units of the cost; NaN for rows without mass.
         through_classes: whether class distances moved with the masses; False where they were held.
+        slopes: (2, V) float64 on the CPU, least and most s_c of each source class for epsilon to 0,
+            with the potentials of each group as they are; the same number twice where the masses
+            determine the potentials, NaN for classes with all or without any mass.
     """
 
     values: Tensor
     through_classes: bool
+    slopes: Tensor
 
 
-def contributions_of(problem: Problem, divergence: Divergence, method: str) -> Contributions:
+def contributions_of(
+    problem: Problem, divergence: Divergence, method: str, *, required: bool
+) -> Contributions:
     """The contributions of all rows of the source.
 
     Args:
@@ -59,22 +77,56 @@ def contributions_of(problem: Problem, divergence: Divergence, method: str) -> C
         divergence: the solved terms.
         method: how class distances were measured; those of `gaussian` and `means` move with the
             masses, unless the table is one of other rows.
+        required: whether potentials that are not determined are an error.
+
+    Raises:
+        ConvergenceError: they are.
+
+    Warns:
+        NotConvergedWarning: they are not determined, and need not be.
     """
     debias = divergence.xx is not None
-    gradient = DivergenceGradient(problem, frozenset({"a", "classes"}), debias=debias)
+    moved = any(True for _ in _metrics(method))
+    needs: Needs = frozenset({"a", "classes"}) if moved else frozenset({"a"})
+    gradient = DivergenceGradient(problem, needs, debias=debias)
     for name, term in divergence.terms.items():
         operator = problem.operator(name)
         f, g = (potential.to(problem.request.device) for potential in (term.f, term.g))
         gradient(name, operator, replace(term, f=f, g=g))
-    found, by_table = gradient.total["a"], gradient.total["classes"]
-    through = _through_classes(problem, by_table, method)
+    gradient.report("contributions", required=required)
+    found = gradient.total["a"]
+    through = _through_classes(problem, gradient.total["classes"], method) if moved else None
     if through is not None:
         found = found + through.to(found.device)
     masses = problem.request.given[0].masses.to(found.device)
     found = torch.where(masses > 0, found, 0.0)
     values = (found - masses @ found) / (1 - masses)
     values[masses == 0] = torch.nan
-    return Contributions(values.cpu(), through is not None)
+    slopes = _slopes(problem.request.given[0], found.cpu(), gradient.groups)
+    return Contributions(values.cpu(), through is not None, slopes)
+
+
+def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> Tensor:
+    """Least and most s_c of each class, (2, V)."""
+    masses = source.masses.cpu()
+    count = max(1, source.class_total)
+    labels = torch.zeros(len(masses), dtype=torch.int64)
+    if source.labels is not None:
+        labels = source.labels.cpu()
+    of_classes = mass_per_class(masses, labels, count)
+    rest = torch.where((of_classes > 0) & (of_classes < ALL), 1 - of_classes, torch.nan)
+    sums = mass_per_class(masses * gradient, labels, count)
+    slopes = ((sums / of_classes - masses @ gradient) / rest).repeat(2, 1)
+    if groups is None:
+        return slopes
+    # Masses (V, K) of each class in each group.
+    within, total = groups.rows.cpu() >= 0, len(groups.gaps)
+    place = (labels * total + groups.rows.cpu())[within]
+    shared = mass_per_class(masses[within], place, count * total).reshape(count, total)
+    directions = (shared / of_classes[:, None] - shared.sum(0)) / rest[:, None]
+    for c in rest.isfinite().nonzero().squeeze(1).tolist():
+        slopes[:, c] += torch.tensor(groups.spread(directions[c].numpy()), dtype=slopes.dtype)
+    return slopes
 
 
 def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor | None:

@@ -31,7 +31,7 @@ def prefixed(where: str, error: InputError) -> InputError:
 
 
 class ConvergenceError(RuntimeError):
-    """`require_convergence` was asked for and the tolerance was not reached."""
+    """`require_convergence` was asked for, and a tolerance was missed or potentials stay open."""
 
 
 class LostRankError(RuntimeError):
@@ -52,7 +52,7 @@ class _Notice(UserWarning):
 
 
 class NotConvergedWarning(_Notice):
-    """The solver stopped before the tolerance; the result's bounds still hold."""
+    """The solver stopped before the tolerance, or potentials stay open; bounds still hold."""
 
 
 class DataNotice(_Notice):

@@ -158,4 +158,5 @@ def dataset_distance(
         shared=shared_since(before, compute.group),
         streamed=None if streaming is None else streaming.tally.summary(seconds["solve"]),
         unchanged=unchanged,
+        required=options.require_convergence,
     )

@@ -31,7 +31,9 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import convergence_text, interval
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.problem import SIDES, Problem
+from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.version import __version__
 
 T = TypeVar("T")
@@ -58,6 +60,8 @@ class DistanceResult:
             what is asked of the plan, this process computes alone.
         unchanged: both datasets as they were compared; what is asked of them once they were changed
             in place is refused. None where nobody else has their memory.
+        required: whether potentials that the masses leave open are an error, as the solve's
+            `require_convergence` said; a loaded result warns.
     """
 
     source: LabeledSamples
@@ -72,6 +76,7 @@ class DistanceResult:
     shared: Shared = field(default=ALONE, kw_only=True)
     streamed: Mapping[str, Any] | None = field(default=None, kw_only=True)
     unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
+    required: bool = field(default=False, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
         """The distance, its bounds and what was compared, in one line."""
@@ -118,8 +123,16 @@ class DistanceResult:
         """The cross term's f (n,) and g (m,), in units of the cost.
 
         With `ground=inner`, for the squared distances that it comes to: without terms of one side.
+        Groups of points that exchange almost no mass are balanced against each other; those of
+        `divergence.xy` are as the solve left them.
+
+        Raises:
+            ConvergenceError: `required`, and the masses leave potentials open.
+
+        Warns:
+            NotConvergedWarning: they do, and it is not required; said once.
         """
-        return self.divergence.xy.f, self.divergence.xy.g
+        return self._settled.f, self._settled.g
 
     def apply_plan(self, values: Any) -> Tensor:
         """P V for V (m,) or (m, k), streamed: the n x m plan is never stored.
@@ -172,13 +185,19 @@ class DistanceResult:
 
         Raises:
             InputError: there is not enough memory.
+            ConvergenceError: `required`, and the masses leave potentials of groups of points open
+                against each other.
+
+        Warns:
+            NotConvergedWarning: they do, and it is not required; `slopes` then says between what.
         """
         self._check_unchanged()
         request = self._prepared
 
         def find() -> Contributions:
-            problem = Problem(request, self.epsilon, self.class_distances.full)
-            return contributions_of(problem, self.divergence, self.method)
+            return contributions_of(
+                self._problem, self.divergence, self.method, required=self.required
+            )
 
         return request.within_memory(find)
 
@@ -273,13 +292,27 @@ class DistanceResult:
             same = weighted or self.source.weights is None
             operator = self._operator if same else self._built(weighted=False)
             # A loaded result's are on the CPU.
-            return use(operator, *(tensor.to(request.device) for tensor in self.potentials))
+            term = self.divergence.xy
+            return use(operator, *(tensor.to(request.device) for tensor in (term.f, term.g)))
 
         return request.within_memory(apply)
 
     def _check_unchanged(self) -> None:
         if self.unchanged is not None:
             self.unchanged.check()
+
+    @property
+    def _problem(self) -> Problem:
+        return Problem(self._prepared, self.epsilon, self.class_distances.full)
+
+    @cached_property
+    def _settled(self) -> TransportTerm:
+        """The cross term with potentials balanced between groups of points, where it was."""
+        self._check_unchanged()
+        term, device = self.divergence.xy, self.divergence.xy.f.device
+        found, groups = self._prepared.within_memory(lambda: settled_points(self._problem, term))
+        report_groups(groups, "potentials", self.source, required=self.required)
+        return replace(found, f=found.f.to(device), g=found.g.to(device))
 
     @cached_property
     def _prepared(self) -> Request:

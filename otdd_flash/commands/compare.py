@@ -23,6 +23,7 @@ from otdd_flash.commands.settings import (
 )
 from otdd_flash.commands.sides import prepare_sides
 from otdd_flash.commands.tracked import track_distance
+from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.files.json_file import write_json
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
@@ -105,12 +106,24 @@ def compare(config: DictConfig, directory: Path) -> None:
             solver=replace(solver, bound_width=None) if isinstance(solver, Converged) else solver,
         )
     more = {"seconds": _seconds(phases, result), "choices": sides.choices, **sampling}
-    report = _write(result, settings, kept, more, directory, sides.image_shape)
+    contributions, refused = None, None
+    if settings.contributions:
+        try:
+            required = settings.solver.require_convergence
+            contributions = replace(result, required=required).contributions()
+        except ConvergenceError as error:
+            refused = error
+    report = _write(result, contributions, settings, kept, more, directory, sides.image_shape)
     report += track_distance(result, settings.log, kept, directory)
     if settings.solver.require_convergence and not result.converged:
         raise ConvergenceError(
             f"{result.divergence.shortfall(solver)}; solver.require_convergence is set, and the "
             f"result was written to {directory}"
+        )
+    if refused is not None:
+        raise ConvergenceError(
+            f"{refused}; solver.require_convergence is set, and the result was written to "
+            f"{directory} without them"
         )
     report.require_complete()
 
@@ -159,6 +172,7 @@ def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
 
 def _write(
     result: DistanceResult,
+    contributions: Contributions | None,
     settings: DistanceSettings,
     kept: dict[str, Any],
     more: dict[str, Any],
@@ -169,9 +183,14 @@ def _write(
     more = {**more, "seed": settings.seed, "config": kept}
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
-    contributions = result.contributions() if settings.contributions else None
     if contributions is not None:
         more["contributions_through_classes"] = contributions.through_classes
+        more["contribution_slopes"] = {
+            name: None if math.isnan(low) else [low, high]
+            for name, (low, high) in zip(
+                result.source.class_names, contributions.slopes.T.tolist(), strict=False
+            )
+        }
     summary, console = result.summary(**more), Terminal()
     content = settings.report.content
     try:

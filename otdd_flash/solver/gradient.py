@@ -15,6 +15,7 @@ from torch import Tensor
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.float64_rows import squared_norms
 from otdd_flash.operators.ground import SHARES
+from otdd_flash.solver.groups import Groups, report_groups, settled_points
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_gradient import Gradient, Input, Needs, cross_gradient, self_gradient
@@ -39,16 +40,23 @@ class DivergenceGradient:
 
     Attributes:
         total: the sum over the terms solved so far: all of S_epsilon after the solve.
+        groups: points between which derivatives by masses are open, once the cross term is solved.
     """
 
     def __init__(self, problem: Problem, needs: Needs, *, debias: bool = True) -> None:
         self._problem, self._needs, self._debias = problem, needs, debias
         self.total: Gradient = {}
+        self.groups: Groups | None = None
 
     def __call__(self, name: str, operator: Operator, term: TransportTerm) -> None:
         """Add the part of the term "xy", "xx" or "yy"."""
         inputs = self._problem.inputs(name)
         if name == "xy":
+            # Between a cloud and itself both terms have the one potential that is the same on both
+            # sides, in which a group that rises would also fall.
+            if self._needs & {*MASSES} and not (self._debias and self._problem.identical):
+                # Points and classes are moved by the plan, which offsets between groups leave be.
+                term, self.groups = settled_points(self._problem, term)
             gradient = cross_gradient(operator, term, inputs, self._needs)
             self._add(name, self._by_given(gradient, name), 1.0)
             return
@@ -62,6 +70,14 @@ class DivergenceGradient:
         here: dict[Input, Input] = {seen: key for key, seen in own.items()}
         gradient = {here.get(key, key): part for key, part in gradient.items()}
         self._add(name, self._by_given(gradient, name), -0.5)
+
+    def report(self, what: str, *, required: bool) -> None:
+        """Warn, or raise if `required`, where derivatives by masses are open.
+
+        Raises:
+            ConvergenceError: as said.
+        """
+        report_groups(self.groups, what, self._problem.request.given[0], required=required)
 
     @property
     def pulled(self) -> Pulled | None:

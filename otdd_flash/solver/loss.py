@@ -57,7 +57,9 @@ def sinkhorn_loss(
     or not (Danskin; Feydy et al. 2019, Interpolating between optimal transport and MMD using
     Sinkhorn divergences; Ye et al. 2026, arXiv:2602.03067, for plans with marginals other than a
     and b). The gradient by masses is the one along the simplex, with <a, gradient> = 0: masses that
-    do not come from a softmax have to be projected after a step.
+    do not come from a softmax have to be projected after a step. Between groups of points that
+    exchange almost no mass it is what balances their exchange, and a warning where rounding of the
+    masses decides about that.
 
     Args:
         x: (n, d) points of any real type and strides; half types are computed in float32.
@@ -89,7 +91,11 @@ def sinkhorn_loss(
             that do not sum to 1, labels or a table that do not fit, a block [x, x] or [y, y] of it
             that is not symmetric, a bad epsilon or weight, or a tolerance that the precision cannot
             reach.
-        ConvergenceError: `options.require_convergence` is set and a term stopped early.
+        ConvergenceError: `options.require_convergence` is set and a term stopped early, or leaves
+            gradients by masses undetermined.
+
+    Warns:
+        NotConvergedWarning: one of both.
     """
     problem = problem_of_tensors(
         (x, a, labels_x),
@@ -118,6 +124,7 @@ def sinkhorn_loss(
             pulled=gradient.pulled if needs else None,
         )
     report_convergence(divergence, options)
+    gradient.report("gradients by masses", required=options.require_convergence)
     value = torch.tensor(divergence.value, dtype=type_of(problem), device=x.device)
     if not needs:
         return value

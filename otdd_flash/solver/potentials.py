@@ -29,6 +29,7 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.solver.adjoint import Entries, potentials_everywhere
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
 from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
@@ -68,6 +69,10 @@ def sinkhorn_potentials(
     the iterations. By masses it is the one along the simplex, up to a constant. A cotangent that is
     not finite gives NaN.
 
+    Potentials of groups of points that exchange almost no mass are balanced against each other to
+    far below the marginal error, by the logarithms of what they exchange. Where rounding of the
+    masses outweighs that, they are fixed only together, and a warning says so.
+
     Args:
         x: (n, d) points; this and what follows as in `sinkhorn_loss`.
         y: (m, d) points.
@@ -92,11 +97,12 @@ def sinkhorn_potentials(
         InputError: as `sinkhorn_loss`; in the backward pass an input that was changed in place, or
             an epsilon that is far below the rounding of costs of points without mass; a second
             derivative.
-        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or, in
-            the backward pass, the linear system was not solved.
+        ConvergenceError: `options.require_convergence` is set and the solve stopped early, or
+            leaves potentials undetermined, or, in the backward pass, the linear system was not
+            solved.
 
     Warns:
-        NotConvergedWarning: one of both.
+        NotConvergedWarning: one of these.
     """
     weights = GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y))
     sides = (x, a, labels_x), (y, b, labels_y)
@@ -111,7 +117,9 @@ def sinkhorn_potentials(
     with torch.no_grad():
         divergence = problem.solve(options, debias=False, start=start)
         report_convergence(divergence, options)
-        term = divergence.xy
+        term, groups = problem.request.within_memory(lambda: settled_points(problem, divergence.xy))
+        required = options.require_convergence
+        report_groups(groups, "potentials", problem.request.given[0], required=required)
         solved = problem.request.within_memory(
             lambda: potentials_everywhere(problem, term.f, term.g)
         )

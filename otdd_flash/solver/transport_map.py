@@ -40,6 +40,7 @@ from otdd_flash.solver.centred import mean_near
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
@@ -127,6 +128,10 @@ def transport_map(
         divergence = problem.solve(options, debias=False, start=start)
         report_convergence(divergence, options)
         term = divergence.xy
+        if inputs.tensors.keys() & {"a", "b"}:
+            term, groups = problem.request.within_memory(lambda: settled_points(problem, term))
+            what, required = "gradients by masses", options.require_convergence
+            report_groups(groups, what, problem.request.given[0], required=required)
         potentials = problem.request.within_memory(
             lambda: potentials_everywhere(problem, term.f, term.g)
         )

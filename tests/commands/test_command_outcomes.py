@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -87,6 +88,28 @@ def test_required_convergence_is_code_3_and_everything_is_written(command, read)
     assert "solver.require_convergence" in ended.error
     assert _files("run") == REPORT | {"error.json"}
     assert read("run/error.json")["exit_code"] == 3
+
+
+def test_contributions_that_masses_leave_open_warn_or_are_code_3(command, read):
+    """Two classes of as many rows on both sides, far from each other."""
+    generator = np.random.default_rng(0)
+    labels = np.repeat(["near", "far"], 20)
+    for name in "ab":
+        x = generator.standard_normal((40, 2)) + 30.0 * (labels == "far")[:, None]
+        np.savez(f"{name}.npz", x=x, y=labels)
+    arrays = ("source=arrays", "source.path=a.npz", "target=arrays", "target.path=b.npz")
+    settings = (*arrays, "epsilon=1", "labels=none", "contributions=true", "report.content=none")
+    ended = command(*settings)
+    assert ended.code == 0
+    assert "contributions are not determined: 20 rows of class" in ended.err
+    slopes = read("run/result.json")["contribution_slopes"]
+    assert set(slopes) == {"near", "far"}
+    assert all(high - low > 100 for low, high in slopes.values())
+    ended = command(*settings, "solver.require_convergence=true")
+    assert ended.code == 3
+    assert "contributions are not determined" in ended.error
+    assert "solver.require_convergence" in ended.error
+    assert "contribution_slopes" not in read("run/result.json")
 
 
 def test_bad_input_is_code_2_with_an_error_file(command, read):

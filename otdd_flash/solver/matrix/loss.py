@@ -26,6 +26,7 @@ from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.groups import Groups, report_groups, settled_matrix
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.matrix.transport import report_infeasible, solve_matrix
 from otdd_flash.solver.schedules.base import Schedule
@@ -78,10 +79,11 @@ def matrix_loss(
         InputError: as `matrix_transport`; float16 costs that require a gradient; self costs that
             do not fit, or are not finite or not symmetric; in a backward pass, an input that was
             changed in place, or a second derivative.
-        ConvergenceError: `options.require_convergence` is set and a term stopped early.
+        ConvergenceError: `options.require_convergence` is set and a term stopped early, or leaves
+            gradients by masses undetermined.
 
     Warns:
-        NotConvergedWarning: a term stopped early, or no plan has these masses.
+        NotConvergedWarning: one of both, or no plan has these masses.
     """
     own = (None, None) if self_costs is None else self_costs
     given = {"costs": costs, "self_costs[0]": own[0], "self_costs[1]": own[1], "a": a, "b": b}
@@ -98,6 +100,8 @@ def matrix_loss(
         report_infeasible(short, options)
     else:
         report_convergence(divergence, options)
+        required = options.require_convergence
+        report_groups(backward.groups, "gradients by masses", required=required)
     dtype = torch.float64 if problem.source.dtype == torch.float64 else torch.float32
     home = costs.device if isinstance(costs, Tensor) else problem.device
     value = torch.tensor(divergence.value, dtype=dtype, device=home)
@@ -126,16 +130,22 @@ class LossGradient:
     Args:
         problem: costs and masses.
         needs: inputs to differentiate by.
+
+    Attributes:
+        groups: points between which gradients by masses are open, once the term is solved.
     """
 
     def __init__(self, problem: MatrixProblem, needs: frozenset[str]) -> None:
         self._problem, self._needs = problem, needs
         self._terms: dict[str, TransportTerm] = {}
         self._by_masses: dict[str, Tensor] = {}
+        self.groups: Groups | None = None
 
     def solved(self, name: str, operator: Operator, term: TransportTerm) -> None:
         """Keep the potentials of a term, and what masses need of it."""
         self._terms[name] = term
+        if name == "xy" and self._needs & MASSES.keys():
+            term, self.groups = settled_matrix(self._problem, term)
         for key, terms in MASSES.items():
             if key in self._needs and name in terms:
                 found = _by_masses(refined(operator), term, columns=key == "b")

@@ -23,6 +23,7 @@ from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.adjoint import Entries, held_plan
 from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.groups import report_groups, settled_matrix
 from otdd_flash.solver.matrix.loss import check_gradient_type
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasible, solve_matrix
@@ -94,6 +95,10 @@ def matrix_plan(
         else:
             report_convergence(divergence, options)
         term = divergence.xy
+        if inputs.tensors.keys() & {"a", "b"}:
+            term, groups = settled_matrix(problem, term)
+            what, required = "gradients by masses", options.require_convergence
+            report_groups(groups, what, required=required)
         dtype = torch.promote_types(problem.source.dtype, torch.float32)
         plan = problem.tiles.scaled_plan(term.f, term.g, term.epsilon, dtype).to(costs.device)
     if not inputs.tensors:

@@ -21,6 +21,7 @@ from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.shown import convergence_text, interval
+from otdd_flash.solver.groups import report_groups, settled_matrix
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
 
@@ -43,24 +44,34 @@ class MatrixTransport:
     seconds: float
     short_rows: Tensor
     _problem: MatrixProblem = field(repr=False)
+    _required: bool = field(default=False, repr=False)
 
     def __repr__(self) -> str:
         """The value, its bounds and the size of the matrix, in one line."""
         return (
             f"MatrixTransport({interval(self.value, *self.bounds)}, "
             f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
-            f"{len(self.f)} x {len(self.g)})"
+            f"{len(self.term.f)} x {len(self.term.g)})"
         )
 
     @property
     def f(self) -> Tensor:
-        """Row potential (n,), in units of the cost; inf at a mass of 0 without allowed pairs."""
-        return self._shown(self.term.f, 0)
+        """Row potential (n,), in units of the cost; inf at a mass of 0 without allowed pairs.
+
+        Groups of points that exchange almost no mass are balanced against each other.
+
+        Raises:
+            ConvergenceError: convergence was required, and the masses leave potentials open.
+
+        Warns:
+            NotConvergedWarning: they do, and it was not required; said once.
+        """
+        return self._shown(self._settled.f, 0)
 
     @property
     def g(self) -> Tensor:
         """Column potential (m,), likewise."""
-        return self._shown(self.term.g, 1)
+        return self._shown(self._settled.g, 1)
 
     @property
     def value(self) -> float:
@@ -208,6 +219,15 @@ class MatrixTransport:
             kept.to(problem.device) for kept in (saved.term.f, saved.term.g, saved.short_rows)
         )
         return cls(replace(saved.term, f=f, g=g), saved.seconds, short, problem)
+
+    @cached_property
+    def _settled(self) -> TransportTerm:
+        """The term with potentials balanced between groups of points."""
+        if len(self.short_rows):
+            return self.term
+        term, groups = settled_matrix(self._problem, self.term)
+        report_groups(groups, "potentials", required=self._required)
+        return term
 
     @property
     def _finite(self) -> tuple[Tensor, Tensor]:

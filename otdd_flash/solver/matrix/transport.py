@@ -84,7 +84,7 @@ def matrix_transport(
     else:
         report_convergence(divergence, options)
     seconds = time.perf_counter() - started
-    return MatrixTransport(divergence.xy, seconds, short, problem)
+    return MatrixTransport(divergence.xy, seconds, short, problem, options.require_convergence)
 
 
 def check_one_epsilon(epsilon: float | None, relative: float | None) -> None:
