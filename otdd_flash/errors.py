@@ -7,6 +7,12 @@ Any other exception is a defect of this package.
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+
+HERE = os.path.join(os.path.dirname(__file__), "")
+
 
 class InputError(ValueError):
     """A request that cannot be met; the message names the value and what to do about it."""
@@ -55,3 +61,14 @@ def choose(kind: str, name: str, known: tuple[str, ...]) -> str:
     if name not in known:
         raise InputError(f"unknown {kind} {name!r}; choose one of: {', '.join(known)}")
     return name
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the line that called this package, however deep inside of it this is called."""
+    torch = sys.modules.get("torch")
+    # Torch calls back, and stands between: decorators, backward passes.
+    inner = (HERE,) if torch is None else (HERE, os.path.join(os.path.dirname(torch.__file__), ""))
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

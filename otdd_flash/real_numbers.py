@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.checks import shown
+from otdd_flash.checks import check_numbers, shown
 from otdd_flash.errors import InputError
 from otdd_flash.raw_labels import rows_shown
 
@@ -24,6 +24,8 @@ def real_tensor(what: str, values: Any) -> Tensor:
     Raises:
         InputError: they are no such numbers, or some of them are masked.
     """
+    if isinstance(values, Tensor):
+        check_numbers(what, values)
     if isinstance(values, np.ma.MaskedArray):
         _refuse_masked(what, np.ma.getmaskarray(values))
     try:

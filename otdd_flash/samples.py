@@ -19,6 +19,7 @@ from otdd_flash.arguments.datasets import KEEP_CLASSES, LABELED_SAMPLES, TAKE
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.content_mark import Mark, mark_of
 from otdd_flash.devices import moved
+from otdd_flash.eager import own_settings
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
@@ -59,6 +60,13 @@ class LabeledSamples:
     mass: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
+        # Numbers of lists are those of any default type, and memory that is shared is no inference
+        # tensor.
+        with own_settings():
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Check the parts, and convert them."""
         if self.labels is None:
             object.__setattr__(self, "class_names", ())
         check_fields(self, LABELED_SAMPLES)
@@ -161,10 +169,17 @@ class LabeledSamples:
         return found
 
     def detached(self) -> LabeledSamples:
-        """The same samples outside of autograd; these ones if no feature requires a gradient."""
-        if not self.features.requires_grad:
+        """The same samples outside of autograd and inference mode; these ones if they are."""
+        parts = {"features": self.features, "labels": self.labels, "weights": self.weights}
+        # Autograd cannot save what was made in inference mode. Files make plain tensors.
+        copied = {
+            name: part.clone()
+            for name, part in parts.items()
+            if part is not None and part.is_inference() and not isinstance(part, FileFeatures)
+        }
+        if not copied and not self.features.requires_grad:
             return self
-        return replace(self, features=self.features.detach())
+        return replace(self, **{"features": self.features.detach()} | copied)
 
     @takes({"device": values.device})
     def to(self, device: torch.device | str) -> LabeledSamples:

@@ -10,6 +10,7 @@ from otdd_flash.batched import checking
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.small_plans import SmallPlans, Solved
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
 
@@ -17,6 +18,7 @@ from otdd_flash.operators.build import Compute
 SUM_SLACK = 1e-4
 
 
+@computes
 @takes(SINKHORN_PLANS)
 def sinkhorn_plans(
     costs: Tensor,

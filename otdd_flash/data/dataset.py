@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otdd_flash.data.lazy_items import LazyItems
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.raw_labels import (
     encode_labels,
     missing_labels,
@@ -193,11 +192,7 @@ def _labelled_rows(
                 "source.drop_unlabelled or target.drop_unlabelled)"
             )
         raise InputError(f"{name}: {missing_rows(missing)}; {way_out}")
-    warnings.warn(
-        f"{name}: {int(missing.sum())} of {count} rows have no label and are left out",
-        DataNotice,
-        stacklevel=6,
-    )
+    warn(f"{name}: {int(missing.sum())} of {count} rows have no label and are left out", DataNotice)
     return np.flatnonzero(~missing)
 
 

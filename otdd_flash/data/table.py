@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash.data.request import reading
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 
 # What pandas calls a first column without a name, which its own `to_csv` writes for the row index.
 NAMELESS = "Unnamed: 0"
@@ -47,10 +47,9 @@ def read_table(
     table.columns = [str(column) for column in table.columns]
     if table.columns[0] == NAMELESS:
         table = table.drop(columns=NAMELESS)
-        warnings.warn(
+        warn(
             f"{path}: its first column has no name, is taken for row numbers and left out",
             DataNotice,
-            stacklevel=5,
         )
     columns = tuple(table.columns)
     for column in [*(features or ()), *([label] if label else [])]:
@@ -122,11 +121,10 @@ def find_label(columns: Sequence[str], text: Sequence[str], where: str) -> str |
             f"label=COLUMN; {listed(columns)}"
         )
     if not candidates:
-        warnings.warn(
+        warn(
             f"{where} has no column that looks like labels and is taken as unlabelled; name "
             f"one with label=COLUMN; {listed(columns)}",
             DataNotice,
-            stacklevel=6,
         )
         return None
     return candidates[0]

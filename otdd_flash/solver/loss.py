@@ -9,6 +9,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import SINKHORN_LOSS
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
@@ -24,6 +25,7 @@ from otdd_flash.solver.term_gradient import Gradient, Input, Needs
 from otdd_flash.solver.term_solves import Potentials
 
 
+@computes
 @takes(SINKHORN_LOSS)
 def sinkhorn_loss(
     x: Tensor,

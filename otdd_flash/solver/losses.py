@@ -10,6 +10,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import SINKHORN_LOSSES
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
 from otdd_flash.operators.score_pool import Room
@@ -28,6 +29,7 @@ Clouds = Tensor | Sequence[Tensor]
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
+@computes
 @takes(SINKHORN_LOSSES)
 def sinkhorn_losses(
     x: Clouds,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from otdd_flash.devices import resolve_device
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import (
     DamagedFileError,
@@ -108,6 +109,7 @@ class ResidualMap:
         return fitted
 
     @torch.no_grad()
+    @computes
     def __call__(self, samples: LabeledSamples) -> LabeledSamples:
         """The samples moved, their labels matched by class name.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from otdd_flash.arguments.transport import APPLY_PLAN, LOAD_MATRIX
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import shown, takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.build import Compute
@@ -111,6 +112,7 @@ class MatrixTransport:
         """What ended the solve."""
         return self.term.stopped_by
 
+    @computes
     def plan(self) -> Tensor:
         """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon), (n, m), of the type of the potentials.
 
@@ -119,6 +121,7 @@ class MatrixTransport:
         problem = self._problem
         return problem.tiles.scaled_plan(self.term.f, self.term.g, self.epsilon, problem.dtype)
 
+    @computes
     @takes(APPLY_PLAN)
     def apply(self, values: Any) -> Tensor:
         """P V (n, k) for V (m, k), or (n,) for (m,); of the type of the potentials.
@@ -128,6 +131,7 @@ class MatrixTransport:
         """
         return self._applied(values, transposed=False)
 
+    @computes
     @takes(APPLY_PLAN)
     def apply_transposed(self, values: Any) -> Tensor:
         """P^T U (m, k) for U (n, k), or (m,) for (n,).
