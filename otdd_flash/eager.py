@@ -31,7 +31,7 @@ CASTING = ("cpu", "cuda", "mps")
 BY_AUTOGRAD = "call it outside and take gradients by .backward() or torch.autograd.grad"
 # By the name of the innermost transform of torch.func.
 INSTEAD = {
-    "Vmap": "loop over the batch and torch.stack the results",
+    "Vmap": "loop over the batch and torch.stack the results, or pass it whole where that is taken",
     "Grad": BY_AUTOGRAD,
     "Jvp": f"{BY_AUTOGRAD}; along a direction v that is (gradient * v).sum()",
     "Functionalize": "call it outside",
@@ -49,19 +49,25 @@ def computes(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
         check_transforms(name, (*args, *kwargs.values()))
+        _check_eager(name)
         with own_settings():
             return function(*args, **kwargs)
 
-    untraced: list[Callable[P, R]] = []
+    return untraced(alone)
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep `torch.compile` out of a function, without the seconds that its import takes."""
+    disabled: list[Callable[P, R]] = []
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Nothing is compiled before the compiler was imported, which takes seconds.
+        # Nothing is compiled before the compiler was imported.
         if "torch._dynamo" not in sys.modules:
-            return alone(*args, **kwargs)
-        if not untraced:
-            untraced.append(torch.compiler.disable(alone))
-        return untraced[0](*args, **kwargs)
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     # The compiler breaks its graph at calls of what has this attribute, and so does not enter.
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -99,23 +105,35 @@ def check_transforms(name: str, arguments: Iterable[Any] = ()) -> None:
         )
     if torch.jit.is_tracing():
         raise InputError(
-            f"{name} cannot be traced by torch.jit.trace, which would keep its result as a "
-            "constant; call it outside"
-        )
-    # An example: modes make tensors of a class of their own.
-    if type(torch.empty(0)) is not Tensor:
-        raise InputError(
-            f"{name} computes with numbers, which tensors have not inside of FakeTensorMode or "
-            "torch.export; call it outside"
+            f"{name} cannot be traced by torch.jit.trace, which would keep numbers of this call as "
+            "constants; call it outside"
         )
     for value in arguments:
         for part in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(part, Tensor) and _has_tangent(part):
-                raise InputError(
-                    f"{name} has no forward-mode derivative, and an argument is a dual tensor; "
-                    f"{INSTEAD['Jvp']}"
-                )
+            if isinstance(part, Tensor):
+                _check_one(name, part)
 
 
-def _has_tangent(tensor: Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+def _check_eager(name: str) -> None:
+    """Raise an `InputError` where operations are recorded, or tensors are fake."""
+    # Imported by whoever records.
+    fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    # An example: modes make tensors of a class of their own.
+    if type(torch.empty(0)) is not Tensor or (fx is not None and fx.get_proxy_mode() is not None):
+        raise InputError(
+            f"{name} computes with numbers, which tensors have not inside of FakeTensorMode, "
+            "make_fx or torch.export; call it outside"
+        )
+
+
+def _check_one(name: str, tensor: Tensor) -> None:
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        raise InputError(
+            f"{name} is not computed for a batch of cotangents; leave vectorize=True or "
+            "is_grads_batched=True out"
+        )
+    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        raise InputError(
+            f"{name} has no forward-mode derivative, and an argument is a dual tensor; "
+            f"{INSTEAD['Jvp']}"
+        )

@@ -19,7 +19,7 @@ from otdd_flash.arguments.datasets import KEEP_CLASSES, LABELED_SAMPLES, TAKE
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.content_mark import Mark, mark_of
 from otdd_flash.devices import moved
-from otdd_flash.eager import own_settings
+from otdd_flash.eager import own_settings, untraced
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
@@ -59,6 +59,7 @@ class LabeledSamples:
     subset_hash: str | None = field(default=None, kw_only=True)
     mass: float = field(default=1.0, kw_only=True)
 
+    @untraced
     def __post_init__(self) -> None:
         # Numbers of lists are those of any default type, and memory that is shared is no inference
         # tensor.

@@ -25,6 +25,7 @@ from otdd_flash.arguments.values import (
     scalar,
     solver,
     start,
+    traced_tensor,
 )
 from otdd_flash.checks import (
     Declaration,
@@ -99,7 +100,7 @@ SINKHORN_LOSSES: Declaration = {
 }
 
 DOUBLY_STOCHASTIC: Declaration = {
-    "logits": tensor("(..., n, n)"),
+    "logits": traced_tensor("(..., n, n)"),
     "iterations": optional(count),
     "tolerance": optional(positive),
     "max_iterations": count,

@@ -47,7 +47,8 @@ class KnownGradient(torch.autograd.Function):
         if again and ctx.second is not None:
             scaled = _Moving.apply(ctx.second, ctx.saved_tensors, scale, *ctx.inputs)
         else:
-            scaled = _scaled(scale.detach(), ctx.saved_tensors, ctx.inputs)
+            with torch.no_grad():
+                scaled = _scaled(scale, ctx.saved_tensors, ctx.inputs)
             if again:
                 ties = scale, *ctx.inputs
                 scaled = tuple(OnceDifferentiable.apply(part, *ties) for part in scaled)
@@ -70,7 +71,7 @@ class _Moving(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
         """By the scale and by every input."""
-        check_transforms("a second derivative of a loss")
+        check_transforms("a second derivative of a loss", along)
         scale, *gradients = ctx.saved_tensors
         if all(one is None for one in along):
             return (None,) * (3 + len(ctx.inputs))

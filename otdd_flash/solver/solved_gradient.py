@@ -75,7 +75,7 @@ class Solved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """By every input."""
-        check_transforms(f"the gradient of {ctx.name}")
+        check_transforms(f"the gradient of {ctx.name}", cotangents)
         ctx.inputs.check_unchanged()
         tensors = ctx.inputs.tensors
         with torch.no_grad(), own_settings():
