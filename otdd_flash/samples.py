@@ -305,9 +305,12 @@ def _as_features(values: Any) -> Tensor:
     elif features.dtype not in (torch.float32, torch.float64):
         features = in_floating_point(features)
     if features.ndim != 2:
+        way_out = "; flatten each row, as by features.reshape(len(features), -1)"
+        if features.ndim == 3:
+            way_out += ", unless these are several clouds, which are compared one pair at a time"
         raise InputError(
-            f"features must be a matrix (n, d), got shape {tuple(features.shape)}; "
-            "flatten each row, as by features.reshape(len(features), -1)"
+            f"features must be a matrix (n, d), got shape {tuple(features.shape)}"
+            + (way_out if features.ndim else ", a single number")
         )
     if features.shape[0] == 0 or features.shape[1] == 0:
         raise InputError(f"the dataset is empty: features have shape {tuple(features.shape)}")

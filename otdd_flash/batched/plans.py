@@ -65,9 +65,8 @@ def sinkhorn_plans(
     """
     checking.check_matrices("costs", costs)
     if costs.ndim != 3:
-        raise InputError(
-            f"costs must be (B, n, m), got shape {tuple(costs.shape)}; pass costs[None] of one"
-        )
+        one = "pass costs[None] of one" if costs.ndim == 2 else "pass costs.flatten(0, -3)"
+        raise InputError(f"costs must be (B, n, m), got shape {tuple(costs.shape)}; {one}")
     if gradient == "unrolled" and max_iterations > checking.MOST_UNROLLED and costs.requires_grad:
         raise InputError(
             f"{max_iterations} iterations are too many to differentiate one by one, which goes up "
