@@ -45,8 +45,8 @@ from otdd_flash.solver.term.result import Progress
 logger = logging.getLogger(__name__)
 
 
-@takes_shards("source", "target")
 @computes
+@takes_shards("source", "target")
 @takes(DATASET_DISTANCE)
 def dataset_distance(
     source: Samples,

@@ -40,6 +40,14 @@ def real_tensor(what: str, values: Any) -> Tensor:
     return tensor.dequantize() if tensor.is_quantized else tensor
 
 
+def in_one_row(tensor: Tensor) -> Tensor:
+    """All entries in order, (numel,) with stride 1, to read their bits; a view where it can be.
+
+    One row or column is contiguous at any stride, and a view of another type needs that of 1.
+    """
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
+
+
 def in_floating_point(features: Tensor) -> Tensor:
     """Features of another type in float32, or in float64 where that would change integers."""
     single = features.to(torch.float32)

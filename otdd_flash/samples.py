@@ -29,6 +29,8 @@ from otdd_flash.real_numbers import in_floating_point, real_tensor
 # Between them a `mass` is known.
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
+NO_MASS = "weights must not all be zero"
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LabeledSamples:
@@ -102,6 +104,8 @@ class LabeledSamples:
             InputError: as for the parts of samples.
         """
         if isinstance(given, LabeledSamples):
+            if given.without_mass:
+                raise InputError(f"{name}: {NO_MASS}")
             return given.detached()
         try:
             if isinstance(given, tuple):
@@ -142,6 +146,11 @@ class LabeledSamples:
             return self.weights.clone()
         n = len(self)
         return torch.full((n,), 1.0 / n, dtype=torch.float64, device=self.features.device)
+
+    @property
+    def without_mass(self) -> bool:
+        """Whether all weights are 0, as those of one shard of several may be."""
+        return self.weights is not None and self.mass == LEAST_MASS and not self.weights.any()
 
     @property
     def class_total(self) -> int:
@@ -397,7 +406,9 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
         raise InputError(f"weights must have shape ({n},) as features, got {tuple(weights.shape)}")
     check_masses(weights.detach().cpu().numpy())
     if float(weights.max()) == 0:
-        raise InputError("weights must not all be zero")
+        if not _may_be_shard():
+            raise InputError(NO_MASS)
+        return weights, 0.0
     unit = 1.0
     if not bool(torch.isfinite(weights.sum())):
         # In units of the largest they are the same masses, and their sum is finite.
@@ -409,6 +420,15 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
     # Nothing can be divided by subnormal ones.
     subnormal = (masses > 0) & (masses < torch.finfo(masses.dtype).tiny)
     return torch.where(subnormal, 0, masses) if bool(subnormal.any()) else masses, total * unit
+
+
+def _may_be_shard() -> bool:
+    """Whether this is one of several processes, in which rows without mass may be all of a shard.
+
+    An error here would leave the others waiting for it.
+    """
+    ranks = torch.distributed
+    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
 def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:

@@ -20,7 +20,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
-from otdd_flash.real_numbers import real_tensor
+from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import convergence_text, interval
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
@@ -253,5 +253,5 @@ def fingerprint(source: CostSource) -> str:
     """SHA-256 of type, shape and values, row by row."""
     digest = hashlib.sha256(f"{source.dtype}{tuple(source.shape)}".encode())
     for _, block in exact_blocks(source):
-        digest.update(block.cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(in_one_row(block.cpu()).view(torch.uint8).numpy().data)
     return digest.hexdigest()
