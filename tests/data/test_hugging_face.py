@@ -232,3 +232,10 @@ def test_doubles_stay_doubles(tmp_path: Path, listed: bool) -> None:
     table.save_to_disk(tmp_path / "t")
     found = load("huggingface", path=str(tmp_path / "t"), input="t", label="label")
     assert found.inputs[:, 0].tolist() == seconds
+
+
+@pytest.mark.parametrize("label", [[[0], [1, 2]], [[], [1]], [["a", "b"], ["c"]], [{"k": 1}] * 2])
+def test_several_labels_in_a_row_are_refused(tmp_path: Path, label: list[Any]) -> None:
+    path = _parquet(tmp_path, {"text": TEXTS[:2], "label": label})
+    with pytest.raises(InputError, match=r"label=label of .* in row 0, and a row is of one class"):
+        load("huggingface", path=path)

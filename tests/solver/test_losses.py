@@ -239,10 +239,8 @@ def test_batches_of_any_size(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = torch.ones(shape[0], 3, shape[2])
     found = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, debias=False)
-    expected = [
-        otdd.sinkhorn_loss(x[k].detach(), y[k], epsilon=EPSILON, debias=False)
-        for k in range(len(x))
-    ]
+    pairs = zip(x.detach(), y, strict=True)
+    expected = [otdd.sinkhorn_loss(*pair, epsilon=EPSILON, debias=False) for pair in pairs]
     assert found.dtype == torch.float32
     assert found.tolist() == [float(value) for value in expected]
     found.sum().backward()
