@@ -66,7 +66,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
         return disabled[0](*args, **kwargs)
 
     # The compiler breaks its graph at calls of what has this attribute, and so does not enter.
@@ -104,7 +104,7 @@ def check_transforms(name: str, arguments: Iterable[Any] = ()) -> None:
             f"{INSTEAD.get(kind, BY_AUTOGRAD)}"
         )
     if torch.jit.is_tracing():
-        raise InputError(
+        raise InputError(  # type: ignore[unreachable]
             f"{name} cannot be traced by torch.jit.trace, which would keep numbers of this call as "
             "constants; call it outside"
         )
@@ -132,7 +132,8 @@ def _check_one(name: str, tensor: Tensor) -> None:
             f"{name} is not computed for a batch of cotangents; leave vectorize=True or "
             "is_grads_batched=True out"
         )
-    if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+    dual = torch.autograd.forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    if dual.tangent is not None:
         raise InputError(
             f"{name} has no forward-mode derivative, and an argument is a dual tensor; "
             f"{INSTEAD['Jvp']}"

@@ -67,7 +67,8 @@ def warn(message: str, category: type[Warning]) -> None:
     """Warn at the line that called this package, however deep inside of it this is called."""
     torch = sys.modules.get("torch")
     # Torch calls back, and stands between: decorators, backward passes.
-    inner = (HERE,) if torch is None else (HERE, os.path.join(os.path.dirname(torch.__file__), ""))
+    there = [] if torch is None else [os.path.join(os.path.dirname(str(torch.__file__)), "")]
+    inner = (HERE, *there)
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         level, frame = level + 1, frame.f_back

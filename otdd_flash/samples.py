@@ -182,14 +182,15 @@ class LabeledSamples:
         """The same samples outside of autograd and inference mode; these ones if they are."""
         parts = {"features": self.features, "labels": self.labels, "weights": self.weights}
         # Autograd cannot save what was made in inference mode. Files make plain tensors.
-        copied = {
+        copied: dict[str, Any] = {
             name: part.clone()
             for name, part in parts.items()
             if part is not None and part.is_inference() and not isinstance(part, FileFeatures)
         }
         if not copied and not self.features.requires_grad:
             return self
-        return replace(self, **{"features": self.features.detach()} | copied)
+        changed: dict[str, Any] = {"features": self.features.detach()} | copied
+        return replace(self, **changed)
 
     @takes({"device": values.device})
     def to(self, device: torch.device | str) -> LabeledSamples:

@@ -143,7 +143,7 @@ def _check_single_labels(labels: list[Any] | None, column: str | None, path: str
         InputError: as said; the first such row is named.
     """
     for row, label in enumerate(labels or ()):
-        if isinstance(label, list | tuple | dict) or getattr(label, "ndim", 0):
+        if isinstance(label, list | tuple | dict) or getattr(label, "ndim", 0) > 0:
             raise InputError(
                 f"label={column} of {path} has several values in a row, {shown(label)} in row "
                 f"{row}, and a row is of one class; name a column of single labels, or make one"
