@@ -96,7 +96,7 @@ def own_settings() -> Iterator[None]:
 
 def check_transforms(name: str, arguments: Iterable[Any] = ()) -> None:
     """Raise an `InputError` inside of a transform or a trace; `name` is of the function."""
-    transform = torch._C._functorch.peek_interpreter_stack()
+    transform: Any = torch._C._functorch.peek_interpreter_stack()
     if transform is not None:
         kind = transform.key().name
         raise InputError(
@@ -104,7 +104,7 @@ def check_transforms(name: str, arguments: Iterable[Any] = ()) -> None:
             f"{INSTEAD.get(kind, BY_AUTOGRAD)}"
         )
     if torch.jit.is_tracing():
-        raise InputError(  # type: ignore[unreachable]
+        raise InputError(
             f"{name} cannot be traced by torch.jit.trace, which would keep numbers of this call as "
             "constants; call it outside"
         )
