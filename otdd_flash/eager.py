@@ -103,7 +103,7 @@ def check_transforms(name: str, arguments: Iterable[Any] = ()) -> None:
             f"{name} cannot run inside of torch.func transforms such as {kind.lower()}; "
             f"{INSTEAD.get(kind, BY_AUTOGRAD)}"
         )
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise InputError(
             f"{name} cannot be traced by torch.jit.trace, which would keep numbers of this call as "
             "constants; call it outside"
